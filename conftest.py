@@ -1,0 +1,13 @@
+"""What every docstring example may use without importing it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import dynorm
+
+
+@pytest.fixture(autouse=True)
+def _example_names(doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace.update(torch=torch, nn=torch.nn, dynorm=dynorm)

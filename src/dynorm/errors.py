@@ -1,0 +1,32 @@
+"""The errors of dynorm: one family, each message saying what must hold, what came, and what to do."""
+
+from __future__ import annotations
+
+
+class DynormError(Exception):
+    """Base class of every error that dynorm raises on purpose.
+
+    Example:
+        >>> import dynorm
+        >>> try:
+        ...     dynorm.DyISRU(0)
+        ... except dynorm.DynormError as error:
+        ...     print(type(error).__name__)
+        ArgumentError
+    """
+
+
+class ArgumentError(DynormError, ValueError):
+    """An argument is outside its domain: a shape, a dtype, a constant, a name."""
+
+
+class ModelError(DynormError):
+    """A model is not in the state that the call needs: no norms, converted already, compiled, wrapped, on meta."""
+
+
+class DataError(DynormError):
+    """Batches, texts or activations cannot be used: none at all, of the wrong kind, or not finite."""
+
+
+class StorageError(DynormError, OSError):
+    """A saved model cannot be written or read: missing, truncated, or of another class."""
