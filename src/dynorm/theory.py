@@ -1,0 +1,466 @@
+"""Closed forms that tie the norms to the point-wise functions, with C channels to a token.
+
+m_i and v_i are the mean and the biased variance of the C - 1 channels other than i, and s_i is the sum of
+their squares. With these as constants, a point-wise function is the norm itself, not an approximation of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from dynorm.errors import ArgumentError
+from dynorm.functional import _check_not_negative, _resolve, center, dyisru, dyisru_general, mean_square, rms
+
+__all__ = [
+    "channel_beta",
+    "closed_form_beta",
+    "derf_alpha",
+    "layer_norm_as_dyisru",
+    "layer_norm_derivative",
+    "layer_norm_slope_factor",
+    "leave_one_out_beta",
+    "leave_one_out_mean",
+    "leave_one_out_square_sum",
+    "leave_one_out_variance",
+    "linear_slope",
+    "rms_norm_as_dyisru",
+    "scaled_dyt_alpha",
+]
+
+FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
+
+
+def layer_norm_slope_factor(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim: bool = False) -> Tensor:
+    r"""The factor of LayerNorm's derivative that depends on the whole token.
+
+    .. math:: F(x) = \frac{1}{C \sigma}
+
+    Args:
+        x: Floating point tensor of any shape.
+        dim: The normalised dimension, or several.
+        keepdim: Whether the normalised dimensions stay, with size 1.
+
+    Returns:
+        The shape of ``x`` without ``dim`` (or with size 1 there), the dtype of ``x``.
+
+    Raises:
+        ArgumentError: If ``x`` is not floating point or ``dim`` is out of range or repeated.
+
+    Example:
+        >>> layer_norm_slope_factor(torch.tensor([-2.0, 2.0]))
+        tensor(0.2500)
+
+    Reference:
+        Eq. 6.
+    """
+    z, axes = _resolve(x, dim)
+    return (1 / (_count(z, axes) * rms(center(z, dim), dim, keepdim=keepdim))).to(x.dtype)
+
+
+def layer_norm_derivative(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    r"""How each channel of LayerNorm answers to its own input: the diagonal of the Jacobian.
+
+    .. math:: \frac{dy_i}{dx_i} = F(x) (C - 1 - y_i^2)
+
+    Args:
+        x: Floating point tensor of any shape.
+        dim: The normalised dimension, or several.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Raises:
+        ArgumentError: If ``x`` is not floating point or ``dim`` is out of range or repeated.
+
+    Example:
+        >>> layer_norm_derivative(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([0.2041, 0.8165, 0.2041])
+
+    Reference:
+        Eq. 5, Theorem 1.
+    """
+    z, axes = _resolve(x, dim)
+    channels, d = _count(z, axes), center(z, dim)
+    y = d / rms(d, dim, keepdim=True)
+    return (layer_norm_slope_factor(z, dim, keepdim=True) * (channels - 1 - y * y)).to(x.dtype)
+
+
+def channel_beta(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    r"""The b that makes DyISRU around the mean equal to LayerNorm, one for each channel.
+
+    .. math:: \beta_i = (C - 1) \sigma_{\neq i}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_i,
+        \quad \sigma_{\neq i}^2 = \frac{1}{C - 1} \sum_{k \neq i} (x_k - \mu)^2
+
+    Args:
+        x: Floating point tensor with at least 2 channels.
+        dim: The normalised dimension, or several.
+
+    Returns:
+        The shape and dtype of ``x``. It is evaluated as the paper writes it, a difference: where one channel
+        dominates, :func:`leave_one_out_beta` keeps more digits.
+
+    Raises:
+        ArgumentError: If there are fewer than 2 channels, or ``x`` or ``dim`` is outside its domain.
+
+    Example:
+        >>> channel_beta(torch.tensor([0.0, 1.0, 3.0]))
+        tensor([1.3333, 3.0000, 0.3333])
+
+    Reference:
+        Eq. 14, Theorem 4.
+    """
+    z, _ = _resolve(x, dim)
+    d = center(z, dim)
+    return (leave_one_out_square_sum(d, dim) - mean_square(d, dim, keepdim=True)).to(x.dtype)
+
+
+def leave_one_out_mean(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    r"""Mean of the other channels, for each channel, in O(C).
+
+    .. math:: m_i = \frac{1}{C - 1} \sum_{k \neq i} x_k
+
+    Args:
+        x: Floating point tensor with at least 2 channels.
+        dim: The normalised dimension, or several.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Raises:
+        ArgumentError: If there are fewer than 2 channels, or ``x`` or ``dim`` is outside its domain.
+
+    Example:
+        >>> leave_one_out_mean(torch.tensor([0.0, 1.0, 3.0]))
+        tensor([2.0000, 1.5000, 0.5000])
+
+    Reference:
+        The centre of the exact form of eq. 13; see :func:`layer_norm_as_dyisru`.
+    """
+    z, axes = _resolve(x, dim)
+    rest = _without_outlier(z, axes)
+    return (rest.mean + (rest.peak - rest.deviation) / (rest.channels - 1)).to(x.dtype)
+
+
+def leave_one_out_variance(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    r"""Biased variance of the other channels around their own mean, for each channel, in O(C).
+
+    .. math:: v_i = \frac{1}{C - 1} \sum_{k \neq i} (x_k - m_i)^2
+
+    Args:
+        x: Floating point tensor with at least 2 channels.
+        dim: The normalised dimension, or several.
+
+    Returns:
+        The shape and dtype of ``x``. One huge channel costs no digits, at itself or elsewhere.
+
+    Raises:
+        ArgumentError: If there are fewer than 2 channels, or ``x`` or ``dim`` is outside its domain.
+
+    Example:
+        >>> leave_one_out_variance(torch.tensor([0.0, 1.0, 3.0]))
+        tensor([1.0000, 2.2500, 0.2500])
+
+    Reference:
+        Eq. 14, which is :math:`(C - 1)^2 v_i / C`.
+    """
+    z, axes = _resolve(x, dim)
+    rest = _without_outlier(z, axes)
+    others = rest.channels - 1
+    # What taking the outlier in and channel i out adds to the sum of squares, factored: as the outlier is the
+    # channel furthest from the mean, both factors have the sign of its deviation, and nothing cancels.
+    first = rest.peak - rest.deviation
+    second = ((rest.channels - 2) * rest.peak + rest.channels * rest.deviation) / others
+    return ((rest.square_sum + first * second) / others).to(x.dtype)
+
+
+def leave_one_out_beta(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 0.0) -> Tensor:
+    r"""The b that makes DyISRU around :func:`leave_one_out_mean` equal to LayerNorm, for each channel.
+
+    .. math:: b_i = C v_i + \frac{C^2}{C - 1} \varepsilon
+
+    Args:
+        x: Floating point tensor with at least 2 channels.
+        dim: The normalised dimension, or several.
+        eps: What LayerNorm adds to its variance, not negative.
+
+    Returns:
+        The shape and dtype of ``x``; it does not depend on :math:`x_i`.
+
+    Raises:
+        ArgumentError: If there are fewer than 2 channels, or another argument is outside its domain.
+
+    Example:
+        >>> leave_one_out_beta(torch.tensor([0.0, 1.0, 3.0]))
+        tensor([3.0000, 6.7500, 0.7500])
+
+    Reference:
+        Eq. 14 with its centre moved from the mean to :math:`m_i`, that is divided by :math:`((C - 1) / C)^2`.
+    """
+    z, axes = _resolve(x, dim)
+    _check_not_negative("eps", eps)
+    channels = _count_at_least_two(z, axes)
+    # x_i - mu is (C - 1) / C of x_i - m_i, hence not C eps as for RMSNorm.
+    return (channels * leave_one_out_variance(z, dim) + eps * channels**2 / (channels - 1)).to(x.dtype)
+
+
+def leave_one_out_square_sum(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 0.0) -> Tensor:
+    r"""The b that makes DyISRU equal to RMSNorm, for each channel: the sum of the other channels' squares.
+
+    .. math:: s_i = \sum_{k \neq i} x_k^2 + C \varepsilon
+
+    Args:
+        x: Floating point tensor with at least 2 channels.
+        dim: The normalised dimension, or several.
+        eps: What RMSNorm adds to its mean of squares, not negative.
+
+    Returns:
+        The shape and dtype of ``x``. One huge channel costs no digits, at itself or elsewhere.
+
+    Raises:
+        ArgumentError: If there are fewer than 2 channels, or another argument is outside its domain.
+
+    Example:
+        >>> leave_one_out_square_sum(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([13., 10.,  5.])
+
+    Reference:
+        Eq. 14 without a centre.
+    """
+    z, axes = _resolve(x, dim)
+    _check_not_negative("eps", eps)
+    channels, squares = _count_at_least_two(z, axes), z * z
+    largest = _is_largest(squares, axes)
+    rest, peak = _sum_without(largest, squares, axes), _sum_without(~largest, squares, axes)
+    # Both terms are non-negative: the plain difference of sums would cancel at an outlier.
+    return (rest + (peak - squares) + channels * eps).to(x.dtype)
+
+
+def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int | tuple[int, ...] = -1) -> Tensor:
+    r"""LayerNorm, evaluated as a DyISRU whose centre and b leave out the channel that they act on.
+
+    .. math:: \mathrm{LN}(x)_i = \sqrt{C - 1} \frac{x_i - m_i}{\sqrt{b_i + (x_i - m_i)^2}}
+
+    Args:
+        x: Floating point tensor with at least 2 channels.
+        eps: What LayerNorm adds to its variance, not negative.
+        dim: The normalised dimension, or several.
+
+    Returns:
+        The shape and dtype of ``x``: LayerNorm without weight and bias, to rounding.
+
+    Raises:
+        ArgumentError: If there are fewer than 2 channels, or another argument is outside its domain.
+
+    Example:
+        >>> layer_norm_as_dyisru(torch.tensor([1.0, 2.0, 6.0]))
+        tensor([-0.9258, -0.4629,  1.3887])
+
+    Reference:
+        Eq. 13 and 14, with the mean and the variance of the other channels.
+    """
+    z, _ = _resolve(x, dim)
+    beta, middle = leave_one_out_beta(z, dim, eps), leave_one_out_mean(z, dim)
+    return dyisru_general(z, beta, middle, dim=dim).to(x.dtype)
+
+
+def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int | tuple[int, ...] = -1) -> Tensor:
+    r"""RMSNorm, evaluated as a DyISRU whose b leaves out the channel that it acts on.
+
+    .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C} \frac{x_i}{\sqrt{s_i + x_i^2}}
+
+    Args:
+        x: Floating point tensor with at least 2 channels.
+        eps: What RMSNorm adds to its mean of squares, not negative.
+        dim: The normalised dimension, or several.
+
+    Returns:
+        The shape and dtype of ``x``: RMSNorm without weight and bias, to rounding.
+
+    Raises:
+        ArgumentError: If there are fewer than 2 channels, or another argument is outside its domain.
+
+    Example:
+        >>> rms_norm_as_dyisru(torch.tensor([1.0, 7.0]))
+        tensor([0.2000, 1.4000])
+
+    Reference:
+        Eq. 15, with the squares of the other channels.
+    """
+    z, axes = _resolve(x, dim)
+    beta = leave_one_out_square_sum(z, dim, eps)
+    return dyisru(z, beta, scale=math.sqrt(_count(z, axes)), dim=dim).to(x.dtype)
+
+
+def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
+    r"""The b to start from, for activations of a known size.
+
+    .. math:: b_0 = C \sigma^2
+
+    Args:
+        variance: Variance of a site's activations, or their mean of squares where the norm does not centre; a
+            non-negative float, or a tensor of any shape.
+        channels: C, at least 1.
+
+    Returns:
+        A float for a float, a tensor of the same shape and dtype for a tensor.
+
+    Raises:
+        ArgumentError: If a float is negative or not finite, or ``channels`` is less than 1.
+
+    Example:
+        >>> closed_form_beta(0.25, 384)
+        96.0
+
+    Reference:
+        Eq. 14 for many channels of like size; with the scale sqrt(C) the slope at 0 is 1 / sigma.
+    """
+    if not isinstance(variance, Tensor):
+        _check_not_negative("variance", variance)
+    if channels < 1:
+        raise ArgumentError(f"channels must be at least 1, got {channels}: give the number of channels")
+    return variance * channels
+
+
+def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:
+    r"""The alpha that gives scaled DyT the slope at 0 of DyISRU, both with the same scale.
+
+    .. math:: \alpha = \frac{1}{\sqrt\beta}
+
+    Args:
+        beta: Positive float, or a tensor of any shape.
+
+    Returns:
+        A float for a float, a tensor of the same shape and dtype for a tensor.
+
+    Raises:
+        ArgumentError: If a float is not positive and finite.
+
+    Example:
+        >>> scaled_dyt_alpha(16.0)
+        0.25
+
+    Reference:
+        The derivatives of eq. 11 and 15 at 0.
+    """
+    return _over_root(1.0, beta)
+
+
+def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
+    r"""The alpha that gives Derf the slope at 0 of DyISRU, both with the same scale.
+
+    .. math:: \alpha = \frac{\sqrt\pi}{2 \sqrt\beta}
+
+    Args:
+        beta: Positive float, or a tensor of any shape.
+
+    Returns:
+        A float for a float, a tensor of the same shape and dtype for a tensor.
+
+    Raises:
+        ArgumentError: If a float is not positive and finite.
+
+    Example:
+        >>> round(derf_alpha(16.0), 6)
+        0.221557
+
+    Reference:
+        The derivatives of erf and of eq. 15 at 0.
+    """
+    return _over_root(math.sqrt(math.pi) / 2, beta)
+
+
+def linear_slope(beta: FloatOrTensor, scale: float) -> FloatOrTensor:
+    r"""The slope of DyISRU at 0, which the linear control keeps everywhere.
+
+    .. math:: \mathrm{slope} = \frac{\mathrm{scale}}{\sqrt\beta}
+
+    Args:
+        beta: Positive float, or a tensor of any shape.
+        scale: The scale of the DyISRU that it stands against.
+
+    Returns:
+        A float for a float, a tensor of the same shape and dtype for a tensor.
+
+    Raises:
+        ArgumentError: If a float is not positive and finite.
+
+    Example:
+        >>> linear_slope(16.0, scale=8.0)
+        2.0
+
+    Reference:
+        The derivative of eq. 15 at 0.
+    """
+    return _over_root(scale, beta)
+
+
+class _Rest(NamedTuple):
+    """The token without its outlier, the channel furthest from the mean."""
+
+    channels: int
+    mean: Tensor
+    """Mean of the other channels."""
+    deviation: Tensor
+    """What each channel, the outlier too, lies above that mean."""
+    square_sum: Tensor
+    """Sum of the squared deviations of the other channels."""
+    peak: Tensor
+    """The outlier's deviation."""
+
+
+def _without_outlier(z: Tensor, axes: tuple[int, ...]) -> _Rest:
+    """Return the statistics of each token without its outlier.
+
+    Sums over all channels lose the small ones beside a huge one, and what subtraction leaves is noise.
+    """
+    channels = _count_at_least_two(z, axes)
+    outlier = _is_largest(center(z, axes).abs(), axes)
+    mean = _sum_without(outlier, z, axes) / (channels - 1)
+    # A second pass takes out the rounding of a mean that is large beside the deviations.
+    drift = _sum_without(outlier, z - mean, axes) / (channels - 1)
+    deviation = z - mean - drift
+    square_sum = _sum_without(outlier, deviation * deviation, axes)
+    return _Rest(channels, mean + drift, deviation, square_sum, _sum_without(~outlier, deviation, axes))
+
+
+def _is_largest(z: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return a mask that is True at one largest element of each token."""
+    last = tuple(range(-len(axes), 0))
+    moved = z.movedim(axes, last)
+    flat = moved.flatten(-len(axes))
+    mask = torch.arange(flat.shape[-1], device=z.device) == flat.argmax(-1, keepdim=True)
+    return mask.reshape(moved.shape).movedim(last, axes)
+
+
+def _sum_without(mask: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return the sum of each token's elements where ``mask`` is False."""
+    return torch.where(mask, 0, z).sum(axes, keepdim=True)
+
+
+def _count(z: Tensor, axes: tuple[int, ...]) -> int:
+    """Return C."""
+    return math.prod([z.shape[axis] for axis in axes])
+
+
+def _count_at_least_two(z: Tensor, axes: tuple[int, ...]) -> int:
+    """Return C, refusing tokens of which nothing remains when one channel is left out."""
+    channels = _count(z, axes)
+    if channels < 2:
+        raise ArgumentError(
+            f"x must have at least 2 channels to leave one out, got {channels} in shape {tuple(z.shape)}: "
+            "pass the dim that holds the channels"
+        )
+    return channels
+
+
+def _over_root(numerator: float, beta: FloatOrTensor) -> FloatOrTensor:
+    """Return ``numerator / sqrt(beta)``."""
+    if isinstance(beta, Tensor):
+        return numerator / beta.sqrt()
+    if not 0 < beta < math.inf:
+        raise ArgumentError(f"beta must be positive and finite, got {beta}: give another value")
+    return numerator / math.sqrt(beta)

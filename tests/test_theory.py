@@ -1,0 +1,289 @@
+"""The closed forms against loops that leave one channel out, against autograd, and against the paper's numbers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.testing import assert_close
+
+import dynorm.functional as F  # noqa: N812
+from dynorm import theory
+from dynorm.errors import ArgumentError
+
+PER_CHANNEL: dict[str, Callable[..., Tensor]] = {
+    "layer_norm_derivative": theory.layer_norm_derivative,
+    "channel_beta": theory.channel_beta,
+    "leave_one_out_mean": theory.leave_one_out_mean,
+    "leave_one_out_variance": theory.leave_one_out_variance,
+    "leave_one_out_beta": theory.leave_one_out_beta,
+    "leave_one_out_square_sum": theory.leave_one_out_square_sum,
+    "layer_norm_as_dyisru": theory.layer_norm_as_dyisru,
+    "rms_norm_as_dyisru": theory.rms_norm_as_dyisru,
+}
+LEAVE_ONE_OUT = {name: f for name, f in PER_CHANNEL.items() if name != "layer_norm_derivative"}
+WITH_EPS = ("leave_one_out_beta", "leave_one_out_square_sum", "layer_norm_as_dyisru", "rms_norm_as_dyisru")
+exactly = {"rtol": 1e-12, "atol": 0.0}
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def others(x: Tensor, statistic: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply ``statistic`` to the channels other than i, for each i, in float64: slow and obvious."""
+    keep = [[k for k in range(x.shape[-1]) if k != i] for i in range(x.shape[-1])]
+    return torch.stack([statistic(x.double()[..., channels]) for channels in keep], -1)
+
+
+def mean(x: Tensor) -> Tensor:
+    return x.mean(-1)
+
+
+def variance(x: Tensor) -> Tensor:
+    return x.var(-1, correction=0)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    return x.square().sum(-1)
+
+
+@pytest.mark.parametrize("channels", [2, 3, 8, 61])
+def test_leave_one_out_statistics(channels: int) -> None:
+    x = 3 * randn(5, channels) + 2
+    v = others(x, variance)
+    assert_close(theory.leave_one_out_mean(x), others(x, mean), rtol=1e-12, atol=1e-14)
+    assert_close(theory.leave_one_out_variance(x), v, **exactly)
+    assert_close(theory.leave_one_out_square_sum(x), others(x, square_sum), **exactly)
+    assert_close(theory.leave_one_out_beta(x), channels * v, **exactly)
+    eps = 0.25
+    assert_close(theory.leave_one_out_square_sum(x, eps=eps), others(x, square_sum) + channels * eps, **exactly)
+    added = eps * channels**2 / (channels - 1)
+    assert_close(theory.leave_one_out_beta(x, eps=eps), channels * v + added, **exactly)
+
+
+@pytest.mark.parametrize("channels", [3, 5, 64])
+@pytest.mark.parametrize(
+    ("offset", "outliers"),
+    [
+        (0.0, ()),
+        (1e4, ()),
+        (-1e4, ()),
+        (0.0, (1e8,)),
+        (0.0, (-1e15,)),
+        (1e3, (1e6,)),
+        (0.0, (1e6, -1e6)),
+        (0.0, (1e6, 9e5)),
+    ],
+)
+def test_leave_one_out_statistics_do_not_cancel(channels: int, offset: float, outliers: tuple[float, ...]) -> None:
+    x = (randn(50, channels) + offset).float()
+    for channel, outlier in enumerate(outliers, start=1):
+        x[:, channel] += outlier
+    rounding = 8 * torch.finfo(torch.float32).eps
+    s, v = others(x, square_sum), others(x, variance)
+    assert_close(theory.leave_one_out_variance(x).double(), v, rtol=rounding, atol=0)
+    assert_close(theory.leave_one_out_square_sum(x).double(), s, rtol=rounding, atol=0)
+    error = (theory.leave_one_out_mean(x).double() - others(x, mean)).abs()
+    assert (error <= rounding * torch.sqrt(s / (channels - 1))).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -1e4])
+def test_variance_of_a_constant_token_is_zero(value: float) -> None:
+    x = torch.full((7,), value)
+    assert torch.equal(theory.leave_one_out_variance(x), torch.zeros(7))
+    assert torch.equal(theory.leave_one_out_mean(x), x)
+    assert torch.equal(theory.layer_norm_as_dyisru(x, 1e-5), torch.zeros(7))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 0.5])
+@pytest.mark.parametrize("channels", [2, 3, 7, 384])
+def test_norms_are_dyisru(channels: int, eps: float) -> None:
+    x = 2 * randn(6, channels) + 1
+    x[0, 1] += 300
+    close = {"rtol": 1e-12, "atol": 1e-14}
+    layer_norm = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, correction=0, keepdim=True) + eps)
+    assert_close(theory.layer_norm_as_dyisru(x, eps), layer_norm, **close)
+    assert_close(theory.layer_norm_as_dyisru(x, eps), F.layer_norm(x, eps=eps), **close)
+    assert_close(theory.rms_norm_as_dyisru(x, eps), F.rms_norm(x, eps=eps), **close)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), eps=st.floats(1e-3, 10))
+def test_norms_are_dyisru_for_any_token(values: list[float], eps: float) -> None:
+    x = torch.tensor(values, dtype=torch.float64)
+    assert_close(theory.layer_norm_as_dyisru(x, eps), F.layer_norm(x, eps=eps), rtol=1e-9, atol=1e-9)
+    assert_close(theory.rms_norm_as_dyisru(x, eps), F.rms_norm(x, eps=eps), rtol=1e-12, atol=1e-14)
+    assert (theory.leave_one_out_variance(x) >= 0).all()
+
+
+@pytest.mark.parametrize("channels", [2, 3, 8, 61])
+def test_equation_14_is_the_leave_one_out_variance(channels: int) -> None:
+    x = 3 * randn(5, channels) + 2
+    factor = (channels - 1) ** 2 / channels
+    assert_close(theory.channel_beta(x), factor * theory.leave_one_out_variance(x), rtol=1e-12, atol=1e-13)
+    mu = x.mean(-1, keepdim=True)
+    as_dyisru = F.dyisru_general(x, theory.channel_beta(x), mu)
+    if channels > 2:
+        assert_close(as_dyisru, F.layer_norm(x, eps=0.0), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("channels", [2, 3, 17])
+def test_equation_5_is_the_diagonal_of_the_jacobian(channels: int) -> None:
+    x = 3 * randn(channels) + 2
+    jacobian = torch.autograd.functional.jacobian(lambda v: F.layer_norm(v, eps=0.0), x)
+    assert_close(theory.layer_norm_derivative(x), jacobian.diagonal(), rtol=1e-12, atol=1e-14)
+
+
+def test_slope_factor() -> None:
+    x = randn(4, 3, 5)
+    expected = 1 / (5 * x.std(-1, correction=0))
+    assert_close(theory.layer_norm_slope_factor(x), expected, **exactly)
+    assert_close(theory.layer_norm_slope_factor(x, keepdim=True), expected[..., None], **exactly)
+    assert_close(theory.layer_norm_slope_factor(x, (0, 2)), 1 / (20 * x.std((0, 2), correction=0)), **exactly)
+
+
+def test_scaled_dyt_solves_equation_9() -> None:
+    x, factor = randn(9).requires_grad_(), 0.03
+    y = F.scaled_dyt(x, math.sqrt(8) * factor)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert_close(slope, factor * (8 - y * y), **exactly)
+
+
+@pytest.mark.parametrize("name", ["leave_one_out_mean", "leave_one_out_beta", "leave_one_out_square_sum"])
+def test_a_channel_does_not_move_its_own_constant(name: str) -> None:
+    x = 3 * randn(9) + 2
+    jacobian = torch.autograd.functional.jacobian(PER_CHANNEL[name], x)
+    assert_close(jacobian.diagonal(), torch.zeros_like(x), rtol=0, atol=1e-12)
+    assert (jacobian.abs().sum(0) > 0.1).all()
+
+
+@pytest.mark.parametrize("name", PER_CHANNEL)
+def test_derivatives(name: str) -> None:
+    x = (3 * randn(2, 5) + 2).requires_grad_()
+    assert torch.autograd.gradcheck(PER_CHANNEL[name], (x,))
+    assert torch.autograd.gradgradcheck(PER_CHANNEL[name], (x,))
+
+
+def test_the_simulation_of_the_paper() -> None:
+    x = torch.from_numpy(np.sort(2 * np.random.RandomState(1).randn(100)))
+    for step in range(10):
+        moved = x.clone()
+        moved[-1] += 5 * step
+        assert theory.channel_beta(moved)[-1].item() == pytest.approx(292.204, abs=5e-4)
+        assert theory.leave_one_out_beta(moved)[-1].item() == pytest.approx(298.14, abs=5e-3)
+        assert theory.leave_one_out_mean(moved)[-1].item() == pytest.approx(0.078, abs=5e-4)
+
+
+def test_constants_of_equal_slope() -> None:
+    beta, scale = theory.closed_form_beta(0.25, 64), 8.0
+    x = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    for y in (
+        F.dyisru(x, beta, scale=scale),
+        F.dyt(x, theory.scaled_dyt_alpha(beta), scale=scale),
+        F.derf(x, theory.derf_alpha(beta), scale=scale),
+        F.linear(x, theory.linear_slope(beta, scale)),
+    ):
+        (slope,) = torch.autograd.grad(y.sum(), x)
+        # With the scale sqrt(C), that is one over the standard deviation.
+        assert slope.item() == pytest.approx(2.0, rel=1e-12)
+
+
+def test_constants_of_tensors_and_of_floats_agree() -> None:
+    values = torch.tensor([0.25, 3.0], dtype=torch.float64)
+    functions: tuple[Callable[..., Tensor], ...] = (
+        lambda v: theory.closed_form_beta(v, 12),
+        theory.scaled_dyt_alpha,
+        theory.derf_alpha,
+        lambda v: theory.linear_slope(v, 1.5),
+    )
+    for function in functions:
+        single = [function(float(v)) for v in values]
+        assert isinstance(single[0], float)
+        assert_close(function(values), torch.tensor(single, dtype=torch.float64), **exactly)
+
+
+@pytest.mark.parametrize("name", PER_CHANNEL)
+def test_dims(name: str) -> None:
+    function, x = PER_CHANNEL[name], randn(2, 3, 4, 5)
+    assert_close(function(x, dim=1), function(x.movedim(1, -1)).movedim(-1, 1))
+    flat = function(x.flatten(2)).unflatten(2, (4, 5))
+    assert_close(function(x, dim=(2, 3)), flat)
+    assert_close(function(x, dim=(-1, 2)), flat)
+    across = function(x.permute(1, 3, 0, 2).flatten(2)).unflatten(2, (2, 4)).permute(2, 0, 3, 1)
+    assert_close(function(x, dim=(0, 2)), across)
+
+
+@pytest.mark.parametrize("name", PER_CHANNEL)
+def test_half_precision_is_single_precision_rounded_once(name: str) -> None:
+    function, x = PER_CHANNEL[name], randn(3, 9).bfloat16()
+    got = function(x)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, function(x.float()).bfloat16())
+
+
+@pytest.mark.parametrize("name", PER_CHANNEL)
+def test_empty_batch_non_contiguous_and_meta(name: str) -> None:
+    function, stored = PER_CHANNEL[name], randn(5, 8)
+    assert function(torch.ones(0, 5)).shape == (0, 5)
+    assert_close(function(stored.T[::2]), function(stored.T[::2].contiguous()))
+    assert function(stored.to("meta")).shape == (5, 8)
+
+
+@pytest.mark.parametrize("name", PER_CHANNEL)
+def test_vmap_and_compile(name: str) -> None:
+    function, x = PER_CHANNEL[name], randn(3, 4, 5)
+    expected = function(x)
+    assert_close(torch.func.vmap(function)(x), expected)
+    assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+@pytest.mark.parametrize("name", LEAVE_ONE_OUT)
+@pytest.mark.parametrize("shape", [(3, 1), (3, 0)])
+def test_fewer_than_two_channels_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match=rf"at least 2 channels.*got {shape[1]} in shape \(3, {shape[1]}\)"):
+        PER_CHANNEL[name](torch.ones(shape))
+
+
+@pytest.mark.parametrize("name", WITH_EPS)
+@pytest.mark.parametrize("eps", [-1e-5, math.nan, math.inf])
+def test_bad_eps_is_refused(name: str, eps: float) -> None:
+    with pytest.raises(ArgumentError, match="eps must be finite and not negative"):
+        PER_CHANNEL[name](torch.ones(3), eps=eps)
+
+
+@pytest.mark.parametrize("name", PER_CHANNEL)
+def test_bad_input_is_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match="x must be a real floating point tensor"):
+        PER_CHANNEL[name](torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ArgumentError, match="dim must name"):
+        PER_CHANNEL[name](torch.ones(3), dim=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: theory.layer_norm_slope_factor(torch.ones(3, dtype=torch.int64)), "x must be a real floating"),
+        (lambda: theory.closed_form_beta(-1.0, 3), "variance must be finite and not negative, got -1.0"),
+        (lambda: theory.closed_form_beta(1.0, 0), "channels must be at least 1, got 0"),
+        (lambda: theory.closed_form_beta(torch.ones(2), -1), "channels must be at least 1, got -1"),
+        (lambda: theory.scaled_dyt_alpha(0.0), "beta must be positive and finite, got 0.0"),
+        (lambda: theory.derf_alpha(math.nan), "beta must be positive and finite, got nan"),
+        (lambda: theory.linear_slope(math.inf, 1.0), "beta must be positive and finite, got inf"),
+    ],
+)
+def test_error(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+def test_all_lists_the_public_functions() -> None:
+    functions = inspect.getmembers(theory, inspect.isfunction)
+    assert set(theory.__all__) == {n for n, f in functions if f.__module__ == theory.__name__ and n[0] != "_"}
