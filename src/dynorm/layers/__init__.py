@@ -1,0 +1,13 @@
+"""Point-wise layers: DyISRU (ELN), DyT, Derf, and the linear control."""
+
+from dynorm.layers._base import PointwiseNorm
+from dynorm.layers._groups import param_groups
+from dynorm.layers.derf import Derf
+from dynorm.layers.dyisru import DyISRU
+from dynorm.layers.dyt import DyT
+from dynorm.layers.linear import LinearControl
+
+ELN = DyISRU
+"""The name that the first version of the paper gives to DyISRU."""
+
+__all__ = ["ELN", "Derf", "DyISRU", "DyT", "LinearControl", "PointwiseNorm", "param_groups"]

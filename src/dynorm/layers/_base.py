@@ -1,0 +1,310 @@
+"""What the point-wise layers share: shapes, the affine map, the learned centre, and their serial form."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.errors import ArgumentError
+
+Shape = int | Sequence[int]
+
+
+class LayerOptions(TypedDict, total=False):
+    """The keyword arguments that every point-wise layer takes."""
+
+    per_channel: bool
+    center: bool
+    scale: float | None
+    dim: int | Sequence[int]
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class PointwiseNorm(nn.Module):
+    """Base of the layers that replace a norm: ``y = weight * scale * f(x - center) + bias``, element by element.
+
+    A subclass names its constants, the one that sets the slope first, and computes the function in
+    :meth:`pointwise`; everything else is here. Parameters are never
+    0-dimensional: a constant has shape ``(1,)``, or ``normalized_shape`` with ``per_channel=True``.
+
+    Args:
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
+        bias: learn ``bias``; only with ``elementwise_affine``.
+        per_channel: one constant a channel instead of one for all.
+        center: learn a centre c, subtracted from x first.
+        scale: the fixed factor in front; the value that the function tends to.
+        dim: the channel axis, -1 or any other (1 for channels-first); with several sizes, their axes (the last
+            ones by default).
+        device: where the parameters live; ``"meta"`` makes none.
+        dtype: the parameters' dtype.
+
+    Raises:
+        ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale`` is 0 or not finite,
+            or ``dtype`` is not floating point.
+    """
+
+    _dynorm_layer: ClassVar[bool] = True
+    constants: ClassVar[tuple[str, ...]] = ()
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    center: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        per_channel: bool = False,
+        center: bool = False,
+        scale: float | None = None,
+        dim: int | Sequence[int] = -1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dtype is not None and not dtype.is_floating_point:
+            raise ArgumentError(f"dtype must be a real floating point dtype, got {dtype}")
+        self.normalized_shape = _check_shape(normalized_shape)
+        self.dim = _check_dim(dim, self.normalized_shape)
+        self.channels = math.prod(self.normalized_shape)
+        self.scale = self._check_scale(scale)
+        self.elementwise_affine = elementwise_affine
+        self.per_channel = per_channel
+
+        def empty(shape: tuple[int, ...]) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        constant_shape = self.normalized_shape if per_channel else (1,)
+        for name in self.constants:
+            self.register_parameter(name, empty(constant_shape))
+        self.register_parameter("center", empty(constant_shape) if center else None)
+        self.register_parameter("weight", empty(self.normalized_shape) if elementwise_affine else None)
+        self.register_parameter("bias", empty(self.normalized_shape) if elementwise_affine and bias else None)
+        self.reset_parameters()
+
+    @property
+    def eps(self) -> float:
+        """Not a number: there is nothing to keep from zero, beta is positive by construction.
+
+        ``nn.TransformerEncoderLayer`` takes its fused LayerNorm path in eval mode only when ``norm1.eps ==
+        norm2.eps``; NaN equals nothing, so the layer is really called.
+        """
+        return math.nan
+
+    def reset_parameters(self) -> None:
+        """Set weight to 1, bias and centre to 0, and the constants to their defaults."""
+        with torch.no_grad():
+            for name, value in self._initial_constants().items():
+                getattr(self, name).fill_(value)
+            if self.weight is not None:
+                self.weight.fill_(1.0)
+            for parameter in (self.bias, self.center):
+                if parameter is not None:
+                    parameter.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function to every element of ``x``.
+
+        Args:
+            x: any floating dtype, with ``normalized_shape`` at ``dim``; nested tensors too, where ``dim`` is negative.
+
+        Returns:
+            The shape and dtype of ``x``; computed in at least float32.
+
+        Raises:
+            ArgumentError: ``x`` is no floating point tensor, or its sizes at ``dim`` are not ``normalized_shape``.
+        """
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"x must be a tensor, got {type(x).__name__}")
+        # A nested tensor of the jagged layout broadcasts as any other.
+        if x.is_nested and x.layout == torch.strided:
+            return self._forward_nested(x)
+        self._check_input(x)
+        return self.pointwise(x)
+
+    def pointwise(self, x: Tensor) -> Tensor:
+        """Return the function of ``x``, whose sizes have been checked."""
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
+        return {
+            "normalized_shape": list(self.normalized_shape),
+            "elementwise_affine": self.elementwise_affine,
+            "bias": self.bias is not None,
+            "per_channel": self.per_channel,
+            "center": self.center is not None,
+            "scale": self.scale,
+            "dim": self.dim if isinstance(self.dim, int) else list(self.dim),
+        }
+
+    def extra_repr(self) -> str:
+        """Describe the layer as ``print(model)`` shows it."""
+        parts = [", ".join(map(str, self.normalized_shape)), f"scale={self.scale:.4g}"]
+        if self.dim != -1 and self.dim != tuple(range(-len(self.normalized_shape), 0)):
+            parts.append(f"dim={self.dim}")
+        if self.per_channel:
+            parts.append("per_channel=True")
+        if self.center is not None:
+            parts.append("center=True")
+        parts += [f"elementwise_affine={self.elementwise_affine}", f"bias={self.bias is not None}"]
+        return ", ".join(parts)
+
+    def set_slope_(self, beta: Tensor | float) -> None:
+        """Set the first constant so that ``f`` has slope ``1 / sqrt(beta)`` at 0: one scale for all functions.
+
+        Args:
+            beta: DyISRU's constant, positive; a number or a tensor that broadcasts to the constant's shape.
+
+        Raises:
+            ArgumentError: ``beta`` is not positive and finite, or does not broadcast.
+        """
+        self.fill_slope_(_check_beta(beta, getattr(self, self.constants[0])))
+
+    def fill_slope_(self, beta: Tensor) -> None:
+        """Do what :meth:`set_slope_` does without its check, which makes the CPU wait for a GPU."""
+        with torch.no_grad():
+            getattr(self, self.constants[0]).copy_(self._constant_from(beta))
+
+    def beta(self) -> Tensor:
+        """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
+        raise NotImplementedError
+
+    def constant_parameters(self) -> list[nn.Parameter]:
+        """Return the constants and the centre, where there is one: what is neither weight nor bias."""
+        found = [getattr(self, name) for name in self.constants]
+        return found if self.center is None else [*found, self.center]
+
+    def _initial_constants(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def _constant_from(self, beta: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _forward_nested(self, x: Tensor) -> Tensor:
+        """Apply the layer to each part: ``nn.TransformerEncoder`` nests a padded batch in eval mode."""
+        if any(d >= 0 for d in self._dims()):
+            raise ArgumentError(f"dim must be negative for a nested tensor, got {self.dim}: count it from the end")
+        return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
+
+    def _check_input(self, x: Tensor) -> None:
+        sizes = tuple(x.shape[d] for d in self._dims() if -x.ndim <= d < x.ndim)
+        if sizes != self.normalized_shape:
+            raise ArgumentError(
+                f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got {sizes} in shape "
+                f"{tuple(x.shape)}: pass the dim that holds the channels"
+            )
+
+    def _dims(self) -> tuple[int, ...]:
+        return (self.dim,) if isinstance(self.dim, int) else self.dim
+
+    def _check_scale(self, scale: float | None) -> float:
+        value = self._default_scale() if scale is None else float(scale)
+        if not math.isfinite(value) or value == 0:
+            raise ArgumentError(f"scale must be a finite number other than 0, got {scale!r}")
+        return value
+
+    def _default_scale(self) -> float:
+        return 1.0
+
+
+class LogBetaNorm(PointwiseNorm):
+    """A layer whose only constant is beta, kept as ``log_beta``: positive by construction, free of scale.
+
+    Args:
+        normalized_shape: as for :class:`PointwiseNorm`.
+        beta_init: the first beta, positive; C by default.
+        elementwise_affine: as for :class:`PointwiseNorm`.
+        bias: as for :class:`PointwiseNorm`.
+        **options: as for :class:`PointwiseNorm`; ``scale`` is sqrt(C) by default.
+    """
+
+    constants = ("log_beta",)
+    log_beta: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        beta_init: float | None = None,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        self.beta_init = None if beta_init is None else check_positive("beta_init", beta_init)
+        super().__init__(normalized_shape, elementwise_affine, bias, **options)
+
+    def beta(self) -> Tensor:
+        """Return ``exp(log_beta)`` in at least float32."""
+        return upcast(self.log_beta).exp()
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
+        return super().config() | {"beta_init": self.beta_init}
+
+    def _constant_from(self, beta: Tensor) -> Tensor:
+        return beta.log()
+
+    def _initial_constants(self) -> dict[str, float]:
+        return {"log_beta": math.log(self.channels if self.beta_init is None else self.beta_init)}
+
+    def _default_scale(self) -> float:
+        return math.sqrt(self.channels)
+
+
+def check_positive(name: str, value: float) -> float:
+    """Return ``value``, or raise ArgumentError when it is not a positive finite number."""
+    if not (math.isfinite(value) and value > 0):
+        raise ArgumentError(f"{name} must be a positive finite number, got {value!r}")
+    return float(value)
+
+
+def upcast(parameter: Tensor) -> Tensor:
+    """Return ``parameter`` in at least float32, so that exp and division keep their digits."""
+    return parameter if parameter.dtype in (torch.float32, torch.float64) else parameter.float()
+
+
+def _check_beta(beta: Tensor | float, constant: Tensor) -> Tensor:
+    """Return ``beta`` as a tensor of at least float32 and the constant's precision, a number in float64."""
+    value = beta if isinstance(beta, Tensor) else torch.tensor(beta, dtype=torch.float64)
+    value = value.to(torch.promote_types(value.dtype, upcast(constant).dtype))
+    trailing = zip(reversed(value.shape), reversed(constant.shape), strict=False)
+    if value.ndim > constant.ndim or any(n not in (1, m) for n, m in trailing):
+        raise ArgumentError(
+            f"beta must broadcast to the constant's shape {tuple(constant.shape)}, got shape {tuple(value.shape)}"
+        )
+    if not value.is_meta and not bool((value.isfinite() & (value > 0)).all()):
+        raise ArgumentError(f"beta must be positive and finite, got {beta}")
+    return value
+
+
+def _check_shape(normalized_shape: Shape) -> tuple[int, ...]:
+    sizes = _integers("normalized_shape", normalized_shape)
+    if min(sizes) < 1:
+        raise ArgumentError(f"normalized_shape must be positive, got {normalized_shape!r}")
+    return sizes
+
+
+def _check_dim(dim: int | Sequence[int], shape: tuple[int, ...]) -> int | tuple[int, ...]:
+    dims = _integers("dim", dim)
+    if dims == (-1,) and isinstance(dim, int):
+        dims = tuple(range(-len(shape), 0))
+    if len(dims) != len(shape) or len(set(dims)) != len(dims):
+        raise ArgumentError(f"dim must name {len(shape)} different axes for normalized_shape {shape}, got {dim!r}")
+    return dims[0] if len(dims) == 1 else dims
+
+
+def _integers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """Return one integer or several as a tuple; NumPy's integers will do, booleans and floats will not."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not values or any(isinstance(v, bool) or not hasattr(v, "__index__") for v in values):
+        raise ArgumentError(f"{name} must be an int or a non-empty sequence of ints, got {value!r}")
+    return tuple(operator.index(v) for v in values)

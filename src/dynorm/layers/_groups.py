@@ -1,0 +1,52 @@
+"""Optimizer groups: the constants of the point-wise layers have a rate of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dynorm.errors import ArgumentError
+from dynorm.layers._base import PointwiseNorm
+
+
+def param_groups(
+    model: nn.Module, *, lr: float, weight_decay: float = 0.0, constants_lr: float | None = None
+) -> list[dict[str, Any]]:
+    """Return optimizer groups: matrices with weight decay, other weights without, the constants with their own rate.
+
+    Args:
+        model: a model with or without point-wise layers.
+        lr: the rate of all weights but the constants.
+        weight_decay: for parameters of two and more dimensions, but those of point-wise layers.
+        constants_lr: the rate of ``log_beta``, ``alpha``, ``shift`` and ``center``; ``lr`` by default.
+
+    Returns:
+        Groups for a ``torch.optim`` optimizer; parameters that need no gradient are left out, and so are empty groups.
+
+    Raises:
+        ArgumentError: a rate or the decay is negative.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4))
+        >>> groups = dynorm.param_groups(model, lr=1e-3, weight_decay=0.1, constants_lr=1e-2)
+        >>> [(len(group["params"]), group["lr"], group["weight_decay"]) for group in groups]
+        [(1, 0.001, 0.1), (3, 0.001, 0.0), (1, 0.01, 0.0)]
+    """
+    if min(lr, weight_decay, lr if constants_lr is None else constants_lr) < 0:
+        raise ArgumentError(f"rates must not be negative, got {lr=}, {weight_decay=}, {constants_lr=}")
+    layers = [module for module in model.modules() if isinstance(module, PointwiseNorm)]
+    constants = {p for layer in layers for p in layer.constant_parameters()}
+    affine = {p for layer in layers for p in layer.parameters()} - constants
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = {p for p in trained if p.dim() > 1} - affine - constants
+    groups = [
+        {"params": [p for p in trained if p in matrices], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in trained if p not in matrices | constants], "lr": lr, "weight_decay": 0.0},
+        {
+            "params": [p for p in trained if p in constants],
+            "lr": lr if constants_lr is None else constants_lr,
+            "weight_decay": 0.0,
+        },
+    ]
+    return [group for group in groups if group["params"]]

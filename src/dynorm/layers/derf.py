@@ -1,0 +1,90 @@
+"""Derf, dynamic error function (arXiv 2512.10938)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+
+from dynorm import functional, theory
+from dynorm.errors import ArgumentError
+from dynorm.layers._base import LayerOptions, PointwiseNorm, Shape, check_positive, upcast
+
+
+class Derf(PointwiseNorm):
+    r"""Dynamic erf: ``y = weight * scale * erf(alpha * (x - center) + shift) + bias``.
+
+    The published checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
+
+    Args:
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        alpha_init: the first alpha, positive; 0.5 as published.
+        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
+        bias: learn ``bias``; only with ``elementwise_affine``.
+        shift_init: the first shift; 0 as published.
+        **options: ``per_channel``, ``center``, ``scale`` (1), ``dim``, ``device`` and ``dtype``, as for
+            :class:`DyISRU`.
+
+    Shape:
+        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
+
+    Raises:
+        ArgumentError: a size, ``dim``, ``scale``, ``dtype``, ``alpha_init`` or ``shift_init`` is outside its domain.
+
+    Example:
+        >>> import torch
+        >>> layer = Derf(4)
+        >>> layer(torch.tensor([0.0, 1.0, 2.0, -100.0])).detach()
+        tensor([ 0.0000,  0.5205,  0.8427, -1.0000])
+
+    Reference:
+        M. Chen et al., "Stronger Normalization-Free Transformers", arXiv 2512.10938.
+    """
+
+    constants = ("alpha", "shift")
+    alpha: nn.Parameter
+    shift: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        alpha_init: float = 0.5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        shift_init: float = 0.0,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        self.alpha_init = check_positive("alpha_init", alpha_init)
+        if not math.isfinite(shift_init):
+            raise ArgumentError(f"shift_init must be a finite number, got {shift_init!r}")
+        self.shift_init = float(shift_init)
+        super().__init__(normalized_shape, elementwise_affine, bias, **options)
+
+    def pointwise(self, x: Tensor) -> Tensor:
+        """Return the function of ``x``."""
+        return functional.derf(
+            x,
+            self.alpha,
+            self.shift,
+            self.weight,
+            self.bias,
+            center=self.center,
+            scale=self.scale,
+            dim=self.dim,
+        )
+
+    def beta(self) -> Tensor:
+        """Return the DyISRU constant of the same slope at 0, for shift 0: ``pi / (4 alpha^2)``."""
+        return math.pi / 4 * upcast(self.alpha) ** -2
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
+        return super().config() | {"alpha_init": self.alpha_init, "shift_init": self.shift_init}
+
+    def _constant_from(self, beta: Tensor) -> Tensor:
+        return theory.derf_alpha(beta)
+
+    def _initial_constants(self) -> dict[str, float]:
+        return {"alpha": self.alpha_init, "shift": self.shift_init}

@@ -1,0 +1,51 @@
+"""DyISRU, also called ELN: the exact counterpart of LayerNorm (arXiv 2503.21708, eq. 15)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dynorm import functional
+from dynorm.layers._base import LogBetaNorm
+
+
+class DyISRU(LogBetaNorm):
+    r"""Dynamic inverse square root unit: ``y = weight * scale * u / sqrt(beta + u^2) + bias``, ``u = x - center``.
+
+    With beta the sum of squares of the other channels this is RMSNorm, exactly; with leave-one-out mean and
+    variance it is LayerNorm. Here beta is learned instead, as ``log_beta``: positive by construction.
+
+    Args:
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        beta_init: the first beta, positive; C by default, right for inputs of unit variance.
+        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
+        bias: learn ``bias``; only with ``elementwise_affine``.
+        per_channel: one beta (and centre) a channel instead of one for all.
+        center: learn a centre c, subtracted from x first (eq. 13 with a learned constant for the mean).
+        scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq. 15 has
+            sqrt(C - 1), LayerNorm's bound; ``convert_`` sets whichever the replaced norm has.
+        dim: the channel axis, -1 or any other (1 for channels-first).
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+
+    Shape:
+        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
+
+    Raises:
+        ArgumentError: a size, ``dim``, ``scale``, ``dtype`` or ``beta_init`` is outside its domain.
+
+    Example:
+        >>> import torch
+        >>> layer = DyISRU(4)
+        >>> layer(torch.tensor([0.0, 2.0, 100.0, -100.0])).detach()
+        tensor([ 0.0000,  1.4142,  1.9996, -1.9996])
+
+    Reference:
+        F. Stollenwerk, "The Mathematical Relationship Between Layer Normalization and Dynamic Activation
+        Functions", arXiv 2503.21708, eq. 13 and 15.
+    """
+
+    def pointwise(self, x: Tensor) -> Tensor:
+        """Return the function of ``x``."""
+        return functional.dyisru_general(
+            x, self.beta(), self.center, self.weight, self.bias, scale=self.scale, dim=self.dim
+        )

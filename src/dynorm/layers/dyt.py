@@ -1,0 +1,73 @@
+"""DyT, dynamic tanh (arXiv 2503.10622), and scaled DyT (arXiv 2503.21708, eq. 11): one layer, two scales."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+
+from dynorm import functional, theory
+from dynorm.layers._base import LayerOptions, PointwiseNorm, Shape, check_positive, upcast
+
+
+class DyT(PointwiseNorm):
+    r"""Dynamic tanh: ``y = weight * scale * tanh(alpha * (x - center)) + bias``.
+
+    ``scale`` is 1 as published; sqrt(C - 1) makes it scaled DyT, LayerNorm with its slope factor F(x) held
+    constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
+
+    Args:
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        alpha_init: the first alpha, positive; 0.5 as published.
+        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
+        bias: learn ``bias``; only with ``elementwise_affine``.
+        **options: ``per_channel``, ``center``, ``scale`` (1), ``dim``, ``device`` and ``dtype``, as for
+            :class:`DyISRU`.
+
+    Shape:
+        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
+
+    Raises:
+        ArgumentError: a size, ``dim``, ``scale``, ``dtype`` or ``alpha_init`` is outside its domain.
+
+    Example:
+        >>> import torch
+        >>> layer = DyT(4)
+        >>> layer(torch.tensor([0.0, 1.0, 2.0, -100.0])).detach()
+        tensor([ 0.0000,  0.4621,  0.7616, -1.0000])
+
+    Reference:
+        J. Zhu et al., "Transformers without Normalization", arXiv 2503.10622; arXiv 2503.21708, eq. 4 and 11.
+    """
+
+    constants = ("alpha",)
+    alpha: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        alpha_init: float = 0.5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        self.alpha_init = check_positive("alpha_init", alpha_init)
+        super().__init__(normalized_shape, elementwise_affine, bias, **options)
+
+    def pointwise(self, x: Tensor) -> Tensor:
+        """Return the function of ``x``."""
+        return functional.dyt(x, self.alpha, self.weight, self.bias, center=self.center, scale=self.scale, dim=self.dim)
+
+    def beta(self) -> Tensor:
+        """Return ``alpha ** -2``, the DyISRU constant of the same slope at 0."""
+        return upcast(self.alpha) ** -2
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
+        return super().config() | {"alpha_init": self.alpha_init}
+
+    def _constant_from(self, beta: Tensor) -> Tensor:
+        return theory.scaled_dyt_alpha(beta)
+
+    def _initial_constants(self) -> dict[str, float]:
+        return {"alpha": self.alpha_init}

@@ -1,0 +1,40 @@
+"""The linear control: DyISRU without its bound, so that a study can tell what the bound is worth."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dynorm import functional
+from dynorm.layers._base import LogBetaNorm, upcast
+
+
+class LinearControl(LogBetaNorm):
+    r"""A constant slope: ``y = weight * scale * (x - center) / sqrt(beta) + bias``.
+
+    The same constant as DyISRU's and the same slope at 0, but no bound: what it does as well as DyISRU, the
+    squashing of outliers is not needed for.
+
+    Args:
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        beta_init: the first beta, positive; C by default, right for inputs of unit variance.
+        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
+        bias: learn ``bias``; only with ``elementwise_affine``.
+        **options: ``per_channel``, ``center``, ``scale`` (sqrt(C)), ``dim``, ``device`` and ``dtype``, as for
+            :class:`DyISRU`.
+
+    Shape:
+        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
+
+    Raises:
+        ArgumentError: a size, ``dim``, ``scale``, ``dtype`` or ``beta_init`` is outside its domain.
+
+    Example:
+        >>> import torch
+        >>> LinearControl(4)(torch.tensor([0.0, 2.0, 100.0, -100.0])).detach()
+        tensor([   0.,    2.,  100., -100.])
+    """
+
+    def pointwise(self, x: Tensor) -> Tensor:
+        """Return the map of ``x``."""
+        slope = self.scale * (-0.5 * upcast(self.log_beta)).exp()
+        return functional.linear(x, slope, self.weight, self.bias, center=self.center, dim=self.dim)
