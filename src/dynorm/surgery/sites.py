@@ -1,0 +1,121 @@
+"""Sites: the places of a model where a norm stands, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dynorm.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """One norm of a model, as `find_norms` saw it behave.
+
+    Args:
+        path: Dotted path of the module, the first one found; empty for the model itself.
+        aliases: Its other paths, where several parents share the module.
+        kind: "layernorm", "rmsnorm", or empty when refused.
+        dim: The channel axis: -1 when it is the last one, else counted from the front (1 for channels-first);
+            a tuple of negative axes when several trailing ones are normalized together.
+        normalized_shape: Sizes of these axes, as `torch.nn.LayerNorm` names them.
+        eps: What stands beside the variance, or the mean square, inside the root.
+        has_weight: Whether it scales its channels.
+        has_bias: Whether it shifts them.
+        refused: Why it cannot be replaced, or None.
+        class_name: The qualified name of the module's class.
+        calls: How often the example called it.
+        order: Its place in the list of sites: call order, those never called last.
+        weight_offset: 1.0 where the layer scales by 1 + w, else 0.0.
+        weight_name: The parameter or buffer that holds w, relative to the module; None when no such tensor holds it.
+        bias_name: The same for the bias.
+        input_shape: Shape of the tensor at the first call.
+
+    Example:
+        >>> site = NormSite("encoder.norm", kind="layernorm", normalized_shape=(768,), eps=1e-5)
+        >>> site.to_dict()["normalized_shape"]
+        [768]
+    """
+
+    path: str
+    aliases: tuple[str, ...] = ()
+    kind: str = ""
+    dim: int | tuple[int, ...] = -1
+    normalized_shape: tuple[int, ...] = ()
+    eps: float = 0.0
+    has_weight: bool = False
+    has_bias: bool = False
+    refused: str | None = None
+    class_name: str = ""
+    calls: int = 0
+    order: int = 0
+    weight_offset: float = 0.0
+    weight_name: str | None = None
+    bias_name: str | None = None
+    input_shape: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The site as plain values that JSON knows; tuples become lists."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+def select_sites(
+    sites: Sequence[NormSite],
+    only: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] | None = None,
+    filter_fn: Callable[[NormSite], bool] | None = None,
+) -> list[NormSite]:
+    """The sites that match a glob of `only`, none of `skip`, and that `filter_fn` accepts; their order is kept.
+
+    A glob is compared with every path of a site, aliases too; `*` also spans dots. Refused sites stay refused: they are
+    chosen like the others, so that a report can name them.
+
+    Args:
+        sites: What `find_norms` returned.
+        only: One glob or several; None chooses all.
+        skip: One glob or several to leave out.
+        filter_fn: Called with each remaining site.
+
+    Returns:
+        A new list.
+
+    Raises:
+        ArgumentError: If a glob matches no site.
+
+    Example:
+        >>> sites = [NormSite("layers.0.norm"), NormSite("layers.1.norm"), NormSite("head.norm")]
+        >>> [site.path for site in select_sites(sites, only="layers.*", skip="*.1.*")]
+        ['layers.0.norm']
+    """
+    only_globs, skip_globs = _globs(only), _globs(skip)
+    for glob in only_globs + skip_globs:
+        _require_match(glob, sites)
+    return [
+        site
+        for site in sites
+        if (only is None or _matches(site, only_globs))
+        and not _matches(site, skip_globs)
+        and (filter_fn is None or filter_fn(site))
+    ]
+
+
+def _globs(value: str | Iterable[str] | None) -> list[str]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _matches(site: NormSite, globs: list[str]) -> bool:
+    return any(fnmatchcase(path, glob) for path in (site.path, *site.aliases) for glob in globs)
+
+
+def _require_match(glob: str, sites: Sequence[NormSite]) -> None:
+    if any(_matches(site, [glob]) for site in sites):
+        return
+    known = ", ".join(site.path for site in sites[:5]) or "none"
+    more = f" and {len(sites) - 5} more" if len(sites) > 5 else ""
+    raise ArgumentError(
+        f"the glob {glob!r} must match the path of a norm, but matches none; the norms are: {known}{more}"
+    )
