@@ -1,0 +1,131 @@
+"""Texts to calibrate and test with: the user's files, or the docstrings of Python's standard library."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dynorm.errors import ArgumentError, DataError
+
+_SHORTEST = 20
+_SUFFIXES = (".txt", ".md", ".rst", ".py")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def read_texts(paths: str | Path | Iterable[str | Path]) -> list[str]:
+    r"""Read texts from files and folders, a text a paragraph.
+
+    Args:
+        paths: one or several UTF-8 files or folders; of a ``.py`` file the docstrings' first paragraphs are taken. Folders are searched for
+            .txt, .md, .rst and .py files.
+
+    Returns:
+        Paragraphs of at least 20 characters, white space folded, each once, in the order of the files.
+
+    Raises:
+        DataError: a path does not exist, a file cannot be read, is binary, not UTF-8 or not Python, or there is no
+            text in it.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "a.txt").write_text("The first paragraph of all.\n\nThe second one, after it.")
+        ...     read_texts([folder])
+        ['The first paragraph of all.', 'The second one, after it.']
+    """
+    texts: list[str] = []
+    for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):
+        found = [text for file in _files(path) for text in _texts_of(file)]
+        if not found:
+            raise DataError(f"texts must have a paragraph of at least {_SHORTEST} characters, but {path} has none")
+        texts += found
+    if not texts:
+        raise DataError("texts must come from at least one file, got none")
+    return list(dict.fromkeys(texts))
+
+
+def standard_library_docstrings() -> list[str]:
+    """Return the first paragraphs of the docstrings of Python's standard library, its tests left out.
+
+    Returns:
+        About 6,000 texts, each once, in the order of the files; the same for the same version of Python.
+
+    Example:
+        >>> len(standard_library_docstrings()) > 1000
+        True
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    files = (file for file in sorted(root.rglob("*.py")) if not left_out & set(file.relative_to(root).parts))
+    return list(dict.fromkeys(text for file in files for text in _texts_of(file)))
+
+
+def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
+    """Shuffle texts and put some aside, to be used for measuring only.
+
+    Args:
+        texts: different texts.
+        held_out: how many to put aside.
+        seed: of the shuffle.
+
+    Returns:
+        The texts to fit on, and those held out.
+
+    Raises:
+        ArgumentError: ``held_out`` is not positive.
+        DataError: fewer texts are left to fit on than ``held_out``.
+
+    Example:
+        >>> fit, test = split_texts([f"text {i}" for i in range(10)], held_out=4)
+        >>> len(fit), len(test), set(fit) & set(test)
+        (6, 4, set())
+    """
+    if held_out < 1:
+        raise ArgumentError(f"held_out must be at least 1, got {held_out}")
+    if len(texts) < 2 * held_out:
+        raise DataError(f"texts must be at least {2 * held_out}, half of them to hold out, got {len(texts)}: give more")
+    shuffled = random.Random(seed).sample(texts, len(texts))
+    return shuffled[held_out:], shuffled[:held_out]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"texts must come from files and folders that exist, but {path} does not")
+    return sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+
+
+def _texts_of(file: Path) -> Iterator[str]:
+    try:
+        # Editors on Windows begin files with a byte order mark.
+        content = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"texts must be UTF-8, but {file} is not, at byte {error.start}: convert it first") from error
+    except OSError as error:
+        raise DataError(f"texts must be readable, but {file} is not: {error.strerror}") from error
+    if "\0" in content:
+        raise DataError(f"texts must be text, but {file} has NUL bytes: is it binary?")
+    paragraphs = _docstrings(file, content) if file.suffix == ".py" else re.split(r"\n\s*\n", content)
+    for paragraph in paragraphs:
+        text = " ".join(paragraph.split())
+        if len(text) >= _SHORTEST:
+            yield text
+
+
+def _docstrings(file: Path, content: str) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            # Of other people's escape sequences.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(content)
+    except SyntaxError as error:
+        raise DataError(f"a .py file must be Python, but {file} is not, at line {error.lineno}") from error
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED):
+            yield (ast.get_docstring(node) or "").split("\n\n")[0]
