@@ -21,8 +21,8 @@ def read_texts(paths: str | Path | Iterable[str | Path]) -> list[str]:
     r"""Read texts from files and folders, a text a paragraph.
 
     Args:
-        paths: one or several UTF-8 files or folders; of a ``.py`` file the docstrings' first paragraphs are taken. Folders are searched for
-            .txt, .md, .rst and .py files.
+        paths: one or several UTF-8 files or folders. Of a ``.py`` file the docstrings' first paragraphs are taken;
+            folders are searched for .txt, .md, .rst and .py files.
 
     Returns:
         Paragraphs of at least 20 characters, white space folded, each once, in the order of the files.

@@ -118,7 +118,7 @@ class PointwiseNorm(nn.Module):
             x: any floating dtype, with ``normalized_shape`` at ``dim``; nested tensors too, where ``dim`` is negative.
 
         Returns:
-            The shape and dtype of ``x``; computed in at least float32.
+            The shape and dtype of ``x``, contiguous where the channels come last; computed in at least float32.
 
         Raises:
             ArgumentError: ``x`` is no floating point tensor, or its sizes at ``dim`` are not ``normalized_shape``.
@@ -129,7 +129,9 @@ class PointwiseNorm(nn.Module):
         if x.is_nested and x.layout == torch.strided:
             return self._forward_nested(x)
         self._check_input(x)
-        return self.pointwise(x)
+        y = self.pointwise(x)
+        # As nn.LayerNorm's: what follows may ask for a view.
+        return y.contiguous() if self._dims()[-1] == -1 else y
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``, whose sizes have been checked."""

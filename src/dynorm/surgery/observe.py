@@ -93,7 +93,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     observations = _modules_to_watch(model)
     handles = _watch(observations)
     try:
-        with no_trace(model, (args, kwargs)), torch.no_grad(), _slow_path():
+        with no_trace(model, (args, kwargs)), torch.no_grad(), slow_path():
             model(*args, **kwargs)
     except Exception as error:
         raise DataError(
@@ -228,7 +228,7 @@ def _restore(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]
 
 
 @contextmanager
-def _slow_path() -> Iterator[None]:
+def slow_path() -> Iterator[None]:
     was = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

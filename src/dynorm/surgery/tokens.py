@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-_HOOK_TABLES = (
+HOOK_TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -55,7 +55,7 @@ def _copy_module(module: nn.Module, dtype: torch.dtype | None, known: dict[int, 
         new.__dict__[name] = copy.copy(value) if type(value) in (list, dict, set) else value
     # A patched forward is bound to the original; the class knows the true one.
     new.__dict__.pop("forward", None)
-    for name in module.__dict__.keys() & set(_HOOK_TABLES):
+    for name in module.__dict__.keys() & set(HOOK_TABLES):
         new.__dict__[name] = type(module.__dict__[name])()
     new.__dict__["_modules"] = {
         name: child if child is None else _copy_module(child, dtype, known) for name, child in module._modules.items()

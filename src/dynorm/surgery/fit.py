@@ -1,0 +1,183 @@
+"""The least-squares fit of one point-wise layer to the norm it replaces, streamed: memory O(C), however many tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dynorm.layers import LinearControl, PointwiseNorm
+from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
+
+# Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest values saturate, to
+# a thousand, where the function is a straight line.
+_DECADES = (-1.0, 3.0)
+_CANDIDATES = 17
+# Least squares shrinks what it cannot predict; site after site the shrinkage multiplies. Half of it is given back.
+_GIVE_BACK = 0.5
+# A variance below this part of the mean square is rounding: about 1e-6 of the size, that is float32's resolution.
+_DEAD = 1e-12
+_TINY = torch.finfo(torch.float64).tiny
+
+
+def as_tokens(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Return ``x`` as a matrix (tokens, C) in at least float32, the channel axes last."""
+    dims = (dim,) if isinstance(dim, int) else dim
+    last = torch.movedim(x, dims, tuple(range(-len(dims), 0)))
+    tokens = last.reshape(-1, math.prod(last.shape[-len(dims) :]))
+    return tokens if tokens.dtype == torch.float64 else tokens.float()
+
+
+class SiteFit:
+    r"""Running sums from which the constants of one layer follow in closed form.
+
+    For each candidate beta of a grid and each channel, with f the layer's function without affine map and y the
+    target, the sums of f, f^2, f y, y and y^2 are kept. From them follow, per channel, the weight and bias of
+    least squares and the residual; the beta with the smallest residual wins, for all channels together or one
+    by one. The grid is centred on closed form 5 with the leave-one-out variance, ``exp(mean log(C v_i))``.
+
+    Args:
+        layer: the layer to be fitted; its affine map decides what is fitted beside beta.
+        kind: "layernorm" or "rmsnorm": which leave-one-out statistic beta starts from, and whether there is a centre.
+        eps: the norm's eps.
+    """
+
+    def __init__(self, layer: PointwiseNorm, kind: str, eps: float) -> None:
+        self.layer = layer
+        self.kind = kind
+        self.eps = eps
+        self.tokens = 0
+        self._weight_sum = 0.0
+        self._betas: Tensor | None = None
+        self._residual: Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
+        """Add tokens; until one has a spread over its channels, nothing can be fitted and nothing is added.
+
+        Args:
+            x: input of the layer, (tokens, C), finite.
+            y: what the layer should return, (tokens, C).
+            weight: how much these tokens count.
+        """
+        if self._betas is None:
+            self._start(x, y)
+        if self._betas is None:
+            return
+        self.tokens += len(x)
+        self._weight_sum += weight * len(x)
+        y = y - self._y0
+        self._y += weight * y.sum(0, dtype=torch.float64)
+        self._yy += weight * y.square().sum(0, dtype=torch.float64)
+        for row, f in enumerate(self._functions(x)):
+            f = f - self._f0[row]
+            self._f[row] += weight * f.sum(0, dtype=torch.float64)
+            self._ff[row] += weight * f.square().sum(0, dtype=torch.float64)
+            self._fy[row] += weight * (f * y).sum(0, dtype=torch.float64)
+
+    @torch.no_grad()
+    def solve_(self) -> None:
+        """Set the layer's constants, weight and bias to the best of all tokens so far."""
+        if self._betas is None:
+            return
+        slope, offset, residual = self._least_squares()
+        best = self._best(residual)
+        channel = torch.arange(residual.shape[1], device=residual.device)
+        shape = self.layer.normalized_shape
+        betas = self._betas[best]
+        self.layer.fill_slope_(betas.reshape(shape) if self.layer.per_channel else betas[:1])
+        if self.layer.weight is not None:
+            self.layer.weight.copy_(slope[best, channel].reshape(shape))
+        if self.layer.bias is not None:
+            self.layer.bias.copy_(offset[best, channel].reshape(shape))
+        self._residual = residual[best, channel]
+
+    @property
+    def error(self) -> float:
+        """Root of the residual over the spread of the target, at the last solution; NaN before there is one."""
+        if self._residual is None:
+            return math.nan
+        y, yy = self._y / self._weight_sum, self._yy / self._weight_sum
+        spread = (yy - y * y).sum() if self.layer.bias is not None else yy.sum()
+        return float((self._residual.sum() / spread.clamp_min(_TINY)).sqrt())
+
+    def _start(self, x: Tensor, y: Tensor) -> None:
+        """Choose centre and candidates by the first tokens that have a spread over their channels."""
+        alive = x[self._statistic(x, 0.0).amax(1) > _DEAD * x.square().sum(1)] if len(x) else x
+        if not len(alive):
+            return
+        beta = self._statistic(alive, self.eps)
+        # Without eps, the only channel of a token that is not 0 has a beta of 0.
+        log_beta = beta.clamp_min(_DEAD * beta.amax(1, keepdim=True)).log().mean()
+        grid = torch.logspace(*_DECADES, _CANDIDATES, dtype=torch.float64, device=x.device)
+        if isinstance(self.layer, LinearControl) and self.layer.weight is not None:
+            # Its weight takes the slope; beta would only be a second name for it.
+            grid = grid.new_ones(1)
+        self._closed_form = int((grid.log().abs()).argmin())
+        self._betas = grid * log_beta.double().exp()
+        self._center = self._set_center_(x)
+        self._start_sums(x, y)
+
+    def _statistic(self, x: Tensor, eps: float) -> Tensor:
+        return (leave_one_out_beta if self.kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)
+
+    def _set_center_(self, x: Tensor) -> Tensor:
+        """Set the layer's centre, and what else is not fitted, and return the centre as the layer's dtype holds it."""
+        for name in self.layer.constants[1:]:
+            getattr(self.layer, name).zero_()
+        if self.layer.center is None:
+            return x.new_zeros(())
+        self.layer.center.fill_(x.mean() if self.kind == "layernorm" else 0.0)
+        return self.layer.center.flatten()[0].to(x.dtype)
+
+    def _start_sums(self, x: Tensor, y: Tensor) -> None:
+        layer, channels = self.layer, x.shape[1]
+        # In the layer's dtype: what is fitted is what will be computed.
+        dtype = getattr(layer, layer.constants[0]).dtype
+        self._probe = type(layer)(channels, elementwise_affine=False, scale=layer.scale, device=x.device, dtype=dtype)
+        self._weight = None if layer.weight is None else layer.weight.detach().double().flatten()
+        # Sums of differences from the first means keep the digits that sums of squares would lose.
+        shifts = layer.bias is not None
+        self._y0 = y.mean(0) * shifts
+        self._f0 = torch.stack([f.mean(0) * shifts for f in self._functions(x)])
+        self._y, self._yy = (torch.zeros(channels, dtype=torch.float64, device=x.device) for _ in range(2))
+        self._f, self._ff, self._fy = (torch.zeros_like(self._f0, dtype=torch.float64) for _ in range(3))
+
+    def _functions(self, x: Tensor) -> Iterator[Tensor]:
+        assert self._betas is not None
+        centred = x - self._center
+        for beta in self._betas:
+            self._probe.fill_slope_(beta)
+            yield self._probe(centred)
+
+    def _best(self, residual: Tensor) -> Tensor:
+        """The best candidate of each channel; the closed form's where no other is better."""
+        score = residual if self.layer.per_channel else residual.sum(1, keepdim=True).expand_as(residual)
+        lowest, best = score.min(0)
+        return best.masked_fill(score[self._closed_form] <= lowest * (1 + 1e-6), self._closed_form)
+
+    def _least_squares(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slope, offset and mean squared residual of every candidate and channel, (candidates, C)."""
+        f, ff, fy = (t / self._weight_sum for t in (self._f, self._ff, self._fy))
+        y, yy = self._y / self._weight_sum, self._yy / self._weight_sum
+        if self._weight is None:
+            return torch.ones_like(f), torch.zeros_like(f), yy - 2 * fy + ff
+        if self.layer.bias is None:
+            slope, residual = self._slope(ff, fy, yy, ff)
+            return slope, torch.zeros_like(f), residual
+        mean_f, mean_y = f + self._f0, y + self._y0
+        var_f = ff - f * f
+        slope, residual = self._slope(var_f, fy - f * y, yy - y * y, var_f + mean_f * mean_f)
+        return slope, mean_y - slope * mean_f, residual
+
+    def _slope(self, var_f: Tensor, cov: Tensor, var_y: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+        """The slope of least squares, half its shrinkage given back, and the residual; the norm's if f is constant."""
+        assert self._weight is not None
+        moves = var_f > _DEAD * square
+        slope = torch.where(moves, cov / var_f.clamp_min(_TINY), 0.0)
+        residual = (var_y - slope * cov).clamp_min(0)
+        # |correlation| is what least squares shrank the slope by.
+        correlation = (slope.abs() * (var_f.clamp_min(0) / var_y.clamp_min(_TINY)).sqrt()).clamp(1e-2, 1)
+        return torch.where(moves, slope * correlation**-_GIVE_BACK, self._weight), residual
