@@ -1,0 +1,84 @@
+"""Wait for another library to be imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class AfterImport(MetaPathFinder):
+    """A finder that finds nothing itself: when its module is imported, it lets it run and then acts, once.
+
+    Args:
+        name: the module to wait for.
+        action: what to do then.
+
+    Example:
+        >>> waiting = AfterImport("a_module_that_does_not_exist", lambda: print("seen"))
+        >>> waiting.find_spec("another_module", None) is None
+        True
+    """
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self.name = name
+        self.action = action
+        self._asking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that the other finders have for the module, made to act after the module has run."""
+        # Another library's finder may ask this one in turn.
+        if fullname != self.name or self._asking:
+            return None
+        self._asking = True
+        try:
+            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next(filter(None, found), None)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            self._act_after(spec)
+        return spec
+
+    def _act_after(self, spec: ModuleSpec) -> None:
+        loader = spec.loader
+        assert loader is not None
+        run = loader.exec_module
+
+        def run_then_act(module: ModuleType) -> None:
+            run(module)
+            # Only an import that succeeded ends the wait; a second attempt gets a loader of its own.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.action()
+
+        loader.exec_module = run_then_act  # type: ignore[method-assign]
+
+
+def after_import(name: str, action: Callable[[], None]) -> None:
+    """Call ``action`` once the module ``name`` is imported: now, if it is.
+
+    Waiting anew for the same module, as after a reload, ends the wait before.
+
+    Args:
+        name: the module.
+        action: called without arguments, in the thread that imports the module.
+
+    Example:
+        >>> after_import("json", lambda: print("json is there"))
+        json is there
+    """
+    if name in sys.modules:
+        # Another thread may be in the middle of it: this waits for the end.
+        importlib.import_module(name)
+        action()
+        return
+    waiting = [f for f in sys.meta_path if type(f).__qualname__ == "AfterImport" and getattr(f, "name", None) == name]
+    for finder in waiting:
+        sys.meta_path.remove(finder)
+    sys.meta_path.insert(0, AfterImport(name, action))

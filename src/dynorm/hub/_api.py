@@ -1,0 +1,136 @@
+"""Saving and loading, whatever library the model comes from."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from dynorm.errors import ArgumentError, StorageError
+from dynorm.hub._after_import import after_import
+from dynorm.hub._atomic import replaced_directory
+from dynorm.hub.plain import CONFIG, read_plain, write_plain
+from dynorm.surgery.guard import require_plain_model
+
+_TRANSFORMERS_CONFIG = "config.json"
+_MODELING = "transformers.modeling_utils"
+
+
+def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Save a converted model: weights, point-wise layers and where they stand; never a pickle.
+
+    A transformers model is written as ``save_pretrained`` writes it, its layers being named in config.json: where
+    dynorm is imported, any ``from_pretrained`` loads it, with another head too. Any other model is written as
+    ``model.safetensors`` and ``dynorm.json``. The directory appears whole or not at all: killed in the
+    middle, or out of disk space, the old one stands as it was. Tensors that are shared stay shared. Not saved are
+    buffers that are not persistent, and the original norms: a loaded model cannot be restored.
+
+    Args:
+        model: a model with point-wise layers; it is not changed.
+        directory: where to; its parent must exist.
+        overwrite: replace a saved model that is there. Other files beside it, as a tokenizer's, are kept.
+
+    Raises:
+        ArgumentError: ``model`` is no module.
+        ModelError: it has no point-wise layer, is compiled, wrapped or on the meta device, is quantized too, or
+            holds state that is no tensor.
+        StorageError: the directory exists, or cannot be written.
+
+    Example:
+        >>> import tempfile, torch, dynorm
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     save(model, Path(parent) / "model")
+        ...     sorted(path.name for path in (Path(parent) / "model").iterdir())
+        ['dynorm.json', 'model.safetensors']
+    """
+    require_plain_model(model)
+    with replaced_directory(directory, overwrite=overwrite) as folder:
+        if _is_transformers(model):
+            _with_transformers().write_transformers(model, folder)
+        else:
+            write_plain(model, folder)
+
+
+def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """Load what :func:`save` wrote, in eval mode: the tensors are those of the saved model, bit for bit.
+
+    So are the outputs, where both models have their tensors where torch puts them; a model that came from
+    transformers' ``from_pretrained`` has not, and torch may round its products with a single vector otherwise.
+
+    A transformers model needs nothing else, and comes in the class that config.json names, on the CPU. For any
+    other one, build the model as it was before its conversion and pass it: its norms are replaced, and its tensors
+    filled, in the dtypes that were saved and on the device where they are. No code is imported that a file names.
+
+    Args:
+        directory: a local directory.
+        model: for a plain torch model, an unconverted instance of its class, changed in place; meta tensors
+            become tensors on the CPU. Its parameters keep their ``requires_grad``, a point-wise layer that of its norm.
+
+    Returns:
+        The model; for a plain torch model, the one that was passed.
+
+    Raises:
+        ArgumentError: a model is needed, or one is given where config.json names it.
+        ModelError: the model is of another class than the saved one, or has no module where a layer stands.
+        StorageError: a file is missing, truncated or malformed, or the tensors are not those of the model: the
+            message names what is missing, unexpected or of another shape. A model that was passed is as it was.
+
+    Example:
+        >>> import tempfile, torch, dynorm
+        >>> def build():
+        ...     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> model, x = build().eval(), torch.randn(4, 8)
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, x))
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     save(model, Path(parent) / "model")
+        ...     loaded = load(Path(parent) / "model", build())
+        >>> torch.equal(loaded(x), model(x))
+        True
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise StorageError(f"{folder} must be a directory, but is none: for a name on a hub, use from_pretrained")
+    if (folder / CONFIG).exists():
+        return read_plain(folder, model)
+    if not (folder / _TRANSFORMERS_CONFIG).exists():
+        raise StorageError(f"{folder} must be a saved model, but has neither {CONFIG} nor {_TRANSFORMERS_CONFIG}")
+    if model is not None:
+        raise ArgumentError(f"no model must be given for {folder}: its {_TRANSFORMERS_CONFIG} names the class")
+    loaded: nn.Module = _with_transformers().read_transformers(folder)
+    return loaded
+
+
+def register_with_transformers() -> None:
+    """Make ``from_pretrained`` and ``save_pretrained`` know converted models, once transformers is imported."""
+    after_import(_MODELING, _register)
+
+
+def _register() -> None:
+    try:
+        # It registers itself when it is imported, for it may be what imports transformers.
+        _with_transformers()
+    # Importing transformers must go on, whatever another version of it lacks.
+    except Exception as error:
+        warnings.warn(
+            f"dynorm is unknown to this transformers, so from_pretrained will not load converted models: {error}",
+            stacklevel=2,
+        )
+
+
+def _with_transformers() -> ModuleType:
+    try:
+        return importlib.import_module("dynorm.hub._transformers")
+    except ImportError as error:
+        raise StorageError(f"transformers 5 must be installed, but {error}: pip install 'transformers>=5'") from error
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    base = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
+    return base is not None and isinstance(model, base)

@@ -1,0 +1,94 @@
+"""What both kinds of directory share: reading JSON, and the list of point-wise layers in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.surgery.plan import LAYERS, LayerSpec, dynorm_layers, specs_of
+
+FORMAT_VERSION = 1
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        StorageError: the file cannot be read, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StorageError(f"{path} must be readable, but {error}") from error
+    except ValueError as error:
+        raise StorageError(f"{path} must be JSON, but {error}") from error
+    if not isinstance(values, dict):
+        raise StorageError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def require_version(values: Mapping[str, Any], where: str) -> None:
+    """Check that a file was written in a format that is known here.
+
+    Raises:
+        StorageError: it was not.
+    """
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        written = f", written by dynorm {values['dynorm_version']}" if "dynorm_version" in values else ""
+        raise StorageError(f"the format_version of {where} must be {FORMAT_VERSION}, got {version!r}{written}")
+
+
+def saved_specs(model: nn.Module) -> list[LayerSpec]:
+    """Return the specs of a model that is to be saved.
+
+    Raises:
+        ModelError: it has no point-wise layer, is one itself, or has one of a class that cannot be built again.
+    """
+    layers = dynorm_layers(model)
+    if not layers:
+        raise ModelError("the model must have point-wise layers, but has none: call dynorm.convert_(model, sites)")
+    if "" in layers:
+        raise ModelError("the model must hold its point-wise layers, but is one itself: wrap it in nn.Sequential")
+    for path, layer in layers.items():
+        if type(layer) not in LAYERS.values():
+            raise ModelError(
+                f"the layer {path!r} must be one of dynorm's ({', '.join(LAYERS)}), but is a {type(layer).__name__}: "
+                "save such a model with torch's own means"
+            )
+    return specs_of(model)
+
+
+def read_specs(values: object, where: str) -> list[LayerSpec]:
+    """Read specs, each built once on the meta device to see that it can be.
+
+    Raises:
+        StorageError: the list or one of its entries is malformed.
+    """
+    if not isinstance(values, (list, tuple)) or not values:
+        raise StorageError(f"the layers in {where} must be a list with at least one entry, got {values!s:.80}")
+    return [_read_spec(entry, f"{where}, layer {i}") for i, entry in enumerate(values)]
+
+
+def _read_spec(entry: object, where: str) -> LayerSpec:
+    try:
+        if not isinstance(entry, Mapping) or not is_list_of_str(entry.get("paths")):
+            raise ArgumentError(f"a layer needs a list of paths, got {entry!s:.80}")
+        if not entry["paths"] and not entry.get("outside"):
+            raise ArgumentError("a layer needs at least one path")
+        spec = LayerSpec.from_dict(entry)
+        spec.build("meta", None)
+    # A config may hold anything: what a constructor says of it is the reason.
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise StorageError(f"{where}: {error}") from error
+    return spec
+
+
+def is_list_of_str(value: object) -> TypeGuard[list[str]]:
+    """Whether a value is a list of strings."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -1,0 +1,214 @@
+"""transformers models: the layers are written to config.json, from where ``from_pretrained`` puts them in again.
+
+To transformers, dynorm is a quantization method: the one extension point that changes modules before the weights
+are loaded. Once they are, the model is an ordinary one, that may be cast, trained and saved as any other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import auto
+
+from dynorm.errors import DynormError, ModelError, StorageError
+from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, saved_specs
+from dynorm.hub._quantizer import METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
+from dynorm.surgery.plan import LayerSpec, dynorm_layers
+
+CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def register() -> None:
+    """Make ``from_pretrained`` read, and ``save_pretrained`` write, converted models."""
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ImportError(f"transformers must be 5.0 or newer, got {transformers.__version__}")
+    # A reload of dynorm registers anew.
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
+    auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
+    auto.register_quantization_config(METHOD)(DynormConfig)
+    auto.register_quantizer(METHOD)(DynormQuantizer)
+    save_pretrained = getattr(PreTrainedModel.save_pretrained, "_without_dynorm", PreTrainedModel.save_pretrained)
+
+    @wraps(save_pretrained)
+    def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with described(self):
+            return save_pretrained(self, *args, **kwargs)
+
+    described_save_pretrained._without_dynorm = save_pretrained  # type: ignore[attr-defined]
+    PreTrainedModel.save_pretrained = described_save_pretrained
+
+
+@contextmanager
+def described(model: Any) -> Iterator[None]:
+    """Let the model's config name its point-wise layers, for as long as it is written.
+
+    They are looked up each time: what was converted, restored or loaded before makes no difference.
+
+    Raises:
+        ModelError: the model is quantized by another method, which config.json cannot name beside this one.
+    """
+    method = _method(model)
+    converted = bool(dynorm_layers(model))
+    if converted and method not in (None, METHOD):
+        raise ModelError(f"the model must be converted or quantized, but is both ({method}): config.json can name one")
+    with _put_back(model.config, "quantization_config"), _put_back(model, "_tied_weights_keys"):
+        if converted:
+            _describe_(model)
+        elif method == METHOD:
+            del model.config.quantization_config
+        yield
+
+
+def write_transformers(model: Any, folder: Path) -> None:
+    """Write a model into an empty directory.
+
+    Raises:
+        ModelError: the model has no point-wise layer, or is quantized too.
+    """
+    saved_specs(model)
+    with described(model):
+        model.save_pretrained(folder)
+
+
+def read_transformers(folder: Path) -> nn.Module:
+    """Load a directory into the class that its config.json names.
+
+    Raises:
+        ModelError: the class is none of transformers'.
+        StorageError: a file is missing, truncated or malformed, or its tensors are not the model's.
+    """
+    config = read_json(folder / CONFIG)
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+        raise StorageError(f"{folder / CONFIG} must name dynorm's layers, but does not: use from_pretrained for it")
+    DynormConfig(**quantization)
+    cls = _class_of(config, folder)
+    _require_weights(folder)
+    try:
+        model, info = cls.from_pretrained(
+            folder,
+            dtype="auto",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except DynormError:
+        raise
+    # transformers raises whatever its files make it raise.
+    except Exception as error:
+        raise StorageError(f"{folder} must hold a {cls.__name__}, but {type(error).__name__}: {error}") from error
+    _require_same_tensors(info, folder, cls.__name__)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _describe_(model: Any) -> None:
+    specs = saved_specs(model)
+    # A dict, as in a file: transformers cannot load with a config that holds the object.
+    model.config.quantization_config = _config_of(model, specs).to_dict()
+    aliases = aliases_of(model, specs)
+    if aliases:
+        # transformers writes a tensor of two names only if the model declares one of them to be tied.
+        tied = {f"^{re.escape(alias)}$": name for alias, name in aliases.items()}
+        model._tied_weights_keys = dict(model._tied_weights_keys or {}) | tied
+
+
+def _method(model: Any) -> str | None:
+    config = getattr(model.config, "quantization_config", None)
+    method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _config_of(model: Any, specs: list[LayerSpec]) -> DynormConfig:
+    from dynorm import __version__
+
+    prefix = base_prefix(model)
+    entries = []
+    for spec in specs:
+        dtypes = {n: _name(p.dtype) for n, p in model.get_submodule(spec.paths[0]).named_parameters()}
+        entry = spec.to_dict() | {
+            "paths": [path.removeprefix(prefix) for path in spec.paths if path.startswith(prefix)],
+            "outside": [path for path in spec.paths if not path.startswith(prefix)],
+            "dtypes": {name: dtype for name, dtype in dtypes.items() if dtype != _name(model.dtype)},
+        }
+        entries.append({key: value for key, value in entry.items() if value or key in ("layer", "paths", "config")})
+    return DynormConfig(entries, _name(model.dtype), FORMAT_VERSION, __version__)
+
+
+def _class_of(config: Mapping[str, Any], folder: Path) -> Any:
+    names = config.get("architectures")
+    if not is_list_of_str(names) or len(names) != 1:
+        raise StorageError(f"the architectures in {folder / CONFIG} must name one class, got {names!r}")
+    cls = getattr(transformers, names[0], None)
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise ModelError(
+            f"the class of the model must be one of transformers' to be found by its name, but {names[0]} is not: "
+            f"call {names[0]}.from_pretrained({str(folder)!r})"
+        )
+    return cls
+
+
+def _require_weights(folder: Path) -> None:
+    found = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if found is None:
+        raise StorageError(f"{folder} must hold {_WEIGHTS[0]}, but does not")
+    if found.suffix == ".json":
+        shards = read_json(found).get("weight_map")
+        if not isinstance(shards, dict) or not is_list_of_str(list(shards.values())):
+            raise StorageError(f"the weight_map in {found} must name a file a tensor, got {json.dumps(shards):.80}")
+        files = sorted({folder / Path(name).name for name in shards.values()})
+    else:
+        files = [found]
+    for file in files:
+        try:
+            # Reads the header, which says how long the file must be.
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"{file} must be a whole safetensors file, but {error}: it is cut or damaged") from error
+
+
+def _require_same_tensors(info: Mapping[str, Any], folder: Path, cls: str) -> None:
+    for key, what in (
+        ("missing_keys", "lack"),
+        ("unexpected_keys", "have beyond them"),
+        ("mismatched_keys", "have in another shape"),
+    ):
+        names = sorted(name if isinstance(name, str) else name[0] for name in info.get(key) or ())
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise StorageError(
+                f"the weights in {folder} must be the tensors of {cls}, but {what} {', '.join(names[:5])}{more}"
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _put_back(holder: Any, name: str) -> Iterator[None]:
+    """Let an instance's attribute be changed, and put it back in the end, or take it off where there was none."""
+    before = {name: vars(holder)[name]} if name in vars(holder) else {}
+    try:
+        yield
+    finally:
+        vars(holder).pop(name, None)
+        vars(holder).update(before)
+
+
+register()
