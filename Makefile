@@ -24,7 +24,8 @@ setup: .venv/setup.stamp
 # The main job on a real model. STEPS=0 calibrates only; MINUTES=10 distils longer.
 demo: setup
 	@mkdir -p build
-	$(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/demo $(LENGTH) --overwrite
+	$(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/demo \
+		--name all-MiniLM-L6-v2 $(LENGTH) --overwrite
 	@echo "Read build/demo/report.html in a browser; the model is in build/demo/model."
 
 test: setup

@@ -1,0 +1,128 @@
+"""The command line: parses, calls, prints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from dynorm import __version__
+from dynorm.errors import ArgumentError, DynormError
+
+app = typer.Typer(
+    help="Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions."""
+
+
+@app.command()
+def convert(
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers model with its tokenizer.")],
+    out: Annotated[Path, typer.Argument(help="New folder: model/, report.json and report.html go there.")],
+    to: Annotated[str, typer.Option(help="What the norms become: dyisru, dyt, derf or linear.")] = "dyisru",
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files or folders; the standard library's docstrings by default. Repeatable."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Distillation steps; 0 (the default) calibrates only.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Distil for this long instead.")] = None,
+    refine: Annotated[int, typer.Option(help="Steps of joint refinement of the constants.")] = 50,
+    only: Annotated[list[str] | None, typer.Option(help="Glob of paths to convert. Repeatable.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Glob of paths to leave alone. Repeatable.")] = None,
+    held_out: Annotated[int, typer.Option(help="Texts kept for measuring.")] = 512,
+    max_length: Annotated[int, typer.Option(help="Longest text, in tokens.")] = 128,
+    per_channel: Annotated[bool, typer.Option("--per-channel", help="One constant a channel.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of split, order and training.")] = 0,
+    name: Annotated[str | None, typer.Option(help="What the report calls the model; the folder's name.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    checkpoints: Annotated[Path | None, typer.Option(help="Keep the Trainer's checkpoints here, and resume.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is in OUT.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
+) -> None:
+    """Replace the norms of a pretrained model, set their constants from texts, measure, and save.
+
+    Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
+    """
+    _quiet_libraries()
+    from dynorm.integrations.pipeline import Recipe, convert_pretrained
+
+    console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
+    recipe = Recipe(
+        to=to,
+        steps=steps,
+        minutes=minutes,
+        refine=refine,
+        held_out=held_out,
+        max_length=max_length,
+        only=tuple(only or ()),
+        skip=tuple(skip or ()),
+        per_channel=per_channel,
+        seed=seed,
+        checkpoints=None if checkpoints is None else str(checkpoints),
+    )
+    report = convert_pretrained(
+        model,
+        out,
+        recipe,
+        texts=texts or (),
+        name=name,
+        device=device,
+        overwrite=overwrite,
+        quiet=as_json or not sys.stderr.isatty(),
+        say=lambda line: console.print(line, markup=False),
+        track=lambda batches, description: track(batches, description, console=console),
+    )
+    typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
+
+
+def main() -> None:
+    """Run the command line; exit status 0, 1 where the work failed, 2 where it was asked for wrongly, 130 on Ctrl-C."""
+    try:
+        app()
+    except DynormError as error:
+        typer.echo(f"dynorm: {error}", err=True)
+        raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from error
+    except KeyboardInterrupt:
+        typer.echo("dynorm: stopped; nothing was half-written", err=True)
+        raise SystemExit(130) from None
+
+
+def _quiet_libraries() -> None:
+    """Keep transformers from the network, and its bars and advice out of our output."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|accelerate)\.")
+
+
+if __name__ == "__main__":
+    main()

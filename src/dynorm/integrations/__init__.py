@@ -1,0 +1,1 @@
+"""What stands on other libraries: pretrained models, tokenizers and the Trainer of transformers."""

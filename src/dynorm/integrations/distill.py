@@ -1,0 +1,214 @@
+"""Short distillation: a converted model learns from the original, in the Trainer of transformers."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, kl_div, log_softmax
+
+from dynorm.errors import ArgumentError
+from dynorm.integrations.pretrained import Pretrained, collate
+from dynorm.layers import param_groups
+from dynorm.surgery.activations import joint_error, layers_to_fit, recorded
+from dynorm.surgery.batches import call, token_masks, valid_tokens
+
+# Steps that are timed before the schedule is made, when a time and not a number of steps is given.
+_TIMED = 4
+
+
+@dataclass(frozen=True)
+class DistillationReport:
+    """What ``distill_`` did.
+
+    Args:
+        steps: how many optimizer steps were taken.
+        seconds: how long it took.
+        texts: how many texts (or blocks) were seen, repeats counted.
+        last_loss: the last loss that the Trainer logged.
+    """
+
+    steps: int
+    seconds: float
+    texts: int
+    last_loss: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON knows."""
+        return asdict(self)
+
+
+def distill_(
+    student: Pretrained,
+    teacher: nn.Module,
+    encoded: Sequence[list[int]],
+    *,
+    steps: int | None = None,
+    minutes: float | None = None,
+    batch_size: int = 32,
+    lr: float = 3e-4,
+    seed: int = 0,
+    checkpoints: str | Path | None = None,
+    quiet: bool = False,
+) -> DistillationReport:
+    """Train all weights of a converted model to give what the original gives, in place.
+
+    The loss is the mean relative error of the sites, ``|f(x) - y|^2 / |y - mean y|^2`` with y the teacher's norms (a
+    hidden-state loss), plus, for an encoder, one minus the cosine of the mean-pooled embeddings, or, for a language
+    model, the Kullback-Leibler divergence of the next-token distributions. Dropout is off in both models.
+
+    Args:
+        student: a converted and calibrated model.
+        teacher: the original model.
+        encoded: training texts as token ids, see :func:`encode`.
+        steps: how many steps; or
+        minutes: for how long. A few steps are timed first, so that the schedule ends when the time does.
+        batch_size: texts a step.
+        lr: the highest learning rate; a twentieth of the steps warm up to it, then it falls to 0 as a cosine.
+        seed: of the order of the texts.
+        checkpoints: a folder for the Trainer's checkpoints, ten in a run, the last one kept; training goes on from
+            one that is there. None keeps none.
+        quiet: no progress bar.
+
+    Returns:
+        Steps, time and last loss.
+
+    Raises:
+        ArgumentError: neither or both of ``steps`` and ``minutes`` are given, or one is not positive.
+        ModelError: the student has no point-wise layer that replaced a norm.
+    """
+    if (steps is None) == (minutes is None) or (steps or minutes or 0) <= 0:
+        raise ArgumentError(f"one of steps and minutes must be positive, got steps={steps!r}, minutes={minutes!r}")
+    layers_to_fit(student.model)
+    started = time.perf_counter()
+    teacher.eval().requires_grad_(False)
+    if steps is None:
+        assert minutes is not None
+        steps = _steps_in(minutes * 60, student, teacher, encoded, batch_size)
+    with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch:
+        arguments = _arguments(Path(checkpoints or scratch), steps, batch_size, seed, checkpoints is not None, quiet)
+        arguments.use_cpu = next(student.model.parameters()).device.type == "cpu"
+        trainer = _trainer(
+            student, teacher, encoded, arguments, lr, None if minutes is None else started + 60 * minutes
+        )
+        trainer.train(resume_from_checkpoint=_has_checkpoint(checkpoints))
+    student.model.eval()
+    student.model.zero_grad(set_to_none=True)
+    done = int(trainer.state.global_step)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return DistillationReport(done, time.perf_counter() - started, done * batch_size, losses[-1] if losses else None)
+
+
+def distillation_loss(student: Pretrained, teacher: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the hidden-state loss plus the embedding or logit loss of one batch; see :func:`distill_`."""
+    layers = layers_to_fit(student.model)
+    counterparts = {layer: teacher.get_submodule(path) for path, layer in layers.items()}
+    with torch.no_grad(), recorded(counterparts) as wanted:
+        target = call(teacher, batch)
+    with recorded({layer: layer for layer in layers.values()}) as given:
+        output = call(student.model, batch)
+    masks = token_masks(batch)
+    final = _logit_loss if student.language_model else _embedding_loss
+    return joint_error(wanted, given, masks) + final(output, target, batch)
+
+
+def _embedding_loss(output: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
+    mask = batch["attention_mask"].unsqueeze(-1)
+    ours, theirs = ((o.last_hidden_state * mask).sum(1) for o in (output, target))
+    return (1 - cosine_similarity(ours, theirs, dim=-1)).mean()
+
+
+def _logit_loss(output: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
+    valid = valid_tokens(target.logits.shape, (-1,), token_masks(batch))
+    ours, theirs = (log_softmax(o.logits.flatten(0, -2).float(), -1) for o in (output, target))
+    if valid is not None:
+        ours, theirs = ours[valid], theirs[valid]
+    return kl_div(ours, theirs, log_target=True, reduction="batchmean")
+
+
+def _steps_in(
+    seconds: float, student: Pretrained, teacher: nn.Module, encoded: Sequence[list[int]], batch_size: int
+) -> int:
+    """How many steps fit, from the time of a few on texts of typical length; their gradients are thrown away."""
+    picked = [encoded[i * len(encoded) // (_TIMED * batch_size)] for i in range(_TIMED * batch_size)]
+    started = time.perf_counter()
+    for start in range(0, len(picked), batch_size):
+        batch = collate(student, sorted(picked, key=len)[start : start + batch_size])
+        distillation_loss(student, teacher, _on(student.model, batch)).backward()  # type: ignore[no-untyped-call]
+    student.model.zero_grad(set_to_none=True)
+    spent = time.perf_counter() - started
+    # The optimizer's part and the Trainer's own work come on top of what was timed.
+    return max(1, int((seconds - spent) / (1.15 * spent / _TIMED)))
+
+
+def _arguments(folder: Path, steps: int, batch_size: int, seed: int, save: bool, quiet: bool) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        warmup_steps=max(1, steps // 20),
+        lr_scheduler_type="cosine",
+        logging_steps=max(1, steps // 20),
+        save_strategy="steps" if save else "no",
+        save_steps=max(1, steps // 10),
+        save_total_limit=1,
+        train_sampling_strategy="group_by_length",
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=quiet,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        seed=seed,
+    )
+
+
+def _trainer(
+    student: Pretrained,
+    teacher: nn.Module,
+    encoded: Sequence[list[int]],
+    arguments: Any,
+    lr: float,
+    until: float | None,
+) -> Any:
+    from transformers import PrinterCallback, Trainer, TrainerCallback
+
+    class StopInTime(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if until is not None and time.perf_counter() > until:
+                control.should_training_stop = True
+
+    class Distiller(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            # The Trainer turns dropout on; here it would only be noise between teacher and student.
+            model.eval()
+            return distillation_loss(student, teacher, inputs)
+
+    optimizer = torch.optim.AdamW(param_groups(student.model, lr=lr))
+    teacher.to(arguments.device)
+    trainer = Distiller(
+        model=student.model,
+        args=arguments,
+        train_dataset=[{"input_ids": ids} for ids in encoded],
+        data_collator=lambda items: collate(student, [item["input_ids"] for item in items]),
+        optimizers=(optimizer, None),
+        callbacks=[StopInTime()],
+    )
+    # Without its bar the Trainer prints its log instead, in the middle of ours.
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _has_checkpoint(folder: str | Path | None) -> bool:
+    return folder is not None and any(Path(folder).glob("checkpoint-*"))
+
+
+def _on(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in batch.items()}

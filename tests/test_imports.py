@@ -1,0 +1,140 @@
+"""Imports point one way, and importing dynorm does not load what only some of its functions need."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dynorm
+
+SOURCES = Path(dynorm.__file__).parent
+ORDER = (
+    ("errors",),
+    ("texts",),
+    ("functional",),
+    ("theory",),
+    ("kernels",),
+    ("layers",),
+    ("surgery",),
+    ("hub", "parallel"),
+    ("integrations",),
+    # The package's face, dynorm/__init__.py, which imports all of the above.
+    ("",),
+    ("paper",),
+    ("cli",),
+    ("__main__",),
+)
+RANK = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
+OPTIONAL = ["transformers", "matplotlib", "triton", "scipy", "sympy", "onnx", "accelerate", "typer", "rich"]
+
+
+def imported(source: str, module: tuple[str, ...], *, is_package: bool = False) -> set[tuple[str, ...]]:
+    """Return the dotted names that ``source`` imports, wherever in the file; relative ones made absolute."""
+    package = module if is_package else module[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {tuple(alias.name.split(".")) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parent = package[: len(package) - node.level + 1] if node.level else ()
+            parent += tuple(node.module.split(".")) if node.module else ()
+            names |= {(*parent, alias.name) for alias in node.names}
+    return names
+
+
+def violations(source: str, module: tuple[str, ...], *, is_package: bool = False) -> list[str]:
+    """Return a line for each import of ``module`` (``("dynorm", unit, ...)``) that points down the order."""
+    unit = module[1]
+    if unit not in RANK:
+        return [f"{unit} has no place in the order of imports: give it one in {Path(__file__).name}"]
+    found = []
+    for name in sorted(imported(source, module, is_package=is_package)):
+        if name[0] != "dynorm" or name == ("dynorm", "__version__"):
+            continue
+        target = name[1] if len(name) > 1 and name[1] in RANK else ""
+        if target != unit and RANK[target] >= RANK[unit]:
+            found.append(f"{'.'.join(module)} imports {'.'.join(name)}")
+    return found
+
+
+def modules() -> list[tuple[Path, tuple[str, ...]]]:
+    """Return every file behind the package's face, with its dotted name."""
+    files = sorted(path for path in SOURCES.rglob("*.py") if path != SOURCES / "__init__.py")
+    dotted = [("dynorm", *path.relative_to(SOURCES).with_suffix("").parts) for path in files]
+    return [(path, name[:-1] if name[-1] == "__init__" else name) for path, name in zip(files, dotted, strict=True)]
+
+
+def test_imports_point_one_way() -> None:
+    files = modules()
+    assert ("dynorm", "functional") in [name for _, name in files]
+    found = [
+        line
+        for path, name in files
+        for line in violations(path.read_text(), name, is_package=path.name == "__init__.py")
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("import dynorm.layers", "dynorm.functional"),
+        ("from dynorm.layers.dyt import DyT", "dynorm.kernels"),
+        ("from dynorm import theory", "dynorm.functional"),
+        ("from dynorm import DyISRU", "dynorm.surgery.plan"),
+        ("import dynorm", "dynorm.hub"),
+        ("from . import hub", "dynorm.parallel"),
+        ("from .. import cli", "dynorm.paper.figures"),
+        ("from ..surgery import plan", "dynorm.layers.dyt"),
+        ("if TYPE_CHECKING:\n    from dynorm.hub import load", "dynorm.layers.dyt"),
+        ("def f():\n    from dynorm.surgery.plan import Plan", "dynorm.layers.dyt"),
+        ("import torch", "dynorm.unheard_of"),
+    ],
+)
+def test_imports_down_the_order_are_found(source: str, module: str) -> None:
+    assert len(violations(source, tuple(module.split(".")))) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from dynorm.functional import dyt", "dynorm.theory"),
+        ("from dynorm import functional, errors, __version__", "dynorm.layers.dyt"),
+        ("from ._base import PointwiseNorm\nfrom ..functional import dyt", "dynorm.layers.dyt"),
+        ("from dynorm.surgery.plan import Plan", "dynorm.surgery.convert"),
+        ("import torch, rich", "dynorm.cli"),
+        ("from dynorm import convert_", "dynorm.cli"),
+        ("from dynorm.cli import main", "dynorm.__main__"),
+    ],
+)
+def test_imports_up_the_order_pass(source: str, module: str) -> None:
+    assert violations(source, tuple(module.split("."))) == []
+
+
+def test_relative_imports_of_a_package_start_at_itself() -> None:
+    assert imported("from .dyt import DyT", ("dynorm", "layers"), is_package=True) == {
+        ("dynorm", "layers", "dyt", "DyT")
+    }
+
+
+def test_functional_imports_torch_and_the_errors_only() -> None:
+    names = imported((SOURCES / "functional.py").read_text(), ("dynorm", "functional"))
+    foreign = {name[:2] for name in names if name[0] not in sys.stdlib_module_names}
+    assert foreign == {("torch",), ("torch", "Tensor"), ("dynorm", "errors")}
+
+
+def test_importing_dynorm_loads_no_optional_library() -> None:
+    # Less what torch itself loads, which differs from build to build.
+    script = (
+        "import json, sys, torch; before = set(sys.modules); import dynorm; "
+        "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = json.loads(run.stdout)
+    assert "dynorm" in loaded
+    assert not set(loaded) & set(OPTIONAL)
