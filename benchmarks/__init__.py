@@ -1,0 +1,1 @@
+"""Measurements that take long; their results are committed as JSON."""

@@ -1,0 +1,81 @@
+"""Draw docs/images/before-after.png: one norm of the real encoder before and after, from its own activations."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import matplotlib as mpl
+import torch
+from torch import Tensor
+
+import dynorm
+from dynorm.integrations.pretrained import encode, load_pretrained, make_batches
+from dynorm.surgery.activations import site_tokens
+from dynorm.surgery.batches import call, token_masks
+from dynorm.surgery.fit import SiteFit
+from dynorm.texts import standard_library_docstrings
+from tools.demo_model import folder
+
+SITE = "encoder.layer.4.output.LayerNorm"
+IMAGE = Path(__file__).parent.parent / "docs" / "images" / "before-after.png"
+
+
+def activations() -> tuple[Tensor, Tensor]:
+    """Return what the norm sees and its core, without weight and bias, as (tokens, C)."""
+    pretrained = load_pretrained(folder())
+    texts = standard_library_docstrings()[::60]
+    seen: list[Tensor] = []
+    batches = make_batches(pretrained, encode(pretrained, texts))
+    layer = dynorm.DyISRU(pretrained.model.get_submodule(SITE).weight.numel())
+    with torch.no_grad():
+        for batch in batches:
+            masks = token_masks(batch)
+            handle = pretrained.model.get_submodule(SITE).register_forward_hook(
+                lambda module, args, output, masks=masks: seen.append(site_tokens(layer, args[0], masks))
+            )
+            call(pretrained.model, batch)
+            handle.remove()
+    x = torch.cat(seen)
+    return x, dynorm.functional.layer_norm(x)
+
+
+def draw(x: Tensor, y: Tensor) -> None:
+    """Two panels: every token has its own line; one curve for all."""
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    layer = dynorm.DyISRU(x.shape[1], scale=(x.shape[1] - 1) ** 0.5, elementwise_affine=False)
+    fit = SiteFit(layer, "layernorm", 0.0)
+    fit.update(x, y)
+    fit.solve_()
+    chosen = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))[:6000]
+    far = x.flatten().abs().topk(1500).indices
+    points = torch.cat([chosen, far])
+    sigma = x.std(1, keepdim=True).expand_as(x).flatten()[points]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    marks = axes[0].scatter(
+        x.flatten()[points], y.flatten()[points], c=sigma.log10(), s=5, cmap="viridis", linewidths=0
+    )
+    figure.colorbar(marks, ax=axes[0], label=r"$\log_{10}\sigma$ of the token")
+    axes[0].set_title("before: LayerNorm, a line a token", fontsize=11)
+    line = torch.linspace(float(x.min()) * 1.02, float(x.max()) * 1.02, 2000)
+    axes[1].scatter(x.flatten()[points], y.flatten()[points], c="0.8", s=5, linewidths=0)
+    curve = dynorm.functional.dyisru(line, float(layer.beta()), scale=layer.scale).detach()
+    axes[1].plot(line, curve, color="#c0392b", lw=2, label=rf"DyISRU, $\beta$ = {float(layer.beta()):.0f}")
+    axes[1].set_title("after: DyISRU, one curve, no statistics", fontsize=11)
+    axes[1].legend(frameon=False, loc="lower right")
+    for axis in axes:
+        axis.axhline(layer.scale, color="0.5", lw=0.8, ls="--")
+        axis.axhline(-layer.scale, color="0.5", lw=0.8, ls="--")
+        axis.set_xlabel("input x")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("output y")
+    IMAGE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(IMAGE, dpi=110)
+
+
+if __name__ == "__main__":
+    draw(*activations())

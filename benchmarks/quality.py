@@ -1,0 +1,111 @@
+"""What replacing all norms of a real encoder costs in quality: every layer by the same recipe, on the same data.
+
+``python -m benchmarks.quality`` writes benchmarks/results/quality.json. Each layer is measured after each stage:
+closed-form calibration, joint refinement of the constants, and distillation of all weights. Seeds change the split of
+texts, their order and the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+import dynorm
+from dynorm.integrations.distill import distill_
+from dynorm.integrations.pretrained import encode, library_versions, load_pretrained, make_batches
+from dynorm.texts import split_texts, standard_library_docstrings
+from tools.demo_model import folder
+
+# Layer, one constant a channel or not, and whether it is distilled too (which takes minutes).
+ARMS = (
+    ("dyisru", False, True),
+    ("dyt", False, True),
+    ("linear", False, True),
+    ("derf", False, False),
+    ("dyisru", True, False),
+)
+RESULTS = Path(__file__).parent / "results" / "quality.json"
+CALIBRATION_TEXTS, BATCH, HELD_OUT, REFINE = 256, 32, 512, 50
+
+
+def stages(to: str, seed: int, steps: int, per_channel: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the figures of one layer after each stage, on held-out texts."""
+    fit, held_out = split_texts(standard_library_docstrings(), HELD_OUT, seed)
+    pretrained = load_pretrained(folder())
+    original = copy.deepcopy(pretrained.model)
+    encoded, tests = encode(pretrained, fit), make_batches(pretrained, encode(pretrained, held_out), BATCH)
+    batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, seed)
+    more = make_batches(pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, seed)
+    sites = dynorm.find_norms(pretrained.model, **batches[0])
+    dynorm.convert_(pretrained.model, sites, to, per_channel=per_channel)
+
+    def figures(started: float) -> dict[str, Any]:
+        seconds = time.perf_counter() - started
+        output = dynorm.measure(pretrained.model, tests, original=original).output
+        return {
+            "cosine": output.cosine_mean,
+            "worst": output.cosine_min,
+            "spearman": output.spearman,
+            "seconds": round(seconds, 1),
+        }
+
+    started = time.perf_counter()
+    dynorm.calibrate_(pretrained.model, batches)
+    yield "calibrated", figures(started)
+    started = time.perf_counter()
+    dynorm.refine_(pretrained.model, more, steps=REFINE)
+    yield "refined", figures(started)
+    if steps:
+        started = time.perf_counter()
+        distill_(pretrained, original, encoded, steps=steps, seed=seed, quiet=True)
+        yield "distilled", figures(started)
+
+
+def main() -> None:
+    """Measure every layer and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200, help="distillation steps")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of calibration and refinement")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for seed in range(arguments.seeds):
+        for to, per_channel, distilled in ARMS:
+            steps = arguments.steps if distilled and seed == 0 else 0
+            for stage, found in stages(to, seed, steps, per_channel):
+                rows.append({"layer": to, "per_channel": per_channel, "seed": seed, "stage": stage, **found})
+                print(rows[-1], flush=True)
+                write(rows, arguments.steps)
+
+
+def write(rows: list[dict[str, Any]], steps: int) -> None:
+    """Write what is known so far, so that a run that is stopped is not lost."""
+    order = [arm[:2] for arm in ARMS]
+    document = {
+        "model": "all-MiniLM-L6-v2, 13 LayerNorms",
+        "texts": "first paragraphs of the standard library's docstrings",
+        "held_out": HELD_OUT,
+        "calibration_texts": CALIBRATION_TEXTS,
+        "refine_steps": REFINE,
+        "distillation_steps": steps,
+        "batch": BATCH,
+        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+        "versions": library_versions(),
+        "rows": sorted(rows, key=lambda row: (order.index((row["layer"], row["per_channel"])), row["seed"])),
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
