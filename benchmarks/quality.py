@@ -75,7 +75,7 @@ def stages(to: str, seed: int, steps: int, per_channel: bool) -> Iterator[tuple[
 def main() -> None:
     """Measure every layer and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="distillation steps")
+    parser.add_argument("--steps", type=int, default=400, help="distillation steps")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of calibration and refinement")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -300,6 +300,7 @@ PLAIN_DAMAGES = {
     "kind": (lambda d: edit_config(d, layers__1__layer="relu"), "layer 1: .* got 'relu'"),
     "config": (lambda d: edit_config(d, layers__1__config__unheard=1), "layer 1: .* cannot be built"),
     "config value": (lambda d: edit_config(d, layers__1__config__normalized_shape="a"), "layer 1: normalized_shape"),
+    "config size": (lambda d: edit_config(d, layers__1__config__normalized_shape=[2**70]), "layer 1: "),
     "no path": (lambda d: edit_config(d, layers__0__paths=[]), "layer 0: .* at least one path"),
     "weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
     "no sum": (lambda d: edit_config(d, weights__sha256=None), "must have a size and a sha256"),
@@ -313,6 +314,7 @@ PLAIN_DAMAGES = {
         r"'1\.center' .* shape \(1,\), got \(3,\)",
     ),
     "aliases": (lambda d: edit_config(d, aliases=[]), "aliases .* must be an object"),
+    "alias name": (lambda d: edit_config(d, aliases={"a": []}), "'a' must share a tensor"),
     "alias": (lambda d: edit_config(d, aliases={"a": "b"}), "'a' must share a tensor .* 'b' is not there"),
 }
 
@@ -727,6 +729,19 @@ def test_a_shared_norm_of_a_transformers_model_stays_shared(
     assert torch.equal(loaded(x), model(x))
     with pytest.raises(ModelError, match=r"Shared is not: call Shared\.from_pretrained"):
         load(tmp_path / "m")
+
+
+class Native(Shared):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.norms = nn.ModuleList([OwnLayer(8), OwnLayer(8)])
+
+
+def test_a_class_with_layers_of_its_own_is_left_alone(tmp_path: Path) -> None:
+    model, x = Native(SharedConfig()).eval(), torch.randn(3, 8)
+    model.save_pretrained(tmp_path / "m")
+    assert "quantization_config" not in json.loads((tmp_path / "m" / "config.json").read_text())
+    assert torch.equal(Native.from_pretrained(tmp_path / "m")(x), model(x))
 
 
 def test_a_model_quantized_by_another_method_is_refused(tmp_path: Path) -> None:

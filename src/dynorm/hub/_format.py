@@ -84,7 +84,7 @@ def _read_spec(entry: object, where: str) -> LayerSpec:
         spec = LayerSpec.from_dict(entry)
         spec.build("meta", None)
     # A config may hold anything: what a constructor says of it is the reason.
-    except (ArgumentError, TypeError, ValueError) as error:
+    except (ArgumentError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise StorageError(f"{where}: {error}") from error
     return spec
 

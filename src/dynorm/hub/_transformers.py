@@ -24,7 +24,7 @@ from transformers.quantizers import auto
 from dynorm.errors import DynormError, ModelError, StorageError
 from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, saved_specs
 from dynorm.hub._quantizer import METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
-from dynorm.surgery.plan import LayerSpec, dynorm_layers
+from dynorm.surgery.plan import LAYERS, LayerSpec, dynorm_layers, replaced_by
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -39,6 +39,7 @@ def register() -> None:
     auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
     auto.register_quantization_config(METHOD)(DynormConfig)
     auto.register_quantizer(METHOD)(DynormQuantizer)
+    # transformers has no hook for this, and without the layers' names a load would put norms in their place.
     save_pretrained = getattr(PreTrainedModel.save_pretrained, "_without_dynorm", PreTrainedModel.save_pretrained)
 
     @wraps(save_pretrained)
@@ -60,9 +61,13 @@ def described(model: Any) -> Iterator[None]:
         ModelError: the model is quantized by another method, which config.json cannot name beside this one.
     """
     method = _method(model)
-    converted = bool(dynorm_layers(model))
-    if converted and method not in (None, METHOD):
-        raise ModelError(f"the model must be converted or quantized, but is both ({method}): config.json can name one")
+    layers = dynorm_layers(model).values()
+    # A class of model that builds layers of its own needs no description.
+    converted = any(type(layer) in LAYERS.values() for layer in layers)
+    if method not in (None, METHOD):
+        if any(replaced_by(layer) is not None for layer in layers):
+            raise ModelError(f"the model must be converted or quantized, but is both ({method}): config.json names one")
+        converted = False
     with _put_back(model.config, "quantization_config"), _put_back(model, "_tied_weights_keys"):
         if converted:
             _describe_(model)

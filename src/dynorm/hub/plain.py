@@ -153,7 +153,7 @@ def _with_aliases(tensors: dict[str, Tensor], aliases: object, folder: Path) -> 
     if not isinstance(aliases, dict):
         raise StorageError(f"the aliases in {folder / CONFIG} must be an object, got {aliases!r}")
     for alias, name in aliases.items():
-        if name not in tensors:
+        if not isinstance(name, str) or name not in tensors:
             raise StorageError(f"{alias!r} must share a tensor of {folder / WEIGHTS}, but {name!r} is not there")
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
