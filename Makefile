@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make demo` and `make test`. Everything lives in .venv and build/.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
 MINUTES ?= 4
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 

@@ -77,19 +77,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="distillation steps")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of calibration and refinement")
+    parser.add_argument("--layers", nargs="+", default=list(dict.fromkeys(arm[0] for arm in ARMS)), help="which to run")
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     for seed in range(arguments.seeds):
         for to, per_channel, distilled in ARMS:
+            if to not in arguments.layers or known(to, per_channel, seed):
+                continue
             steps = arguments.steps if distilled and seed == 0 else 0
+            rows = []
             for stage, found in stages(to, seed, steps, per_channel):
                 rows.append({"layer": to, "per_channel": per_channel, "seed": seed, "stage": stage, **found})
                 print(rows[-1], flush=True)
-                write(rows, arguments.steps)
+            write(rows, arguments.steps)
 
 
-def write(rows: list[dict[str, Any]], steps: int) -> None:
-    """Write what is known so far, so that a run that is stopped is not lost."""
+def rows_so_far() -> list[dict[str, Any]]:
+    """Return what earlier runs have measured; delete the file to measure all anew."""
+    return list(json.loads(RESULTS.read_text("utf-8"))["rows"]) if RESULTS.exists() else []
+
+
+def known(layer: str, per_channel: bool, seed: int) -> bool:
+    """Tell whether an earlier run has measured an arm."""
+    return any((row["layer"], row["per_channel"], row["seed"]) == (layer, per_channel, seed) for row in rows_so_far())
+
+
+def write(new: list[dict[str, Any]], steps: int) -> None:
+    """Add the rows of an arm, so that a run that is stopped goes on from there."""
+    rows = rows_so_far() + new
     order = [arm[:2] for arm in ARMS]
     document = {
         "model": "all-MiniLM-L6-v2, 13 LayerNorms",

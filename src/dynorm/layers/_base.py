@@ -52,6 +52,7 @@ class PointwiseNorm(nn.Module):
 
     _dynorm_layer: ClassVar[bool] = True
     constants: ClassVar[tuple[str, ...]] = ()
+    relative_constants: ClassVar[tuple[str, ...]] = ()
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -180,6 +181,19 @@ class PointwiseNorm(nn.Module):
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
         raise NotImplementedError
+
+    def constant_rates(self) -> dict[nn.Parameter, float]:
+        """Return what to multiply the learning rate of each constant by: its size, for one that scales x.
+
+        A step of log_beta changes beta in proportion; a step of alpha must do so too, or an alpha of 0.003 and one
+        of 3 could not share a rate.
+        """
+        found = dict.fromkeys(self.constant_parameters(), 1.0)
+        for name in self.relative_constants:
+            constant: nn.Parameter = getattr(self, name)
+            if not constant.is_meta:
+                found[constant] = float(constant.detach().abs().mean())
+        return found
 
     def constant_parameters(self) -> list[nn.Parameter]:
         """Return the constants and the centre, where there is one: what is neither weight nor bias."""

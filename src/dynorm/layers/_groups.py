@@ -19,7 +19,8 @@ def param_groups(
         model: a model with or without point-wise layers.
         lr: the rate of all weights but the constants.
         weight_decay: for parameters of two and more dimensions, but those of point-wise layers.
-        constants_lr: the rate of ``log_beta``, ``alpha``, ``shift`` and ``center``; ``lr`` by default.
+        constants_lr: the rate of ``log_beta``, ``alpha``, ``shift`` and ``center``; ``lr`` by default. An alpha's is
+            multiplied by its present size, so that it changes in proportion, as ``log_beta`` lets beta do.
 
     Returns:
         Groups for a ``torch.optim`` optimizer; parameters that need no gradient are left out, and so are empty groups.
@@ -36,17 +37,16 @@ def param_groups(
     if min(lr, weight_decay, lr if constants_lr is None else constants_lr) < 0:
         raise ArgumentError(f"rates must not be negative, got {lr=}, {weight_decay=}, {constants_lr=}")
     layers = [module for module in model.modules() if isinstance(module, PointwiseNorm)]
-    constants = {p for layer in layers for p in layer.constant_parameters()}
-    affine = {p for layer in layers for p in layer.parameters()} - constants
+    rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
+    affine = {p for layer in layers for p in layer.parameters()} - rates.keys()
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = {p for p in trained if p.dim() > 1} - affine - constants
+    matrices = {p for p in trained if p.dim() > 1} - affine - rates.keys()
+    base = lr if constants_lr is None else constants_lr
     groups = [
         {"params": [p for p in trained if p in matrices], "lr": lr, "weight_decay": weight_decay},
-        {"params": [p for p in trained if p not in matrices | constants], "lr": lr, "weight_decay": 0.0},
-        {
-            "params": [p for p in trained if p in constants],
-            "lr": lr if constants_lr is None else constants_lr,
-            "weight_decay": 0.0,
-        },
+        {"params": [p for p in trained if p not in matrices and p not in rates], "lr": lr, "weight_decay": 0.0},
     ]
+    for rate in dict.fromkeys(rates.values()):
+        same = [p for p in trained if rates.get(p) == rate]
+        groups.append({"params": same, "lr": base * rate, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]

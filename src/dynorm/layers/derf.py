@@ -43,6 +43,7 @@ class Derf(PointwiseNorm):
     """
 
     constants = ("alpha", "shift")
+    relative_constants = ("alpha",)
     alpha: nn.Parameter
     shift: nn.Parameter
 

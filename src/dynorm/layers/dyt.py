@@ -41,6 +41,7 @@ class DyT(PointwiseNorm):
     """
 
     constants = ("alpha",)
+    relative_constants = ("alpha",)
     alpha: nn.Parameter
 
     def __init__(

@@ -229,6 +229,7 @@ def _restore(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]
 
 @contextmanager
 def slow_path() -> Iterator[None]:
+    """Keep nn.TransformerEncoder from its fused path, which computes its norms without calling them."""
     was = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

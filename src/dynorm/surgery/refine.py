@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -84,7 +84,8 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
     before = snapshot(layers)
     try:
         with no_trace(model), eval_mode(model), _trained(model, parameters):
-            errors = _descend(model, parameters, batches, steps, lr)
+            rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
+            errors = _descend(model, parameters, rates, batches, steps, lr)
     except BaseException:
         put_back(before)
         raise
@@ -107,11 +108,17 @@ def _trained(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]
 
 
 def _descend(
-    model: nn.Module, parameters: list[nn.Parameter], batches: Iterable[Any], steps: int, lr: float
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    rates: Mapping[nn.Parameter, float],
+    batches: Iterable[Any],
+    steps: int,
+    lr: float,
 ) -> list[float]:
     # In half precision small steps would be lost, and Adam's eps would be 0.
     masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
-    optimizer = torch.optim.Adam(masters, lr=lr)
+    groups = [{"params": [m], "lr": lr * rates.get(p, 1.0)} for p, m in zip(parameters, masters, strict=True)]
+    optimizer = torch.optim.Adam(groups, lr=lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: _rate(k, steps))
     errors: list[float] = []
     for batch in _cycle(batches, steps):

@@ -17,7 +17,7 @@ from dynorm.layers import PointwiseNorm
 from dynorm.surgery.activations import eval_mode, hooked, layers_to_fit, original_forward, site_tokens
 from dynorm.surgery.batches import call, iterate, token_masks
 from dynorm.surgery.guard import require_plain_model
-from dynorm.surgery.observe import slow_path, no_trace
+from dynorm.surgery.observe import no_trace, slow_path
 from dynorm.surgery.plan import LAYERS, dynorm_layers, replaced_by
 from dynorm.surgery.report_output import OutputComparison, OutputReport
 from dynorm.surgery.report_stats import Bin, CoreFit, SiteStats
