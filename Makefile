@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MINUTES ?= 4
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo test lint docs quality clean
+.PHONY: setup demo test architectures lint docs quality clean
 
 setup: .venv/setup.stamp
 
@@ -32,6 +32,10 @@ test: setup
 	# A thread a process: two pools of two threads on two cores wait for each other.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
+# The hundred architectures that take longest, beside those of `make test`.
+architectures: setup
+	OMP_NUM_THREADS=1 DYNORM_EXHAUSTIVE=1 $(BIN)/python -m pytest --numprocesses 2 tests/surgery/test_architectures.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,8 +45,10 @@ docs: .venv/docs.stamp
 	$(BIN)/sphinx-build --fail-on-warning --keep-going -q -b html docs build/docs
 	@echo "Read build/docs/index.html."
 
-# The figures of README.md and docs/: about half an hour on 2 cores, best alone on the machine.
-quality: setup
+# The figures of README.md and docs/: about half an hour on 2 cores. What is measured already stays; delete
+# benchmarks/results/quality.json to measure all anew.
+quality: demo
+	cp build/demo/report.json benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.picture

@@ -225,7 +225,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-# What is tested always, and what needs more than 90 seconds beside it: with DYNORM_EXHAUSTIVE=1.
+# What `make test` goes through, and what `make architectures` does beside it: that takes 90 seconds more.
 ALWAYS = """
     aimv2_vision_model albert apertus arcee aria_text audio-spectrogram-transformer axk1 aya_vision bailing_hybrid
     bamba bart beam beit bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small
@@ -377,18 +377,14 @@ def go_the_whole_way(kind: str, folder: Path) -> tuple[int, ...]:
     )
 
 
+TESTED = [*ALWAYS.split(), *(EXHAUSTIVE.split() if "DYNORM_EXHAUSTIVE" in os.environ else [])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ALWAYS.split())
+@pytest.mark.parametrize("kind", TESTED)
 def test_architectures(kind: str, tmp_path: Path) -> None:
     counts = go_the_whole_way(kind, tmp_path / "model")
     assert counts == EXPECTED.get(kind, counts)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("DYNORM_EXHAUSTIVE" not in os.environ, reason="DYNORM_EXHAUSTIVE=1 runs the rest")
-@pytest.mark.parametrize("kind", EXHAUSTIVE.split())
-def test_further_architectures(kind: str, tmp_path: Path) -> None:
-    go_the_whole_way(kind, tmp_path / "model")
 
 
 def test_the_lists_are_disjoint() -> None:
