@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.testing import assert_close
 
-from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
+from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
 CONSTANTS = {DyISRU: ["log_beta"], DyT: ["alpha"], Derf: ["alpha", "shift"], LinearControl: ["log_beta"]}
@@ -369,3 +369,17 @@ def test_nested_tensors_refused(kind: type[PointwiseNorm]) -> None:
         kind(8, dim=2)(nested)
     with pytest.raises(ArgumentError, match=r"x must have normalized_shape \(4,\) at dim -1, got \(8,\)"):
         kind(4)(nested)
+
+
+def test_constants_that_scale_x_learn_in_proportion_to_their_size() -> None:
+    layers = [DyISRU(4), DyT(4, alpha_init=0.01), Derf(4, alpha_init=0.02, scale=5.0)]
+    rates = [layer.constant_rates() for layer in layers]
+    assert rates[0] == {layers[0].log_beta: 1.0}
+    assert rates[1][layers[1].alpha] == pytest.approx(0.01)
+    assert rates[2][layers[2].alpha] == pytest.approx(0.02)
+    assert rates[2][layers[2].shift] == pytest.approx(0.2)
+    groups = param_groups(nn.Sequential(*layers), lr=1e-3, constants_lr=1e-2)
+    found = {p: group["lr"] for group in groups for p in group["params"]}
+    assert found[layers[1].alpha] == pytest.approx(1e-4)
+    assert found[layers[0].log_beta] == pytest.approx(1e-2)
+    assert len(found) == sum(1 for layer in layers for _ in layer.parameters())

@@ -63,6 +63,10 @@ class Derf(PointwiseNorm):
         self.shift_init = float(shift_init)
         super().__init__(normalized_shape, elementwise_affine, bias, **options)
 
+    def constant_rates(self) -> dict[nn.Parameter, float]:
+        """As for every layer; a step of shift moves all outputs by ``scale`` times as much."""
+        return {**super().constant_rates(), self.shift: 1 / abs(self.scale)}
+
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``."""
         return functional.derf(
