@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
-MINUTES ?= 4
+MINUTES ?= 5
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
 .PHONY: setup demo test architectures lint docs quality clean
