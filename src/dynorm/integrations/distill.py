@@ -20,7 +20,7 @@ from dynorm.surgery.activations import joint_error, layers_to_fit, recorded
 from dynorm.surgery.batches import call, token_masks, valid_tokens
 
 # Steps that are timed before the schedule is made, when a time and not a number of steps is given.
-_TIMED = 4
+_TIMED = 8
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,12 @@ def _logit_loss(output: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
 def _steps_in(
     seconds: float, student: Pretrained, teacher: nn.Module, encoded: Sequence[list[int]], batch_size: int
 ) -> int:
-    """How many steps fit, from the time of a few on typical texts; their gradients are thrown away."""
-    picked = [encoded[i * len(encoded) // (_TIMED * batch_size)] for i in range(_TIMED * batch_size)]
-    parts = [sorted(picked, key=len)[start : start + batch_size] for start in range(0, len(picked), batch_size)]
+    """How many steps fit, from the time of a few, as long as training's; their gradients are thrown away."""
+    # The Trainer groups texts by length, so a step's are alike: short in one, long in another.
+    by_length = sorted(encoded, key=len)
+    middles = [(2 * i + 1) * len(by_length) // (2 * _TIMED) for i in range(_TIMED)]
+    starts = [max(0, min(middle - batch_size // 2, len(by_length) - batch_size)) for middle in middles]
+    parts = [by_length[start : start + batch_size] for start in starts]
     begun = time.perf_counter()
     # The first is not counted: it allocates, and kernels are chosen.
     _backward(student, teacher, parts[-1])
