@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, kl_div, log_softmax
 
 from dynorm.errors import ArgumentError
-from dynorm.integrations.pretrained import Pretrained, collate
+from dynorm.integrations.pretrained import Pretrained, collate, on_device
 from dynorm.layers import param_groups
 from dynorm.surgery.activations import joint_error, layers_to_fit, recorded
 from dynorm.surgery.batches import call, token_masks, valid_tokens
@@ -154,7 +154,7 @@ def _steps_in(
 
 
 def _backward(student: Pretrained, teacher: nn.Module, texts: Sequence[list[int]]) -> None:
-    loss = distillation_loss(student, teacher, _on(student.model, collate(student, texts)))
+    loss = distillation_loss(student, teacher, on_device(collate(student, texts), student.model))
     loss.backward()  # type: ignore[no-untyped-call]
 
 
@@ -219,8 +219,3 @@ def _trainer(
 
 def _has_checkpoint(folder: str | Path | None) -> bool:
     return folder is not None and any(Path(folder).glob("checkpoint-*"))
-
-
-def _on(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    device = next(model.parameters()).device
-    return {name: value.to(device) for name, value in batch.items()}

@@ -20,8 +20,16 @@ from torch import Tensor
 import dynorm.hub as hub
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.integrations.distill import distill_
-from dynorm.integrations.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
+from dynorm.integrations.pretrained import (
+    Pretrained,
+    encode,
+    library_versions,
+    load_pretrained,
+    make_batches,
+    on_device,
+)
 from dynorm.surgery import ModelReport, calibrate_, convert_, find_norms, measure, refine_
+from dynorm.surgery.report_html import write_text
 from dynorm.texts import read_texts, split_texts, standard_library_docstrings
 
 Say = Callable[[str], None]
@@ -151,7 +159,7 @@ def _convert(
     model = pretrained.model
     batches = make_batches(pretrained, encoded[:_CALIBRATION_TEXTS], _BATCH, recipe.seed)
     with _Timer(stages, "find"):
-        sites = find_norms(model, **_on_device(batches[len(batches) // 2], model))
+        sites = find_norms(model, **on_device(batches[len(batches) // 2], model))
     with _Timer(stages, "convert"):
         done = convert_(
             model, sites, recipe.to, only=recipe.only or None, skip=recipe.skip or None, per_channel=recipe.per_channel
@@ -239,7 +247,7 @@ def _save(pretrained: Pretrained, out: Path, report: ModelReport, overwrite: boo
     hub.save(pretrained.model, out / "model", overwrite=overwrite)
     _copy_rest(pretrained.folder, out / "model")
     text = json.dumps(report.to_dict(), indent=1) + "\n"
-    _write(out / "report.json", text)
+    write_text(out / "report.json", text)
     report.to_html(out / "report.html")
     say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
 
@@ -252,18 +260,3 @@ def _copy_rest(source: Path, target: Path) -> None:
         if file.is_file() and not weights and not there.exists():
             there.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, there)
-
-
-def _write(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.tmp")
-    try:
-        scratch.write_text(text, "utf-8")
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise StorageError(f"{path} must be writable, but: {error}") from error
-
-
-def _on_device(batch: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
-    device = next(model.parameters()).device
-    return {name: value.to(device) for name, value in batch.items()}

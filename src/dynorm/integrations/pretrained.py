@@ -124,6 +124,12 @@ def make_batches(
     return batches
 
 
+def on_device(batch: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the batch where the model's parameters are."""
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in batch.items()}
+
+
 def library_versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     import platform

@@ -62,7 +62,15 @@ def save_html(report: ModelReport, path: str | Path) -> None:
         >>> report = dynorm.measure(model, [torch.randn(64, 8)])
         >>> save_html(report, getfixture("tmp_path") / "report.html")
     """
-    page = render(report)
+    write_text(path, render(report))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file of a report, whole or not at all; one that exists is replaced.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
     target = Path(path)
     temporary: str | None = None
     try:
@@ -70,7 +78,7 @@ def save_html(report: ModelReport, path: str | Path) -> None:
             raise IsADirectoryError(f"{target} is a directory")
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
+            file.write(text)
         # mkstemp makes files that only their owner can read.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
