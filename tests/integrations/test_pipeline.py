@@ -122,7 +122,7 @@ def test_overwrite_replaces_the_old_model(encoder: Path, texts: Path, tmp_path: 
 
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "dynorm.cli", *map(str, words)]
+    line = [sys.executable, "-m", "dynorm", *map(str, words)]
     return subprocess.run(line, capture_output=True, text=True, check=False)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import dynorm.hub as hub
 from dynorm.errors import ArgumentError, StorageError
+from dynorm.files import write_text
 from dynorm.integrations.distill import distill_
 from dynorm.integrations.pretrained import (
     Pretrained,
@@ -29,7 +30,6 @@ from dynorm.integrations.pretrained import (
     on_device,
 )
 from dynorm.surgery import ModelReport, calibrate_, convert_, find_norms, measure, refine_
-from dynorm.surgery.report_html import write_text
 from dynorm.texts import read_texts, split_texts, standard_library_docstrings
 
 Say = Callable[[str], None]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from dynorm.errors import StorageError
+from dynorm.files import write_text
 from dynorm.surgery.report import ModelReport, SiteReport
 from dynorm.surgery.report_picture import picture
 from dynorm.surgery.report_text import number, plain, share
@@ -65,31 +63,6 @@ def save_html(report: ModelReport, path: str | Path) -> None:
     write_text(path, render(report))
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file of a report, whole or not at all; one that exists is replaced.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    target = Path(path)
-    temporary: str | None = None
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(f"{target} is a directory")
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes files that only their owner can read.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    # ValueError is what a path with a null byte gives.
-    except (OSError, ValueError) as error:
-        raise StorageError(f"the report cannot be written to {str(target)!r}: {error}") from error
-    finally:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-
-
 def render(report: ModelReport) -> str:
     """Return the page as text.
 
@@ -111,12 +84,6 @@ def render(report: ModelReport) -> str:
         *(("<h2>How it was made</h2>", _meta(report.meta)) if report.meta else ()),
     ]
     return _PAGE.format(title=escape(f"dynorm: {name}"), style=_STYLE, body="\n".join(parts))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _lead(report: ModelReport) -> str:

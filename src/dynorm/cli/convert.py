@@ -1,12 +1,9 @@
-"""The command line: parses, calls, prints."""
+"""``dynorm convert``: the main job."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -14,30 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from dynorm import __version__
-from dynorm.errors import ArgumentError, DynormError
-
-app = typer.Typer(
-    help="Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _version(show: bool) -> None:
-    if show:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
-    ] = False,
-) -> None:
-    """Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions."""
+from dynorm.cli._app import app, quiet_libraries
 
 
 @app.command()
@@ -68,7 +42,7 @@ def convert(
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
-    _quiet_libraries()
+    quiet_libraries()
     from dynorm.integrations.pipeline import Recipe, convert_pretrained
 
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
@@ -98,31 +72,3 @@ def convert(
         track=lambda batches, description: track(batches, description, console=console),
     )
     typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
-
-
-def main() -> None:
-    """Run the command line; exit status 0, 1 where the work failed, 2 where it was asked for wrongly, 130 on Ctrl-C."""
-    try:
-        app()
-    except DynormError as error:
-        typer.echo(f"dynorm: {error}", err=True)
-        raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from error
-    except KeyboardInterrupt:
-        typer.echo("dynorm: stopped; nothing was half-written", err=True)
-        raise SystemExit(130) from None
-
-
-def _quiet_libraries() -> None:
-    """Keep transformers from the network, and its bars and advice out of our output."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(torch|transformers|accelerate)\.")
-
-
-if __name__ == "__main__":
-    main()
