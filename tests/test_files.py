@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dynorm
-from dynorm.files import write_bytes, write_text
+from dynorm.files import require_writable, write_bytes, write_text
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -48,3 +48,11 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
         write_text(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["missing/a.txt", "a\0b", "folder"])
+def test_what_will_not_be_writable_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    require_writable(tmp_path / "new.txt")
+    with pytest.raises(dynorm.StorageError, match="can be written"):
+        require_writable(tmp_path / name)

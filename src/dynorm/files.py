@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dynorm.errors import StorageError
 
-__all__ = ["write_bytes", "write_text"]
+__all__ = ["require_writable", "write_bytes", "write_text"]
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -57,6 +57,32 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     finally:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse before the work a file that could not be written after it.
+
+    Args:
+        path: the file; it need not exist, its folder must.
+
+    Raises:
+        StorageError: it is a folder, or its folder is missing or cannot be written to.
+
+    Example:
+        >>> require_writable(getfixture("tmp_path") / "a.txt")
+    """
+    target = Path(path)
+    what = None
+    if "\0" in str(target):
+        what = "holds a null byte"
+    elif target.is_dir():
+        what = "is a folder"
+    elif not target.parent.is_dir():
+        what = f"has no folder {str(target.parent)!r} to go into"
+    elif not os.access(target.parent, os.W_OK):
+        what = f"goes into {str(target.parent)!r}, which cannot be written to"
+    if what is not None:
+        raise StorageError(f"the output must be a file that can be written, but {str(target)!r} {what}")
 
 
 def _umask() -> int:

@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. One file a command, listed in the order of ``--help``."""
 
 from dynorm.cli import convert as convert
+from dynorm.cli import inspect as inspect
 from dynorm.cli._app import app, main
 
 __all__ = ["app", "main"]

@@ -4,14 +4,23 @@ from dynorm.surgery.calibrate import CalibrationReport, CalibrationWarning, cali
 from dynorm.surgery.convert import ConversionReport, convert_, restore_
 from dynorm.surgery.probe import find_norms
 from dynorm.surgery.refine import RefinementReport, refine_
-from dynorm.surgery.report import ModelReport, SiteReport, measure
-from dynorm.surgery.report_output import OutputReport
+from dynorm.surgery.report import (
+    InspectedSite,
+    InspectionReport,
+    ModelReport,
+    OutputReport,
+    SiteReport,
+    inspect_norms,
+    measure,
+)
 from dynorm.surgery.sites import NormSite
 
 __all__ = [
     "CalibrationReport",
     "CalibrationWarning",
     "ConversionReport",
+    "InspectedSite",
+    "InspectionReport",
     "ModelReport",
     "NormSite",
     "OutputReport",
@@ -20,6 +29,7 @@ __all__ = [
     "calibrate_",
     "convert_",
     "find_norms",
+    "inspect_norms",
     "measure",
     "refine_",
     "restore_",

@@ -17,6 +17,7 @@ from dynorm.surgery.batches import call, valid_tokens
 from dynorm.surgery.fit import as_tokens
 from dynorm.surgery.observe import no_trace
 from dynorm.surgery.plan import dynorm_layers, original_, replaced_by
+from dynorm.surgery.sites import NormSite
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
 
@@ -109,9 +110,9 @@ def _relative_error(y: Tensor, f: Tensor) -> Tensor:
     return (f - y).square().sum() / torch.maximum(spread, floor)
 
 
-def site_tokens(layer: PointwiseNorm, x: Tensor, masks: list[Tensor]) -> Tensor:
-    """Return what a layer saw as (tokens, C), without padding."""
-    dims = (layer.dim,) if isinstance(layer.dim, int) else layer.dim
+def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) -> Tensor:
+    """Return what a layer, or a norm, saw as (tokens, C), without padding."""
+    dims = (site.dim,) if isinstance(site.dim, int) else site.dim
     tokens = as_tokens(x, dims)
     valid = valid_tokens(x.shape, dims, masks)
     return tokens if valid is None else tokens[valid.to(tokens.device)]

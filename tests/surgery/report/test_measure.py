@@ -21,8 +21,8 @@ from dynorm.layers import PointwiseNorm
 from dynorm.surgery import calibrate_, convert_, find_norms
 from dynorm.surgery.formula import core
 from dynorm.surgery.plan import dynorm_layers, replaced_by
-from dynorm.surgery.report import ModelReport, measure
-from dynorm.surgery.report_stats import FUNCTIONS
+from dynorm.surgery.report.measure import ModelReport, measure
+from dynorm.surgery.report.stats import FUNCTIONS
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -228,8 +228,8 @@ class TestSites:
         report = measure(model, batches)
         path = report.sites[2].path
         parts = [activations(original, [path], [batch])[path][0] for batch in batches]
-        x = torch.cat([part[: (len(part) + 1) // 2] for part in parts])
-        held_x = torch.cat([part[(len(part) + 1) // 2 :] for part in parts])
+        x = torch.cat([part[: len(part) // 2] for part in parts])
+        held_x = torch.cat([part[len(part) // 2 :] for part in parts])
         y, held_y = core(x, "layernorm", 1e-12), core(held_x, "layernorm", 1e-12)
         expected = best_error("dyisru", x, y, held_x, held_y, math.sqrt(WIDTH - 1), float(x.mean()))
         assert report.sites[2].error_dyisru == pytest.approx(expected, rel=1e-3)
@@ -595,3 +595,10 @@ class TestForms:
     def test_a_language_models_losses_are_printed(self) -> None:
         batches = text_batches(2)
         assert re.search(r"loss \d\.\d+ -> \d\.\d+ \([+-]\d", str(measure(converted(gpt(), batches), batches)))
+
+
+def test_a_single_token_is_measured(tmp_path: Path) -> None:
+    model = converted(toy(), toy_batches())
+    report = measure(model, [torch.randn(1, 8)])
+    assert [site.tokens for site in report.sites] == [1, 1]
+    report.to_html(tmp_path / "page.html")

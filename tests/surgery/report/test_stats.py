@@ -9,8 +9,8 @@ from scipy import stats
 from torch import nn
 
 from dynorm.errors import ArgumentError
-from dynorm.surgery.report_output import average_ranks, pair_spearman, spearman
-from dynorm.surgery.report_stats import FUNCTIONS, Histogram, Reservoir
+from dynorm.surgery.report.output import average_ranks, pair_spearman, spearman
+from dynorm.surgery.report.stats import FUNCTIONS, Histogram, Reservoir
 
 
 class TestRanks:

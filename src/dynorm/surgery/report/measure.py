@@ -19,32 +19,13 @@ from dynorm.surgery.batches import call, iterate, token_masks
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace, slow_path
 from dynorm.surgery.plan import LAYERS, dynorm_layers, replaced_by
-from dynorm.surgery.report_output import OutputComparison, OutputReport
-from dynorm.surgery.report_stats import Bin, CoreFit, SiteStats
+from dynorm.surgery.report.output import OutputComparison, OutputReport
+from dynorm.surgery.report.stats import CoreFit, Picture, SiteStats
 
 # A value is saturated when the function gives more than this share of its bound: beyond 3 sqrt(beta) for DyISRU.
 SATURATION = 0.95
-# The picture's error bars: how many there may be, and how many values each must stand for.
-_BARS, _LEAST_VALUES = 25, 8
 
 See = Callable[[PointwiseNorm, Tensor, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What the picture of a site is drawn from, all of it held-out.
-
-    Args:
-        x: sampled inputs of the norm, sorted; those far from the centre are drawn more often.
-        y: the norm's core at each.
-        bins: mean and spread of the core by intervals of x, from all held-out values.
-        sigma: the typical sigma of the site, the unit of its axis.
-    """
-
-    x: list[float]
-    y: list[float]
-    bins: list[Bin]
-    sigma: float
 
 
 @dataclass(frozen=True)
@@ -120,7 +101,7 @@ class ModelReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows, without the sampled points; no NaN, but None."""
-        from dynorm.surgery.report_text import plain
+        from dynorm.surgery.report.text import plain
 
         values = asdict(self)
         for site in values["sites"]:
@@ -129,13 +110,13 @@ class ModelReport:
 
     def to_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that needs no other file; see :func:`save_html`."""
-        from dynorm.surgery.report_html import save_html
+        from dynorm.surgery.report.html import save_html
 
         save_html(self, path)
 
     def __str__(self) -> str:
         """Return the report as a table, at most 120 columns wide."""
-        from dynorm.surgery.report_text import table
+        from dynorm.surgery.report.text import table
 
         return table(self)
 
@@ -319,7 +300,7 @@ class _Site:
             center=None if layer.center is None else float(layer.center.detach().median()),
             saturated=self._saturated / self._values if self._values else None,
             fit=fit,
-            picture=Picture(*stats.sample.points(), stats.held_out.bins(_BARS, _LEAST_VALUES), stats.typical_sigma()),
+            picture=stats.picture(),
         )
 
     def _error(self) -> float | None:
@@ -360,7 +341,7 @@ def _measure_batch(
         site, tokens = sites[layer], sites[layer].tokens(x, masks)
         # A copy: the model may go on to write into its own.
         outputs[layer].append(site.tokens(y, masks).clone())
-        site.stats.add(tokens, fitted=(len(tokens) + 1) // 2 if halve else 0)
+        site.stats.add(tokens, fitted=len(tokens) // 2 if halve else 0)
 
     def see_layer(layer: PointwiseNorm, x: Tensor, y: Tensor) -> None:
         site, now = sites[layer], site_tokens(layer, y, masks)

@@ -7,7 +7,6 @@ import re
 import sys
 from collections import Counter, OrderedDict
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from torch import nn
 
 from dynorm.errors import DynormError, StorageError
 from dynorm.surgery import calibrate_, convert_, find_norms
-from dynorm.surgery.report import ModelReport, measure
-from dynorm.surgery.report_html import save_html
-from dynorm.surgery.report_output import OutputReport
+from dynorm.surgery.report.html import save_html
+from dynorm.surgery.report.measure import ModelReport, measure
+from dynorm.surgery.report.output import OutputReport
+from tests.pages import Page
 
 pytest.importorskip("matplotlib")
 
@@ -43,38 +43,6 @@ def odd_report() -> ModelReport:
     convert_(model, find_norms(model, batches[0]))
     calibrate_(model, batches)
     return measure(model, batches, meta=meta)
-
-
-class Page(HTMLParser):
-    """The tags of a page, and whether they are closed in order."""
-
-    VOID = frozenset(["meta", "wbr", "br", "img", "link"])
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str, str]] = []
-        self.texts: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
 
 
 class TestPage:

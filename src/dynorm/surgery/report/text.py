@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynorm.surgery.report import ModelReport, SiteReport
+from dynorm.surgery.report.measure import ModelReport, SiteReport
 
 _LONGEST_PATH = 42
 
@@ -50,9 +50,8 @@ def _table(sites: Sequence[SiteReport]) -> list[str]:
 
 
 def _row(site: SiteReport, width: int) -> str:
-    path = site.path if len(site.path) <= width else "…" + site.path[1 - width :]
     cells = (
-        {"layernorm": "LN", "rmsnorm": "RMS"}.get(site.kind, site.kind),
+        short_kind(site.kind),
         str(site.channels),
         f"{site.outlier:.1f}",
         f"{site.outlier_site:.1f}",
@@ -61,12 +60,22 @@ def _row(site: SiteReport, width: int) -> str:
         f"{site.beta:.3g}",
         share(site.saturated),
     )
-    return f"{path:<{width}} {_cells(cells)}"
+    return f"{short_path(site.path, width):<{width}} {_cells(cells)}"
 
 
 def _cells(values: Sequence[str]) -> str:
     widths = (4, 5, 5, 6, 6, 6, 6, 6, 6, 8, 6)
     return " ".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
+
+
+def short_kind(kind: str) -> str:
+    """Return a kind of norm as a table shows it."""
+    return {"layernorm": "LN", "rmsnorm": "RMS"}.get(kind, kind)
+
+
+def short_path(path: str, width: int) -> str:
+    """Return the end of a path that is too long for its column."""
+    return path if len(path) <= width else "…" + path[1 - width :]
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ _SIGMAS_PER_OCTAVE = 64
 _OCTAVES = 128
 # Where the axis of the picture goes over from linear to logarithmic, in typical sigmas.
 PICTURE_KNEE = 2.0
+# The picture's error bars: how many there may be, and how many values each must stand for.
+_BARS, _LEAST_VALUES = 25, 8
 _CHUNK = 1 << 20
 
 
@@ -60,6 +63,23 @@ class Bin:
     mean: float
     std: float
     count: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What the picture of a site is drawn from, all of it held-out.
+
+    Args:
+        x: sampled inputs of the norm, sorted; those far from the centre are drawn more often.
+        y: the norm's core at each.
+        bins: mean and spread of the core by intervals of x, from all held-out values.
+        sigma: the typical sigma of the site, the unit of its axis.
+    """
+
+    x: list[float]
+    y: list[float]
+    bins: list[Bin]
+    sigma: float
 
 
 class Histogram:
@@ -158,20 +178,19 @@ class CoreFit:
 def fit_core(fitted: Histogram, held_out: Histogram, scale: float, centred: bool) -> CoreFit:
     """Fit each function to one histogram and say how well it does on another."""
     center = fitted.mean() if centred else 0.0
-    start = math.log10((scale * fitted.unit) ** 2)
     betas, errors = {}, {}
     for name in FUNCTIONS:
-        betas[name] = _best_beta(fitted, name, center, scale, start)
+        betas[name] = best_beta(partial(fitted.error, name, center=center, scale=scale), (scale * fitted.unit) ** 2)
         errors[name] = float(held_out.error(name, torch.tensor([betas[name]], dtype=torch.float64), center, scale))
     return CoreFit(scale, center, betas, errors)
 
 
-def _best_beta(histogram: Histogram, name: str, center: float, scale: float, start: float) -> float:
-    """The beta of least error: a grid of twelve decades, then four finer ones around the best."""
-    low, high, count = start - 4, start + 8, 97
+def best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
+    """The beta of least error: a grid of twelve decades about ``start``, then four finer ones around the best."""
+    low, high, count = math.log10(start) - 4, math.log10(start) + 8, 97
     for _ in range(5):
         grid = torch.linspace(low, high, count, dtype=torch.float64)
-        best = int(histogram.error(name, 10**grid, center, scale).argmin())
+        best = int(error(10**grid).argmin())
         low, high, count = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, count - 1)]), 17
     return float(10 ** grid[best])
 
@@ -191,6 +210,10 @@ class Reservoir:
         self.size = size
         self._generator = torch.Generator(device).manual_seed(seed)
         self._kept = torch.empty(3, 0, dtype=torch.float64, device=device)
+
+    def __len__(self) -> int:
+        """How many pairs are kept now."""
+        return self._kept.shape[1]
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
         """Add values with their weights."""
@@ -264,6 +287,10 @@ class SiteStats:
     def outliers(self) -> tuple[float, float]:
         """Return the largest deviation, in sigmas of its own token and in typical sigmas of the site."""
         return self._core_peak, self._peak / self.typical_sigma()
+
+    def picture(self) -> Picture:
+        """Return what the picture of the site is drawn from."""
+        return Picture(*self.sample.points(), self.held_out.bins(_BARS, _LEAST_VALUES), self.typical_sigma())
 
     def spread(self) -> tuple[float, float]:
         """Return the standard deviation of log sigma, and its 99th over its 1st percentile."""
