@@ -1,0 +1,249 @@
+"""The paper's figures 1 to 3, and two that it does not have: the closed form, and how general the claim is."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dynorm.errors import ArgumentError
+from dynorm.functional import dyisru, dyisru_general, dyt
+from dynorm.paper.drawing import (
+    COLORS,
+    GREY,
+    draw_bounds,
+    draw_circles,
+    draw_outliers,
+    draw_residuals,
+    empty_figure,
+    label_decades,
+    padded,
+    styled,
+    with_mean,
+)
+from dynorm.paper.figure_generality import figure_generality
+from dynorm.paper.reproduction import Reproduction
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["FIGURES", "FORMATS", "check_figures", "draw", "render"]
+
+FORMATS = ("png", "svg")
+_NO_STUDY = "fig5 shows the study over many samples, but one sample alone was asked for: leave out the seed"
+
+
+def draw(name: str, reproduction: Reproduction) -> Figure:
+    """Draw one of the figures.
+
+    Args:
+        name: One of ``FIGURES``.
+        reproduction: What it shows.
+
+    Returns:
+        The figure, which belongs to no window.
+
+    Raises:
+        ArgumentError: If the name is unknown, the figure needs the study and there is none, or matplotlib is not
+            installed.
+
+    Example:
+        >>> from dynorm.paper.reproduction import reproduce
+        >>> len(draw("fig2", reproduce()).axes)
+        4
+
+    Reference:
+        Figures 1 to 3.
+    """
+    check_figures([name], with_study=reproduction.generality is not None)
+    with styled():
+        figure = FIGURES[name](reproduction)
+        # Once is enough, and takes as long as drawing: else every file would compute the layout anew.
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+    return figure
+
+
+def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
+    """Return a figure as a file's bytes, the same in every run.
+
+    Args:
+        figure: What :func:`draw` returns.
+        format: png or svg.
+        dpi: Dots per inch of a PNG.
+
+    Raises:
+        ArgumentError: If the format is another.
+
+    Example:
+        >>> from dynorm.paper.reproduction import reproduce
+        >>> render(draw("fig1", reproduce()), "png")[1:4]
+        b'PNG'
+    """
+    if format not in FORMATS:
+        raise ArgumentError(f"format must be one of {', '.join(FORMATS)}, got {format!r}: give one of those")
+    buffer = io.BytesIO()
+    with styled():
+        figure.savefig(buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None)
+    return buffer.getvalue()
+
+
+def check_figures(names: Sequence[str], *, with_study: bool) -> None:
+    """Refuse the name of a figure that does not exist, or that needs the study where there will be none.
+
+    Raises:
+        ArgumentError: If there is such a name.
+
+    Example:
+        >>> check_figures(["fig1", "fig3"], with_study=False)
+    """
+    for name in names:
+        if name not in FIGURES:
+            raise ArgumentError(f"a figure must be one of {', '.join(FIGURES)}, got {name!r}: give one of those")
+        if name == "fig5" and not with_study:
+            raise ArgumentError(_NO_STUDY)
+
+
+def _figure_1(_: Reproduction) -> Figure:
+    """DyT and DyISRU with two constants each, at C = 50."""
+    figure = empty_figure(5.6, 3.6)
+    axes, scale = figure.add_subplot(), math.sqrt(50 - 1)
+    x = torch.linspace(-60, 60, 601, dtype=torch.float64)
+    for value, dashes in ((0.1, "-"), (0.05, (0, (5, 1.5)))):
+        axes.plot(
+            x, dyt(x, value, scale=scale), color=COLORS["DyT"], linestyle=dashes, label=rf"DyT, $\alpha = {value:g}$"
+        )
+    for value, dashes in ((100.0, "-"), (500.0, (0, (5, 1.5)))):
+        label = rf"DyISRU, $\beta = {value:g}$"
+        axes.plot(x, dyisru(x, value, scale=scale), color=COLORS["DyISRU"], linestyle=dashes, label=label)
+    draw_bounds(axes, scale, both=True)
+    axes.set(xlabel="$x$", ylabel="$y$", xlim=(-60, 60), ylim=(-8, 8))
+    axes.legend(loc="upper left", bbox_to_anchor=(0.01, 0.92))
+    return figure
+
+
+def _figure_2(reproduction: Reproduction) -> Figure:
+    """The sample, and the same with its largest element raised by one, two and all steps."""
+    simulation, figure = reproduction.simulation, empty_figure(7.0, 5.4)
+    shown = sorted({0, min(1, simulation.steps), min(2, simulation.steps), simulation.steps})
+    panels = figure.subplots(2, 2).flat
+    near = padded(simulation.tokens[: shown[-2] + 1], simulation.normalized[: shown[-2] + 1])
+    far = padded(simulation.tokens, simulation.normalized)
+    for axes, step, letter in zip(panels, shown, "abcd", strict=False):
+        _draw_step(axes, reproduction, step)
+        axes.set_title(f"({letter})  $S = {step}$", loc="left")
+        x_range, y_range = far if step == simulation.steps else near
+        axes.set(xlabel="$x$", ylabel="$y$", xlim=x_range, ylim=y_range)
+        axes.legend(loc="lower right", handlelength=1.4)
+    return figure
+
+
+def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
+    simulation = reproduction.simulation
+    x, y = simulation.tokens[step], simulation.normalized[step]
+    if step == 0:
+        draw_circles(axes, x, y, "sample")
+        return
+    first = simulation.normalized[0]
+    slope = (first[-1] - first[0]) / (simulation.tokens[0, -1] - simulation.tokens[0, 0])
+    axes.axline(
+        (simulation.tokens[0, 0], first[0]),
+        slope=slope,
+        color=GREY,
+        linewidth=1,
+        linestyle=":",
+        label="slope at $S = 0$",
+    )
+    draw_circles(axes, x[:-1], y[:-1], "other channels")
+    if step > 1:
+        curve = np.linspace(simulation.outliers[0], simulation.outliers[step - 1], 200)
+        axes.plot(curve, _closed_curve(reproduction, curve), color=GREY, linewidth=1.2, label="through the outliers")
+    draw_outliers(axes, simulation, step)
+
+
+def _figure_3(reproduction: Reproduction) -> Figure:
+    """The fitted functions over the data, and their residuals."""
+    simulation, figure = reproduction.simulation, empty_figure(6.0, 5.6)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2.1, 1))
+    (low, high), y_range = padded(simulation.tokens, simulation.normalized)
+    x = np.linspace(low, high, 400)
+    draw_bounds(top, math.sqrt(simulation.channels - 1))
+    draw_circles(
+        top, simulation.tokens[-1, :-1], simulation.normalized[-1, :-1], f"other channels, $S = {simulation.steps}$"
+    )
+    bottom.axhline(0, color=GREY, linewidth=0.8)
+    for name in ("DyT", "DyISRU"):
+        fit = reproduction.fits[name]
+        label = rf"{name}, $\{fit.constant} = {fit.value:.4g}$"
+        top.plot(x, fit.function(x), color=COLORS[name], label=label)
+        draw_residuals(bottom, name, simulation.outliers, fit.residuals, with_mean(name, fit.mean_absolute_residual))
+    draw_outliers(top, simulation, simulation.steps)
+    top.set(
+        ylabel="$y$", xlim=(low, high), ylim=(y_range[0], max(y_range[1], math.sqrt(simulation.channels - 1) * 1.06))
+    )
+    top.legend(loc="lower right")
+    bottom.set(xlabel="$x$", ylabel="residual")
+    bottom.margins(y=0.12)
+    bottom.legend(loc="upper left", title="mean absolute residual", title_fontsize=8.5, alignment="left")
+    for axes in (top, bottom):
+        axes.yaxis.set_label_coords(-0.085, 0.5)
+    return figure
+
+
+def _figure_4(reproduction: Reproduction) -> Figure:
+    """The size of every residual on one scale, down to the closed form's, which is rounding."""
+    simulation, figure = reproduction.simulation, empty_figure(6.0, 4.0)
+    axes, floor = figure.add_subplot(), 1e-17
+    residuals = {name: reproduction.fits[name].residuals for name in ("linear", "Derf", "DyT", "DyISRU")}
+    residuals["closed form"] = reproduction.closed.residuals
+    axes.axhspan(floor / 50, float(np.spacing(simulation.outputs.max())), color="#EDEDED", linewidth=0)
+    for name, values in residuals.items():
+        label = with_mean(name, float(np.abs(values).mean()))
+        draw_residuals(axes, name, simulation.outliers, np.maximum(np.abs(values), floor), label)
+    axes.set_yscale("log")
+    axes.set(xlabel="outlier $x_o$", ylabel="|function − LayerNorm|", ylim=(floor / 50, 30))
+    axes.set_yticks([10.0**k for k in range(-16, 1, 4)])
+    label_decades(axes.yaxis)
+    axes.annotate(
+        "last digit of float64; a residual of 0 is drawn at $10^{-17}$",
+        (0.015, 0.012),
+        xycoords="axes fraction",
+        fontsize=8,
+        color="#505050",
+    )
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(0.0, 0.5),
+        title="mean absolute residual",
+        title_fontsize=8.5,
+        alignment="left",
+    )
+    return figure
+
+
+def _figure_5(reproduction: Reproduction) -> Figure:
+    """The study over many samples."""
+    if reproduction.generality is None:
+        raise ArgumentError(_NO_STUDY)
+    return figure_generality(reproduction.generality)
+
+
+def _closed_curve(reproduction: Reproduction, x: NDArray[np.float64]) -> NDArray[np.float64]:
+    center, beta, _ = reproduction.closed
+    scale = math.sqrt(reproduction.simulation.channels - 1)
+    return dyisru_general(torch.from_numpy(x), beta, center, scale=scale).numpy()
+
+
+FIGURES: dict[str, Callable[[Reproduction], Figure]] = {
+    "fig1": _figure_1,
+    "fig2": _figure_2,
+    "fig3": _figure_3,
+    "fig4": _figure_4,
+    "fig5": _figure_5,
+}

@@ -1,0 +1,312 @@
+"""One-constant fits of the point-wise functions to LayerNorm's outliers, one by one or thousands at once.
+
+Each bounded function is sqrt(C - 1) f(k x) with an f that rises from -1 to 1, and its constant is a power of k. A point
+(x, y) therefore names the k that meets it exactly, and the best k of several points lies between the least and the
+largest of theirs. In that bracket the root of the sum of squares' derivative is found to the last digit or two, with no
+start to choose. The mirror images (-x, -y), which the paper fits along, double the sum and change no constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from dynorm.errors import ArgumentError
+from dynorm.functional import derf, dyisru, dyt, linear
+
+__all__ = ["FAMILIES", "Family", "Fit", "fit_derf", "fit_dyisru", "fit_dyt", "fit_linear", "fit_many"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A bounded function sqrt(C - 1) f(k x) with one constant, ``k ** power``."""
+
+    name: str
+    constant: str
+    power: int
+    curve: Callable[[Tensor, Tensor, float], Tensor]
+    """The function of :mod:`dynorm.functional`: of x, the constant and the scale sqrt(C - 1)."""
+    slope: Callable[[Tensor], Tensor]
+    """f'."""
+    inverse: Callable[[Tensor], Tensor]
+    """The inverse of f."""
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            "DyT",
+            "alpha",
+            1,
+            lambda x, alpha, scale: dyt(x, alpha, scale=scale),
+            lambda z: torch.cosh(z) ** -2,
+            torch.atanh,
+        ),
+        Family(
+            "Derf",
+            "alpha",
+            1,
+            lambda x, alpha, scale: derf(x, alpha, scale=scale),
+            lambda z: 2 / math.sqrt(math.pi) * torch.exp(-z * z),
+            torch.erfinv,
+        ),
+        Family(
+            "DyISRU",
+            "beta",
+            -2,
+            lambda x, beta, scale: dyisru(x, beta, scale=scale),
+            lambda z: (1 + z * z) ** -1.5,
+            lambda f: f / torch.sqrt((1 - f) * (1 + f)),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A function with its fitted constant, and how far it is from the points that it was fitted on."""
+
+    name: str
+    """DyT, Derf, DyISRU or linear."""
+    constant: str
+    """What the constant is called: alpha, beta or slope."""
+    value: float
+    residuals: Array
+    """Function minus y, at each x."""
+    function: Callable[[ArrayLike], Array]
+    """The fitted function, of an array of any shape."""
+
+    @property
+    def mean_absolute_residual(self) -> float:
+        """Mean of ``abs(residuals)``, the paper's measure."""
+        return float(np.abs(self.residuals).mean())
+
+
+def fit_dyt(x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
+    r"""Fit scaled DyT by least squares.
+
+    .. math:: \min_\alpha \sum_S \left(\sqrt{C - 1} \tanh(\alpha x_S) - y_S\right)^2
+
+    Args:
+        x: Inputs of shape (n,), each of the sign of its output.
+        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
+        channels: C, at least 2.
+
+    Returns:
+        The function with its alpha and its residuals.
+
+    Raises:
+        ArgumentError: If the points cannot be fitted, or scipy is not installed.
+
+    Example:
+        >>> fit = fit_dyt([2.0, 4.0], [3.0, 5.0], channels=50)
+        >>> fit.constant, round(fit.value, 4)
+        ('alpha', 0.2261)
+
+    Reference:
+        Eq. 11 and 18.
+    """
+    return _fit("DyT", x, y, channels)
+
+
+def fit_derf(x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
+    r"""Fit Derf with LayerNorm's bound by least squares.
+
+    .. math:: \min_\alpha \sum_S \left(\sqrt{C - 1} \, \mathrm{erf}(\alpha x_S) - y_S\right)^2
+
+    Args:
+        x: Inputs of shape (n,), each of the sign of its output.
+        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
+        channels: C, at least 2.
+
+    Returns:
+        The function with its alpha and its residuals.
+
+    Raises:
+        ArgumentError: If the points cannot be fitted, or scipy is not installed.
+
+    Example:
+        >>> fit = fit_derf([2.0, 4.0], [3.0, 5.0], channels=50)
+        >>> fit.constant, round(fit.value, 4)
+        ('alpha', 0.193)
+
+    Reference:
+        "Stronger Normalization-Free Transformers", arXiv 2512.10938.
+    """
+    return _fit("Derf", x, y, channels)
+
+
+def fit_dyisru(x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
+    r"""Fit DyISRU by least squares.
+
+    .. math:: \min_\beta \sum_S \left(\sqrt{C - 1} \frac{x_S}{\sqrt{\beta + x_S^2}} - y_S\right)^2
+
+    Args:
+        x: Inputs of shape (n,), each of the sign of its output.
+        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
+        channels: C, at least 2.
+
+    Returns:
+        The function with its beta and its residuals.
+
+    Raises:
+        ArgumentError: If the points cannot be fitted, or scipy is not installed.
+
+    Example:
+        >>> fit = fit_dyisru([2.0, 4.0], [3.0, 5.0], channels=50)
+        >>> fit.constant, round(fit.value, 4)
+        ('beta', 16.5224)
+
+    Reference:
+        Eq. 15 and 19.
+    """
+    return _fit("DyISRU", x, y, channels)
+
+
+def fit_linear(x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
+    r"""Fit the linear control by least squares, in closed form.
+
+    .. math:: \mathrm{slope} = \frac{\sum_S x_S y_S}{\sum_S x_S^2}
+
+    Args:
+        x: Inputs of shape (n,), each of the sign of its output.
+        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
+        channels: C, at least 2; the slope does not depend on it.
+
+    Returns:
+        The function with its slope and its residuals.
+
+    Raises:
+        ArgumentError: If the points cannot be fitted.
+
+    Example:
+        >>> fit_linear([2.0, 4.0], [3.0, 5.0], channels=50).value
+        1.3
+
+    Reference:
+        LayerNorm with its statistics held constant, Eq. 3.
+    """
+    inputs, outputs = _points(x, y, channels)
+    slope = float((inputs * outputs).sum() / (inputs * inputs).sum())
+    return _finished("linear", "slope", slope, inputs, outputs, lambda z: linear(z, slope))
+
+
+def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
+    """Fit one function to each of many sets of points: the constants of :func:`fit_dyt` and the like, all at once.
+
+    Args:
+        name: DyT, Derf or DyISRU.
+        x: Inputs of shape (sets, n), each of the sign of its output.
+        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
+        channels: C, at least 2.
+
+    Returns:
+        A constant for each set, of shape (sets,).
+
+    Raises:
+        ArgumentError: If the points cannot be fitted, or scipy is not installed.
+
+    Example:
+        >>> fit_many("DyISRU", [[2.0, 4.0], [2.0, 5.0]], [[3.0, 5.0], [3.0, 5.0]], channels=50).round(4).tolist()
+        [16.5224, 20.6369]
+
+    Reference:
+        Eq. 18 and 19.
+    """
+    if name not in FAMILIES:
+        raise ArgumentError(f"the function must be one of {', '.join(FAMILIES)}, got {name!r}: give one of those")
+    family, (inputs, outputs) = FAMILIES[name], _points(x, y, channels, dimensions=2)
+    exact = _exact_log_k(family, inputs, outputs, channels).numpy()
+
+    def gradient(log_k: Array, row: Array) -> Array:
+        # Sets that have converged are left out by the search, and the row numbers of those that remain passed.
+        rows = torch.from_numpy(row).long()
+        misses, slopes = _misses(family, torch.from_numpy(log_k)[:, None], inputs[rows], outputs[rows], channels)
+        return (misses * slopes).sum(-1).numpy()
+
+    # Below the least exact k every output is too small, above the largest too large: the derivative changes sign.
+    # A bracket of no width, where all points of a set agree, is widened by what rounding may have cost.
+    low, high = exact.min(-1) - 1e-9, exact.max(-1) + 1e-9
+    found = _find_root()(gradient, (low, high), args=(np.arange(len(inputs), dtype=np.float64),))
+    if not found.success.all():
+        raise ArgumentError(
+            f"{name} has no least-squares fit to {(~found.success).sum()} of the sets: check the points"
+        )
+    return np.asarray(np.exp(family.power * found.x))
+
+
+def _fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
+    family, (inputs, outputs) = FAMILIES[name], _points(x, y, channels)
+    constant = torch.from_numpy(fit_many(name, inputs.numpy()[None], outputs.numpy()[None], channels))
+    scale = math.sqrt(channels - 1)
+    return _finished(
+        name, family.constant, float(constant), inputs, outputs, lambda z: family.curve(z, constant, scale)
+    )
+
+
+def _finished(name: str, constant: str, value: float, x: Tensor, y: Tensor, curve: Callable[[Tensor], Tensor]) -> Fit:
+    def function(z: ArrayLike) -> Array:
+        return curve(torch.from_numpy(_copied(z, at_least=1))).numpy().reshape(np.shape(z))
+
+    return Fit(name, constant, value, (curve(x) - y).numpy(), function)
+
+
+def _misses(family: Family, log_k: Tensor, x: Tensor, y: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Return function minus y, and its derivative with respect to log k."""
+    scale, z = math.sqrt(channels - 1), log_k.exp() * x
+    return family.curve(x, (family.power * log_k).exp(), scale) - y, scale * z * family.slope(z)
+
+
+def _exact_log_k(family: Family, x: Tensor, y: Tensor, channels: int) -> Tensor:
+    """Return, for each point, the log of the k with which the function goes through it."""
+    # An extreme outlier's output rounds to the bound, which no finite k reaches.
+    share = (y / math.sqrt(channels - 1)).clamp(np.nextafter(-1.0, 0.0), np.nextafter(1.0, 0.0))
+    return torch.log(family.inverse(share) / x)
+
+
+def _points(x: ArrayLike, y: ArrayLike, channels: int, dimensions: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the points as tensors, refusing those to which no such function comes near."""
+    inputs, outputs = _copied(x), _copied(y)
+    if inputs.shape != outputs.shape or inputs.ndim != dimensions or inputs.size == 0 or channels < 2:
+        shape = "(n,)" if dimensions == 1 else "(sets, n)"
+        raise ArgumentError(
+            f"a fit needs x and y of the same shape {shape}, at least one point, and at least 2 channels, "
+            f"got {inputs.shape}, {outputs.shape} and {channels} channels: give those"
+        )
+    # Written so that NaN is refused too.
+    if not ((inputs * outputs > 0) & np.isfinite(inputs)).all():
+        raise ArgumentError(
+            "each x must be finite and have the sign of its y, as a function through 0 can have no other: "
+            "leave out the other points, or subtract a centre from x"
+        )
+    bound = math.sqrt(channels - 1)
+    if not (np.abs(outputs) < bound * (1 + 1e-12)).all() or (np.abs(outputs) > bound * (1 - 1e-12)).all():
+        raise ArgumentError(
+            f"LayerNorm's outputs must lie within sqrt(C - 1) = {bound:g} and not all on it, got {outputs.min():g} to "
+            f"{outputs.max():g}: no constant fits these; take more than 2 channels, or less extreme outliers"
+        )
+    return torch.from_numpy(inputs), torch.from_numpy(outputs)
+
+
+def _copied(values: ArrayLike, at_least: int = 0) -> Array:
+    """Return a copy that torch accepts, which refuses read-only and reversed arrays."""
+    return np.array(values, dtype=np.float64, order="C", ndmin=at_least)
+
+
+def _find_root() -> Any:
+    """Return scipy's search for many roots at once, which only the fits need."""
+    try:
+        from scipy.optimize.elementwise import find_root  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ArgumentError("the fits need scipy 1.15 or newer: pip install 'dynorm[paper]'") from error
+    return find_root

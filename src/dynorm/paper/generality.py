@@ -1,0 +1,260 @@
+"""How general section 4 is: its simulation and fits over many samples, and over C, sigma and the mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dynorm.errors import ArgumentError
+from dynorm.functional import dyisru_general, layer_norm
+from dynorm.paper.fits import FAMILIES, fit_many
+from dynorm.paper.simulation import check_settings
+
+__all__ = ["CHANNELS", "FUNCTIONS", "MEANS", "SIGMAS", "Generality", "Study", "settings_of", "study", "study_all"]
+
+Array = NDArray[np.float64]
+
+CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
+SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+MEANS = (-1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""In units of sigma."""
+FUNCTIONS = (*FAMILIES, "linear")
+"""What is fitted to every sample."""
+QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
+STEP, STEPS = 5.0, 9
+# Values that are held in memory at once, eight bytes each.
+_CHUNK = 2**22
+
+
+@dataclass(frozen=True)
+class Study:
+    """The fits to many samples of one setting; every array has an element for each seed."""
+
+    channels: int
+    sigma: float
+    mean: float
+    seeds: NDArray[np.int64]
+    skipped: int
+    """Samples left out because x_o is not positive after the first step: no function through 0 can be fitted."""
+    residuals: dict[str, Array]
+    """Mean absolute residuals of DyT, Derf, DyISRU and linear."""
+    betas: Array
+    """DyISRU's fitted beta."""
+    centers: Array
+    """m_o, the mean of the other channels."""
+    closed_betas: Array
+    """C v_o, which the closed form has for beta."""
+    closed_residuals: Array
+    """Mean absolute residuals of the closed form."""
+
+    @property
+    def dyt_wins(self) -> float:
+        """Share of the samples in which DyT has a smaller residual than DyISRU."""
+        return float((self._ratio < 1).mean())
+
+    @property
+    def below_paper(self) -> float:
+        """Share of the samples in which DyISRU's residual is below 0.01, as the paper's is."""
+        return float((self.residuals["DyISRU"] < 0.01).mean())
+
+    @cached_property
+    def best(self) -> dict[str, float]:
+        """Share of the samples in which each function has the smallest residual of the four."""
+        winner = np.argmin([self.residuals[name] for name in FUNCTIONS], axis=0)
+        return {name: float((winner == i).mean()) for i, name in enumerate(FUNCTIONS)}
+
+    @property
+    def closest(self) -> tuple[int, float]:
+        """The seed in which DyT comes closest to DyISRU, or beats it most; and DyT's residual over DyISRU's there."""
+        i = int(self._ratio.argmin())
+        return int(self.seeds[i]), float(self._ratio[i])
+
+    @property
+    def _ratio(self) -> Array:
+        # A residual may be 0 to rounding, where every function reaches the bound.
+        return (self.residuals["DyT"] + 1e-300) / (self.residuals["DyISRU"] + 1e-300)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the setting and the distributions as plain numbers."""
+        seed, ratio = self.closest
+        return {
+            "channels": self.channels,
+            "sigma": self.sigma,
+            "mean": self.mean,
+            "samples": len(self.seeds),
+            "skipped": self.skipped,
+            "dyt_wins": self.dyt_wins,
+            "best": self.best,
+            "dyisru_below_0.01": self.below_paper,
+            "closest": {"seed": seed, "dyt_over_dyisru": ratio},
+            "residuals": {name: _distribution(values) for name, values in self.residuals.items()},
+            "closed_form_residual": _distribution(self.closed_residuals),
+            "beta": _distribution(self.betas),
+            "closed_form_beta": _distribution(self.closed_betas),
+            "beta_over_closed_form": _distribution(self.betas / self.closed_betas),
+        }
+
+
+@dataclass(frozen=True)
+class Generality:
+    """A setting, and what changes when C, sigma or the mean does, the rest being held."""
+
+    base: Study
+    over_channels: tuple[Study, ...]
+    over_sigma: tuple[Study, ...]
+    over_mean: tuple[Study, ...]
+
+    @property
+    def axes(self) -> dict[str, tuple[Study, ...]]:
+        """The studies by what varies in them."""
+        return {"channels": self.over_channels, "sigma": self.over_sigma, "mean": self.over_mean}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every study as plain numbers."""
+        over = {f"over_{axis}": [study.to_dict() for study in studies] for axis, studies in self.axes.items()}
+        return {"base": self.base.to_dict(), **over}
+
+
+def study_all(
+    channels: int = 100,
+    sigma: float = 2.0,
+    samples: int = 1000,
+    *,
+    track: Callable[[list[tuple[int, float, float]]], Iterable[tuple[int, float, float]]] = iter,
+) -> Generality:
+    """Repeat the simulation and the fits over many samples, over C, over sigma and over the mean.
+
+    Args:
+        channels: C of the base setting and of the studies over sigma and the mean.
+        sigma: Standard deviation of the base setting and of the studies over C and the mean.
+        samples: Number of samples a setting; their seeds are 1, 2, ...
+        track: Wraps the list of settings, for a progress bar.
+
+    Returns:
+        The studies, each setting computed once.
+
+    Raises:
+        ArgumentError: If an argument is outside its domain.
+
+    Example:
+        >>> study_all(samples=20).base.dyt_wins
+        0.0
+
+    Reference:
+        Section 4.
+    """
+    settings = settings_of(channels, sigma)
+    wanted = list(dict.fromkeys(setting for axis in settings.values() for setting in axis))
+    for setting in wanted:
+        check_settings(*setting, seed=0)
+    done = {setting: study(*setting, samples) for setting in track(wanted)}
+    over = {axis: tuple(done[setting] for setting in chosen) for axis, chosen in settings.items()}
+    return Generality(over["base"][0], over["channels"], over["sigma"], over["mean"])
+
+
+def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float, float]]]:
+    """Return the settings (C, sigma, mean) of each axis; the base setting is on all of them.
+
+    Example:
+        >>> settings_of(100, 2.0)["mean"][0]
+        (100, 2.0, -2.0)
+    """
+    return {
+        "base": [(channels, sigma, 0.0)],
+        "channels": [(c, sigma, 0.0) for c in sorted({*CHANNELS, channels})],
+        "sigma": [(channels, s, 0.0) for s in sorted({*SIGMAS, sigma})],
+        "mean": [(channels, sigma, m * sigma) for m in MEANS],
+    }
+
+
+def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: int = 1000) -> Study:
+    """Repeat the simulation and the fits of section 4 over many samples.
+
+    Args:
+        channels: C, at least 3; with 2, LayerNorm's output is 1 or -1 whatever x is.
+        sigma: Standard deviation of the distribution, positive.
+        mean: Its mean.
+        samples: Number of samples; their seeds are 1, 2, ..., so that each can be looked at alone.
+
+    Returns:
+        The residuals and constants, one of each a sample.
+
+    Raises:
+        ArgumentError: If an argument is outside its domain, or no sample has a positive outlier.
+
+    Example:
+        >>> repeated = study(samples=20)
+        >>> repeated.residuals["DyT"].shape, repeated.dyt_wins
+        ((20,), 0.0)
+
+    Reference:
+        Section 4.
+    """
+    check_settings(channels, sigma, mean, seed=samples)
+    if samples < 1:
+        raise ArgumentError(f"samples must be at least 1, got {samples}: give more, say 1000")
+    size = max(_CHUNK // channels, 1)
+    seeds = np.arange(1, samples + 1)
+    parts = [_outliers(channels, sigma, mean, seeds[i : i + size]) for i in range(0, samples, size)]
+    x, y, centers, betas = (np.concatenate(column) for column in zip(*parts, strict=True))
+    fitted = x[:, 0] > 0
+    if not fitted.any():
+        raise ArgumentError(
+            f"the outlier must be positive after its first step of {STEP:g} in one sample at least, but is in none of "
+            f"{samples} with C={channels}, sigma={sigma} and mean={mean}: take a smaller sigma or a larger mean"
+        )
+    x, y, centers, betas = x[fitted], y[fitted], centers[fitted], betas[fitted]
+    constants, residuals = _fits(x, y, channels)
+    closed = _mean_absolute(_closed_form(x, centers, betas, channels) - y)
+    skipped = samples - len(x)
+    return Study(channels, sigma, mean, seeds[fitted], skipped, residuals, constants["DyISRU"], centers, betas, closed)
+
+
+def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]) -> tuple[Array, Array, Array, Array]:
+    """Return the raised outliers, LayerNorm's outputs at them, and the mean and C times the variance of the others."""
+    generator, x = np.random.RandomState(), np.empty((len(seeds), channels))
+    for row, seed in zip(x, seeds.tolist(), strict=True):
+        generator.seed(seed)
+        row[:] = mean + sigma * generator.randn(channels)
+    x.sort()
+    others = x[:, :-1]
+    centers, betas = others.mean(-1), channels * others.var(-1)
+    outliers = x[:, -1:] + STEP * np.arange(1, STEPS + 1)
+    outputs = np.empty_like(outliers)
+    for s in range(STEPS):
+        x[:, -1] = outliers[:, s]
+        outputs[:, s] = layer_norm(torch.from_numpy(x), eps=0.0)[:, -1].numpy()
+    return outliers, outputs, centers, betas
+
+
+def _fits(x: Array, y: Array, channels: int) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the constants and the mean absolute residuals of every function."""
+    scale, inputs = math.sqrt(channels - 1), torch.from_numpy(x)
+    constants, residuals = {}, {}
+    for name, family in FAMILIES.items():
+        constants[name] = fit_many(name, x, y, channels)
+        curve = family.curve(inputs, torch.from_numpy(constants[name])[:, None], scale)
+        residuals[name] = _mean_absolute(curve.numpy() - y)
+    constants["linear"] = (x * y).sum(-1) / (x * x).sum(-1)
+    residuals["linear"] = _mean_absolute(constants["linear"][:, None] * x - y)
+    return constants, residuals
+
+
+def _closed_form(x: Array, centers: Array, betas: Array, channels: int) -> Array:
+    inputs, center, beta = (torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None]))
+    return dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy()
+
+
+def _mean_absolute(residuals: Array) -> Array:
+    return np.asarray(np.abs(residuals).mean(-1))
+
+
+def _distribution(values: Array) -> dict[str, float]:
+    return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}

@@ -1,0 +1,227 @@
+"""The simulation of section 4: one random token whose largest element is pushed away, step by step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from dynorm.errors import ArgumentError
+from dynorm.functional import dyisru_general, layer_norm
+from dynorm.theory import channel_beta, leave_one_out_beta, leave_one_out_mean
+
+__all__ = ["ClosedForm", "Simulation", "channel_betas", "check_settings", "closed_form", "raise_outlier", "simulate"]
+
+Array = NDArray[np.float64]
+
+# The squares of larger numbers, summed, may leave the range of float64.
+_LARGEST = 1e100
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One token in several versions, each with a larger outlier, before and after LayerNorm.
+
+    Row S of ``tokens`` is the sample, sorted, with ``step * S`` added to its last and largest element; row 0 is the
+    sample itself. ``normalized`` holds LayerNorm of each row without eps. Both have the shape (steps + 1, channels).
+    """
+
+    channels: int
+    sigma: float
+    mean: float
+    seed: int
+    step: float
+    tokens: Array
+    normalized: Array
+
+    @property
+    def steps(self) -> int:
+        """How often the outlier was raised."""
+        return len(self.tokens) - 1
+
+    @property
+    def outliers(self) -> Array:
+        """The raised element x_o for S = 1, 2, ..., of shape (steps,): what the paper fits on."""
+        return self.tokens[1:, -1]
+
+    @property
+    def outputs(self) -> Array:
+        """LayerNorm's output y_o at each outlier, of shape (steps,)."""
+        return self.normalized[1:, -1]
+
+
+class ClosedForm(NamedTuple):
+    """LayerNorm's function of the outlier, whose two constants are known without a fit."""
+
+    center: float
+    """m_o, the mean of the other channels."""
+    beta: float
+    """C v_o, where v_o is the biased variance of the other channels."""
+    residuals: Array
+    """Closed form minus LayerNorm for S = 1, 2, ..., of shape (steps,)."""
+
+
+def simulate(
+    channels: int = 100, sigma: float = 2.0, mean: float = 0.0, seed: int = 1, step: float = 5.0, steps: int = 9
+) -> Simulation:
+    r"""Draw a token, push its largest element away in equal steps, and normalise every version.
+
+    .. math:: x \sim \mathcal{N}(\mathrm{mean}, \sigma^2), \quad x_o \to x_o + \mathrm{step} \cdot S,
+        \quad S = 0, \dots, \mathrm{steps}
+
+    The defaults are the paper's. LayerNorm ignores scale and offset, so only C, step / sigma and the seed matter to
+    its outputs.
+
+    Args:
+        channels: C, at least 2.
+        sigma: Standard deviation of the distribution, positive.
+        mean: Its mean.
+        seed: Seed of NumPy's legacy generator, from 0 to 2**32 - 1; the published figures have 1.
+        step: How far the outlier moves at each step, positive, in the units of x.
+        steps: Number of steps, at least 1.
+
+    Returns:
+        The token in its ``steps + 1`` versions, in float64.
+
+    Raises:
+        ArgumentError: If an argument is outside its domain.
+
+    Example:
+        >>> simulation = simulate()
+        >>> simulation.tokens.shape
+        (10, 100)
+        >>> simulation.outliers.round(2).tolist()
+        [9.37, 14.37, 19.37, 24.37, 29.37, 34.37, 39.37, 44.37, 49.37]
+
+    Reference:
+        Eq. 16 and 17.
+    """
+    check_settings(channels, sigma, mean, seed)
+    sample = np.sort(mean + sigma * np.random.RandomState(seed).randn(channels))
+    tokens = raise_outlier(sample, step, steps)
+    normalized = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()
+    if not np.isfinite(normalized).all():
+        raise ArgumentError(
+            "the variance must be within the range of float64, which it is not with "
+            f"sigma={sigma}, mean={mean} and step={step}: choose another unit of x, on which LayerNorm does not depend"
+        )
+    return Simulation(channels, float(sigma), float(mean), seed, float(step), tokens, normalized)
+
+
+def raise_outlier(sample: ArrayLike, step: float = 5.0, steps: int = 9) -> Array:
+    r"""Return the sorted sample, and below it the versions in which its largest element was raised.
+
+    .. math:: x_o \to x_o + \mathrm{step} \cdot S, \quad o = \mathrm{argmax}_k x_k
+
+    Args:
+        sample: At least two finite values that are not all equal, of shape (C,).
+        step: How far the outlier moves at each step, positive.
+        steps: Number of steps, at least 1.
+
+    Returns:
+        Float64 of shape (steps + 1, C); the outlier is the last column.
+
+    Raises:
+        ArgumentError: If an argument is outside its domain.
+
+    Example:
+        >>> raise_outlier([3.0, 1.0, 2.0], step=5, steps=2).tolist()
+        [[1.0, 2.0, 3.0], [1.0, 2.0, 8.0], [1.0, 2.0, 13.0]]
+
+    Reference:
+        Eq. 17.
+    """
+    values = np.sort(np.asarray(sample, dtype=np.float64))
+    if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
+        raise ArgumentError(
+            f"a sample must be at least 2 finite numbers in a row, got shape {values.shape}: give those"
+        )
+    if values[0] == values[-1]:
+        raise ArgumentError(
+            f"the values of a sample must differ, got {len(values)} times {values[0]}: LayerNorm would divide by 0; "
+            "give a sample with some spread"
+        )
+    if not 0 < step < _LARGEST:
+        raise ArgumentError(
+            f"step must be positive and less than {_LARGEST:g}, got {step}: give the distance of one step, say 5"
+        )
+    if steps < 1:
+        raise ArgumentError(f"steps must be at least 1, got {steps}: give the number of steps, say 9")
+    tokens = np.tile(values, (steps + 1, 1))
+    tokens[:, -1] += step * np.arange(steps + 1)
+    return tokens
+
+
+def closed_form(simulation: Simulation) -> ClosedForm:
+    r"""LayerNorm's function of the outlier, known before any outlier is seen: no fit is needed.
+
+    .. math:: y_o = \sqrt{C - 1} \frac{x_o - m_o}{\sqrt{C v_o + (x_o - m_o)^2}}
+
+    m_o and v_o are the mean and the biased variance of the other channels. They do not change when the outlier does,
+    so they are taken from the sample alone, and one pair of constants serves every step.
+
+    Args:
+        simulation: What :func:`simulate` returns.
+
+    Returns:
+        m_o, C v_o, and the residuals, which are rounding errors.
+
+    Example:
+        >>> center, beta, residuals = closed_form(simulate())
+        >>> round(center, 3), round(beta, 2), bool(abs(residuals).max() < 1e-13)
+        (0.078, 298.14, True)
+
+    Reference:
+        Eq. 13 with the centre m_o; its beta is eq. 14's times (C / (C - 1))**2.
+    """
+    sample, outliers = torch.from_numpy(simulation.tokens[0]), torch.from_numpy(simulation.outliers)
+    center, beta = float(leave_one_out_mean(sample)[-1]), float(leave_one_out_beta(sample)[-1])
+    # A beta of 0, at C = 2, is refused as a float.
+    y = dyisru_general(
+        outliers, torch.tensor([beta], dtype=torch.float64), center, scale=math.sqrt(simulation.channels - 1)
+    )
+    return ClosedForm(center, beta, y.numpy() - simulation.outputs)
+
+
+def channel_betas(simulation: Simulation) -> Array:
+    r"""Theorem 4's constant of the outlier's channel at each step: always the same, as it does not contain x_o.
+
+    .. math:: \beta_o = (C - 1) \sigma_{\neq o}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_o
+
+    Args:
+        simulation: What :func:`simulate` returns.
+
+    Returns:
+        Eq. 14's value for S = 1, 2, ..., of shape (steps,).
+
+    Example:
+        >>> channel_betas(simulate(steps=3)).round(3).tolist()
+        [292.204, 292.204, 292.204]
+
+    Reference:
+        Eq. 14, Theorem 4.
+    """
+    return channel_beta(torch.from_numpy(simulation.tokens[1:]))[:, -1].numpy()
+
+
+def check_settings(channels: int, sigma: float, mean: float, seed: int) -> None:
+    """Refuse what no sample can be drawn from.
+
+    Raises:
+        ArgumentError: If an argument is outside its domain.
+
+    Example:
+        >>> check_settings(100, 2.0, 0.0, seed=1)
+    """
+    if channels < 2:
+        raise ArgumentError(f"channels must be at least 2 to have a variance, got {channels}: give more")
+    if not 0 < sigma < _LARGEST:
+        raise ArgumentError(f"sigma must be positive and less than {_LARGEST:g}, got {sigma}: the paper's is 2")
+    if not abs(mean) < _LARGEST:
+        raise ArgumentError(f"mean must be between -{_LARGEST:g} and {_LARGEST:g}, got {mean}: the paper's is 0")
+    if not 0 <= seed < 2**32:
+        raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}: the paper's is 1")

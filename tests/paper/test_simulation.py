@@ -1,0 +1,111 @@
+"""The simulation of section 4: its published sample to all digits, its closed form, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dynorm
+from dynorm.paper.simulation import channel_betas, closed_form, raise_outlier, simulate
+
+
+def test_the_published_sample() -> None:
+    simulation = simulate()
+    assert simulation.tokens.shape == simulation.normalized.shape == (10, 100)
+    assert simulation.tokens.dtype == simulation.normalized.dtype == np.float64
+    drawn = np.sort(2 * np.random.RandomState(1).randn(100))
+    assert simulation.tokens[0].tolist() == drawn.tolist()
+    for step, token in enumerate(simulation.tokens):
+        assert token[:-1].tolist() == drawn[:-1].tolist()
+        assert token[-1] == drawn[-1] + 5 * step
+    assert simulation.outliers.tolist() == [drawn[-1] + 5 * step for step in range(1, 10)]
+    assert simulation.steps == 9
+
+
+def test_the_outputs_are_layer_norms() -> None:
+    simulation = simulate(channels=12, sigma=0.5, mean=3.0, seed=4, step=2.0, steps=3)
+    expected = torch.nn.functional.layer_norm(torch.from_numpy(simulation.tokens), (12,), eps=0.0).numpy()
+    np.testing.assert_allclose(simulation.normalized, expected, rtol=0, atol=1e-13)
+    assert simulation.outputs.tolist() == simulation.normalized[1:, -1].tolist()
+    assert (simulation.channels, simulation.sigma, simulation.mean, simulation.seed, simulation.step) == (
+        12,
+        0.5,
+        3,
+        4,
+        2,
+    )
+
+
+def test_the_closed_form_of_the_published_sample_needs_no_fit() -> None:
+    simulation = simulate()
+    center, beta, residuals = closed_form(simulation)
+    others = simulation.tokens[0, :-1]
+    assert center == pytest.approx(others.mean(), rel=1e-13)
+    assert beta == pytest.approx(100 * others.var(), rel=1e-13)
+    assert round(center, 3) == 0.078
+    assert round(beta, 2) == 298.14
+    assert residuals.shape == (9,)
+    assert np.abs(residuals).max() < 1e-13
+
+
+def test_equation_14_is_the_same_at_every_step() -> None:
+    simulation = simulate()
+    betas = channel_betas(simulation)
+    assert betas.round(3).tolist() == [292.204] * 9
+    np.testing.assert_allclose(betas, (99 / 100) ** 2 * closed_form(simulation).beta, rtol=1e-13)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    channels=st.integers(2, 300),
+    sigma=st.floats(0.01, 100),
+    mean=st.floats(-100, 100),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_closed_form_is_exact_everywhere(channels: int, sigma: float, mean: float, seed: int) -> None:
+    simulation = simulate(channels, sigma, mean, seed)
+    # A mean that is large beside sigma costs LayerNorm itself digits.
+    assert np.abs(closed_form(simulation).residuals).max() < 1e-13 * (1 + abs(mean) / sigma) * math.sqrt(channels)
+
+
+def test_two_channels_are_plus_and_minus_one() -> None:
+    simulation = simulate(channels=2)
+    np.testing.assert_allclose(simulation.normalized, [[-1.0, 1.0]] * 10, rtol=0, atol=1e-14)
+    assert closed_form(simulation).beta == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"channels": 1}, "channels must be at least 2.*got 1"),
+        ({"sigma": 0.0}, "sigma must be positive.*got 0"),
+        ({"sigma": -1.0}, "sigma must be positive"),
+        ({"sigma": math.inf}, "sigma must be positive.*got inf"),
+        ({"sigma": math.nan}, "sigma must be positive.*got nan"),
+        ({"mean": math.nan}, "mean must be"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"seed": 2**32}, "seed must be from 0"),
+        ({"step": 0.0}, "step must be positive"),
+        ({"step": math.nan}, "step must be positive"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"mean": 1e30}, "must differ, got 100 times 1e\\+30"),
+        ({"sigma": 1e-200}, "range of float64"),
+    ],
+)
+def test_what_it_refuses(arguments: dict[str, float], match: str) -> None:
+    with pytest.raises(dynorm.ArgumentError, match=match):
+        simulate(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sample", "match"),
+    [([3.0, 3.0, 3.0], "must differ"), ([1.0], "at least 2"), ([1.0, math.nan], "finite"), ([[1.0, 2.0]], r"\(1, 2\)")],
+)
+def test_samples_that_have_no_outlier(sample: list[float], match: str) -> None:
+    with pytest.raises(dynorm.ArgumentError, match=match):
+        raise_outlier(sample)
