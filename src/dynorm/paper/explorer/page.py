@@ -1,0 +1,92 @@
+"""Puts the explorer's page together from its parts: markup, style, scripts, and the plotting library."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from dynorm import __version__
+from dynorm.errors import StorageError
+from dynorm.files import write_text
+
+__all__ = ["build_page", "save_page"]
+
+# In the order in which they use each other; together they are one script.
+SCRIPTS = (
+    "random.js",
+    "functions.js",
+    "fits.js",
+    "state.js",
+    "model.js",
+    "plots.js",
+    "handle.js",
+    "controls.js",
+    "table.js",
+    "main.js",
+)
+
+
+def build_page() -> str:
+    r"""Return the explorer as one self-contained HTML page, which loads nothing and works from a file.
+
+    It shows, for one token with a movable outlier, LayerNorm beside scaled DyT, Derf and DyISRU, with the fits and
+    the residuals of the paper's section 4, the derivative, and the path
+
+    .. math:: y_i = \sqrt{C - 1} \frac{x_i - c}{\sqrt{b + (x_i - c)^2}}, \quad
+        c = (1 - t) m_i, \quad \log b = (1 - t) \log(C v_i) + t \log \beta
+
+    Returns:
+        The page; the same in every call.
+
+    Example:
+        >>> from dynorm.paper.explorer import build_page
+        >>> page = build_page()
+        >>> page.splitlines()[0], "src=" in page
+        ('<!doctype html>', False)
+
+    Reference:
+        Eq. 3, 5, 6, 11, 13 to 17 and the closed forms of LayerNorm.
+    """
+    return Template(_read("page.html")).substitute(
+        version=__version__,
+        licence=_read("vendor", "LICENSE").strip(),
+        style=_read("vendor", "uPlot.min.css") + _read("style.css"),
+        equations=_read("equations.html").strip(),
+        library=_read("vendor", "uPlot.iife.min.js"),
+        # A block keeps the names of the scripts to themselves.
+        script="{\n" + "\n".join(_read(name) for name in SCRIPTS) + "}",
+    )
+
+
+def save_page(path: str | os.PathLike[str]) -> Path:
+    """Write the explorer's page, whole or not at all; a file that exists is replaced.
+
+    Args:
+        path: the file; its folder is made if it is missing.
+
+    Returns:
+        The absolute path of the file.
+
+    Raises:
+        StorageError: the file cannot be written; an old one stands untouched.
+
+    Example:
+        >>> from dynorm.paper.explorer import save_page
+        >>> save_page(getfixture("tmp_path") / "pages" / "explore.html").name
+        'explore.html'
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    # ValueError is what a path with a null byte gives.
+    except (OSError, ValueError) as error:
+        raise StorageError(f"the folder of {str(target)!r} cannot be made: {error}; give a path that can be") from error
+    write_text(target, build_page())
+    return target.resolve()
+
+
+def _read(*parts: str) -> str:
+    """Return a file of this package."""
+    return files(__package__).joinpath(*parts).read_text(encoding="utf-8")
