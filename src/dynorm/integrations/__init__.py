@@ -1,1 +1,19 @@
-"""What stands on other libraries: pretrained models, tokenizers and the Trainer of transformers."""
+"""Roads to other libraries: transformers' models, its Trainer, and the command line's pipelines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynorm.integrations.anneal import AnnealCallback
+
+__all__ = ["AnnealCallback"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers when it is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dynorm.integrations.anneal import AnnealCallback
+
+    return AnnealCallback

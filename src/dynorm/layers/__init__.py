@@ -1,7 +1,8 @@
-"""Point-wise layers: DyISRU (ELN), DyT, Derf, and the linear control."""
+"""Point-wise layers: DyISRU (ELN), DyT, Derf, the linear control, and the paths that lead to them."""
 
 from dynorm.layers._base import PointwiseNorm
 from dynorm.layers._groups import param_groups
+from dynorm.layers.annealed import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT
@@ -10,4 +11,17 @@ from dynorm.layers.linear import LinearControl
 ELN = DyISRU
 """The name that the first version of the paper gives to DyISRU."""
 
-__all__ = ["ELN", "Derf", "DyISRU", "DyT", "LinearControl", "PointwiseNorm", "param_groups"]
+__all__ = [
+    "ELN",
+    "AnnealedDerf",
+    "AnnealedDyISRU",
+    "AnnealedDyT",
+    "AnnealedLinear",
+    "AnnealedNorm",
+    "Derf",
+    "DyISRU",
+    "DyT",
+    "LinearControl",
+    "PointwiseNorm",
+    "param_groups",
+]

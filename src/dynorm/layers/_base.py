@@ -176,7 +176,8 @@ class PointwiseNorm(nn.Module):
     def fill_slope_(self, beta: Tensor) -> None:
         """Do what :meth:`set_slope_` does without its check, which makes the CPU wait for a GPU."""
         with torch.no_grad():
-            getattr(self, self.constants[0]).copy_(self._constant_from(beta))
+            constant = getattr(self, self.constants[0])
+            constant.copy_(as_stored(self._constant_from(beta), constant))
 
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
@@ -281,6 +282,17 @@ def check_positive(name: str, value: float) -> float:
     if not (math.isfinite(value) and value > 0):
         raise ArgumentError(f"{name} must be a positive finite number, got {value!r}")
     return float(value)
+
+
+def as_stored(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a value that broadcasts to a parameter as the parameter holds it; of a sharded one, this rank's part."""
+    if not hasattr(parameter, "device_mesh"):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    whole = value.to(parameter.dtype).expand(parameter.shape).contiguous()
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
 def upcast(parameter: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import DataError
-from dynorm.layers import PointwiseNorm
+from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.surgery.activations import (
     eval_mode,
     hooked,
@@ -23,7 +23,7 @@ from dynorm.surgery.activations import (
     snapshot,
 )
 from dynorm.surgery.batches import call, iterate, token_masks
-from dynorm.surgery.fit import SiteFit
+from dynorm.surgery.fit import PathFit, SiteFit
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace
 from dynorm.surgery.plan import replaced_by
@@ -94,6 +94,9 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
     passes over the data and about 17 point-wise functions a site, whatever the number of sites; a pass per
     site would cost as many passes as there are norms. Memory is that of one batch, plus O(C) a site.
 
+    Of an annealed layer only the constants are set: its weight and bias are the norm's, and are needed as they are
+    until the path has begun.
+
     Padding is left out where a batch is a dict with ``attention_mask`` or ``decoder_attention_mask`` (1 = token),
     ``src_key_padding_mask`` or ``tgt_key_padding_mask`` (True = padding). The model is run in eval mode, without
     gradient; random states and buffers are afterwards as they were.
@@ -141,7 +144,10 @@ def _fits(layers: Iterable[PointwiseNorm]) -> dict[PointwiseNorm, SiteFit]:
     """A fit for each layer, in call order."""
     sites = {layer: replaced.site for layer in layers if (replaced := replaced_by(layer)) is not None}
     ordered = sorted(sites.items(), key=lambda item: item[1].order)
-    return {layer: SiteFit(layer, site.kind, site.eps) for layer, site in ordered}
+    return {
+        layer: PathFit(layer) if isinstance(layer, AnnealedNorm) else SiteFit(layer, site.kind, site.eps)
+        for layer, site in ordered
+    }
 
 
 def _calibrate_batch(

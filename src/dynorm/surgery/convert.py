@@ -89,7 +89,8 @@ def convert_(
     Args:
         model: any module; plain, neither compiled nor wrapped.
         sites: what :func:`find_norms` found in this very model.
-        to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control).
+        to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed" (towards DyISRU),
+            "annealed_dyt", "annealed_derf", "annealed_linear": the norm still, until :func:`set_path_` moves it.
         only: globs of the paths to convert; None means all.
         skip: globs of the paths to leave alone.
         filter_fn: called with each remaining site; False leaves it alone.

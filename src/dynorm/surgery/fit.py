@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dynorm.layers import LinearControl, PointwiseNorm
+from dynorm import functional
+from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 
 # Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest values saturate, to
@@ -188,3 +189,34 @@ class SiteFit:
         # |correlation| is what least squares shrank the slope by.
         correlation = (slope.abs() * (var_f.clamp_min(0) / var_y.clamp_min(_TINY)).sqrt()).clamp(1e-2, 1)
         return torch.where(moves, slope * correlation**-_GIVE_BACK, self._weight), residual
+
+
+class PathFit(SiteFit):
+    """The fit of an annealed layer: its function to the core of its norm, for its weight and bias are to stay.
+
+    Args:
+        layer: the annealed layer.
+    """
+
+    def __init__(self, layer: AnnealedNorm) -> None:
+        config = layer.config() | {"elementwise_affine": False, "bias": False, "dim": -1}
+        config = {name: v for name, v in config.items() if name not in ("kind", "norm_eps", "t")}
+        config["normalized_shape"] = layer.channels
+        like = next(layer.parameters())
+        super().__init__(layer.target(**config, device=like.device, dtype=like.dtype), layer.kind, layer.norm_eps)
+        self._annealed = layer
+
+    @torch.no_grad()
+    def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
+        """Add tokens (tokens, C); ``y`` is not looked at."""
+        core = (functional.layer_norm if self.kind == "layernorm" else functional.rms_norm)(x, eps=self.eps)
+        super().update(x, core, weight)
+
+    @torch.no_grad()
+    def solve_(self) -> None:
+        """Set the annealed layer's constants to the best of all tokens so far."""
+        super().solve_()
+        if self.tokens:
+            for name, parameter in self.layer.named_parameters():
+                mine = self._annealed.get_parameter(name)
+                mine.copy_(parameter.reshape(mine.shape))

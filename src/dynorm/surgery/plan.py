@@ -11,10 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
-from dynorm.layers import Derf, DyISRU, DyT, LinearControl, PointwiseNorm
+from dynorm.layers import (
+    AnnealedDerf,
+    AnnealedDyISRU,
+    AnnealedDyT,
+    AnnealedLinear,
+    AnnealedNorm,
+    Derf,
+    DyISRU,
+    DyT,
+    LinearControl,
+    PointwiseNorm,
+)
 from dynorm.surgery.sites import NormSite
 
-LAYERS: dict[str, type[PointwiseNorm]] = {"dyisru": DyISRU, "dyt": DyT, "derf": Derf, "linear": LinearControl}
+LAYERS: dict[str, type[PointwiseNorm]] = {
+    "dyisru": DyISRU,
+    "dyt": DyT,
+    "derf": Derf,
+    "linear": LinearControl,
+    "annealed": AnnealedDyISRU,
+    "annealed_dyt": AnnealedDyT,
+    "annealed_derf": AnnealedDerf,
+    "annealed_linear": AnnealedLinear,
+}
 _NAMES = {layer: name for name, layer in LAYERS.items()}
 _NESTED = "_dynorm_use_nested_tensor"
 
@@ -102,7 +122,6 @@ def layer_for(site: NormSite, to: str, *, per_channel: bool, center: bool) -> La
 
     The bound is sqrt(C - 1) for LayerNorm (closed form 2, eq. 13) and sqrt(C) for RMSNorm (closed form 3).
     """
-    layer_class(to)
     channels = math.prod(site.normalized_shape)
     config = {
         "normalized_shape": list(site.normalized_shape),
@@ -113,6 +132,8 @@ def layer_for(site: NormSite, to: str, *, per_channel: bool, center: bool) -> La
         "scale": math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1)),
         "dim": site.dim if isinstance(site.dim, int) else list(site.dim),
     }
+    if issubclass(layer_class(to), AnnealedNorm):
+        config |= {"kind": site.kind, "norm_eps": site.eps}
     return LayerSpec(to, config, (site.path, *site.aliases))
 
 

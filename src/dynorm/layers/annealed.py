@@ -1,0 +1,191 @@
+"""The path: layers that begin as the norm they replace and end as a point-wise function."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from dynorm import functional
+from dynorm.errors import ArgumentError
+from dynorm.layers._base import PointwiseNorm, Shape
+from dynorm.layers.derf import Derf
+from dynorm.layers.dyisru import DyISRU
+from dynorm.layers.dyt import DyT
+from dynorm.layers.linear import LinearControl
+
+Kind = Literal["layernorm", "rmsnorm"]
+
+
+class AnnealedNorm(PointwiseNorm):
+    r"""Base of the layers on a path: a norm at t = 0, a point-wise function at t = 1, a blend of both in between.
+
+    .. math:: y = (1 - t)\,\mathrm{norm}(x) + t\,f(x)
+
+    At t = 0 the norm is computed as torch computes it, and the constants of f have no part in it; at t = 1 nothing is
+    reduced over channels. The result is linear in t, so it and its gradients are smooth along the path.
+
+    Args:
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        *args: as for the point-wise layer that it ends as.
+        kind: the norm it begins as: "layernorm" or "rmsnorm".
+        norm_eps: what that norm adds to the variance, or to the mean square.
+        t: where on the path it stands, from 0 to 1; :func:`dynorm.set_path_` moves it.
+        **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C - 1), or sqrt(C)
+            for "rmsnorm".
+
+    Shape:
+        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
+
+    Raises:
+        ArgumentError: ``kind`` is unknown, ``norm_eps`` is negative, ``t`` is outside [0, 1], or another argument is
+            outside its domain.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0, 6.0]])
+        >>> layer = dynorm.AnnealedDyISRU(3)
+        >>> torch.equal(layer(x), nn.LayerNorm(3)(x))
+        True
+        >>> layer.set_t_(1.0)
+        >>> torch.equal(layer(x), dynorm.DyISRU(3, scale=2**0.5)(x))
+        True
+
+    Reference:
+        Closed forms 2 to 4: with constants from the rest of the token DyISRU is the norm, so the two ends of the path
+        differ in the constants alone.
+    """
+
+    target: ClassVar[type[PointwiseNorm]]
+    t: Tensor
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        *args: Any,
+        kind: Kind = "layernorm",
+        norm_eps: float = 1e-5,
+        t: float = 0.0,
+        **options: Any,
+    ) -> None:
+        if kind not in ("layernorm", "rmsnorm"):
+            raise ArgumentError(f"kind must be 'layernorm' or 'rmsnorm', got {kind!r}")
+        if not (math.isfinite(norm_eps) and norm_eps >= 0):
+            raise ArgumentError(f"norm_eps must be a finite number, not negative, got {norm_eps!r}")
+        self.kind: Kind = kind
+        self.norm_eps = float(norm_eps)
+        super().__init__(normalized_shape, *args, **options)
+        # A tensor, so that a step of t compiles nothing anew, and so that a checkpoint knows it.
+        self.register_buffer("t", torch.zeros(1, dtype=torch.float32, device=options.get("device")))
+        self.set_t_(t)
+
+    @property
+    def position(self) -> float:
+        """Where on the path the layer stands, as a number; the buffer ``t`` holds the same."""
+        return self._position
+
+    def set_t_(self, t: float) -> None:
+        """Move the layer to a place on the path: 0 is the norm, 1 the point-wise function.
+
+        Raises:
+            ArgumentError: ``t`` is outside [0, 1].
+        """
+        self._position = check_t(t)
+        # What forward branches on; torch.compile guards it, and there are but three values.
+        self._stage = 0 if t == 0 else 2 if t == 1 else 1
+        if not self.t.is_meta:
+            self.t.fill_(t)
+
+    def pointwise(self, x: Tensor) -> Tensor:
+        """Return the function of ``x``; only at t = 1 is it point-wise."""
+        if self._stage == 2:
+            return super().pointwise(x)
+        if self._stage == 0:
+            return self._with_constants(self._norm(x))
+        # Blended in at least float32: two roundings to bfloat16 would be seen.
+        z = x if x.dtype == torch.float64 else x.float()
+        return torch.lerp(self._norm(z), super().pointwise(z), self.t.to(z.dtype)).to(x.dtype)
+
+    def end(self) -> PointwiseNorm:
+        """Return the layer at the end of the path, which holds this one's own parameters and hooks."""
+        config = {name: v for name, v in self.config().items() if name not in ("kind", "norm_eps", "t")}
+        layer = self.target(**config, device="meta")
+        for name, parameter in self._parameters.items():
+            layer.register_parameter(name, parameter)
+        for name, value in self.__dict__.items():
+            if name.endswith("_hooks") or name.startswith(("_forward_hooks", "_forward_pre_hooks", "_backward")):
+                setattr(layer, name, value)
+        return layer.train(self.training)
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
+        return super().config() | {"kind": self.kind, "norm_eps": self.norm_eps, "t": self._position}
+
+    def extra_repr(self) -> str:
+        """Describe the layer as ``print(model)`` shows it."""
+        return f"{super().extra_repr()}, kind={self.kind}, t={self._position:g}"
+
+    def _norm(self, x: Tensor) -> Tensor:
+        """The norm: torch's own kernel where it takes these axes and dtypes."""
+        trailing = self._dims() == tuple(range(-len(self.normalized_shape), 0))
+        own = all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
+        if self.kind == "layernorm":
+            if trailing and own:
+                return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.norm_eps)
+            return functional.layer_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
+        if trailing and own and self.bias is None:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.norm_eps)
+        return functional.rms_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
+
+    def _with_constants(self, y: Tensor) -> Tensor:
+        """Let the constants have a gradient, 0, in training: DistributedDataParallel waits for one of each."""
+        if not (self.training and torch.is_grad_enabled()):
+            return y
+        return y + torch.stack([0.0 * p.sum() for p in self.constant_parameters()]).sum().to(y.dtype)
+
+    def _default_scale(self) -> float:
+        return math.sqrt(self.channels if self.kind == "rmsnorm" else max(self.channels - 1, 1))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AnnealedNorm:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # In bfloat16 it would no longer be what was set.
+        self.t = torch.full_like(self.t, self._position, dtype=torch.float32)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if f"{prefix}t" in state_dict and not self.t.is_meta:
+            self.set_t_(float(self.t))
+
+
+def check_t(t: float) -> float:
+    """Return ``t``, or raise ArgumentError when it is not a number from 0 to 1."""
+    if isinstance(t, bool) or not isinstance(t, (int, float)) or not 0 <= t <= 1:
+        raise ArgumentError(f"t must be a number from 0 (the norm) to 1 (point-wise), got {t!r}")
+    return float(t)
+
+
+class AnnealedDyISRU(AnnealedNorm, DyISRU):
+    """From a norm to :class:`DyISRU`; arguments as for it, and as for :class:`AnnealedNorm`."""
+
+    target = DyISRU
+
+
+class AnnealedDyT(AnnealedNorm, DyT):
+    """From a norm to scaled :class:`DyT`; arguments as for it, and as for :class:`AnnealedNorm`."""
+
+    target = DyT
+
+
+class AnnealedDerf(AnnealedNorm, Derf):
+    """From a norm to scaled :class:`Derf`; arguments as for it, and as for :class:`AnnealedNorm`."""
+
+    target = Derf
+
+
+class AnnealedLinear(AnnealedNorm, LinearControl):
+    """From a norm to :class:`LinearControl`, the control; arguments as for it, and as for :class:`AnnealedNorm`."""
+
+    target = LinearControl

@@ -1,0 +1,131 @@
+"""Constants for training from the first step: by theory, from one batch (closed form 5)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.errors import DataError, ModelError
+from dynorm.layers import PointwiseNorm
+from dynorm.surgery.activations import hooked, put_back, site_tokens, snapshot
+from dynorm.surgery.batches import call, iterate, token_masks
+from dynorm.surgery.guard import require_plain_model
+from dynorm.surgery.observe import no_trace, slow_path
+from dynorm.surgery.plan import dynorm_layers
+
+
+@dataclass(frozen=True)
+class InitializationReport:
+    """What ``init_from_batch_`` did, by path.
+
+    Args:
+        beta: the constant of each layer, as DyISRU's.
+        sigma: the size of what it saw: the root of its mean square about the layer's centre.
+        unreached: the layers that the batch did not reach; they keep their constants.
+    """
+
+    beta: dict[str, float]
+    sigma: dict[str, float]
+    unreached: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON knows."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the report as a table."""
+        width = max(map(len, self.beta), default=0)
+        lines = [f"{len(self.beta)} layers initialized from one batch"]
+        lines += [f"  {path:<{width}}  sigma {self.sigma[path]:<10.4g}  beta {b:.4g}" for path, b in self.beta.items()]
+        return "\n".join(lines + [f"  {path}  not reached" for path in self.unreached])
+
+
+def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
+    r"""Set the constants of point-wise layers for training from the first step, from one batch, in place.
+
+    .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
+
+    with s the layer's scale, :math:`\sigma^2` the mean square of what the layer sees, and c its centre, set to the mean
+    of it where the layer has one. Every function then has the slope :math:`1 / \sigma` at 0, as a norm would; with the
+    default scale sqrt(C) that is :math:`\beta_0 = C \sigma^2`, and the same slope for DyT, Derf and the linear control.
+    The model is run once; each layer is set as it is reached, so that what follows sees what it will see.
+    Weights and biases stay. Under torch.distributed with an initialized group, call it on every rank, each with its own
+    share of the batch: all get the same constants.
+
+    Args:
+        model: a model with point-wise layers, built so or converted; plain, neither compiled nor wrapped.
+        batch: a tensor, tuple or dict, for ``model(x)``, ``model(*x)`` or ``model(**x)``; its padding is left out.
+
+    Returns:
+        The constants, by path.
+
+    Raises:
+        ModelError: the model has no point-wise layer, or is compiled or wrapped.
+        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, or what a layer sees is
+            not finite or all 0. The constants are then as they were.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), dynorm.DyISRU(8), nn.Linear(8, 8), dynorm.DyT(8, scale=8**0.5))
+        >>> report = dynorm.init_from_batch_(model, torch.randn(64, 8))
+        >>> list(report.beta)
+        ['1', '3']
+
+    Reference:
+        Eq. 14 for many channels of like size (closed form 5).
+    """
+    require_plain_model(model)
+    paths = {layer: path for path, layer in dynorm_layers(model).items()}
+    if not paths:
+        raise ModelError(
+            "the model must have point-wise layers, but has none: build it with dynorm.DyISRU, or call dynorm.convert_"
+        )
+    (batch,) = iterate([batch], "the batch")
+    before = snapshot(paths)
+    sigma: dict[str, float] = {}
+    masks = token_masks(batch)
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert isinstance(layer, PointwiseNorm)
+        if paths[layer] not in sigma:
+            sigma[paths[layer]] = _set_constants_(layer, site_tokens(layer, args[0], masks), paths[layer])
+        return layer.forward(args[0])
+
+    try:
+        with no_trace(model, batch), torch.no_grad(), slow_path(), hooked(paths, hook):
+            call(model, batch)
+        if not sigma:
+            raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
+    except BaseException:
+        put_back(before)
+        raise
+    beta = {path: float(layer.beta().detach().mean()) for layer, path in paths.items() if path in sigma}
+    return InitializationReport(beta, sigma, [path for path in paths.values() if path not in sigma])
+
+
+def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
+    """Set a layer's constants by what it sees, (tokens, C), and return its size."""
+    x = x.double()
+    sums = reduced(torch.stack([torch.tensor(float(x.numel()), device=x.device).double(), x.sum(), x.square().sum()]))
+    count, mean, square = float(sums[0]), float(sums[1] / sums[0]), float(sums[2] / sums[0])
+    variance = square - mean * mean if layer.center is not None else square
+    if not (count > 0 and variance > 0 and variance < float("inf")):
+        raise DataError(
+            f"what a layer sees must be finite and not all the same, but {path!r} has mean {mean:g} and mean square "
+            f"{square:g} over {int(count)} values: look for an overflow or an empty batch"
+        )
+    for name in layer.constants[1:]:
+        getattr(layer, name).zero_()
+    if layer.center is not None:
+        layer.center.fill_(mean)
+    layer.set_slope_(layer.scale**2 * variance)
+    return float(variance**0.5)
+
+
+def reduced(sums: Tensor) -> Tensor:
+    """Return sums over all ranks of the default process group, where there is one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(sums)
+    return sums

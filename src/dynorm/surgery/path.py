@@ -1,0 +1,200 @@
+"""Moving a model along the path from its norms to point-wise functions, and leaving it at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+from dynorm.errors import ArgumentError, ModelError
+from dynorm.layers import AnnealedNorm
+from dynorm.layers.annealed import check_t
+from dynorm.surgery.plan import dynorm_layers, remember_, replaced_by, swap_
+
+Shape = Literal["linear", "cosine"]
+Order = Literal["together", "last_first", "first_last"]
+
+
+def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
+    """Return the layers of a model that stand on a path, by their first path in the model, in call order.
+
+    Raises:
+        ModelError: there is none.
+    """
+    found = {path: layer for path, layer in dynorm_layers(model).items() if isinstance(layer, AnnealedNorm)}
+    if not found:
+        raise ModelError(
+            "the model must have annealed layers, but has none: call dynorm.convert_(model, sites, to='annealed') first"
+        )
+
+    def order(item: tuple[str, AnnealedNorm]) -> int:
+        replaced = replaced_by(item[1])
+        return 0 if replaced is None else replaced.site.order
+
+    # A loaded model has forgotten the call order; its layers stay in module order, for the sort is stable.
+    return dict(sorted(found.items(), key=order))
+
+
+def set_path_(model: nn.Module, t: float, *, only: str | Iterable[str] | None = None) -> None:
+    """Move the annealed layers of a model to a place on the path, in place.
+
+    Args:
+        model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``; wrapped or compiled is fine.
+        t: 0 is the norm each layer replaced, exactly, 1 the point-wise function.
+        only: globs of the paths to move; None means all.
+
+    Raises:
+        ArgumentError: ``t`` is outside [0, 1], or a glob matches no annealed layer.
+        ModelError: the model has no annealed layer.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> x = torch.randn(4, 8)
+        >>> before = model(x)
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, x), to="annealed")
+        >>> torch.equal(model(x), before)
+        True
+        >>> dynorm.set_path_(model, 0.3)
+        >>> model[1].position
+        0.3
+
+    Reference:
+        Closed form 4: with each token's own constants DyISRU is the norm, with learned ones it needs no statistic.
+    """
+    layers = annealed_layers(model)
+    check_t(t)
+    globs = ["*"] if only is None else [only] if isinstance(only, str) else list(only)
+    for glob in globs:
+        if not any(fnmatchcase(path, glob) for path in layers):
+            raise ArgumentError(
+                f"the glob {glob!r} must match the path of an annealed layer, but matches none of {', '.join(layers)}"
+            )
+    for path, layer in layers.items():
+        if any(fnmatchcase(path, glob) for glob in globs):
+            layer.set_t_(t)
+
+
+def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
+    """Replace annealed layers at the end of the path by plain point-wise ones, in place.
+
+    The new layers hold the very parameters of the old ones, so an optimizer goes on as it was.
+
+    Args:
+        model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``.
+        force: do it wherever on the path the layers are. What was left of the norm is then lost at once: the outputs
+            change by as much as a :func:`set_path_` to 1 would change them.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: the model has no annealed layer, or one is not at t = 1 and ``force`` is not set.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)), to="annealed")
+        >>> dynorm.set_path_(model, 1.0)
+        >>> type(dynorm.finalize_(model)[1]).__name__
+        'DyISRU'
+    """
+    layers = annealed_layers(model)
+    early = {path: layer.position for path, layer in layers.items() if layer.position < 1}
+    if early and not force:
+        path, t = next(iter(early.items()))
+        raise ModelError(
+            f"every layer must be at t = 1 to be finalized, but {len(early)} of {len(layers)} are not ({path!r} is at "
+            f"{t:g}): train on to the end of the path, or pass force=True, which takes what is left of the norms away "
+            "at once and changes the outputs as dynorm.set_path_(model, 1.0) does"
+        )
+    new: dict[nn.Module, nn.Module] = {}
+    for layer in layers.values():
+        end = layer.end()
+        replaced = replaced_by(layer)
+        if replaced is not None:
+            remember_(end, replaced)
+        new[layer] = end
+    swap_(model, new)
+    return model
+
+
+@dataclass(frozen=True)
+class PathSchedule:
+    """Where on the path each layer stands at each step of training.
+
+    Args:
+        start: the last step at t = 0, at which the constants are set; a float is a share of the run.
+        length: how many steps the path takes after it; a float is a share of the run. t = 1 from ``start + length`` on.
+        shape: how t rises: "linear", or "cosine", which begins and ends slowly.
+        order: all layers "together", or one after another, from the last ("last_first") or the first ("first_last").
+
+    Raises:
+        ArgumentError: a number is negative, ``length`` is 0, or a name is unknown.
+
+    Example:
+        >>> schedule = PathSchedule(start=0.6, length=0.3)
+        >>> [round(schedule.at(step, 100), 2) for step in (0, 60, 75, 90, 99)]
+        [0.0, 0.0, 0.5, 1.0, 1.0]
+    """
+
+    start: float = 0.6
+    length: float = 0.3
+    shape: Shape = "linear"
+    order: Order = "together"
+
+    def __post_init__(self) -> None:
+        """Check what does not depend on the run."""
+        numbers = math.isfinite(self.start) and math.isfinite(self.length)
+        if not numbers or self.start < 0 or self.length <= 0:
+            raise ArgumentError(
+                f"start must not be negative and length must be positive, got {self.start!r} and {self.length!r}"
+            )
+        if self.shape not in ("linear", "cosine") or self.order not in ("together", "last_first", "first_last"):
+            raise ArgumentError(
+                "shape must be linear or cosine and order together, last_first or first_last, got "
+                f"{self.shape!r} and {self.order!r}"
+            )
+
+    def steps(self, total: int) -> tuple[int, int]:
+        """Return start and length in steps, for a run of ``total`` steps.
+
+        Raises:
+            ArgumentError: the path would not end within the run, and a step be left to train at t = 1.
+        """
+        start, length = (round(v * total) if isinstance(v, float) else v for v in (self.start, self.length))
+        length = max(length, 1)
+        if start + length >= total:
+            raise ArgumentError(
+                f"the path must end before the run does, but step {start} + {length} steps >= {total}: start "
+                "earlier, take a shorter path, or train longer"
+            )
+        return start, length
+
+    def at(self, step: int, total: int, place: int = 0, places: int = 1) -> float:
+        """Return t at a step (counted from 0) of ``total``, for the layer at ``place`` of ``places`` in call order."""
+        start, length = self.steps(total)
+        progress = (step - start) / length
+        if self.order != "together":
+            turn = place if self.order == "first_last" else places - 1 - place
+            progress = progress * places - turn
+        progress = min(max(progress, 0.0), 1.0)
+        return progress if self.shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * progress)
+
+    def apply_(self, model: nn.Module, step: int, total: int) -> None:
+        """Move the annealed layers of a model to where they stand at a step: the line for a training loop of your own.
+
+        Raises:
+            ArgumentError: the schedule does not fit the run.
+            ModelError: the model has no annealed layer.
+        """
+        layers = list(annealed_layers(model).values())
+        for place, layer in enumerate(layers):
+            layer.set_t_(self.at(step, total, place, len(layers)))
+
+
+def positions(model: nn.Module) -> Mapping[str, float]:
+    """Return t of each annealed layer by its path."""
+    return {path: layer.position for path, layer in annealed_layers(model).items()}

@@ -1,0 +1,214 @@
+"""Layers on a path: exactly the norm at t = 0, without a reduction at t = 1, and smooth in between."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import dynorm
+from dynorm.layers import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
+
+LAYERS = [AnnealedDyISRU, AnnealedDyT, AnnealedDerf, AnnealedLinear]
+KINDS = ["layernorm", "rmsnorm"]
+
+
+def randomized(layer: nn.Module) -> Any:
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.add_(0.3 * torch.rand_like(parameter) if name == "alpha" else 0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def norm_like(layer: AnnealedNorm, affine: bool = True) -> nn.Module:
+    """torch's norm with the layer's weight and bias."""
+    like = {"elementwise_affine": affine, "dtype": torch.float64}
+    if layer.kind == "rmsnorm":
+        norm: nn.Module = nn.RMSNorm(layer.normalized_shape, eps=layer.norm_eps, **like)
+    else:
+        norm = nn.LayerNorm(layer.normalized_shape, eps=layer.norm_eps, **like)
+    with torch.no_grad():
+        for name, parameter in norm.named_parameters():
+            parameter.copy_(layer.get_parameter(name))
+    return norm
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_at_0_it_is_the_norm_with_its_gradients(cls: type[AnnealedNorm], kind: str, affine: bool) -> None:
+    bias = kind == "layernorm"
+    layer = randomized(cls(17, kind=kind, norm_eps=1e-5, elementwise_affine=affine, bias=bias, dtype=torch.float64))
+    norm = norm_like(layer, affine)
+    x = (3 * torch.randn(4, 5, 17, dtype=torch.float64) + 1).requires_grad_()
+    g = torch.randn_like(x)
+    results = []
+    for module in (layer, norm):
+        y = module(x)
+        shared = [p for name, p in module.named_parameters() if name in ("weight", "bias")]
+        results.append([y, *torch.autograd.grad(y, [x, *shared], g)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.linalg.norm(ours - theirs) <= 1e-12 * torch.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_1_it_is_its_target(cls: type[AnnealedNorm], kind: str) -> None:
+    layer = randomized(cls(17, kind=kind, center=True, t=1.0))
+    end = layer.end()
+    assert type(end) is layer.target
+    assert all(end.get_parameter(name) is p for name, p in layer.named_parameters())
+    x = torch.randn(3, 17)
+    assert torch.equal(end(x), layer(x))
+    assert end.scale == pytest.approx((17 if kind == "rmsnorm" else 16) ** 0.5)
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_it_is_the_blend_and_smooth(cls: type[AnnealedNorm], kind: str) -> None:
+    layer = randomized(cls(9, kind=kind, center=True, dtype=torch.float64))
+    x = torch.randn(5, 9, dtype=torch.float64)
+
+    def at(t: float) -> Tensor:
+        layer.set_t_(t)
+        return layer(x).detach()
+
+    start, end = at(0.0), at(1.0)
+    for t in (0.125, 0.5, 0.875):
+        torch.testing.assert_close(at(t), (1 - t) * start + t * end, rtol=1e-7, atol=1e-7)
+    # t is held in float32: continuous at both ends to that.
+    torch.testing.assert_close(at(1e-9), start, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(at(1 - 1e-7), end, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize(("kind", "t"), list(itertools.product(KINDS, (0.0, 0.375, 1.0))))
+def test_gradcheck(cls: type[AnnealedNorm], kind: str, t: float) -> None:
+    layer = randomized(cls(5, kind=kind, center=True, t=t, dtype=torch.float64))
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    inputs = [torch.randn(3, 5, dtype=torch.float64), *(p.detach().clone() for p in layer.parameters())]
+    assert torch.autograd.gradcheck(function, [i.requires_grad_() for i in inputs])
+
+
+# torch.export's own.
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
+@pytest.mark.parametrize("cls", LAYERS)
+def test_the_exported_graph_reduces_nothing_at_1_and_something_before(cls: type[AnnealedNorm]) -> None:
+    layer = randomized(cls(8)).eval()
+
+    def reductions() -> list[str]:
+        program = torch.export.export(layer, (torch.randn(3, 8),)).run_decompositions()
+        names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+        return [name for name in names if any(f"aten.{r}" in name for r in ("sum", "mean", "var", "native_layer_norm"))]
+
+    layer.set_t_(1.0)
+    assert reductions() == []
+    for t in (0.0, 0.5):
+        layer.set_t_(t)
+        assert reductions()
+
+
+def test_compiled_once_for_each_stage() -> None:
+    layer, x = AnnealedDyISRU(8), torch.randn(3, 8)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for t in (0.0, 0.1, 0.2, 0.7, 0.9, 1.0, 0.0, 0.3):
+        layer.set_t_(t)
+        torch.testing.assert_close(compiled(x), layer(x))
+    assert counter.frame_count == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_channels_first_and_several_axes(kind: str) -> None:
+    x = torch.randn(2, 6, 4, 5)
+    first = AnnealedDyISRU(6, kind=kind, dim=1, bias=False)
+    last = AnnealedDyISRU(6, kind=kind, bias=False)
+    both = AnnealedDyISRU((4, 5), kind=kind)
+    for t in (0.0, 0.5, 1.0):
+        for layer in (first, last, both):
+            layer.set_t_(t)
+        torch.testing.assert_close(first(x), last(x.movedim(1, -1)).movedim(-1, 1))
+        assert both(x).shape == x.shape
+    both.set_t_(0.0)
+    flat = x.flatten(-2)
+    expected = (
+        nn.functional.layer_norm(flat, (20,)) if kind == "layernorm" else nn.functional.rms_norm(flat, (20,), eps=1e-5)
+    )
+    torch.testing.assert_close(both(x).flatten(-2), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_precision_is_rounded_once(dtype: torch.dtype, kind: str) -> None:
+    layer = AnnealedDyISRU(64, kind=kind, dtype=dtype)
+    exact = copy.deepcopy(layer).double()
+    x = (3 * torch.randn(50, 64)).to(dtype)
+    for t in (0.0, 0.3, 1.0):
+        layer.set_t_(t)
+        exact.set_t_(t)
+        y = layer(x)
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), exact(x.double()), rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.5, 1.0])
+def test_empty_and_not_finite(t: float) -> None:
+    layer = AnnealedDyISRU(4, t=t)
+    assert layer(torch.empty(0, 4)).shape == (0, 4)
+    y = layer(torch.tensor([[1.0, torch.nan, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]]))
+    assert y[0, 1].isnan()
+    assert y[1].isfinite().all()
+
+
+def test_every_constant_has_a_gradient_in_training_wherever_it_stands() -> None:
+    layer = AnnealedDerf(4, center=True)
+    for t in (0.0, 0.5, 1.0):
+        layer.set_t_(t)
+        layer.zero_grad()
+        layer(torch.randn(3, 4)).sum().backward()
+        assert all(p.grad is not None for p in layer.parameters())
+        if t == 0:
+            assert all(not p.grad.any() for p in layer.constant_parameters())
+
+
+def test_t_is_saved_loaded_copied_and_kept_in_every_dtype() -> None:
+    layer = AnnealedDyISRU(4)
+    layer.set_t_(0.3)
+    other = AnnealedDyISRU(4)
+    other.load_state_dict(layer.state_dict())
+    assert other.position == pytest.approx(0.3)
+    assert other._stage == 1
+    assert copy.deepcopy(layer).position == 0.3
+    assert AnnealedDyISRU(**layer.config()).position == 0.3
+    for moved in (layer.bfloat16(), layer.half(), layer.double()):
+        assert moved.t.dtype == torch.float32
+        assert moved.t.item() == pytest.approx(0.3)
+    other.load_state_dict(AnnealedDyISRU(4, t=1.0).state_dict())
+    assert other._stage == 2
+    meta = AnnealedDyISRU(4, t=0.25, device="meta")
+    assert meta.to_empty(device="cpu").t.item() == 0.25
+
+
+def test_bad_arguments() -> None:
+    for t in (-0.1, 1.1, float("nan"), "0.5", None, True):
+        with pytest.raises(dynorm.ArgumentError, match="t must be a number from 0"):
+            AnnealedDyISRU(4).set_t_(t)  # type: ignore[arg-type]
+        with pytest.raises(dynorm.ArgumentError):
+            AnnealedDyISRU(4, t=t)
+    with pytest.raises(dynorm.ArgumentError, match="kind"):
+        AnnealedDyISRU(4, kind="batchnorm")  # type: ignore[arg-type]
+    for eps in (-1.0, float("inf")):
+        with pytest.raises(dynorm.ArgumentError, match="norm_eps"):
+            AnnealedDyISRU(4, norm_eps=eps)
+    with pytest.raises(dynorm.ArgumentError, match="normalized_shape"):
+        AnnealedDyISRU(4)(torch.randn(2, 5))
