@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MINUTES ?= 5
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo test architectures lint docs quality activations clean
+.PHONY: setup demo test architectures lint docs quality paper activations clean
 
 setup: .venv/setup.stamp
 
@@ -42,6 +42,9 @@ lint: setup
 	$(BIN)/mypy
 
 docs: .venv/docs.stamp
+	@mkdir -p build/pages
+	$(BIN)/dynorm prove --brief --out build/pages/proofs.html
+	$(BIN)/dynorm explore --out build/pages/explore.html
 	$(BIN)/sphinx-build --fail-on-warning --keep-going -q -b html docs build/docs
 	@echo "Read build/docs/index.html."
 
@@ -52,6 +55,13 @@ quality: demo
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.picture
+
+# The figures and tables of the paper, for docs/mathematics.md.
+paper: setup
+	$(BIN)/dynorm paper --out build/paper
+	cp build/paper/table.json benchmarks/results/paper.json
+	for n in 1 2 3 4 5; do cp build/paper/fig$$n.png docs/images/paper-fig$$n.png; done
+	$(BIN)/python -m benchmarks.tables
 
 # The paper's claim on real activations, for docs/mathematics.md: three minutes on 2 cores.
 activations: setup

@@ -1,21 +1,23 @@
-"""Write the tables of README.md and docs/quality.md from the committed results: ``python -m benchmarks.tables``."""
+"""Write the tables of README.md and docs/ from the committed results: ``python -m benchmarks.tables``."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- quality: made by python -m benchmarks.tables -->", "<!-- end -->"
+START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
 NAMES = {"dyisru": "DyISRU", "dyt": "DyT (scaled)", "derf": "Derf (scaled)", "linear": "linear (control)"}
 STAGES = ("calibrated", "refined", "distilled")
 
 
-def load() -> dict[str, Any]:
-    """Return the committed results."""
-    document: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "quality.json").read_text("utf-8"))
+def load(name: str) -> dict[str, Any]:
+    """Return the committed results of a name."""
+    document: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
     return document
 
 
@@ -29,8 +31,9 @@ def cell(rows: list[dict[str, Any]]) -> str:
     return f"{mean(cosines):.3f} ± {_half_range(cosines):.3f} / {mean(ranks):.3f} ± {_half_range(ranks):.3f}"
 
 
-def quality_table(document: dict[str, Any]) -> str:
+def quality_table() -> str:
     """One row a layer, one column a stage."""
+    document = load("quality")
     rows = document["rows"]
     lines = [
         "| all 13 norms replaced by | calibrated, no training | constants refined together | "
@@ -45,11 +48,73 @@ def quality_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def with_table(text: str, table: str) -> str:
-    """Put the table between its marks."""
-    before, rest = text.split(START)
-    _, after = rest.split(END, 1)
-    return f"{before}{START}\n{table}\n{END}{after}"
+def paper_table() -> str:
+    """The fits of section 4 beside the paper's printed values."""
+    document = load("paper")
+    printed = document["paper"]
+    lines = ["| function | constant | the paper's | mean absolute residual | the paper's |", "|---|---|---|---|---|"]
+    for name, constant in (("DyT", "alpha"), ("DyISRU", "beta"), ("Derf", "alpha"), ("linear", "slope")):
+        fit, theirs = document["fits"][name], printed.get(name, {"constant": "", "mean_absolute_residual": ""})
+        lines.append(
+            f"| {name} | {constant} = {fit[constant]:.8g} | {theirs['constant']} | "
+            f"{fit['mean_absolute_residual']:.6g} | {theirs['mean_absolute_residual']} |"
+        )
+    form = document["closed_form"]
+    exact = f"m = {form['center']:.5f}, C v = {form['beta']:.8g}"
+    lines.append(f"| closed form, no fit | {exact} | | {form['mean_absolute_residual']:.1e} | |")
+    return "\n".join(lines)
+
+
+def generality() -> str:
+    """What a thousand samples say, in the words of ``dynorm paper``."""
+    verdict: str = load("paper")["generality"]["verdict"]
+    return "\n".join(wrap(verdict, 118, break_on_hyphens=False))
+
+
+def inspection_table() -> str:
+    """Section 4 on two models: one row a norm."""
+    blocks = []
+    for name, report in load("inspection")["models"].items():
+        summary, sites = report["summary"], report["sites"]
+        best = summary["outliers_best"]
+        lines = [
+            f"**{name}**: DyISRU's residual is below DyT's at {summary['holds']} of {summary['sites']} norms; smallest "
+            f"of the three: DyISRU {best['dyisru']}, DyT {best['dyt']}, linear {best['linear']}.",
+            "",
+            "| norm | largest outlier, σ | spread of ln σ | linear | DyT | DyISRU | DyT / DyISRU | spread of ln β |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for site in sites:
+            residuals = site["outliers"]["residuals"]
+            least = min(residuals.values())
+            cells = [
+                f"**{residuals[key]:.3f}**" if residuals[key] == least else f"{residuals[key]:.3f}"
+                for key in ("linear", "dyt", "dyisru")
+            ]
+            lines.append(
+                f"| `{site['path']}` | {site['outlier']:.1f} | {site['sigma_spread']:.2f} | {' | '.join(cells)} | "
+                f"{residuals['dyt'] / residuals['dyisru']:.2f} | {site['outliers']['beta_spread']:.2f} |"
+            )
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"quality": quality_table},
+    "docs/quality.md": {"quality": quality_table},
+    "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
+}
+"""What each page shows between its marks."""
+
+
+def renewed(page: str) -> str:
+    """Return the text of a page with its tables as the results say."""
+    text = (ROOT / page).read_text("utf-8")
+    for name, table in PAGES[page].items():
+        before, rest = text.split(START.format(name=name))
+        _, after = rest.split(END, 1)
+        text = f"{before}{START.format(name=name)}\n{table()}\n{END}{after}"
+    return text
 
 
 def _half_range(values: list[float]) -> float:
@@ -58,10 +123,8 @@ def _half_range(values: list[float]) -> float:
 
 def main() -> None:
     """Renew the tables."""
-    table = quality_table(load())
-    for name in ("README.md", "docs/quality.md"):
-        path = ROOT / name
-        path.write_text(with_table(path.read_text("utf-8"), table), "utf-8")
+    for page in PAGES:
+        (ROOT / page).write_text(renewed(page), "utf-8")
 
 
 if __name__ == "__main__":

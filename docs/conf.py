@@ -17,6 +17,8 @@ autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 exclude_patterns = ["_build"]
+# The proofs and the explorer, which `make docs` writes first.
+html_extra_path = ["../build/pages"]
 
 
 def require_all_documented(app: Sphinx, error: Exception | None) -> None:
