@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import curve_fit  # type: ignore[import-untyped]
-from scipy.special import erf  # type: ignore[import-untyped]
+from scipy.optimize import curve_fit
+from scipy.special import erf
 
 import dynorm
 from dynorm.paper.fits import FAMILIES, Array, Fit, fit_derf, fit_dyisru, fit_dyt, fit_linear, fit_many

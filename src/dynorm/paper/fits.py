@@ -306,7 +306,7 @@ def _copied(values: ArrayLike, at_least: int = 0) -> Array:
 def _find_root() -> Any:
     """Return scipy's search for many roots at once, which only the fits need."""
     try:
-        from scipy.optimize.elementwise import find_root  # type: ignore[import-untyped]
+        from scipy.optimize.elementwise import find_root
     except ImportError as error:
         raise ArgumentError("the fits need scipy 1.15 or newer: pip install 'dynorm[paper]'") from error
     return find_root

@@ -1,0 +1,233 @@
+"""The report as one HTML page that needs no other file: formulas are MathML, which browsers show by themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from dynorm.errors import ArgumentError, StorageError
+from dynorm.files import write_text
+from dynorm.paper.proof.formula import names, parse
+from dynorm.paper.proof.notation import latex
+from dynorm.paper.proof.prose import as_html, mathml
+from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
+from dynorm.paper.proof.statement import Statement
+from dynorm.paper.proof.style import STYLE
+from dynorm.paper.proof.terminal import equations, failure, summary
+
+_RELATIONS = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
+_SOURCES = {"2503.21708": "https://arxiv.org/abs/2503.21708"}
+
+
+def prepare(path: str | os.PathLike[str]) -> None:
+    """Make sure, before the long work, that a page can be made and written there.
+
+    Args:
+        path: The file that :func:`save` is to write; its folder is made.
+
+    Raises:
+        ArgumentError: If latex2mathml is not installed.
+        StorageError: If the folder cannot be made or written to, or the path is a folder.
+
+    Example:
+        >>> prepare(getfixture("tmp_path") / "new" / "proofs.html")
+    """
+    if importlib.util.find_spec("latex2mathml") is None:
+        raise ArgumentError("the page needs latex2mathml, which is not installed: pip install 'dynorm[paper]'")
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(f"{target} is a folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{str(target)!r} cannot be written: {error}; give a path that can be") from error
+
+
+def save(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write a report as one HTML page, whole or not at all.
+
+    Args:
+        report: What :func:`dynorm.paper.proof.prove.prove` returned.
+        path: The file; one that exists is replaced.
+
+    Raises:
+        ArgumentError: If latex2mathml is not installed.
+        StorageError: If the file cannot be written.
+
+    Example:
+        >>> from dynorm.paper.proof.prove import prove
+        >>> save(prove(["note-centering"]), getfixture("tmp_path") / "proofs.html")
+    """
+    prepare(path)
+    write_text(path, render(report))
+
+
+def render(report: Report) -> str:
+    """Return the page as text."""
+    known = [checked.statement.name for checked in report.statements]
+    body = "\n".join((_head(report), *(_section(checked, known) for checked in report.statements), _method()))
+    return _PAGE.format(style=STYLE, body=body)
+
+
+def _head(report: Report) -> str:
+    return (
+        "<header><h1>From LayerNorm to DyISRU, proven</h1>"
+        f'<p class="lead {"" if report.holds else "bad"}">{escape(summary(report))}.</p>'
+        "<p>C is a symbol in every proof; nothing is sampled. Each step is decided by exact algebra; then both of its "
+        "sides are computed from their definitions, by another program, on random tokens of 2, 3, 7 and 100 channels "
+        f"(seed {report.seed}). The functions of dynorm and their automatic derivatives are the third witness. "
+        '<a href="#method">How it is done</a></p></header>'
+        f"{_contents(report)}"
+    )
+
+
+def _contents(report: Report) -> str:
+    rows = "".join(_contents_row(checked) for checked in report.statements)
+    titles = ("Statement", "Equations", "For every C", "Autograd", "50 digits")
+    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
+    return (
+        '<nav aria-label="Contents"><h2>Contents</h2>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Table of statements">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        '<p class="note">Autograd and 50 digits: largest difference found, relative to the larger side or to 1.</p>'
+        "</nav>"
+    )
+
+
+def _contents_row(checked: CheckedStatement) -> str:
+    statement = checked.statement
+    return (
+        f'<tr><th scope="row"><a href="#{statement.name}">{escape(statement.title)}</a></th>'
+        f"<td>{escape(statement.equations)}</td>"
+        f"<td>{_mark(checked.proven)} {'proven' if checked.proven else 'not proven'}</td>"
+        f"<td{'' if checked.autograd_holds else ' class=bad'}>{_power(checked.autograd)}</td>"
+        f"<td{'' if checked.digits_hold else ' class=bad'}>{_power(checked.digits)}</td></tr>"
+    )
+
+
+def _section(checked: CheckedStatement, known: Sequence[str]) -> str:
+    statement = checked.statement
+    about = f"<code>{statement.name}</code> {_source(statement.source)}, {escape(equations(statement))}"
+    steps = "".join(_step(step, known) for step in checked.steps)
+    remarks = "".join(f"<li>{_linked(remark, known)}</li>" for remark in statement.remarks)
+    return (
+        f'<section id="{statement.name}"{" class=misprint" if statement.misprint else ""}>'
+        f"<h2>{_mark(checked.holds)} {escape(statement.title)}</h2>"
+        f'<p class="note">{about}</p><p class="claim">{as_html(statement.claim)}.</p>'
+        f"<p>Assumed: {_linked(statement.assumes, known)}.</p>{_definitions(statement)}"
+        f'<ol class="steps">{steps}</ol>'
+        f"{f'<ul class=remarks>{remarks}</ul>' if remarks else ''}"
+        '<p class="up"><a href="#top">Contents</a></p></section>'
+    )
+
+
+def _linked(sentence: str, known: Sequence[str]) -> str:
+    """Return a sentence as HTML, the names of other statements leading to them."""
+    html = as_html(sentence)
+    return re.sub(rf"\b({'|'.join(known)})\b", r'<a href="#\1">\1</a>', html)
+
+
+def _source(source: str) -> str:
+    text = escape(source)
+    for number, address in _SOURCES.items():
+        text = text.replace(number, f'<a href="{address}">arXiv {number}</a>')
+    return text
+
+
+def _definitions(statement: Statement) -> str:
+    used = _used(statement)
+    if not used:
+        return ""
+    items = "".join(f"<li>{mathml(f'{latex(name)} = {latex(statement.definitions[name])}')}</li>" for name in used)
+    return f'<ul class="definitions" aria-label="Definitions">{items}</ul>'
+
+
+def _used(statement: Statement) -> list[str]:
+    """Return the defined names that the proof uses, itself or through other definitions, in their order."""
+    waiting = [formula for step in statement.steps for formula in (step.left, step.right)]
+    found: set[str] = set()
+    while waiting:
+        for name in names(parse(waiting.pop())) & statement.definitions.keys() - found:
+            found.add(name)
+            waiting.append(statement.definitions[name])
+    return [name for name in statement.definitions if name in found]
+
+
+def _step(checked: CheckedStep, known: Sequence[str]) -> str:
+    step = checked.step
+    tag = f'<span class="tag">({escape(step.tag)})</span>' if step.tag else ""
+    left = "" if step.follows else latex(step.left)
+    formula = mathml(f"{left} {_RELATIONS[step.relation]} {latex(step.right)}", display=True)
+    kind = " class=follows" if step.follows else " class=meant" if step.relation == "=" else ""
+    failed = "" if checked.holds else f'<p class="bad">{escape(failure(checked))}</p>'
+    return (
+        f"<li{kind}>{_mark(checked.holds)}"
+        f'<div class="formula" tabindex="0">{formula}</div>{tag}'
+        f'<p class="reason">{_linked(step.reason, known)}</p>{failed}</li>'
+    )
+
+
+def _mark(holds: bool) -> str:
+    return (
+        '<span class="mark" role="img" aria-label="holds">✓</span>'
+        if holds
+        else '<span class="mark bad" role="img" aria-label="does not hold">✗</span>'
+    )
+
+
+def _power(value: float) -> str:
+    """Return an error as a reader sees it: 3·10⁻⁶⁶."""
+    if value == 0 or not abs(value) < float("inf"):
+        return "0" if value == 0 else "not finite"
+    digits, exponent = f"{value:.0e}".split("e")
+    return f"{digits}·10<sup>{str(int(exponent)).replace('-', '−')}</sup>"
+
+
+def _method() -> str:
+    texts = "".join(f"<p>{as_html(text)}</p>" for text in _texts())
+    return f'<section id="method"><h2>How it is done</h2>{texts}</section>'
+
+
+def _texts() -> Iterator[str]:
+    yield (
+        "Each step is one formula, written once. What is shown here, what the algebra decides and what the numbers "
+        "check is the same tree."
+    )
+    yield (
+        r"Algebra: the statement “What one channel sees of its token” shows that sums over channels can be "
+        r"replaced by $x_i$, C and mean $m_i$ and variance $v_i$ of the other channels, which reach every token: "
+        r"$m_i$ is any number and $v_i \geq 0$ any other. After differentiation, each step is a quotient of "
+        r"polynomials in $x_i - m_i$, $m_i$, $v_i$, $C - 1$ and in roots of quantities that are not negative. Two "
+        "sides are equal when the numerator of their difference, divided by the relations of the roots, is the zero "
+        "polynomial. What sympy cannot bring to that is “not proven”, which counts as a failure."
+    )
+    yield (
+        "Numbers: both sides are evaluated on a random token to 65 digits, sums channel by channel, derivatives "
+        "by central differences at 195 digits; they must agree to 50 digits. No rule of the algebra is used."
+    )
+    yield "A step with ≠ is proven by one exact token that tells both sides apart: so is a misprint shown to be one."
+
+
+_PAGE = """<!doctype html>
+<html lang="en" id="top">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>dynorm: proofs</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,218 @@
+"""All statements, proven and measured, as one report."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dynorm.errors import ArgumentError
+from dynorm.paper.proof import closed_forms, foundations, isru_and_note, misprints, theorems_1_2, theorems_3_4
+from dynorm.paper.proof.statement import Statement, Step
+
+if TYPE_CHECKING:
+    from dynorm.paper.proof.decide import Verdict
+    from dynorm.paper.proof.numbers import Measured
+
+STATEMENTS: tuple[Statement, ...] = (
+    *foundations.STATEMENTS,
+    *theorems_1_2.STATEMENTS,
+    *theorems_3_4.STATEMENTS,
+    *isru_and_note.STATEMENTS,
+    *closed_forms.STATEMENTS,
+    *misprints.STATEMENTS,
+)
+"""All statements, in the order in which they rest on each other."""
+
+
+@dataclass(frozen=True)
+class CheckedStep:
+    """A step, what algebra says of it, and what numbers say of it."""
+
+    step: Step
+    verdict: Verdict
+    measured: Measured
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is proven, and no number contradicts."""
+        return self.verdict.outcome == "proven" and self.measured.holds
+
+
+@dataclass(frozen=True)
+class CheckedStatement:
+    """A statement with its checked steps.
+
+    Args:
+        statement: The statement.
+        steps: Its steps, checked.
+        autograd: Largest relative error against dynorm and automatic differentiation, in float64.
+        autograd_holds: Whether that is rounding.
+        seconds: How long it took.
+    """
+
+    statement: Statement
+    steps: tuple[CheckedStep, ...]
+    autograd: float
+    autograd_holds: bool
+    seconds: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether algebra proves each step."""
+        return all(step.verdict.outcome == "proven" for step in self.steps)
+
+    @property
+    def digits_hold(self) -> bool:
+        """Whether the numbers agree with each step to 50 digits."""
+        return all(step.measured.holds for step in self.steps)
+
+    @property
+    def digits(self) -> float:
+        """Largest relative difference of both sides of an equation, in 50-digit arithmetic."""
+        return max((step.measured.error for step in self.steps if step.measured.error is not None), default=0.0)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is proven, and no number contradicts."""
+        return self.proven and self.digits_hold and self.autograd_holds
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of all statements.
+
+    Args:
+        statements: A row each.
+        seed: Of the random tokens.
+        seconds: How long it took.
+    """
+
+    statements: tuple[CheckedStatement, ...]
+    seed: int
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether every statement holds."""
+        return all(checked.holds for checked in self.statements)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON can hold it; errors that are not finite are None."""
+        rows = [_row(checked) for checked in self.statements]
+        return {"holds": self.holds, "seed": self.seed, "seconds": round(self.seconds, 3), "statements": rows}
+
+
+def prove(
+    only: Sequence[str] = (),
+    *,
+    seed: int = 0,
+    track: Callable[[Iterable[Statement]], Iterable[Statement]] = lambda statements: statements,
+) -> Report:
+    """Prove the statements and confirm them with numbers.
+
+    Args:
+        only: Names or globs of statements; all when empty.
+        seed: Seed of the random tokens.
+        track: Is given the statements to go through, for a progress bar.
+
+    Returns:
+        The report; a statement that fails is a row of it, not an error.
+
+    Raises:
+        ArgumentError: If no statement has such a name, or sympy or mpmath is not installed.
+
+    Example:
+        >>> report = prove(["appendix-b"])
+        >>> report.holds, report.statements[0].digits < 1e-50
+        (True, True)
+    """
+    chosen = choose(only)
+    require_libraries()
+    start = time.perf_counter()
+    checked = tuple(check(statement, seed) for statement in track(chosen))
+    return Report(checked, seed, time.perf_counter() - start)
+
+
+def choose(only: Sequence[str]) -> tuple[Statement, ...]:
+    """Return the statements of the given names or globs.
+
+    Raises:
+        ArgumentError: If a name or glob fits none.
+    """
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(statement.name, pattern) for statement in STATEMENTS):
+            names = ", ".join(statement.name for statement in STATEMENTS)
+            raise ArgumentError(f"no statement is called {pattern!r}: give one of {names}, or a glob")
+    return tuple(s for s in STATEMENTS if not only or any(fnmatch.fnmatchcase(s.name, p) for p in only))
+
+
+def require_libraries() -> None:
+    """Refuse to start where sympy or mpmath is missing.
+
+    Raises:
+        ArgumentError: If one is not installed.
+    """
+    for library in ("sympy", "mpmath"):
+        if importlib.util.find_spec(library) is None:
+            raise ArgumentError(f"proofs need {library}, which is not installed: pip install 'dynorm[paper]'")
+
+
+def check(statement: Statement, seed: int = 0) -> CheckedStatement:
+    """Prove and measure one statement.
+
+    Args:
+        statement: One of :data:`STATEMENTS`, or an altered copy that keeps its name.
+        seed: Seed of the random tokens.
+
+    Returns:
+        The checked statement.
+    """
+    from dynorm.paper.proof import autograd
+    from dynorm.paper.proof.decide import decide
+    from dynorm.paper.proof.numbers import measure, tokens_for
+
+    start = time.perf_counter()
+    tokens = tokens_for(statement, seed)
+    steps = tuple(CheckedStep(s, decide(s, statement, seed), measure(s, tokens)) for s in statement.steps)
+    error = autograd.largest_error(statement.name, seed)
+    return CheckedStatement(statement, steps, error, error < autograd.TOLERANCE, time.perf_counter() - start)
+
+
+def _row(checked: CheckedStatement) -> dict[str, Any]:
+    statement = checked.statement
+    return {
+        "name": statement.name,
+        "title": statement.title,
+        "source": statement.source,
+        "equations": statement.equations,
+        "misprint": statement.misprint,
+        "holds": checked.holds,
+        "proven": checked.proven,
+        "autograd_error": _finite(checked.autograd),
+        "digits_error": _finite(checked.digits),
+        "seconds": round(checked.seconds, 3),
+        "steps": [_step_row(step) for step in checked.steps],
+    }
+
+
+def _step_row(checked: CheckedStep) -> dict[str, Any]:
+    step = checked.step
+    return {
+        "left": step.left,
+        "relation": step.relation,
+        "right": step.right,
+        "equation": step.tag,
+        "reason": step.reason,
+        "outcome": checked.verdict.outcome,
+        "remains": checked.verdict.remains,
+        "numbers_hold": checked.measured.holds,
+        "digits_error": None if checked.measured.error is None else _finite(checked.measured.error),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
