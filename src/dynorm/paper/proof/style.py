@@ -16,7 +16,8 @@ h1 { font-size: 1.9rem; line-height: 1.2; margin: .5rem 0; }
 h2 { font-size: 1.3rem; line-height: 1.3; margin: 0 0 .2rem; }
 p { margin: .5rem 0; }
 a { color: var(--link); }
-math { font-size: 1.08em; font-family: "Latin Modern Math", "STIX Two Math", "Cambria Math", "DejaVu Math TeX Gyre", math; }
+math { font-size: 1.08em;
+  font-family: "Latin Modern Math", "STIX Two Math", "Cambria Math", "DejaVu Math TeX Gyre", math; }
 .claim math, .definitions math { math-style: normal; }
 .lead { font-size: 1.1rem; color: var(--good); font-weight: 600; }
 code { font-size: .95em; background: var(--panel); border: 1px solid var(--line); border-radius: 4px;
