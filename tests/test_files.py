@@ -50,9 +50,14 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
 
 
-@pytest.mark.parametrize("name", ["missing/a.txt", "a\0b", "folder"])
+@pytest.mark.parametrize("name", ["file/a.txt", "a\0b", "folder"])
 def test_what_will_not_be_writable_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
-    require_writable(tmp_path / "new.txt")
+    (tmp_path / "file").write_text("")
     with pytest.raises(dynorm.StorageError, match="can be written"):
         require_writable(tmp_path / name)
+
+
+def test_the_folder_of_what_will_be_written_is_made(tmp_path: Path) -> None:
+    require_writable(tmp_path / "a" / "b" / "c.txt")
+    assert list((tmp_path / "a" / "b").iterdir()) == []

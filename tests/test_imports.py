@@ -31,7 +31,19 @@ ORDER = (
     ("__main__",),
 )
 RANK = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
-OPTIONAL = ["transformers", "matplotlib", "triton", "scipy", "sympy", "onnx", "accelerate", "typer", "rich"]
+OPTIONAL = [
+    "transformers",
+    "matplotlib",
+    "triton",
+    "scipy",
+    "sympy",
+    "mpmath",
+    "latex2mathml",
+    "onnx",
+    "accelerate",
+    "typer",
+    "rich",
+]
 
 
 def imported(source: str, module: tuple[str, ...], *, is_package: bool = False) -> set[tuple[str, ...]]:

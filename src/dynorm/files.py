@@ -60,29 +60,31 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse before the work a file that could not be written after it.
+    """Make the folder of a file, and refuse before the work what could not be written after it.
 
     Args:
-        path: the file; it need not exist, its folder must.
+        path: the file; neither it nor its folder need exist.
 
     Raises:
-        StorageError: it is a folder, or its folder is missing or cannot be written to.
+        StorageError: it is a folder, or its folder cannot be made or written to.
 
     Example:
-        >>> require_writable(getfixture("tmp_path") / "a.txt")
+        >>> require_writable(getfixture("tmp_path") / "new" / "a.txt")
     """
     target = Path(path)
-    what = None
-    if "\0" in str(target):
-        what = "holds a null byte"
-    elif target.is_dir():
-        what = "is a folder"
-    elif not target.parent.is_dir():
-        what = f"has no folder {str(target.parent)!r} to go into"
-    elif not os.access(target.parent, os.W_OK):
-        what = f"goes into {str(target.parent)!r}, which cannot be written to"
-    if what is not None:
-        raise StorageError(f"the output must be a file that can be written, but {str(target)!r} {what}")
+    try:
+        if "\0" in str(target):
+            raise ValueError("embedded null byte")
+        if target.is_dir():
+            raise IsADirectoryError(f"{target} is a directory")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Tried, not asked: to root every folder looks writable, also on a read-only file system.
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"the output must be a file that can be written, but {str(target)!r} cannot be written: {error}"
+        ) from error
 
 
 def _umask() -> int:

@@ -39,6 +39,6 @@ def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
     done = CliRunner().invoke(app, words)
     assert "On outliers DyISRU" in done.stdout
-    done = CliRunner().invoke(app, [*words, "--html", str(tmp_path / "missing" / "page.html")])
+    done = CliRunner().invoke(app, [*words, "--html", str(texts / "page.html")])
     assert isinstance(done.exception, dynorm.StorageError)
     assert "Example: dynorm inspect" in CliRunner().invoke(app, ["inspect", "--help"]).output

@@ -103,7 +103,7 @@ def test_exit_statuses(tmp_path: Path) -> None:
     assert bad.stderr.startswith("dynorm: sigma must be positive")
     unwritable = dynorm_paper("--out", "file", cwd=tmp_path)
     assert (unwritable.returncode, unwritable.stdout) == (1, "")
-    assert "'file' cannot be made" in unwritable.stderr
+    assert "'file/table.json' cannot be written" in unwritable.stderr
     assert len(unwritable.stderr.splitlines()) == 1
 
 
@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run("--out", str(tmp_path / "file" / "sub"))
     assert isinstance(result.exception, dynorm.StorageError)
-    assert "cannot be made" in str(result.exception)
+    assert "cannot be written" in str(result.exception)
 
 
 def test_the_outliers_csv_agrees_with_the_document(reproduction: Reproduction) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dynorm.cli._app import app
-from dynorm.errors import ArgumentError, StorageError
+from dynorm.errors import ArgumentError
 from dynorm.files import require_writable, write_bytes, write_text
 
 if TYPE_CHECKING:
@@ -87,10 +87,6 @@ def _prepare(out: Path, tables: list[str], figures: list[str]) -> None:
     """Make the folder, and refuse before the work what could not be written after it."""
     from dynorm.paper.figures import FORMATS
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"the folder {str(out)!r} cannot be made: {error}; give another with --out") from error
     for file in [*tables, *(f"{name}.{format}" for name in figures for format in FORMATS)]:
         require_writable(out / file)
 

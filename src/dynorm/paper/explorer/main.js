@@ -36,6 +36,10 @@ class Explorer {
     const watcher = new ResizeObserver(() => this.mark());
     for (const plot of this.plots) watcher.observe(plot.host);
     addEventListener("hashchange", () => this.follow(location.hash));
+    addEventListener("click", (event) => {
+      // The settings, written a moment later, would take the place of the equation in the address.
+      if (event.target.closest("a[href^='#']")) clearTimeout(this.saving);
+    });
     byId("reset").addEventListener("click", () => this.reset());
     byId("zoom").addEventListener("change", (event) => this.choose("view", event.target.checked ? "sample" : "all"));
     for (const box of this.boxes) {

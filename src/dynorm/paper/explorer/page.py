@@ -8,8 +8,7 @@ from pathlib import Path
 from string import Template
 
 from dynorm import __version__
-from dynorm.errors import StorageError
-from dynorm.files import write_text
+from dynorm.files import require_writable, write_text
 
 __all__ = ["build_page", "save_page"]
 
@@ -78,11 +77,7 @@ def save_page(path: str | os.PathLike[str]) -> Path:
         'explore.html'
     """
     target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    # ValueError is what a path with a null byte gives.
-    except (OSError, ValueError) as error:
-        raise StorageError(f"the folder of {str(target)!r} cannot be made: {error}; give a path that can be") from error
+    require_writable(target)
     write_text(target, build_page())
     return target.resolve()
 

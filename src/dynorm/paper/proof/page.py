@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 
-from dynorm.errors import ArgumentError, StorageError
-from dynorm.files import write_text
+from dynorm.errors import ArgumentError
+from dynorm.files import require_writable, write_text
 from dynorm.paper.proof.formula import names, parse
 from dynorm.paper.proof.notation import latex
 from dynorm.paper.proof.prose import as_html, mathml
@@ -39,15 +37,7 @@ def prepare(path: str | os.PathLike[str]) -> None:
     """
     if importlib.util.find_spec("latex2mathml") is None:
         raise ArgumentError("the page needs latex2mathml, which is not installed: pip install 'dynorm[paper]'")
-    target = Path(path)
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(f"{target} is a folder")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{str(target)!r} cannot be written: {error}; give a path that can be") from error
+    require_writable(path)
 
 
 def save(report: Report, path: str | os.PathLike[str]) -> None:
