@@ -337,7 +337,7 @@ def test_a_later_site_that_fails_leaves_the_earlier_ones_alone() -> None:
 def test_an_unknown_layer_a_glob_without_match_and_a_filter_that_leaves_nothing() -> None:
     model = mlp()
     sites = dynorm.find_norms(model, torch.randn(5, C))
-    fails(model, sites, ArgumentError, "must be one of dyisru, dyt, derf, linear, got 'tanh'", to="tanh")
+    fails(model, sites, ArgumentError, "must be one of dyisru, dyt, derf, linear, annealed, .*, got 'tanh'", to="tanh")
     fails(model, sites, ArgumentError, r"the glob 'encoder\.\*' must match", only="encoder.*")
     fails(model, sites, ArgumentError, "the glob 'x' must match", skip=["1", "x"])
     fails(model, sites, ModelError, "the filter left none", filter_fn=lambda site: False)

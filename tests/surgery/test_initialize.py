@@ -30,7 +30,7 @@ def test_the_slope_at_0_is_one_over_sigma(cls: Any) -> None:
             zero = torch.zeros(1, layer.channels, requires_grad=True)
             (slope,) = torch.autograd.grad(layer(zero).sum(), zero)
             torch.testing.assert_close(slope, torch.ones_like(slope) / sigma, rtol=1e-4, atol=0)
-        h = layer(h)
+        h = layer(h).detach()
     assert list(report.beta) == ["1", "4"]
     assert report.sigma["4"] == pytest.approx(float(sigma), rel=1e-5)
     assert report.beta["4"] == pytest.approx(25 * float(sigma) ** 2, rel=1e-4)
