@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MINUTES ?= 5
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo test architectures lint docs quality paper activations clean
+.PHONY: setup demo test architectures lint docs quality paper activations study clean
 
 setup: .venv/setup.stamp
 
@@ -67,6 +67,11 @@ paper: setup
 activations: setup
 	$(BIN)/python -m benchmarks.activations
 	$(BIN)/python -m benchmarks.tables
+
+# Training from scratch, for docs/study.md: about 22 core hours, stopped and gone on with as one likes.
+study: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.sweep
+	$(BIN)/python -m studies.report
 
 clean:
 	rm -rf build .venv

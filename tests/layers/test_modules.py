@@ -383,3 +383,14 @@ def test_constants_that_scale_x_learn_in_proportion_to_their_size() -> None:
     assert found[layers[1].alpha] == pytest.approx(1e-4)
     assert found[layers[0].log_beta] == pytest.approx(1e-2)
     assert len(found) == sum(1 for layer in layers for _ in layer.parameters())
+
+
+def test_a_resumed_run_finds_the_groups_it_was_saved_with() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), DyT(4, alpha_init=0.5), Derf(4, alpha_init=0.5), DyISRU(4))
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
+    saved = optimizer.state_dict()
+    with torch.no_grad():
+        model[1].alpha.fill_(0.1)
+        model[2].alpha.fill_(0.7)
+    torch.optim.AdamW(param_groups(model, lr=1e-3)).load_state_dict(saved)
+    assert len(saved["param_groups"]) == len(param_groups(nn.Sequential(*model), lr=1.0))

@@ -24,6 +24,7 @@ def param_groups(
 
     Returns:
         Groups for a ``torch.optim`` optimizer; parameters that need no gradient are left out, and so are empty groups.
+        Which groups there are does not depend on the values of the parameters.
 
     Raises:
         ArgumentError: a rate or the decay is negative.
@@ -46,7 +47,11 @@ def param_groups(
         {"params": [p for p in trained if p in matrices], "lr": lr, "weight_decay": weight_decay},
         {"params": [p for p in trained if p not in matrices and p not in rates], "lr": lr, "weight_decay": 0.0},
     ]
-    for rate in dict.fromkeys(rates.values()):
-        same = [p for p in trained if rates.get(p) == rate]
+    # A constant whose rate moves with its size stands alone: however the sizes have changed, a run that goes on from a
+    # checkpoint finds the groups that it was saved with.
+    alone = {getattr(layer, name) for layer in layers for name in layer.relative_constants}
+    for rate in dict.fromkeys(rates[p] for p in rates if p not in alone):
+        same = [p for p in trained if p not in alone and rates.get(p) == rate]
         groups.append({"params": same, "lr": base * rate, "weight_decay": 0.0})
+    groups += [{"params": [p], "lr": base * rates[p], "weight_decay": 0.0} for p in trained if p in alone]
     return [group for group in groups if group["params"]]

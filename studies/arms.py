@@ -1,0 +1,71 @@
+"""The arms of the study: what stands where a transformer has its norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dynorm.errors import ArgumentError
+
+Start = Literal["published", "batch", "path"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train a model.
+
+    Args:
+        name: what the command line calls it.
+        words: what it is.
+        norm: the norm it trains with, or that is replaced: "layernorm", "rmsnorm", or "own", the model's.
+        layer: the name that ``dynorm.convert_`` knows, or None for a norm throughout.
+        start: where the constants come from: "published", the papers' defaults (slope 0.5 for all sites, no scale);
+            "batch", closed form 5 on the first batch, scale sqrt(C); "path", the activations where the path begins.
+        embedding_scaled: whether a learned factor, sqrt(C) at first, follows the embedding (language models only).
+    """
+
+    name: str
+    words: str
+    norm: Literal["layernorm", "rmsnorm", "own"] = "own"
+    layer: str | None = None
+    start: Start | None = None
+    embedding_scaled: bool = False
+
+    @property
+    def annealed(self) -> bool:
+        """Whether it begins with the norm and ends without."""
+        return self.start == "path"
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is point-wise from the first step."""
+        return self.layer is not None and not self.annealed
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("layernorm", "LayerNorm", norm="layernorm"),
+        Arm("rmsnorm", "RMSNorm", norm="rmsnorm"),
+        Arm("dyt_published", "DyT as published", layer="dyt", start="published", embedding_scaled=True),
+        Arm("dyisru_published", "DyISRU as published", layer="dyisru", start="published"),
+        Arm("dyt", "scaled DyT", layer="dyt", start="batch"),
+        Arm("derf", "scaled Derf", layer="derf", start="batch"),
+        Arm("dyisru", "DyISRU", layer="dyisru", start="batch"),
+        Arm("linear", "linear (control)", layer="linear", start="batch"),
+        Arm("dyisru_annealed", "norm, then DyISRU (annealed)", layer="annealed", start="path"),
+        Arm("dyt_annealed", "norm, then scaled DyT (annealed)", layer="annealed_dyt", start="path"),
+        Arm("linear_annealed", "norm, then linear (annealed control)", layer="annealed_linear", start="path"),
+    )
+}
+
+
+def arm_of(name: str) -> Arm:
+    """Return the arm of a name.
+
+    Raises:
+        ArgumentError: no arm has that name.
+    """
+    if name not in ARMS:
+        raise ArgumentError(f"the arm must be one of {', '.join(ARMS)}, got {name!r}")
+    return ARMS[name]

@@ -1,0 +1,148 @@
+"""The model of a run, with the arm's layers in place and their constants set."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dynorm
+from dynorm.surgery.plan import dynorm_layers, swap_
+from studies.arms import Arm
+from studies.data import Data, draw_batch
+from studies.settings import Settings
+from studies.sizes import Size
+
+# DyT's and DyISRU's published start: slope 0.5 at 0 for every site, which is b = 1 / 0.5^2.
+PUBLISHED_BETA = 4.0
+
+
+def build(settings: Settings, data: Data) -> nn.Module:
+    """Return a fresh model with the arm's layers; the same for the same settings."""
+    from transformers import set_seed
+
+    set_seed(settings.seed)
+    model = _plain(settings)
+    install_(model, settings, data)
+    return model
+
+
+def install_(model: nn.Module, settings: Settings, data: Data) -> None:
+    """Put the arm's layers where the model has its norms, and set their constants."""
+    arm = settings.arm_spec
+    batch = inputs_of(draw_batch(data, settings.size_spec.batch))
+    # Two items show the norms as well as all.
+    sites = dynorm.find_norms(model, **{key: value[:2] for key, value in batch.items()})
+    if arm.layer is None:
+        _replace_norms_(model, sites, arm.norm)
+        return
+    # An RMSNorm knows no centre; a path from LayerNorm goes from the token's mean to a learned one.
+    center = settings.center
+    if center is None:
+        center = arm.annealed and all(site.kind == "layernorm" for site in sites)
+    dynorm.convert_(model, sites, to=arm.layer, per_channel=settings.per_channel, center=center)
+    if arm.embedding_scaled and settings.task == "text":
+        _scale_embedding_(model)
+    _start_(model, arm, batch)
+
+
+def remeasure_(model: nn.Module, settings: Settings, data: Data, draw: int) -> None:
+    """Set the constants anew by closed form 5, from another batch."""
+    device = next(model.parameters()).device
+    batch = inputs_of(draw_batch(data, settings.size_spec.batch, draw))
+    dynorm.init_from_batch_(model, {key: value.to(device) for key, value in batch.items()})
+
+
+def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a batch without its targets."""
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def constants(model: nn.Module) -> dict[str, float]:
+    """Return each point-wise layer's constant as DyISRU's beta (the median of the channels'), by its path."""
+    return {path: float(layer.beta().detach().median()) for path, layer in dynorm_layers(model).items()}
+
+
+def _start_(model: nn.Module, arm: Arm, batch: dict[str, Any]) -> None:
+    layers = dynorm_layers(model).values()
+    if arm.start == "published":
+        for layer in layers:
+            layer.scale = 1.0
+            layer.set_slope_(PUBLISHED_BETA)
+    elif arm.start == "batch":
+        for layer in layers:
+            layer.scale = math.sqrt(layer.channels)
+        dynorm.init_from_batch_(model, batch)
+
+
+def _replace_norms_(model: nn.Module, sites: list[dynorm.NormSite], norm: str) -> None:
+    """Change LayerNorm into RMSNorm or the other way round, where the model has not the one that is wanted."""
+    kinds: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+    new = {
+        model.get_submodule(site.path): kinds[norm](site.normalized_shape, eps=site.eps)
+        for site in sites
+        if site.kind != norm
+    }
+    swap_(model, new)
+
+
+def _scale_embedding_(model: nn.Module) -> None:
+    """Multiply what enters the first block by a learned factor, sqrt(C) at first, as DyT's language models do."""
+    # GPT-2 adds two embeddings, and a dropout of 0 follows; Llama has nothing between its one and the first block.
+    last = model.get_submodule("transformer.drop" if hasattr(model, "transformer") else "model.embed_tokens")
+    channels = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    last.register_parameter("factor", nn.Parameter(torch.full((1,), math.sqrt(channels))))
+    last.register_forward_hook(_times_factor)
+
+
+def _times_factor(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    factor: Tensor = module.get_parameter("factor")
+    return output * factor
+
+
+def _plain(settings: Settings) -> nn.Module:
+    make = {"gpt2": _gpt2, "llama": _llama, "vit": _vit}[str(settings.model)]
+    return make(settings.size_spec)
+
+
+def _gpt2(size: Size) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # The same function as GPT-2's own gelu_new, in one kernel: a tenth of a step less on a CPU.
+    model: nn.Module = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=256, n_embd=size.channels, n_layer=size.layers, n_head=size.heads, n_positions=size.context,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+            activation_function="gelu_pytorch_tanh",
+        )
+    )  # fmt: skip
+    return model
+
+
+def _llama(size: Size) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model: nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=size.channels, intermediate_size=8 * math.ceil(size.channels / 3),
+            num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.heads,
+            max_position_embeddings=size.context, bos_token_id=0, eos_token_id=0, tie_word_embeddings=True,
+            use_cache=False,
+        )
+    )  # fmt: skip
+    return model
+
+
+def _vit(size: Size) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    model: nn.Module = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=size.channels, num_hidden_layers=size.layers, num_attention_heads=size.heads,
+            intermediate_size=4 * size.channels, image_size=8, patch_size=2, num_channels=1, num_labels=10,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+    return model

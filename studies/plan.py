@@ -1,0 +1,216 @@
+"""The plan of the study: which runs are wanted, in order of priority, given what is known so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from studies.arms import ARMS
+from studies.runs import Record
+from studies.settings import Settings
+from studies.sizes import size_of, weights
+
+NORM_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+DIRECT_RATES = (1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+LONG_DIRECT_RATES = (1e-4, 3e-4, 6e-4, 1e-3)
+# Beyond these a sweep is not extended, wherever its best is.
+LOWEST, HIGHEST = 2.5e-5, 6.4e-2
+CORE = ("layernorm", "dyisru", "dyt", "dyisru_annealed")
+ALL = (*CORE, "dyt_published", "linear_annealed", "linear", "derf", "rmsnorm", "dyisru_published", "dyt_annealed")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sweeps over the learning rate with seed 0, one an arm, and more seeds at the best of each.
+
+    Args:
+        key: its mark in the page.
+        title: what the report calls it.
+        arms: in order of priority.
+        steps: optimizer steps.
+        norm_rates: the rates of arms that begin with a norm.
+        direct_rates: the rates of arms that are point-wise from the first step.
+        seeds: further seeds at the best rate.
+        extend: whether a sweep goes on by a factor of 2 where its best is at its edge.
+        fixed: other settings, the same for all.
+        variants: settings of each arm's variants; the default is the arm as it is.
+    """
+
+    key: str
+    title: str
+    arms: tuple[str, ...] = ALL
+    steps: int = 600
+    norm_rates: tuple[float, ...] = NORM_RATES
+    direct_rates: tuple[float, ...] = DIRECT_RATES
+    seeds: tuple[int, ...] = ()
+    extend: bool = True
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+
+    def sweeps(self) -> Iterator[list[Settings]]:
+        """Give the runs of each arm and variant with seed 0, rates rising."""
+        for arm in self.arms:
+            rates = self.direct_rates if ARMS[arm].direct else self.norm_rates
+            for variant in self.variants:
+                yield [Settings(arm, lr, steps=self.steps, **{**self.fixed, **variant}) for lr in rates]
+
+
+SMALL = Part("small", "600 steps", seeds=(1, 2))
+LONG = Part(
+    "long",
+    "3,000 steps",
+    (*CORE, "dyt_published"),
+    steps=3000,
+    norm_rates=(4e-3, 8e-3),
+    direct_rates=LONG_DIRECT_RATES,
+)
+RECIPES = Part(
+    "recipes",
+    "Variants of direct DyISRU, 600 steps",
+    ("dyisru",),
+    direct_rates=(5e-4, 1e-3, 2e-3, 4e-3),
+    extend=False,
+    variants=(
+        {"constants_rate": 10.0},
+        {"constants_rate": 30.0},
+        {"per_channel": True},
+        {"center": True},
+        {"warmup_constants": True},
+    ),
+)
+PATHS = Part(
+    "paths",
+    "Variants of the path, 600 steps",
+    ("dyisru_annealed",),
+    norm_rates=(4e-3, 8e-3),
+    extend=False,
+    variants=({"path_order": "last_first"}, {"path_order": "first_last"}, {"path_shape": "cosine"}),
+)
+DIGITS = Part(
+    "digits",
+    "Digits",
+    norm_rates=(1e-3, 2e-3, 4e-3, 8e-3),
+    direct_rates=(5e-4, 1e-3, 2e-3, 4e-3),
+    seeds=(1, 2),
+    fixed={"task": "digits"},
+)
+MEDIUM = Part(
+    "medium",
+    "About 10 M parameters, 600 steps",
+    CORE,
+    norm_rates=(2e-3, 4e-3),
+    direct_rates=(2.5e-4, 5e-4),
+    extend=False,
+    fixed={"size": "medium"},
+)
+LLAMA = Part(
+    "llama",
+    "Llama, 600 steps",
+    ("rmsnorm", "dyisru", "dyt", "dyisru_annealed"),
+    norm_rates=(2e-3, 4e-3, 8e-3),
+    direct_rates=(5e-4, 1e-3, 2e-3),
+    fixed={"model": "llama"},
+)
+PLAN = (SMALL, LONG, RECIPES, PATHS, DIGITS, MEDIUM, LLAMA)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run of the plan.
+
+    Args:
+        settings: of the run.
+        part: the part's title.
+        certain: whether it may start; a further seed waits for the best rate, and stands here with a guessed one.
+    """
+
+    settings: Settings
+    part: str
+    certain: bool = True
+
+
+def planned(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> list[Planned]:
+    """Return all runs of the plan, those that are done too, in order of priority.
+
+    Args:
+        results: what is known, by the run's name.
+        plan: the parts.
+    """
+    found: list[Planned] = []
+    for part in plan:
+        sweeps = [extended(sweep, results) if part.extend else sweep for sweep in part.sweeps()]
+        found += [Planned(settings, part.title) for sweep in sweeps for settings in sweep]
+        for sweep in sweeps:
+            chosen = best(sweep, results)
+            done = all(settings.name in results for settings in sweep)
+            # Where all runs diverged there is nothing to repeat.
+            if chosen is not None or not done:
+                like = chosen if done and chosen is not None else sweep[len(sweep) // 2]
+                found += [Planned(_again(like, seed), part.title, certain=done) for seed in part.seeds]
+    return found
+
+
+def missing(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> list[Planned]:
+    """Return the runs of the plan that are not done, in order of priority."""
+    return [run for run in planned(results, plan) if run.settings.name not in results]
+
+
+def extended(sweep: list[Settings], results: Mapping[str, Record]) -> list[Settings]:
+    """Return a sweep with the rate beyond its edge, as long as the best run stands there."""
+    while all(settings.name in results for settings in sweep):
+        chosen = best(sweep, results)
+        if chosen is sweep[0] and chosen.lr / 2 >= LOWEST:
+            sweep = [_at(chosen, chosen.lr / 2), *sweep]
+        elif chosen is sweep[-1] and chosen.lr * 2 <= HIGHEST:
+            sweep = [*sweep, _at(chosen, chosen.lr * 2)]
+        else:
+            break
+    return sweep
+
+
+def best(sweep: list[Settings], results: Mapping[str, Record]) -> Settings | None:
+    """Return the run of a sweep with the lowest held-out loss, of those that are done and did not diverge."""
+    done = [(results[s.name]["loss"], s) for s in sweep if s.name in results and results[s.name]["loss"] is not None]
+    return min(done, key=lambda item: item[0])[1] if done else None
+
+
+def seconds(settings: Settings, results: Mapping[str, Record]) -> float | None:
+    """Estimate how long a run takes, from the time of those that are done; None where there is none.
+
+    The runs of the same arm, model and size are asked first, then those of the same model and size, then all of the
+    same task, by weights times tokens.
+    """
+    done = [(Settings(**record["settings"]), record) for record in results.values()]
+    same = [(s, r) for s, r in done if (s.task, s.model, s.size, s.device) == _kind(settings)]
+    own = [r for s, r in same if s.arm == settings.arm]
+    if chosen := own or [r for _, r in same]:
+        return float(settings.steps * median(_step(r) for r in chosen))
+    alike = [(s, r) for s, r in done if (s.task, s.device) == (settings.task, settings.device)]
+    if not alike:
+        return None
+    pace: float = median(_step(record) / _work(s) for s, record in alike)
+    return settings.steps * _work(settings) * pace
+
+
+def _step(record: Record) -> float:
+    """Seconds a step with all that comes with it: measuring, logging, checkpoints."""
+    return float(record["wall_seconds"]) / max(1, int(record["steps_taken"]))
+
+
+def _kind(settings: Settings) -> tuple[str, str | None, str, str]:
+    return settings.task, settings.model, settings.size, settings.device
+
+
+def _work(settings: Settings) -> float:
+    size = size_of(settings.task, settings.size)
+    return float(weights(size) * size.batch * size.context)
+
+
+def _at(settings: Settings, lr: float) -> Settings:
+    return Settings(**settings.to_dict() | {"lr": float(f"{lr:.6g}")})
+
+
+def _again(settings: Settings, seed: int) -> Settings:
+    return Settings(**settings.to_dict() | {"seed": seed})

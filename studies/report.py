@@ -1,0 +1,105 @@
+"""The page of the study from its runs: ``python -m studies.report`` writes study.json, the pictures and the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dynorm.errors import DataError
+from dynorm.files import require_writable, write_bytes, write_text
+from studies.plan import LONG, PLAN, SMALL, Part
+from studies.runs import ROOT, RUNS, dumps, read_all, read_log
+from studies.summary import summarize
+from studies.tables import NOT_YET, answers, left, table
+from studies.train import main
+
+STUDY = ROOT / "studies" / "results" / "study.json"
+PAGE = ROOT / "docs" / "study.md"
+IMAGES = ROOT / "docs" / "images"
+CAPTIONS = {
+    "study-rates": "Held-out loss of each arm over its learning rate, seed 0. A triangle at the top lies above the "
+    "panel, or diverged.",
+    "study-curves": "Held-out loss over the steps, each arm at its best rate, seed 0.",
+    "study-constants": "The constant of every norm's site as it moved, at the arm's best rate, seed 0; the first site "
+    "is dark, the last light.",
+}
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def command(
+    runs: Annotated[Path, typer.Option(help="Folder of results and logs.")] = RUNS,
+    study: Annotated[Path, typer.Option(help="The summary to write.")] = STUDY,
+    page: Annotated[Path, typer.Option(help="The page whose marked parts are written anew.")] = PAGE,
+    images: Annotated[Path, typer.Option(help="Folder of the pictures.")] = IMAGES,
+) -> None:
+    """Write the summary, the pictures, and the marked parts of the page.
+
+    Example: python -m studies.report
+    """
+    from studies.pictures import draw
+
+    text = page.read_text("utf-8") if page.exists() else ""
+    for file in (study, page, images / "study-rates.png"):
+        require_writable(file)
+    found = summarize(read_all(runs))
+    renewed = with_parts(text, found)
+    pictures = draw(found, partial(read_log, out=runs))
+    for name, picture in pictures.items():
+        write_bytes(images / f"{name}.png", picture)
+    write_text(study, dumps(found, indent=1) + "\n")
+    write_text(page, renewed)
+    typer.echo(f"{sum(group['runs'] for group in found['groups'].values())} runs: {study}, {page}")
+
+
+def with_parts(text: str, study: Mapping[str, Any]) -> str:
+    """Return the page with its marked parts written anew.
+
+    Args:
+        text: the page.
+        study: what ``studies.summary.summarize`` returned.
+
+    Raises:
+        DataError: the page lacks a mark.
+    """
+    for key, part in parts(study).items():
+        start, end = f"<!-- study {key}: made by python -m studies.report -->", "<!-- end -->"
+        before, found, rest = text.partition(start)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise DataError(f"the page must have the marks {start} and {end}, but one is missing: put it back")
+        text = f"{before}{start}\n{part}\n{end}{after}"
+    return text
+
+
+def parts(study: Mapping[str, Any]) -> dict[str, str]:
+    """Return the generated parts of the page by their mark."""
+    found = {"answers": answers(study)}
+    found |= {part.key: table(part, study) for part in PLAN}
+    drawn = has_runs(study, SMALL) or has_runs(study, LONG)
+    for name, caption in CAPTIONS.items():
+        there = drawn and (name != "study-constants" or has_constants(study))
+        image = f"![{caption}](images/{name}.png)\n\n{caption}"
+        found[name.removeprefix("study-")] = image if there else f"{NOT_YET.capitalize()}."
+    found["left"] = left(study)
+    return found
+
+
+def has_runs(study: Mapping[str, Any], part: Part) -> bool:
+    """Whether a part has a run that can be drawn."""
+    groups = (study["groups"].get(sweep[0].group) for sweep in part.sweeps())
+    return any(group is not None and group["best_lr"] is not None for group in groups)
+
+
+def has_constants(study: Mapping[str, Any]) -> bool:
+    """Whether an arm with constants has a run that can be drawn."""
+    names = (sweep[0].group for part in (SMALL, LONG) for sweep in part.sweeps() if sweep[0].arm_spec.layer)
+    return any((study["groups"].get(name) or {"best_lr": None})["best_lr"] is not None for name in names)
+
+
+if __name__ == "__main__":
+    main(app, "studies.report")

@@ -1,0 +1,164 @@
+"""Everything that makes a run what it is, and the name that says so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dynorm.errors import ArgumentError
+from studies.arms import Arm, arm_of
+from studies.sizes import MODELS, Size, size_of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run.
+
+    Args:
+        arm: a name of ``studies.arms.ARMS``.
+        lr: the highest learning rate.
+        steps: optimizer steps.
+        seed: of the first weights and the order of the data; the split is always the same.
+        task: "text" (bytes of the standard library) or "digits".
+        model: "gpt2" or "llama" for text, "vit" for digits; None takes the first.
+        size: "tiny", "small", "medium" or "large".
+        warmup: steps of linear warm-up; afterwards the rate falls to a tenth as a cosine.
+        constants_rate: the rate of the constants (log b, alpha, shift, centre) over that of the other weights.
+        per_channel: a constant a channel instead of one a site.
+        center: whether a centre is learned; by default only by annealed arms that begin with LayerNorm.
+        warmup_constants: set the constants anew from a batch at ten steps during the warm-up, as at the start.
+        path_start: where the path begins, as a share of the steps.
+        path_length: how long it is, as a share of the steps.
+        path_shape: "linear" or "cosine".
+        path_order: "together", "last_first" or "first_last".
+        device: "cpu" or "cuda".
+        bf16: compute in bfloat16 (autocast).
+
+    Raises:
+        ArgumentError: a value is outside its domain, does not apply to the arm, or the schedule does not fit the run.
+    """
+
+    arm: str
+    lr: float
+    steps: int = 600
+    seed: int = 0
+    task: str = "text"
+    model: str | None = None
+    size: str = "small"
+    warmup: int = 100
+    constants_rate: float = 1.0
+    per_channel: bool = False
+    center: bool | None = None
+    warmup_constants: bool = False
+    path_start: float = 0.6
+    path_length: float = 0.3
+    path_shape: str = "linear"
+    path_order: str = "together"
+    device: str = "cpu"
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run, before anything is built."""
+        self._check_numbers()
+        if self.task not in MODELS:
+            raise ArgumentError(f"the task must be one of {', '.join(MODELS)}, got {self.task!r}")
+        if self.model is None:
+            object.__setattr__(self, "model", MODELS[self.task][0])
+        if self.model not in MODELS[self.task]:
+            raise ArgumentError(
+                f"the model must be one of {', '.join(MODELS[self.task])} for {self.task}, got {self.model!r}"
+            )
+        if self.device not in ("cpu", "cuda"):
+            raise ArgumentError(f"the device must be cpu or cuda, got {self.device!r}")
+        size_of(self.task, self.size)
+        self._check_variant()
+
+    @property
+    def arm_spec(self) -> Arm:
+        """The arm."""
+        return arm_of(self.arm)
+
+    @property
+    def size_spec(self) -> Size:
+        """The size."""
+        return size_of(self.task, self.size)
+
+    @property
+    def variant(self) -> str:
+        """The arm with the options that differ from its defaults, as the run's name has it."""
+        parts = [self.arm]
+        if self.constants_rate != 1:
+            parts.append(f"rate{self.constants_rate:g}")
+        if self.per_channel:
+            parts.append("channel")
+        if self.center is not None:
+            parts.append("center" if self.center else "nocenter")
+        if self.warmup_constants:
+            parts.append("warm")
+        if (self.path_start, self.path_length) != PATH[:2]:
+            parts.append(f"path{self.path_start:g}+{self.path_length:g}")
+        parts += [value for value in (self.path_shape, self.path_order) if value not in PATH]
+        return "-".join(parts)
+
+    @property
+    def group(self) -> str:
+        """What runs share that differ in learning rate and seed only."""
+        parts = [self.task, str(self.model), self.size, f"{self.steps}", self.variant]
+        parts += [f"warmup{self.warmup}"] if self.warmup != 100 else []
+        parts += [self.device] if self.device != "cpu" else []
+        parts += ["bf16"] if self.bf16 else []
+        return "-".join(parts)
+
+    @property
+    def name(self) -> str:
+        """The run's name: the same for the same settings only."""
+        return f"{self.group}-lr{self.lr:g}-seed{self.seed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values that JSON knows."""
+        return asdict(self)
+
+    def _check_numbers(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ArgumentError(f"the learning rate must be positive and finite, got {self.lr!r}")
+        if float(f"{self.lr:g}") != self.lr:
+            raise ArgumentError(f"the learning rate must have at most six digits, for the run's name, got {self.lr!r}")
+        if self.steps < 1:
+            raise ArgumentError(f"steps must be at least 1, got {self.steps}")
+        if not 0 <= self.warmup < self.steps:
+            raise ArgumentError(
+                f"the warm-up must end before the run does, got {self.warmup} of {self.steps} steps: train longer, or "
+                "give a shorter --warmup"
+            )
+        if not (math.isfinite(self.constants_rate) and self.constants_rate > 0):
+            raise ArgumentError(f"the constants' rate must be positive and finite, got {self.constants_rate!r}")
+        if not 0 <= self.seed < 2**32:
+            raise ArgumentError(f"the seed must be from 0 to 2^32 - 1, got {self.seed}")
+
+    def _check_variant(self) -> None:
+        arm = self.arm_spec
+        if arm.layer is None and (
+            self.constants_rate != 1 or self.per_channel or self.center is not None or self.warmup_constants
+        ):
+            raise ArgumentError(f"{arm.name} has no constants: leave their options out")
+        if self.warmup_constants and arm.start != "batch":
+            raise ArgumentError(f"{arm.name} does not set its constants from a batch: leave --warmup-constants out")
+        path = (self.path_start, self.path_length, self.path_shape, self.path_order)
+        if not arm.annealed:
+            if path != PATH:
+                raise ArgumentError(f"{arm.name} has no path: leave its options out")
+            return
+        if self.path_shape not in ("linear", "cosine"):
+            raise ArgumentError(f"the path's shape must be linear or cosine, got {self.path_shape!r}")
+        if self.path_order not in ("together", "last_first", "first_last"):
+            raise ArgumentError(f"the path's order must be together, last_first or first_last, got {self.path_order!r}")
+        start, length = round(self.path_start * self.steps), round(self.path_length * self.steps)
+        if start < 1 or length < 1 or start + length >= self.steps:
+            raise ArgumentError(
+                "the path must begin after the first step and end before the last, but it starts at "
+                f"{self.path_start:g} and takes {self.path_length:g} of {self.steps} steps: change these, or train on"
+            )
+
+
+PATH = (0.6, 0.3, "linear", "together")

@@ -1,0 +1,159 @@
+"""What the runs say: per arm the best rate, mean and spread there, the width of the good range, the cost of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import mean, median, stdev
+from typing import Any
+
+from studies.arms import ARMS
+from studies.plan import PLAN, Part, best, missing
+from studies.runs import Record
+from studies.settings import Settings
+
+# A rate is good when it costs no more than this, in nats, over the arm's best.
+GOOD = 0.05
+Runs = list[tuple[Settings, Record]]
+
+
+def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> dict[str, Any]:
+    """Return the study as plain values: a summary of each group of runs, and how many runs are left.
+
+    Args:
+        results: the runs by name.
+        plan: the parts.
+    """
+    groups: dict[str, Runs] = {}
+    for record in results.values():
+        settings = Settings(**record["settings"])
+        groups.setdefault(settings.group, []).append((settings, record))
+    found = {name: summary(runs) for name, runs in sorted(groups.items())}
+    for name, runs in groups.items():
+        baseline = groups.get(baseline_of(runs[0][0]).group)
+        if baseline is not None and found[name]["best_lr"] is not None:
+            if baseline is not runs:
+                found[name]["against"] = against(_at_best(runs), _at_best(baseline))
+            found[name]["relative_time"] = relative_times(runs, baseline)
+    waiting = [item.part for item in missing(results, plan)]
+    return {
+        "command": "python -m studies.report",
+        "good_within_nats": GOOD,
+        "groups": found,
+        "left": {part.title: waiting.count(part.title) for part in plan},
+    }
+
+
+def summary(runs: Runs) -> dict[str, Any]:
+    """Return what the runs of one group say; they differ in rate and seed only.
+
+    The best rate is that of seed 0, and so is the good range, since the sweep is; mean and half the range are over all
+    seeds at the best rate.
+    """
+    settings = runs[0][0]
+    first = sorted(((s, r) for s, r in runs if s.seed == 0), key=lambda run: run[0].lr)
+    at_best = _at_best(runs)
+    losses = {s.seed: r["loss"] for s, r in at_best}
+    values = [loss for loss in losses.values() if loss is not None]
+    return {
+        **{name: getattr(settings, name) for name in ("task", "model", "size", "steps", "arm", "variant")},
+        "parameters": runs[0][1]["parameters"],
+        "rates": {f"{s.lr:g}": r["loss"] for s, r in first},
+        "runs": len(runs),
+        "diverged": sum(r["diverged"] for _, r in runs),
+        "best_lr": at_best[0][0].lr if at_best else None,
+        "losses": losses,
+        "mean": mean(values) if values else None,
+        "half_range": (max(values) - min(values)) / 2 if values else None,
+        "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
+        **good_range([(s.lr, r["loss"]) for s, r in first]),
+        "seconds_per_step": median(r["seconds_per_step"] for _, r in runs),
+    }
+
+
+def good_range(sweep: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
+    """Return the range of rates about the best within 0.05 nats of it, without a gap, and highest over lowest.
+
+    Args:
+        sweep: rates and losses; a loss of None is a run that diverged.
+
+    Returns:
+        ``good`` (lowest and highest rate), ``width``, and ``open``, the ends where the sweep ended first.
+    """
+    rates = sorted(sweep)
+    done = [loss for _, loss in rates if loss is not None]
+    if not done:
+        return {"good": None, "width": None, "open": []}
+    fits = [loss is not None and loss <= min(done) + GOOD for _, loss in rates]
+    low = high = [loss for _, loss in rates].index(min(done))
+    while low > 0 and fits[low - 1]:
+        low -= 1
+    while high < len(rates) - 1 and fits[high + 1]:
+        high += 1
+    ends = ["low"] * (low == 0) + ["high"] * (high == len(rates) - 1)
+    return {"good": [rates[low][0], rates[high][0]], "width": rates[high][0] / rates[low][0], "open": ends}
+
+
+def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
+    """Return the difference to the baseline over the seeds that both have, each at its own best rate.
+
+    Args:
+        runs: of one group at its best rate.
+        baseline: of another.
+
+    Returns:
+        Mean and half the range in nats, the number of seeds, and the standard error that the choice of held-out blocks
+        leaves in the difference, from seed 0; None where no seed is common.
+    """
+    theirs = {s.seed: r for s, r in baseline if r["loss"] is not None}
+    pairs = {s.seed: (r, theirs[s.seed]) for s, r in runs if s.seed in theirs and r["loss"] is not None}
+    if not pairs:
+        return None
+    values = [mine["loss"] - other["loss"] for mine, other in pairs.values()]
+    mine, other = pairs[min(pairs)]
+    parts = [a - b for a, b in zip(mine["parts"], other["parts"], strict=True)]
+    return {
+        "mean": mean(values),
+        "half_range": (max(values) - min(values)) / 2,
+        "seeds": len(values),
+        "standard_error": stdev(parts) / len(parts) ** 0.5,
+    }
+
+
+def relative_times(runs: Runs, baseline: Runs) -> dict[str, float]:
+    """Return the time of a step over the baseline's, of all steps and of each phase of a path."""
+    unit = median(r["seconds_per_step"] for _, r in baseline)
+    phases = {phase for _, r in runs for phase in r["seconds_per_step_by_phase"]}
+    times = {"all": median(r["seconds_per_step"] for _, r in runs)}
+    for phase in sorted(phases):
+        measured = [r["seconds_per_step_by_phase"].get(phase) for _, r in runs]
+        times[phase] = median(value for value in measured if value is not None)
+    return {name: value / unit for name, value in times.items()}
+
+
+def baseline_of(settings: Settings) -> Settings:
+    """Return the settings that a run is compared with: the model's own norm, everything else equal."""
+    plain = ("center", "per_channel", "constants_rate", "warmup_constants")
+    kept = {name: value for name, value in settings.to_dict().items() if name not in plain and "path" not in name}
+    return Settings(**kept | {"arm": own_norm(settings)})
+
+
+def own_norm(settings: Settings) -> str:
+    """Return the arm that leaves the model as it is."""
+    return "rmsnorm" if settings.model == "llama" else "layernorm"
+
+
+def words(group: Mapping[str, Any]) -> str:
+    """Return the name of a group's arm, with what it varies."""
+    arm = ARMS[group["arm"]]
+    rest = str(group["variant"]).removeprefix(arm.name).removeprefix("-")
+    return arm.words + (f", {rest}" if rest else "")
+
+
+def _at_best(runs: Runs) -> Runs:
+    """The runs of a group at the best rate of its sweep, lowest seed first."""
+    by_name = {s.name: r for s, r in runs}
+    seed = min(s.seed for s, _ in runs)
+    chosen = best([s for s, _ in runs if s.seed == seed], by_name)
+    return (
+        [] if chosen is None else sorted((run for run in runs if run[0].lr == chosen.lr), key=lambda run: run[0].seed)
+    )

@@ -1,0 +1,161 @@
+"""The report: its numbers are those of the runs, its page says what is missing, its pictures show what there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynorm.errors import DataError
+from studies import report
+from studies.pictures import draw
+from studies.plan import PLAN, SMALL
+from studies.report import PAGE, STUDY, parts, with_parts
+from studies.runs import dumps, read_all
+from studies.settings import Settings
+from studies.summary import baseline_of, good_range, summarize
+from studies.tables import rate, table
+from tests.studies.synthetic import EVERYTHING, imagined_log, record, results
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+
+
+def sweep_of(arm: str, *losses: float | None) -> dict[str, dict[str, Any]]:
+    return results(*[(Settings(arm, lr), loss) for lr, loss in zip(RATES, losses, strict=False)])
+
+
+def group_of(study: dict[str, Any], arm: str) -> dict[str, Any]:
+    found: dict[str, Any] = study["groups"][Settings(arm, 1e-3).group]
+    return found
+
+
+def test_best_spread_and_difference() -> None:
+    runs = sweep_of("layernorm", 2.1, 2.0, 1.9, 1.95, None) | sweep_of("dyisru", 1.62, 1.58, 1.7, 2.0, None)
+    runs |= results(*[(Settings("layernorm", 4e-3, seed=seed), loss) for seed, loss in ((1, 1.94), (2, 1.92))])
+    runs |= results(*[(Settings("dyisru", 2e-3, seed=seed), loss) for seed, loss in ((1, 1.60), (2, 1.66))])
+    found = summarize(runs)
+    ours = group_of(found, "dyisru")
+    assert ours["best_lr"] == 2e-3
+    assert ours["losses"] == {0: 1.58, 1: 1.60, 2: 1.66}
+    assert ours["mean"] == pytest.approx((1.58 + 1.60 + 1.66) / 3)
+    assert ours["half_range"] == pytest.approx(0.04)
+    assert (ours["runs"], ours["diverged"]) == (7, 1)
+    assert ours["rates"] == {"0.001": 1.62, "0.002": 1.58, "0.004": 1.7, "0.008": 2.0, "0.016": None}
+    # Seed by seed: -0.32, -0.34, -0.26.
+    assert ours["against"]["mean"] == pytest.approx(-0.92 / 3)
+    assert ours["against"]["half_range"] == pytest.approx(0.04)
+    assert ours["against"]["seeds"] == 3
+    assert ours["against"]["standard_error"] == pytest.approx(0, abs=1e-12)
+    assert "against" not in group_of(found, "layernorm")
+
+
+def test_a_lucky_seed_at_another_rate_does_not_move_the_best() -> None:
+    runs = sweep_of("dyisru", 1.6, 1.5, 1.7) | results((Settings("dyisru", 1e-3, seed=1), 1.0))
+    assert group_of(summarize(runs), "dyisru")["best_lr"] == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("losses", "good", "width", "ends"),
+    [
+        ((2.0, 1.54, 1.5, 1.55, 1.9), (2e-3, 8e-3), 4, []),
+        ((2.0, 1.9, 1.5, 1.9, 2.0), (4e-3, 4e-3), 1, []),
+        ((1.5, 1.52, 1.9, 1.51, 2.0), (1e-3, 2e-3), 2, ["low"]),
+        ((1.51, 1.5, None, 1.5, 1.5), (1e-3, 2e-3), 2, ["low"]),
+        ((None, None, 1.6, 1.52, 1.5), (8e-3, 1.6e-2), 2, ["high"]),
+        ((1.5, 1.5, 1.5, 1.5, 1.5), (1e-3, 1.6e-2), 16, ["low", "high"]),
+    ],
+)
+def test_the_good_range_has_no_gap(
+    losses: tuple[float | None, ...], good: tuple[float, float], width: float, ends: list[str]
+) -> None:
+    found = good_range(zip(RATES, losses, strict=True))
+    assert found["good"] == list(good)
+    assert found["width"] == pytest.approx(width)
+    assert found["open"] == ends
+
+
+def test_an_arm_that_always_diverges_has_no_best() -> None:
+    study = summarize(sweep_of("linear", None, None))
+    found = group_of(study, "linear")
+    assert (found["best_lr"], found["mean"], found["good"], found["diverged"]) == (None, None, None, 2)
+    (row,) = [line for line in table(SMALL, study).splitlines() if line.startswith("| linear (control)")]
+    assert "diverged" in row
+    assert "2 of 2" in row
+
+
+def test_times_are_over_those_of_the_norm() -> None:
+    norm, annealed = Settings("layernorm", 4e-3), Settings("dyisru_annealed", 4e-3)
+    runs = {norm.name: record(norm, 1.9, step=0.2), annealed.name: record(annealed, 1.9, step=0.3)}
+    found = group_of(summarize(runs), "dyisru_annealed")["relative_time"]
+    assert found == pytest.approx({"all": 1.5, "norm": 1.5, "path": 3.0, "pointwise": 1.5})
+
+
+def test_each_run_is_compared_with_its_own_models_norm() -> None:
+    variant = Settings("dyisru", 1e-3, constants_rate=10.0, per_channel=True, center=True, warmup_constants=True)
+    assert baseline_of(variant).group == Settings("layernorm", 1e-3).group
+    assert baseline_of(Settings("dyisru_annealed", 1e-3, path_start=0.5)).group == Settings("layernorm", 1e-3).group
+    assert baseline_of(Settings("dyt", 1e-3, model="llama")).group == Settings("rmsnorm", 1e-3, model="llama").group
+    long = Settings("dyt", 1e-3, steps=3000, size="medium")
+    assert baseline_of(long).group == Settings("layernorm", 1e-3, steps=3000, size="medium").group
+
+
+def test_the_tables_say_what_is_missing() -> None:
+    study = summarize(sweep_of("layernorm", 2.1, 2.0, 1.9))
+    rows = table(SMALL, study).splitlines()
+    assert "| LayerNorm | 4e-3 (3 of 5 rates so far) | 1.900 (1 seed) |" in rows[2]
+    assert sum("not run yet" in row for row in rows) == len(SMALL.arms) - 1
+    assert len({row.count("|") for row in rows}) == 1
+    assert "600 steps: " in parts(study)["left"]
+    assert "All runs" in parts(summarize({}, ()))["left"]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [(1e-3, "1e-3"), (1.6e-2, "1.6e-2"), (1.25e-4, "1.25e-4"), (5e-4, "5e-4")]
+)
+def test_rates_are_short(value: float, written: str) -> None:
+    assert rate(value) == written
+
+
+def test_the_page_keeps_its_prose_and_its_marks() -> None:
+    page = PAGE.read_text("utf-8")
+    renewed = with_parts(page, summarize(EVERYTHING))
+    assert renewed != page
+    assert renewed.count("<!-- study ") == page.count("<!-- study ") == len(parts(summarize({})))
+    assert "## What was run" in renewed
+    assert with_parts(with_parts(renewed, json.loads(dumps(summarize(read_all())))), summarize(EVERYTHING)) == renewed
+
+
+def test_a_mark_that_is_missing_is_named() -> None:
+    with pytest.raises(DataError, match="study answers"):
+        with_parts("no marks", summarize({}))
+
+
+def test_the_committed_page_is_that_of_the_committed_summary() -> None:
+    page = PAGE.read_text("utf-8")
+    assert with_parts(page, json.loads(STUDY.read_text("utf-8"))) == page
+
+
+def test_pictures_are_drawn_of_what_there_is() -> None:
+    assert draw(summarize({}), imagined_log) == {}
+    drawn = draw(summarize(EVERYTHING), imagined_log)
+    assert sorted(drawn) == ["study-constants", "study-curves", "study-rates"]
+    assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in drawn.values())
+    assert drawn == draw(summarize(EVERYTHING), imagined_log)
+    norm = draw(summarize(sweep_of("layernorm", 2.1, 2.0, 1.9)), lambda name: [])
+    assert sorted(norm) == ["study-curves", "study-rates"]
+
+
+def test_the_command_writes_everything(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for name, result in EVERYTHING.items():
+        (tmp_path / "runs" / f"{name}.json").write_text(dumps(result))
+        (tmp_path / "runs" / f"{name}.jsonl").write_text("".join(dumps(line) + "\n" for line in imagined_log(name)))
+    page = tmp_path / "study.md"
+    page.write_text(PAGE.read_text("utf-8"))
+    report.command(tmp_path / "runs", tmp_path / "study.json", page, tmp_path)
+    study = json.loads((tmp_path / "study.json").read_text())
+    assert len(study["groups"]) == sum(1 for part in PLAN[:2] for _ in part.sweeps())
+    assert with_parts(page.read_text(), study) == page.read_text()
+    assert (tmp_path / "study-rates.png").exists()

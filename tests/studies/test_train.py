@@ -1,0 +1,327 @@
+"""Runs of tiny models: every arm learns, files are complete, a killed run ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynorm.errors import ArgumentError, DataError, StorageError
+from dynorm.surgery.plan import dynorm_layers
+from studies.arms import ARMS
+from studies.data import load
+from studies.models import build
+from studies.runs import BusyError, RunFiles, read_all, read_log
+from studies.settings import Settings
+from studies.train import run
+from studies.trainer import StudyTrainer, logged_every, losses
+
+ROOT = Path(__file__).parents[2]
+STEPS = 20
+
+
+def tiny(arm: str, **options: Any) -> Settings:
+    return Settings(arm, **{"lr": 1e-2, "steps": STEPS, "size": "tiny", "warmup": 10} | options)
+
+
+def go(settings: Settings, folder: Path) -> dict[str, Any]:
+    return run(settings, out=folder / "runs", checkpoints=folder / "checkpoints")
+
+
+def timeless(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if "seconds" not in key}
+
+
+@pytest.fixture
+def killed_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Makes a run end as Ctrl-C would end it, at a step; None lets runs be."""
+    original = StudyTrainer.training_step
+
+    def set_(step: int | None) -> None:
+        def training_step(self: StudyTrainer, *args: Any, **kwargs: Any) -> Tensor:
+            if self.state.global_step == step:
+                raise KeyboardInterrupt
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(StudyTrainer, "training_step", training_step)
+
+    return set_
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_learns_and_leaves_its_files(arm: str, tmp_path: Path) -> None:
+    settings = tiny(arm)
+    record = go(settings, tmp_path)
+    assert record == json.loads((tmp_path / "runs" / f"{settings.name}.json").read_text())
+    assert record == read_all(tmp_path / "runs")[settings.name]
+    assert record["settings"] == settings.to_dict()
+    assert not record["diverged"]
+    assert record["steps_taken"] == STEPS
+    # To guess the 256 bytes at random costs log 256.
+    assert record["loss"] < math.log(256) - 1
+    assert sum(record["parts"]) / len(record["parts"]) == pytest.approx(record["loss"], abs=1e-4)
+    assert record["seconds_per_step"] > 0
+    assert bool(record["constants"]) == (ARMS[arm].layer is not None)
+    log = read_log(settings.name, tmp_path / "runs")
+    assert [line["step"] for line in log] == [4, 8, 12, 16, 20]
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert record["best"] == pytest.approx(min(line["held_out"] for line in log if "held_out" in line), rel=1e-5)
+    assert all(len(line.get("beta", [])) == len(record["constants"]) for line in log)
+    assert [line["t"] for line in log if "t" in line][-1:] == ([1.0] if ARMS[arm].annealed else [])
+    assert not RunFiles(settings.name, tmp_path / "runs", tmp_path / "checkpoints").checkpoints.exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"arm": "dyisru_annealed"},
+        {"arm": "dyt", "warmup_constants": True, "per_channel": True},
+        {"arm": "dyt_published", "model": "llama"},
+        {"arm": "linear_annealed", "task": "digits", "path_order": "last_first"},
+    ],
+    ids=lambda options: options["arm"],
+)
+def test_a_killed_run_ends_with_the_same_bits(
+    options: dict[str, Any], tmp_path: Path, killed_at: Callable[[int | None], None]
+) -> None:
+    settings = tiny(**options)
+    whole = go(settings, tmp_path / "whole")
+    # Before the first checkpoint, in the middle of the path, and at the last step.
+    for step in (3, 15, 19):
+        killed_at(step)
+        with pytest.raises(KeyboardInterrupt):
+            go(settings, tmp_path / "killed")
+    killed_at(None)
+    assert timeless(go(settings, tmp_path / "killed")) == timeless(whole)
+    logs = [read_log(settings.name, tmp_path / folder / "runs") for folder in ("whole", "killed")]
+    assert [timeless(line) for line in logs[0]] == [timeless(line) for line in logs[1]]
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(
+    tmp_path: Path, killed_at: Callable[[int | None], None]
+) -> None:
+    settings = tiny("dyisru")
+    whole = go(settings, tmp_path / "whole")
+    killed_at(13)
+    with pytest.raises(KeyboardInterrupt):
+        go(settings, tmp_path / "killed")
+    killed_at(None)
+    files = RunFiles(settings.name, tmp_path / "killed" / "runs", tmp_path / "killed" / "checkpoints")
+    broken = files.checkpoints / "checkpoint-16"
+    broken.mkdir()
+    (broken / "trainer_state.json").write_text('{"global_st')
+    assert files.checkpoint() == files.checkpoints / "checkpoint-8"
+    assert go(settings, tmp_path / "killed")["loss"] == whole["loss"]
+
+
+def test_a_checkpoint_of_another_run_or_model_is_refused(
+    tmp_path: Path, killed_at: Callable[[int | None], None]
+) -> None:
+    settings = tiny("dyisru")
+    killed_at(13)
+    with pytest.raises(KeyboardInterrupt):
+        go(settings, tmp_path)
+    killed_at(None)
+    files = RunFiles(settings.name, tmp_path / "runs", tmp_path / "checkpoints")
+    with pytest.raises(StorageError, match="another's"):
+        files.claim(tiny("dyt"))
+    from safetensors.torch import load_file, save_file
+
+    weights = files.checkpoints / "checkpoint-8" / "model.safetensors"
+    some = dict(list(load_file(weights).items())[1:])
+    save_file(some, weights, metadata={"format": "pt"})
+    with pytest.raises(StorageError, match="1 are missing"):
+        go(settings, tmp_path)
+
+
+def test_a_finished_run_is_not_done_again(tmp_path: Path, killed_at: Callable[[int | None], None]) -> None:
+    settings = tiny("layernorm")
+    record = go(settings, tmp_path)
+    killed_at(0)
+    assert go(settings, tmp_path) == record
+
+
+@pytest.mark.parametrize("arm", ["linear", "dyisru_annealed"])
+def test_a_run_that_diverges_is_stopped_and_says_so(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StudyTrainer.compute_loss
+
+    def compute_loss(self: StudyTrainer, *args: Any, **kwargs: Any) -> Tensor:
+        loss = original(self, *args, **kwargs)
+        return loss * math.nan if self.state.global_step == 6 else loss
+
+    monkeypatch.setattr(StudyTrainer, "compute_loss", compute_loss)
+    record = go(tiny(arm), tmp_path)
+    assert record["diverged"]
+    assert record["loss"] is None
+    assert record["steps_taken"] == 8
+    # JSON knows no NaN.
+    assert read_log(record["name"], tmp_path / "runs")[-1]["loss"] is None
+
+
+def test_a_run_whose_last_measurement_is_lost_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("studies.train._measured", lambda *args: {"loss": math.nan, "parts": [math.nan]})
+    record = go(tiny("layernorm"), tmp_path)
+    assert (record["diverged"], record["loss"]) == (True, None)
+
+
+def test_one_process_a_run(tmp_path: Path) -> None:
+    settings = tiny("layernorm")
+    files = RunFiles(settings.name, tmp_path / "runs", tmp_path / "checkpoints")
+    files.prepare()
+    with files.lock(), pytest.raises(BusyError, match="another runs it"):
+        go(settings, tmp_path)
+    assert go(settings, tmp_path)["loss"] is not None
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, killed_at: Callable[[int | None], None]
+) -> None:
+    (tmp_path / "runs").write_text("a file")
+    killed_at(0)
+    with pytest.raises(StorageError, match="cannot be made"):
+        go(tiny("layernorm"), tmp_path)
+
+
+def test_a_result_that_is_none_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"loss": 1}')
+    with pytest.raises(DataError, match="must be a run's result"):
+        read_all(tmp_path)
+
+
+def test_no_gpu_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArgumentError, match="CUDA"):
+        go(tiny("layernorm", device="cuda"), tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"model": "llama"}, {"task": "digits"}], ids=str)
+@pytest.mark.parametrize("arm", ARMS)
+def test_arms_put_their_layers_everywhere(arm: str, options: dict[str, Any]) -> None:
+    settings = tiny(arm, **options)
+    model = build(settings, load(settings))
+    norms = [m for m in model.modules() if "norm" in type(m).__name__.lower() and not hasattr(m, "_dynorm_layer")]
+    layers = dynorm_layers(model)
+    if ARMS[arm].layer is None:
+        # Two in each of the two blocks, and one at the end.
+        assert len(norms) == 5
+        assert not layers
+        wanted = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[arm]
+        assert all(isinstance(norm, wanted) or options == {"model": "llama"} for norm in norms)
+        return
+    assert not norms
+    assert len(layers) == 5
+    scale = 1.0 if ARMS[arm].start == "published" else 4.0 if ARMS[arm].start == "batch" else None
+    assert all(scale in (None, layer.scale) for layer in layers.values())
+
+
+def test_published_and_measured_starts() -> None:
+    published = dynorm_layers(build(tiny("dyt_published"), load(tiny("dyt_published"))))
+    assert all(float(layer.get_parameter("alpha").detach()) == 0.5 for layer in published.values())
+    betas = {
+        arm: [float(layer.beta().detach()) for layer in dynorm_layers(build(tiny(arm), load(tiny(arm)))).values()]
+        for arm in ("dyisru", "dyt", "derf", "linear")
+    }
+    # The first site sees the same whatever stands there, so all begin with the same slope.
+    assert all(values[0] == pytest.approx(betas["dyisru"][0], rel=1e-5) for values in betas.values())
+    assert all(0 < value < 1 for values in betas.values() for value in values)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_embedding_factor_is_where_dyt_has_it(name: str) -> None:
+    settings = tiny("dyt_published", model=name)
+    model = build(settings, load(settings))
+    factors = [p for path, p in model.named_parameters() if path.endswith("factor")]
+    assert [float(p.detach()) for p in factors] == [4.0]
+    seen: list[Tensor] = []
+    first = next(iter(dynorm_layers(model).values()))
+    first.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    ids = torch.arange(8)[None]
+    model(ids)
+    # The tables themselves, for Llama's hook is on the module.
+    expected = 4.0 * model.get_input_embeddings().weight[ids]  # type: ignore[operator]
+    if name == "gpt2":
+        expected = expected + 4.0 * model.get_parameter("transformer.wpe.weight")[:8]
+    torch.testing.assert_close(seen[0], expected)
+
+
+def test_held_out_files_are_never_seen() -> None:
+    from studies.data import _bytes
+
+    train, held_out = _bytes()
+    assert 0.05 <= len(held_out) / (len(train) + len(held_out)) < 0.08
+    ends = [bytes(part.numpy().tobytes()).split(b"\0")[:-1] for part in (train, held_out)]
+    assert not {file for file in ends[0] if len(file) > 1000} & set(ends[1])
+
+
+def test_losses_are_those_of_each_item() -> None:
+    logits, targets = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    expected = [nn.functional.cross_entropy(logits[i], targets[i]) for i in range(3)]
+    torch.testing.assert_close(losses(logits, targets), torch.stack(expected))
+    torch.testing.assert_close(
+        losses(logits[:, 0], targets[:, 0]).mean(), nn.functional.cross_entropy(logits[:, 0], targets[:, 0])
+    )
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (20, 4), (600, 25), (3000, 25), (30_000, 250)])
+def test_logs_stay_small(steps: int, every: int) -> None:
+    assert logged_every(steps) == every
+    assert steps / every <= 120
+
+
+def test_the_constants_have_their_own_rate(tmp_path: Path) -> None:
+    moved = {}
+    for rate in (1.0, 30.0):
+        record = go(tiny("dyisru", constants_rate=rate), tmp_path)
+        first, *_, last = read_log(record["name"], tmp_path / "runs")
+        moved[rate] = abs(math.log(last["beta"][0] / first["beta"][0]))
+    assert moved[30.0] > 3 * moved[1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        (["--arm", "nothing", "--lr", "1e-3"], 2, "arm must be one of"),
+        (["--arm", "dyisru", "--lr", "1e-2", "--steps", "6", "--warmup", "2", "--size", "tiny", "--json"], 0, ""),
+    ],
+)
+def test_the_command(options: list[str], status: int, says: str, tmp_path: Path) -> None:
+    folders = ["--out", str(tmp_path / "runs"), "--checkpoints", str(tmp_path / "checkpoints")]
+    command = [sys.executable, "-m", "studies.train", *options, *folders]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr
+    if status == 0:
+        assert json.loads(done.stdout)["steps_taken"] == 6
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    settings = tiny("dyisru_annealed")
+    alone = go(settings, tmp_path / "one")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    options = ["--arm", settings.arm, "--lr", "1e-2", "--steps", f"{STEPS}", "--size", "tiny", "--warmup", "10"]
+    folders = ["--out", str(tmp_path / "runs"), "--checkpoints", str(tmp_path / "checkpoints")]
+    command = [*launch, "studies.train", *options, *folders, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    together = json.loads(done.stdout)
+    assert together["processes"] == 2
+    assert together["loss"] == pytest.approx(alone["loss"], abs=1e-4)
+    assert together["constants"] == pytest.approx(alone["constants"], rel=1e-3)
+
+
+def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.TrainingArguments.world_size", 3)
+    with pytest.raises(ArgumentError, match="divide among the processes"):
+        go(tiny("layernorm"), tmp_path)
