@@ -77,6 +77,8 @@ def require_writable(path: str | os.PathLike[str]) -> None:
             raise ValueError("embedded null byte")
         if target.is_dir():
             raise IsADirectoryError(f"{target} is a directory")
+        if target.parent.exists() and not target.parent.is_dir():
+            raise NotADirectoryError(f"{target.parent} is a file, but a folder is needed there")
         target.parent.mkdir(parents=True, exist_ok=True)
         # Tried, not asked: to root every folder looks writable, also on a read-only file system.
         with tempfile.TemporaryFile(dir=target.parent):

@@ -27,6 +27,9 @@ def test_bad_arguments(encoder: Path, texts: Path, tmp_path: Path) -> None:
         inspect_pretrained(encoder, texts=[texts], samples=0)
     with pytest.raises(dynorm.ArgumentError, match="glob"):
         inspect_pretrained(encoder, texts=[texts], samples=16, only=["nothing*"])
+    for device in ("cuda:99", "nothing"):
+        with pytest.raises(dynorm.ArgumentError, match="device must be one that torch can use here"):
+            inspect_pretrained(encoder, texts=[texts], samples=16, device=device)
     with pytest.raises(dynorm.StorageError, match=r"config\.json"):
         inspect_pretrained(tmp_path, texts=[texts], samples=16)
 

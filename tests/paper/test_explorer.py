@@ -585,7 +585,7 @@ class TestLook:
             for ground in ("page", "card"):
                 assert contrast(colours[name], colours[ground]) >= least, (name, ground)
 
-    @pytest.mark.parametrize("width", [320, 390, 768, 1280])
+    @pytest.mark.parametrize("width", [320, 360, 375, 390, 768, 1280])
     def test_nothing_is_wider_than_the_screen(self, width: int, browser: Browser) -> None:
         browser.look(width, 844, "light")
         assert browser.set(channels=99, sigma=6.12345, alpha=0.0123456, derf=0.0123456, beta=98765.4321)

@@ -82,6 +82,7 @@ def test_another_seed_is_another_sample(tmp_path: Path) -> None:
         (["--figure", "fig9"], "a figure must be one of fig1, fig2, fig3, fig4, fig5, got 'fig9'"),
         (["--seed", "2", "--figure", "fig5"], "leave out the seed"),
         (["--channels", "1"], "channels must be at least 3, got 1"),
+        (["--channels", "100000"], "channels must be at most 65,536, got 100,000"),
         (["--channels", "2"], "channels must be at least 3, got 2"),
         (["--sigma", "0"], "sigma must be positive"),
         (["--sigma", "nan"], "sigma must be positive"),
@@ -147,7 +148,7 @@ def test_the_outliers_csv_agrees_with_the_document(reproduction: Reproduction) -
 def test_the_study_csvs_agree_with_the_document(reproduction: Reproduction) -> None:
     assert reproduction.generality is not None
     found, table = document(reproduction)["generality"], rows(generality_csv(reproduction.generality))
-    assert len(table) == (1 + 7 + 8 + 8) * 4
+    assert len(table) == (1 + 7 + 8 + 9) * 4
     first = found["over_mean"][-1]
     (row,) = [
         row for row in table if (row["axis"], row["function"], float(row["mean"])) == ("mean", "DyT", first["mean"])

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import dynorm
 from dynorm import theory
@@ -104,13 +105,14 @@ def test_at_the_end_plain_layers_stand_there_with_the_same_parameters(to: str) -
 
 def test_hooks_and_mode_come_along_to_the_end() -> None:
     model, seen = net().eval(), []
-    model.rms.register_forward_hook(lambda *_: seen.append(1))
+    model.rms.register_forward_hook(lambda *_: seen.append("forward"))
+    model.rms.register_full_backward_hook(lambda *_: seen.append("backward"))
     annealed(model)
     dynorm.set_path_(model, 1)
     dynorm.finalize_(model)
     seen.clear()
-    model(batches()[0])
-    assert seen == [1]
+    model(batches()[0]).sum().backward()
+    assert seen == ["forward", "backward"]
     assert not model.rms.training
 
 
@@ -194,6 +196,16 @@ class TestSchedule:
             PathSchedule(0, 8, order=order).apply_(model, 1, 20)
             assert {path: t for path, t in positions(model).items() if t} == {first: 0.5}
 
+    @pytest.mark.parametrize("order", ["together", "last_first"])
+    def test_three_graphs_serve_the_whole_path(self, order: Any) -> None:
+        torch._dynamo.reset()
+        counter, model, x = CompileCounter(), annealed(net()), batches()[0]
+        compiled, schedule = torch.compile(model, backend=counter, fullgraph=True), PathSchedule(2, 8, order=order)
+        for step in range(14):
+            schedule.apply_(model, step, 14)
+            torch.testing.assert_close(compiled(x), model(x))
+        assert counter.frame_count == 3
+
     def test_bad_schedules(self) -> None:
         for bad in ({"start": -1}, {"length": 0}, {"start": float("nan")}, {"shape": "square"}, {"order": "random"}):
             with pytest.raises(dynorm.ArgumentError):
@@ -231,6 +243,21 @@ class TestStart:
             model(batches()[0])
             start.finish_()
         torch.testing.assert_close(models[0].first.beta(), models[1].first.beta())
+
+    def test_a_compiled_model_is_watched_too(self) -> None:
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        model, eager = annealed(net()), annealed(net())
+        compiled = torch.compile(model, backend=counter)
+        compiled(batches()[0])
+        traced = counter.frame_count
+        for each, run in ((model, compiled), (eager, eager)):
+            start = dynorm.PathStart(each)
+            run(batches()[1])
+            start.finish_()
+        assert torch.equal(model.first.log_beta, eager.first.log_beta)
+        compiled(batches()[2])
+        assert counter.frame_count == traced
 
     def test_padding_is_left_out_and_nothing_is_watched_afterwards(self) -> None:
         x = batches()[0]

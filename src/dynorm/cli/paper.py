@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TABLES = ("table.json", "table.csv")
 STUDY_TABLES = ("generality.csv", "samples.csv")
+# A token of these, times a thousand samples, is a minute of work.
+MOST_CHANNELS = 1 << 16
 
 
 @app.command()
@@ -33,7 +35,7 @@ def paper(
         int | None,
         typer.Option(help="Only the sample with this seed; by default the paper's, 1, and a study over many."),
     ] = None,
-    channels: Annotated[int, typer.Option(help="C, the number of channels, at least 3.")] = 100,
+    channels: Annotated[int, typer.Option(help="C, the number of channels, 3 to 65,536.")] = 100,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the samples.")] = 2.0,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Samples a setting of the study, with the seeds 1, 2, ...; 1000.")
@@ -78,6 +80,8 @@ def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -
             f"channels must be at least 3, got {channels}: LayerNorm of one channel is undefined and of two always "
             "1 and -1, which leaves nothing to fit"
         )
+    if channels > MOST_CHANNELS:
+        raise ArgumentError(f"channels must be at most {MOST_CHANNELS:,}, got {channels:,}: no model has more")
     check_settings(channels, sigma, 0.0, 0 if seed is None else seed)
     if seed is not None and samples is not None:
         raise ArgumentError("samples is for the study over many, but one seed was asked for: leave out one of the two")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import DataError, StorageError
+from dynorm.errors import ArgumentError, DataError, StorageError
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def load_pretrained(folder: str | Path, device: str = "cpu") -> Pretrained:
         The model, as the causal language model that its config names, else as the bare encoder.
 
     Raises:
+        ArgumentError: torch cannot use the device.
         StorageError: the folder does not exist, or holds no model and tokenizer that transformers can read.
 
     Example:
@@ -66,7 +67,15 @@ def load_pretrained(folder: str | Path, device: str = "cpu") -> Pretrained:
         raise StorageError(f"transformers must be able to read the model in {folder}, but: {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return Pretrained(model.eval().to(device), tokenizer, language_model, folder)
+    return Pretrained(_moved(model.eval(), device), tokenizer, language_model, folder)
+
+
+def _moved(model: nn.Module, device: str) -> nn.Module:
+    try:
+        return model.to(device)
+    # What torch raises for a device that it does not know, was not built for, or does not find.
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"device must be one that torch can use here, got {device!r}: {error}") from error
 
 
 def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) -> list[list[int]]:

@@ -86,15 +86,20 @@ class AnnealedNorm(PointwiseNorm):
         """Where on the path the layer stands, as a number; the buffer ``t`` holds the same."""
         return self._position
 
-    def set_t_(self, t: float) -> None:
+    def set_t_(self, t: float, *, blend: bool = False) -> None:
         """Move the layer to a place on the path: 0 is the norm, 1 the point-wise function.
+
+        Args:
+            t: the place.
+            blend: compute both ends even at 0 and 1, so that layers which move one after another all have one graph for
+                ``torch.compile``.
 
         Raises:
             ArgumentError: ``t`` is outside [0, 1].
         """
         self._position = check_t(t)
         # What forward branches on; torch.compile guards it, and there are but three values.
-        self._stage = 0 if t == 0 else 2 if t == 1 else 1
+        self._stage = 1 if blend or 0 < t < 1 else int(2 * t)
         if not self.t.is_meta:
             self.t.fill_(t)
 
@@ -109,14 +114,11 @@ class AnnealedNorm(PointwiseNorm):
         return torch.lerp(self._norm(z), super().pointwise(z), self.t.to(z.dtype)).to(x.dtype)
 
     def end(self) -> PointwiseNorm:
-        """Return the layer at the end of the path, which holds this one's own parameters and hooks."""
+        """Return the layer at the end of the path, which holds this one's own parameters."""
         config = {name: v for name, v in self.config().items() if name not in ("kind", "norm_eps", "t")}
         layer = self.target(**config, device="meta")
         for name, parameter in self._parameters.items():
             layer.register_parameter(name, parameter)
-        for name, value in self.__dict__.items():
-            if name.endswith("_hooks") or name.startswith(("_forward_hooks", "_forward_pre_hooks", "_backward")):
-                setattr(layer, name, value)
         return layer.train(self.training)
 
     def config(self) -> dict[str, Any]:
@@ -130,7 +132,9 @@ class AnnealedNorm(PointwiseNorm):
     def _norm(self, x: Tensor) -> Tensor:
         """The norm: torch's own kernel where it takes these axes and dtypes."""
         trailing = self._dims() == tuple(range(-len(self.normalized_shape), 0))
-        own = all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
+        # Under autocast torch's norms cast as they do it, and so must ours.
+        own = torch.is_autocast_enabled(x.device.type)
+        own = own or all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
         if self.kind == "layernorm":
             if trailing and own:
                 return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.norm_eps)
@@ -157,7 +161,8 @@ class AnnealedNorm(PointwiseNorm):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}t" in state_dict and not self.t.is_meta:
-            self.set_t_(float(self.t))
+            # It is held in float32, of which seven digits are what was set.
+            self.set_t_(round(float(self.t), 7))
 
 
 def check_t(t: float) -> float:

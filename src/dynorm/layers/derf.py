@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from dynorm import functional, theory
+from dynorm import functional, kernels, theory
 from dynorm.errors import ArgumentError
 from dynorm.layers._base import LayerOptions, PointwiseNorm, Shape, check_positive, upcast
 
@@ -69,6 +69,9 @@ class Derf(PointwiseNorm):
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``."""
+        y = self._by_kernel(kernels.DERF, x, shift="shift")
+        if y is not None:
+            return y
         return functional.derf(
             x,
             self.alpha,

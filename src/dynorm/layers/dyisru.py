@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dynorm import functional
+from dynorm import functional, kernels
 from dynorm.layers._base import LogBetaNorm
 
 
@@ -46,6 +46,9 @@ class DyISRU(LogBetaNorm):
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``."""
+        y = self._by_kernel(kernels.DYISRU, x, logarithmic=True)
+        if y is not None:
+            return y
         return functional.dyisru_general(
             x, self.beta(), self.center, self.weight, self.bias, scale=self.scale, dim=self.dim
         )

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from dynorm import functional, theory
+from dynorm import functional, kernels, theory
 from dynorm.layers._base import LayerOptions, PointwiseNorm, Shape, check_positive, upcast
 
 
@@ -57,6 +57,9 @@ class DyT(PointwiseNorm):
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``."""
+        y = self._by_kernel(kernels.DYT, x)
+        if y is not None:
+            return y
         return functional.dyt(x, self.alpha, self.weight, self.bias, center=self.center, scale=self.scale, dim=self.dim)
 
     def beta(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dynorm import functional
+from dynorm import functional, kernels
 from dynorm.layers._base import LogBetaNorm, upcast
 
 
@@ -36,5 +36,8 @@ class LinearControl(LogBetaNorm):
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the map of ``x``."""
+        y = self._by_kernel(kernels.LINEAR, x, logarithmic=True)
+        if y is not None:
+            return y
         slope = self.scale * (-0.5 * upcast(self.log_beta)).exp()
         return functional.linear(x, slope, self.weight, self.bias, center=self.center, dim=self.dim)

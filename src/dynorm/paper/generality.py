@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-MEANS = (-1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+MEANS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """In units of sigma."""
 FUNCTIONS = (*FAMILIES, "linear")
 """What is fitted to every sample."""

@@ -59,19 +59,27 @@ def _axis(name: str, studies: Sequence[Study], place: Callable[[Study], str]) ->
 
 
 def _reach(generality: Generality) -> str:
-    """The settings around the base in which DyT wins no sample."""
-    sigmas = [study.sigma for study in _until_lost(generality.over_sigma)]
+    """The settings around the base in which DyT wins no sample, and whether that is as far as was looked."""
+    if _wins(generality.base) or any(_wins(study) for study in generality.over_channels):
+        return ""
+    sigmas = _until_lost(generality.over_sigma)
     left = _until_lost([study for study in reversed(generality.over_mean) if study.mean <= 0])
     right = _until_lost([study for study in generality.over_mean if study.mean >= 0])
-    if not sigmas or not left or any(_wins(study) for study in generality.over_channels):
+    if not sigmas:
         return ""
-    low, high = (studies[-1].mean / studies[-1].sigma for studies in (left, right))
-    lost = any(_wins(study) for studies in generality.axes.values() for study in studies)
-    return (
-        "So, one thing changed at a time, DyISRU wins every sample as long as a step of the outlier is at least "
-        f"{STEP / sigmas[-1]:.3g} sigma, and as long as the mean is from {low:g} to {high:g} sigma"
-        + (": the claim is one about far outliers of a centred token." if lost else ", as far as was looked.")
-    )
+    step = f"a step of the outlier is at least {STEP / sigmas[-1].sigma:.3g} sigma"
+    if sigmas[-1] is generality.over_sigma[-1]:
+        step = "the steps of the outlier are among those looked at"
+    low = _bound("not below", left, generality.over_mean[0])
+    high = _bound("not above", right, generality.over_mean[-1])
+    ends = " and ".join(end for end in (low, high) if end)
+    mean = f"the mean is {ends}" if ends else "the mean is among those looked at"
+    return f"So, one thing changed at a time, DyISRU wins every sample as long as {step}, and as long as {mean}."
+
+
+def _bound(words: str, kept: Sequence[Study], last: Study) -> str:
+    """The last setting that is not lost, where one beyond it is."""
+    return "" if kept[-1] is last else f"{words} {kept[-1].mean / kept[-1].sigma:g} sigma"
 
 
 def _cause(base: Study) -> str:

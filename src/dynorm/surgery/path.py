@@ -14,6 +14,7 @@ from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.annealed import check_t
 from dynorm.surgery.plan import dynorm_layers, remember_, replaced_by, swap_
+from dynorm.surgery.tokens import HOOK_TABLES
 
 Shape = Literal["linear", "cosine"]
 Order = Literal["together", "last_first", "first_last"]
@@ -113,6 +114,8 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
     new: dict[nn.Module, nn.Module] = {}
     for layer in layers.values():
         end = layer.end()
+        for name in (*HOOK_TABLES, "_is_full_backward_hook"):
+            setattr(end, name, getattr(layer, name))
         replaced = replaced_by(layer)
         if replaced is not None:
             remember_(end, replaced)
@@ -191,8 +194,10 @@ class PathSchedule:
             ModelError: the model has no annealed layer.
         """
         layers = list(annealed_layers(model).values())
+        start, length = self.steps(total)
+        blend = self.order != "together" and start < step < start + length
         for place, layer in enumerate(layers):
-            layer.set_t_(self.at(step, total, place, len(layers)))
+            layer.set_t_(self.at(step, total, place, len(layers)), blend=blend)
 
 
 def positions(model: nn.Module) -> Mapping[str, float]:

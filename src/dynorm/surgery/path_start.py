@@ -45,8 +45,12 @@ class PathStart:
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {layer: path for path, layer in annealed_layers(model).items()}
-        self._sums = {layer: torch.zeros(3, layer.channels, dtype=torch.float64) for layer in self._paths}
+        self._sums = {
+            layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device) for layer in self._paths
+        }
         self._masks: list[Tensor] = []
+        # A graph that was compiled before knows nothing of these hooks; until they are gone the model runs eagerly.
+        self._stance = torch.compiler.set_stance("force_eager")
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._keep_masks, with_kwargs=True, prepend=True),
             *(layer.register_forward_hook(self._add, prepend=True) for layer in self._paths),
@@ -60,6 +64,7 @@ class PathStart:
         """
         for handle in self._handles:
             handle.remove()
+        self._stance.__exit__(None, None, None)
         found = {layer: self._constants(layer, reduced(sums)) for layer, sums in self._sums.items()}
         with torch.no_grad():
             for layer, (log_beta, center) in found.items():
@@ -81,7 +86,7 @@ class PathStart:
             # Where all other channels are the same and there is no eps, no constant is asked for.
             counts = (beta != 0).to(x)
             sums = torch.stack([counts.sum(0), beta.where(beta != 0, 1.0).log().sum(0), (x * counts).sum(0)])
-            self._sums[layer] = self._sums[layer].to(x.device) + sums
+            self._sums[layer] += sums
 
     def _constants(self, layer: AnnealedNorm, sums: Tensor) -> tuple[Tensor, Tensor]:
         if not bool(sums.isfinite().all() and sums[0].min() > 0):

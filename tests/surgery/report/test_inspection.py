@@ -118,7 +118,7 @@ def test_where_all_tokens_are_alike_a_straight_line_is_the_norm() -> None:
     )
     (row,) = report.sites
     assert row.outliers.residuals["linear"] < 1e-3 < row.outliers.residuals["dyisru"]
-    assert not row.sigma_spread > 1e-6
+    assert row.sigma_spread <= 1e-6
     assert report.summary()["outliers_best"] == {"linear": 1, "dyt": 0, "dyisru": 0}
 
 

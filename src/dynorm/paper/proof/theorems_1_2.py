@@ -123,6 +123,8 @@ _INTEGRATION = (
          f"diff(1/(2*{_ROOT}) * log(({_ROOT} + y)/({_ROOT} - y)), y)", "1/(C - 1 - y**2)"),
     Step("An integral of the left hand side over $x$, with the constant $c$.",
          f"diff(F*x + c/(2*{_ROOT}), x)", "F"),
+    Step("Along $x$, with $dy/dx$ of eq. 9, the two differ by a constant alone: $c$ is its name.",
+         f"diff(1/(2*{_ROOT}) * log(({_ROOT} + y)/({_ROOT} - y)), y) * Dy", "diff(F*x, x)"),
     Step("Both are equal; times $2\\sqrt{C-1}$, and exponentiated, the right one gives $Q$.",
          f"exp(2*{_ROOT}*(F*x + c/(2*{_ROOT})))", f"exp(2*{_ROOT}*F*x + c)"),
     Step("And the left one.", f"exp(2*{_ROOT}*(1/(2*{_ROOT}) * log(({_ROOT} + y)/({_ROOT} - y))))",

@@ -47,6 +47,8 @@ _RIGHT = (
 )  # fmt: skip
 
 _COMPARISON = (
+    Step("Along $x_i$ the integrals of both sides move alike, so they differ by a constant alone: $c$ is its name.",
+         "d(1/(C - 1)*(log((x_i - mu)**2)/2))", "d(-(1/(2*(C - 1))*log((C - 1)*y_i**(-2) - 1)))"),
     Step("Eq. 28 equals eq. 29: with $z = |x - \\mu|$ and $c = c^{\\mathrm{RHS}} / c^{\\mathrm{LHS}}$ this sets $c$.",
          "1/(C - 1)*log(z)", "-(1/(2*(C - 1))*log((C - 1)*y**(-2) - 1)) + log(c)/(C - 1)"),
     Step("Times $C - 1$.", "log(z) - log(c)", "-(1/2*log((C - 1)*y**(-2) - 1))"),
