@@ -80,8 +80,8 @@ def inspection_table() -> str:
         lines = [
             f"**{name}**: DyISRU's residual is below DyT's at {summary['holds']} of {summary['sites']} norms; smallest "
             f"of the three: DyISRU {best['dyisru']}, DyT {best['dyt']}, linear {best['linear']}. On all channels "
-            f"DyISRU's error is below DyT's at {summary['core_holds']}; smallest: DyISRU {core['dyisru']}, DyT {core['dyt']}, "
-            f"linear {core['linear']}.",
+            f"DyISRU's error is below DyT's at {summary['core_holds']}; smallest: DyISRU {core['dyisru']}, "
+            f"DyT {core['dyt']}, linear {core['linear']}.",
             "",
             "| norm | largest outlier, σ | spread of ln σ | linear | DyT | DyISRU | linear | DyT | DyISRU |",
             "|---|---|---|---|---|---|---|---|---|",

@@ -1,15 +1,20 @@
 """Sphinx: warnings are errors, and a public name without a page fails the build."""
 
+import re
+from html import escape
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
+from sphinx.writers.html5 import HTML5Translator
 
 import dynorm
 
 project = "dynorm"
 release = dynorm.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"dynorm {release}"
 myst_enable_extensions = ["dollarmath", "deflist"]
@@ -18,6 +23,9 @@ autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 exclude_patterns = ["_build"]
 # The proofs and the explorer, which `make docs` writes first.
+html_static_path = ["static"]
+html_css_files = ["math.css"]
+html_math_renderer = "mathml"
 html_extra_path = ["../build/pages"]
 
 
@@ -34,7 +42,28 @@ def require_all_documented(app: Sphinx, error: Exception | None) -> None:
         raise ExtensionError(f"public names without documentation: {', '.join(missing)}")
 
 
+def inline_math(self: HTML5Translator, node: nodes.math) -> None:
+    """Write a formula as MathML, which browsers show by themselves: the pages load nothing from elsewhere."""
+    self.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def block_math(self: HTML5Translator, node: nodes.math_block) -> None:
+    """Write a formula on its own line, with its equation number at the right."""
+    text = node.astext()
+    tag = re.search(r"\\tag\{(.*?)\}", text)
+    number = f'<span class="tag">({escape(tag.group(1))})</span>' if tag else ""
+    boxed = " boxed" if r"\boxed" in text else ""
+    # Several lines come as an environment of aligned rows.
+    text = re.sub(r"\\(tag|label)\{.*?\}|\\boxed", "", text)
+    if r"\\" in text or "&" in text:
+        text = rf"\begin{{aligned}}{text}\end{{aligned}}"
+    self.body.append(f'<div class="equation{boxed}"><div>{convert(text, display="block")}</div>{number}</div>')
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the check."""
     app.connect("build-finished", require_all_documented)
+    app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     return {"parallel_read_safe": True}
