@@ -7,6 +7,9 @@ import torch
 
 import dynorm
 
+# Importing these takes triton; tests/kernels runs them in its interpreter.
+collect_ignore_glob = ["src/dynorm/kernels/_triton_*.py"]
+
 
 @pytest.fixture(autouse=True)
 def _example_names(doctest_namespace: dict[str, Any]) -> None:

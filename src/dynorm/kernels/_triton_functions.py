@@ -1,0 +1,139 @@
+"""The functions of the family in Triton: DyISRU, tanh, erf and the linear map, with their derivatives.
+
+All are written so that they run on a GPU and in Triton's interpreter, in float32 or float64. ``FUNCTION`` is 0 for
+DyISRU, 1 for DyT, 2 for Derf, 3 for the linear map.
+"""
+
+# Triton's language has Python's syntax, not its types, and its constants are in capitals.
+# mypy: ignore-errors
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def parameter(pointer, channel, inside, PER_CHANNEL: tl.constexpr, COMPUTE: tl.constexpr):
+    """Load a parameter for the channels of a tile, or the one number that all of them share."""
+    # 1 where there is no channel: 0 would be divided by.
+    loaded = tl.load(pointer + channel, inside, other=1.0) if PER_CHANNEL else tl.load(pointer)
+    return loaded.to(COMPUTE)
+
+
+@triton.jit
+def value(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr):
+    """Compute ``f(u)``; ``NARROW`` results have at most 16 bits, for which the fast inverse root will do."""
+    if FUNCTION == 0:
+        d = clamped(u)
+        if NARROW:
+            y = d * tl.rsqrt(constant + d * d)
+        elif u.dtype == tl.float64:
+            y = d / tl.sqrt(constant + d * d)
+        else:
+            y = d * inverse_root(d, constant)
+    elif FUNCTION == 1:
+        y, _ = tanh(constant * u, NARROW)
+    elif FUNCTION == 2:
+        y = tl.erf(constant * u + shift)
+    else:
+        y = constant * u
+    return y
+
+
+@triton.jit
+def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr):
+    """Compute ``f(u)`` and its derivatives by u, by the constant and by the shift."""
+    if FUNCTION == 0:
+        d = clamped(u)
+        square = constant + d * d
+        inverse = 1.0 / tl.sqrt(square) if u.dtype == tl.float64 else tl.rsqrt(square)
+        f = d * inverse
+        # Grouped so that no factor leaves float32's range before the product does.
+        slope = (constant * inverse * inverse) * inverse
+        # The reference clamps x, and so has slope 0 where it does, and at NaN.
+        slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
+        by_constant, by_shift = -0.5 * f * inverse * inverse, 0.0
+    elif FUNCTION == 1:
+        f, steepness = tanh(constant * u, NARROW)
+        slope, by_constant, by_shift = constant * steepness, u * steepness, 0.0
+    elif FUNCTION == 2:
+        z = constant * u + shift
+        f = tl.erf(z)
+        # 2 / sqrt(pi)
+        by_shift = 1.1283791670955126 * tl.exp2(-1.4426950408889634 * (z * z))
+        slope, by_constant = constant * by_shift, u * by_shift
+    else:
+        f, slope, by_constant, by_shift = constant * u, constant, u, 0.0
+    return f, slope, by_constant, by_shift
+
+
+@triton.jit
+def tanh(z, NARROW: tl.constexpr):
+    """Compute tanh and its derivative, both to a few units in the last place, near 0 and near 1."""
+    magnitude = tl.abs(z)
+    # exp2 rather than exp: that is one instruction, where exp takes four.
+    decay = tl.exp2(-2.8853900817779268 * magnitude)
+    if NARROW:
+        root = tl.rsqrt(1.0 + decay)
+        inverse = root * root
+    else:
+        inverse = 1.0 / (1.0 + decay)
+        # A GPU's quotient is off by up to two units: half of one after this step.
+        inverse = tl.fma(inverse, tl.fma(-(1.0 + decay), inverse, 1.0), inverse)
+    far = 1.0 - 2.0 * decay * inverse
+    far = tl.where(z < 0, -far, far)
+    if z.dtype == tl.float64:
+        # (1 - decay) to full precision, after Kahan: what exp rounded away, log gives back.
+        logarithm = tl.log(decay)
+        grown = tl.where(decay == 1.0, 2.0, (decay - 1.0) * 2.0 / tl.where(decay == 1.0, 1.0, logarithm))
+        near = z * grown * inverse
+    else:
+        s = z * z
+        if NARROW:
+            p = -0.3333333333333333 + s * 0.13333333333333333
+        else:
+            # The best polynomial to 0.9: within 1.1e-9 of tanh, a fiftieth of float32's rounding. Beyond, what the
+            # GPU's exp2 lacks in digits no longer reaches the second unit of the result.
+            p = -0.0004554592596832663
+            p = p * s + 0.002582665765658021
+            p = p * s - 0.008264541625976562
+            p = p * s + 0.021663540974259377
+            p = p * s - 0.05392930284142494
+            p = p * s + 0.13332977890968323
+            p = p * s - 0.33333322405815125
+        near = z * (1.0 + s * p)
+    return tl.where(magnitude < (0.1 if NARROW else 0.9), near, far), 4.0 * decay * inverse * inverse
+
+
+@triton.jit
+def inverse_root(d, constant):
+    """Compute ``1 / sqrt(constant + d**2)`` in float32 to half an ulp, so that DyISRU is right to one.
+
+    A step of Newton's from the fast inverse root, with what rounding took from the square put back. This takes half as
+    many instructions as the precise square root and division.
+    """
+    square = tl.fma(d, d, constant)
+    product = d * d
+    virtual = square - constant
+    lost = tl.fma(d, d, -product) + ((constant - (square - virtual)) + (product - virtual))
+    inverse = tl.rsqrt(square)
+    root = square * inverse
+    rest = tl.fma(-root, inverse, 1.0) - inverse * tl.fma(square, inverse, -root) - inverse * (inverse * lost)
+    return tl.fma(0.5 * inverse, rest, inverse)
+
+
+@triton.jit
+def clamped(u):
+    """Keep u where its square is finite; DyISRU is flat beyond, and NaN stays NaN."""
+    if u.dtype == tl.float64:
+        # Triton makes a float64 clamp into an instruction that does not exist.
+        d = tl.where(u > limit(u), limit(u), tl.where(u < -limit(u), -limit(u), u))
+    else:
+        d = tl.clamp(u, -limit(u), limit(u), propagate_nan=tl.PropagateNan.ALL)
+    return d
+
+
+@triton.jit
+def limit(u):
+    """Half the root of the largest number, as in ``functional``: 2**63 in float32, 2**511 in float64."""
+    return tl.full([], 6.703903964971298e153 if u.dtype == tl.float64 else 9.223372036854776e18, u.dtype)

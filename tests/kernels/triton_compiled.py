@@ -1,0 +1,167 @@
+"""The Triton kernels compiled for GPUs that need not be here, which the interpreter is not; run by test_triton.py."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dynorm.kernels import _triton_gemm_kernel, _triton_kernels
+from dynorm.kernels._triton_gemm import TILES, Tile
+
+AMPERE, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
+DYISRU, DYT, DERF, LINEAR = range(4)
+# A size that 16 divides, and one of which nothing is known: they are compiled apart.
+EVEN, ANY = ("i32", 16), ("i32", 1)
+
+
+def compiled(kernel: Any, target: GPUTarget, warps: int = 4, stages: int = 3, **arguments: Any) -> Any:
+    """Compile a kernel for arguments given as (type, what divides it), or as the constant itself."""
+    types, constants, divisors = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if isinstance(value, tuple):
+            types[name] = value[0]
+            if value[1] == 16:
+                divisors[(index,)] = [["tt.divisibility", 16]]
+        else:
+            types[name], constants[(index,)] = "constexpr", value
+    source = ASTSource(kernel, types, constants, divisors)
+    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+
+
+def pointers(dtype: str, **present: bool) -> dict[str, Any]:
+    """The tensors of a kernel: those present of the dtype, the others None."""
+    return {f"{name}_ptr": (f"*{dtype}", 16) if there else None for name, there in present.items()}
+
+
+def constants_of(function: int, per_channel: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("CONSTANTS", "SHIFTS", "CENTERS"), per_channel)
+    parts = pointers("fp32", constant=True, shift=function == DERF, center=per_channel, weight=True)
+    return {"FUNCTION": function, **flags, **parts}
+
+
+def offsets_of(kernel: Any, dtype: str) -> set[str]:
+    """The types of what is added to pointers of ``dtype``, tile by tile."""
+    found = re.findall(rf"tt\.addptr .*: tensor<[^!]*!tt\.ptr<{dtype}>>, tensor<[^>]*?(i\d+)>", kernel.asm["ttir"])
+    assert found
+    return set(found)
+
+
+FAMILY = [
+    (function, dtype, size, last)
+    for function in (DYISRU, DYT, DERF, LINEAR)
+    for dtype, size, last in (("bf16", EVEN, True), ("fp16", ANY, False), ("fp64", EVEN, True))
+] + [(DYISRU, "fp32", ANY, True), (DYT, "fp32", EVEN, False)]
+
+
+@pytest.mark.parametrize(("function", "dtype", "size", "last"), FAMILY)
+def test_forward_compiles_with_64_bit_offsets(function: int, dtype: str, size: tuple[str, int], last: bool) -> None:
+    kernel = compiled(
+        _triton_kernels.forward_kernel,
+        HOPPER,
+        **pointers(dtype, x=True, residual=not last, y=True, sum=not last),
+        **pointers("fp32", bias=True),
+        **constants_of(function, per_channel=not last),
+        **dict.fromkeys(("rows", "columns", "channels"), size),
+        scale=("fp64", 1),
+        CHANNELS_LAST=last,
+        BLOCK_COLUMNS=512,
+        ELEMENTS=1024,
+    )
+    assert offsets_of(kernel, {"fp16": "f16", "fp32": "f32", "fp64": "f64"}.get(dtype, dtype)) >= {"i64"}
+    if dtype == "bf16":
+        assert offsets_of(kernel, "bf16") == {"i64"}
+        assert "ld.global.v4.b32" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(("function", "dtype", "size", "last"), FAMILY)
+def test_backward_compiles_with_64_bit_offsets_and_no_atomics(
+    function: int, dtype: str, size: tuple[str, int], last: bool
+) -> None:
+    kernel = compiled(
+        _triton_kernels.backward_kernel,
+        HOPPER,
+        **pointers(dtype, grad=True, grad_sum=not last, x=True, grad_x=True),
+        **pointers("fp64" if dtype == "fp64" else "fp32", partial=True),
+        **constants_of(function, per_channel=not last),
+        **dict.fromkeys(("outer", "channels"), size),
+        inner=1 if last else size,
+        steps=ANY,
+        all_steps=ANY,
+        scale=("fp64", 1),
+        CHANNELS_LAST=last,
+        BLOCK_ROWS=8,
+        BLOCK_COLUMNS=256,
+    )
+    if dtype in ("bf16", "fp16"):
+        assert offsets_of(kernel, dtype.replace("fp", "f")) == {"i64"}
+    assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_reduction_compiles(dtype: str) -> None:
+    compiled(
+        _triton_kernels.reduce_kernel,
+        AMPERE,
+        **pointers(dtype, partial=True, sums=True),
+        chunks=ANY,
+        channels=ANY,
+        WITH_SHIFT=False,
+        WITH_CENTER=True,
+        WITH_WEIGHT=True,
+        BLOCK_CHUNKS=32,
+        BLOCK_CHANNELS=64,
+    )
+
+
+def product(target: GPUTarget, dtype: str, tile: Tile, descriptors: bool, by_columns: bool) -> Any:
+    m, n, k = tile.rows, tile.columns, tile.depth
+    left = f"tensordesc<{dtype}[{m},{k}]>" if descriptors else f"*{dtype}"
+    right = f"tensordesc<{dtype}[{n if by_columns else k},{k if by_columns else n}]>" if descriptors else left
+    return compiled(
+        _triton_gemm_kernel.gemm_add_kernel,
+        target,
+        tile.warps,
+        tile.stages,
+        a=(left, 1 if descriptors else 16),
+        b=(right, 1 if descriptors else 16),
+        **pointers(dtype, residual=True, y=True, h=True),
+        **pointers("fp32", gemm_bias=True, bias=True),
+        **constants_of(DYISRU, per_channel=True),
+        **dict.fromkeys(("M", "N", "K"), EVEN),
+        a_by_m=EVEN,
+        a_by_k=1,
+        b_by_k=1 if by_columns else EVEN,
+        b_by_n=EVEN if by_columns else 1,
+        scale=("fp32", 1),
+        DESCRIPTORS=descriptors,
+        B_BY_COLUMNS=by_columns,
+        # A wrapper, for this text is no type.
+        PRECISION=triton.language.constexpr("ieee"),
+        BLOCK_M=m,
+        BLOCK_N=n,
+        BLOCK_K=k,
+        GROUP=8,
+        HALVES=tile.halves,
+    )
+
+
+@pytest.mark.parametrize("tile", TILES[2][:5])
+def test_product_uses_hopper_s_tensor_cores_and_copy_engine(tile: Tile) -> None:
+    ptx = product(HOPPER, "bf16", tile, descriptors=True, by_columns=True).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "width", "by_columns"),
+    [(HOPPER, "fp16", 2, False), (AMPERE, "bf16", 2, True), (AMPERE, "fp32", 4, False)],
+)
+def test_product_compiles_with_pointers(target: GPUTarget, dtype: str, width: int, by_columns: bool) -> None:
+    kernel = product(target, dtype, TILES[width][-1], False, by_columns)
+    assert offsets_of(kernel, dtype.replace("fp", "f")) == {"i64"}
