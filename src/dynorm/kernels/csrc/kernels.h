@@ -1,0 +1,233 @@
+// The loops over memory, for one instruction set. A file that includes this one defines DYNORM_SET, the name of the
+// namespace, DYNORM_VECTOR, the vector header, and is compiled with the instruction set's flags. Nothing of the
+// standard library is called here: its inline functions, compiled with these flags, could be linked into other files.
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "half.h"
+#include "types.h"
+
+namespace dynorm {
+namespace DYNORM_SET {
+namespace {
+
+#include DYNORM_VECTOR
+
+inline V magnitude(V a) { return (V)((I)a & 0x7fffffff); }
+inline V with_sign(V a, V sign) { return (V)((I)a | ((I)sign & (I)splat(-0.0f))); }
+
+#include "functions.h"
+
+// What a dtype is computed in: `Float` sixteen, eight or four at a time, `Double` one by one.
+struct Float {
+  using Number = float;
+  using Vector = V;
+  static constexpr std::int64_t lanes = kLanes;
+  static V splat_of(float a) { return splat(a); }
+  static V muladd(V a, V b, V c) { return fma(a, b, c); }
+};
+struct Double {
+  using Number = double;
+  using Vector = double;
+  static constexpr std::int64_t lanes = 1;
+  static double splat_of(double a) { return a; }
+  static double muladd(double a, double b, double c) { return a * b + c; }
+};
+inline double load(const double* p) { return *p; }
+inline void store(double* p, double a) { *p = a; }
+inline void stream(double* p, double a) { *p = a; }
+
+template <class T>
+struct ComputedIn {
+  using Type = Float;
+};
+template <>
+struct ComputedIn<double> {
+  using Type = Double;
+};
+
+// Fewer elements than a vector has, by way of a buffer.
+template <class C, class T>
+inline typename C::Vector load_some(const T* p, std::int64_t n) {
+  T buffer[C::lanes] = {};
+  __builtin_memcpy(buffer, p, n * sizeof(T));
+  return load(buffer);
+}
+template <class C, class T>
+inline void store_some(T* p, std::int64_t n, typename C::Vector a) {
+  T buffer[C::lanes];
+  store(buffer, a);
+  __builtin_memcpy(p, buffer, n * sizeof(T));
+}
+
+// The parameters at place j of the period; what is one number is broadcast once, outside the loop.
+template <class C, int kLayout>
+struct Parameters {
+  using Number = typename C::Number;
+  using Vector = typename C::Vector;
+  const Period& period;
+  Vector constant_ = one(period.constant), shift_ = one(period.shift), center_ = one(period.center);
+  Vector gain_ = one(period.gain), bias_ = one(period.bias), slope_gain_ = one(period.slope_gain);
+
+  static Vector one(const void* p) { return C::splat_of(*(const Number*)p); }
+  static Vector many(const void* p, std::int64_t j) { return load((const Number*)p + j); }
+  Vector constant(std::int64_t j) const { return kLayout == kRows ? many(period.constant, j) : constant_; }
+  Vector shift(std::int64_t j) const { return kLayout == kRows ? many(period.shift, j) : shift_; }
+  Vector center(std::int64_t j) const { return kLayout == kRows ? many(period.center, j) : center_; }
+  Vector gain(std::int64_t j) const { return kLayout == kRun ? gain_ : many(period.gain, j); }
+  Vector bias(std::int64_t j) const { return kLayout == kRun ? bias_ : many(period.bias, j); }
+  Vector slope_gain(std::int64_t j) const { return kLayout == kRun ? slope_gain_ : many(period.slope_gain, j); }
+};
+
+template <int F, class T, int kLayout>
+void forward(const void* x_, void* y_, std::int64_t n, const Period& period, bool streamed) {
+  using C = typename ComputedIn<T>::Type;
+  using Vector = typename C::Vector;
+  const T* x = (const T*)x_;
+  T* y = (T*)y_;
+  const Parameters<C, kLayout> p{period};
+  auto apply = [&](Vector a, std::int64_t j) {
+    Vector f = Of<F>::value(a - p.center(j), p.constant(j), p.shift(j));
+    return C::muladd(f, p.gain(j), p.bias(j));
+  };
+  std::int64_t j = 0;
+  if (streamed) {
+    for (; j + C::lanes <= n; j += C::lanes) stream(y + j, apply(load(x + j), j));
+    fence();
+  } else {
+    for (; j + C::lanes <= n; j += C::lanes) store(y + j, apply(load(x + j), j));
+  }
+  if (j < n) store_some<C>(y + j, n - j, apply(load_some<C>(x + j, n - j), j));
+}
+
+template <class Vector>
+struct Sums {
+  Vector at[kSums];
+};
+
+// One vector of the backward pass: sums grow, the gradient of x is returned.
+template <int F, class C, class Vector>
+__attribute__((always_inline)) inline Vector step(Vector x, Vector grad, Vector constant, Vector shift, Vector center, Vector slope_gain,
+                   Sums<Vector>& sums) {
+  auto d = Of<F>::all(x - center, constant, shift);
+  sums.at[kSumGrad] = sums.at[kSumGrad] + grad;
+  sums.at[kSumValue] = C::muladd(grad, d.f, sums.at[kSumValue]);
+  sums.at[kSumMoment] = C::muladd(grad, d.moment, sums.at[kSumMoment]);
+  sums.at[kSumSlope] = C::muladd(grad, d.slope, sums.at[kSumSlope]);
+  return grad * slope_gain * d.slope;
+}
+
+// The rows of one vector's column: sums are loaded and stored once for all of them. kSome: fewer than a vector.
+template <int F, class T, int kLayout, bool kSome>
+__attribute__((always_inline)) inline void column(const T* x, const T* grad, T* grad_x, std::int64_t rows, std::int64_t stride, std::int64_t j,
+                   std::int64_t n, const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
+                   typename ComputedIn<T>::Type::Number* sums, std::int64_t padded) {
+  using C = typename ComputedIn<T>::Type;
+  using Vector = typename C::Vector;
+  const Vector constant = p.constant(j), shift = p.shift(j), center = p.center(j), slope_gain = p.slope_gain(j);
+  Sums<Vector> column_sums;
+  for (int k = 0; k < kSums; ++k) column_sums.at[k] = sums ? load(sums + k * padded + j) : C::splat_of(0);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t i = row * stride + j;
+    Vector a = kSome ? load_some<C>(x + i, n) : load(x + i), g = kSome ? load_some<C>(grad + i, n) : load(grad + i);
+    Vector result = step<F, C>(a, g, constant, shift, center, slope_gain, column_sums);
+    if (!grad_x) continue;
+    if (kSome) {
+      store_some<C>(grad_x + i, n, result);
+    } else {
+      store(grad_x + i, result);
+    }
+  }
+  for (int k = 0; sums && k < kSums; ++k) store(sums + k * padded + j, column_sums.at[k]);
+}
+
+template <int F, class T, int kLayout>
+void backward_rows(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t stride,
+                   std::int64_t n, const Period& period, void* sums_, std::int64_t padded) {
+  using C = typename ComputedIn<T>::Type;
+  const T *x = (const T*)x_, *grad = (const T*)grad_;
+  T* grad_x = (T*)grad_x_;
+  auto* sums = (typename C::Number*)sums_;
+  const Parameters<C, kLayout> p{period};
+  std::int64_t j = 0;
+  for (; j + C::lanes <= n; j += C::lanes) {
+    column<F, T, kLayout, false>(x, grad, grad_x, rows, stride, j, C::lanes, p, sums, padded);
+  }
+  if (j < n) column<F, T, kLayout, true>(x, grad, grad_x, rows, stride, j, n - j, p, sums, padded);
+}
+
+// Numbers added in float before they go to a double.
+constexpr std::int64_t kRunBlock = 4096;
+
+template <int F, class T>
+void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t n, const Period& period,
+                  double* sums) {
+  using C = typename ComputedIn<T>::Type;
+  using Vector = typename C::Vector;
+  const T *x = (const T*)x_, *grad = (const T*)grad_;
+  T* grad_x = (T*)grad_x_;
+  const Parameters<C, kRun> p{period};
+  for (std::int64_t start = 0; start < n; start += kRunBlock) {
+    const std::int64_t end = start + kRunBlock < n ? start + kRunBlock : n;
+    Sums<Vector> block;
+    for (int k = 0; k < kSums; ++k) block.at[k] = C::splat_of(0);
+    std::int64_t j = start;
+    for (; j + C::lanes <= end; j += C::lanes) {
+      Vector result = step<F, C>(load(x + j), load(grad + j), p.constant_, p.shift_, p.center_, p.slope_gain_, block);
+      if (grad_x) store(grad_x + j, result);
+    }
+    Sums<Vector> last;
+    for (int k = 0; k < kSums; ++k) last.at[k] = C::splat_of(0);
+    if (j < end) {
+      Vector result = step<F, C>(load_some<C>(x + j, end - j), load_some<C>(grad + j, end - j), p.constant_, p.shift_,
+                                 p.center_, p.slope_gain_, last);
+      if (grad_x) store_some<C>(grad_x + j, end - j, result);
+    }
+    for (int k = 0; k < kSums; ++k) {
+      typename C::Number whole[C::lanes], some[C::lanes];
+      store(whole, block.at[k]);
+      store(some, last.at[k]);
+      for (std::int64_t lane = 0; lane < C::lanes; ++lane) {
+        // Lanes beyond the end hold zeros times a slope, which may be NaN: they are left out.
+        sums[k] += whole[lane] + (lane < end - j ? some[lane] : 0);
+      }
+    }
+  }
+}
+
+template <int F, class T>
+void fill(Kernels& table, Dtype dtype) {
+  table.forward[F][dtype][kRun] = forward<F, T, kRun>;
+  table.forward[F][dtype][kRowsOneConstant] = forward<F, T, kRowsOneConstant>;
+  table.forward[F][dtype][kRows] = forward<F, T, kRows>;
+  table.backward_rows[F][dtype][kRowsOneConstant] = backward_rows<F, T, kRowsOneConstant>;
+  table.backward_rows[F][dtype][kRows] = backward_rows<F, T, kRows>;
+  table.backward_run[F][dtype] = backward_run<F, T>;
+}
+
+template <int F>
+void fill_dtypes(Kernels& table) {
+  fill<F, float>(table, kFloat32);
+  fill<F, double>(table, kFloat64);
+  fill<F, Bfloat16>(table, kBfloat16);
+  fill<F, Float16>(table, kFloat16);
+}
+
+Kernels make(const char* name) {
+  Kernels table{};
+  table.name = name;
+  fill_dtypes<kDyisru>(table);
+  fill_dtypes<kDyt>(table);
+  fill_dtypes<kDerf>(table);
+  fill_dtypes<kLinear>(table);
+  fill_dtypes<kDyisruWide>(table);
+  return table;
+}
+
+}  // namespace
+}  // namespace DYNORM_SET
+}  // namespace dynorm

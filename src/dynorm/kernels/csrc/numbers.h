@@ -1,0 +1,62 @@
+// Numbers of any dtype.
+#pragma once
+
+#include <algorithm>
+
+#include "half.h"
+#include "plan.h"
+
+namespace dynorm {
+
+template <class Number, class T, class Convert>
+void convert_all(const Numbers& from, std::int64_t count, Number* to, Convert convert) {
+  const T* values = static_cast<const T*>(from.data);
+  if (!from.per_channel) {
+    std::fill(to, to + count, static_cast<Number>(convert(values[0])));
+    return;
+  }
+  for (std::int64_t c = 0; c < count; ++c) to[c] = static_cast<Number>(convert(values[c]));
+}
+
+// `count` numbers, converted; the one there is again and again, or `otherwise` where there is none.
+template <class Number>
+void read_all(const Numbers& from, std::int64_t count, double otherwise, Number* to) {
+  if (from.data == nullptr) {
+    std::fill(to, to + count, static_cast<Number>(otherwise));
+    return;
+  }
+  switch (from.dtype) {
+    case kFloat64:
+      return convert_all<Number, double>(from, count, to, [](double a) { return a; });
+    case kBfloat16:
+      return convert_all<Number, Bfloat16>(
+          from, count, to, [](Bfloat16 a) { return as_float(static_cast<std::uint32_t>(a.bits) << 16); });
+    case kFloat16:
+      return convert_all<Number, Float16>(from, count, to, [](Float16 a) { return float16_value(a.bits); });
+    default:
+      return convert_all<Number, float>(from, count, to, [](float a) { return a; });
+  }
+}
+
+inline void put(const Numbers& to, std::int64_t i, double value) {
+  const float narrow = static_cast<float>(value);
+  const std::uint32_t bits = as_bits(narrow);
+  switch (to.dtype) {
+    case kFloat64:
+      static_cast<double*>(to.data)[i] = value;
+      return;
+    case kBfloat16:
+      static_cast<Bfloat16*>(to.data)[i].bits = static_cast<std::uint16_t>(
+          value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+      return;
+    case kFloat16:
+      static_cast<Float16*>(to.data)[i].bits = float16_bits(narrow);
+      return;
+    default:
+      static_cast<float*>(to.data)[i] = narrow;
+  }
+}
+
+inline std::int64_t size_of(Dtype dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
+
+}  // namespace dynorm

@@ -1,0 +1,304 @@
+"""The C++ kernels against the definition: every dtype, size, layout and instruction set; accuracy; threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from dynorm.kernels import _cpu
+from dynorm.kernels._dispatch import DERF, DYISRU, DYT, FUNCTIONS, LINEAR, Form, plain
+
+pytestmark = pytest.mark.skipif(not _cpu.available(), reason="the CPU kernels are not built: make setup")
+NUMBERS = range(len(FUNCTIONS))
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+INF, NAN = float("inf"), float("nan")
+SETS = ("cpu-avx512", "cpu-avx2", "cpu-portable")
+Parameters = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def supported() -> list[str]:
+    """The instruction sets of this processor, the best first."""
+    return list(SETS[SETS.index(_cpu.name()) :]) if _cpu.available() else []
+
+
+@pytest.fixture(params=supported())
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    native = _cpu._native()
+    best = native.name()
+    native.choose(request.param)
+    yield request.param
+    native.choose(best)
+
+
+def make(
+    channels: int,
+    dtype: torch.dtype,
+    *,
+    per_channel: bool,
+    everything: bool,
+    parameter_dtype: torch.dtype | None = None,
+) -> Parameters:
+    def randn(size: int) -> Tensor:
+        return torch.randn(size).to(parameter_dtype or dtype)
+
+    constants = channels if per_channel else 1
+    constant = randn(constants).abs() + 0.3
+    if not everything:
+        return constant, None, None, None, None
+    return constant, 0.3 * randn(constants), randn(constants), randn(channels), randn(channels)
+
+
+def compare(form: Form, x: Tensor, parameters: Parameters, tolerance: float) -> None:
+    """Value and all gradients against the definition in float64; outputs begin as NaN, so that none is left out."""
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, *parameters)]
+    want = plain(form, wide[0], tuple(wide[1:]))
+    out = torch.full_like(x, NAN)
+    y = _cpu.forward(
+        form.function, x, *parameters, form.scale, form.channels, form.inner, out, logarithmic=form.logarithmic
+    )
+    assert y is out
+    assert_close(y.double(), want, rtol=tolerance, atol=tolerance)
+    grad = torch.randn(x.shape).to(x.dtype)
+    leaves = [t for t in wide if t is not None]
+    expected = iter(torch.autograd.grad(want, leaves, grad.double(), materialize_grads=True))
+    found = _cpu.gradients(
+        form.function, grad, x, parameters, (True,) * 6, form.scale, form.channels, form.inner, form.logarithmic
+    )
+    size = max(1.0, (x.numel() / form.channels) ** 0.5, x.numel() ** 0.5 if parameters[0].numel() == 1 else 1.0)
+    for given, exact, got in zip((x, *parameters), wide, found, strict=True):
+        if given is None:
+            assert got is None
+            continue
+        assert exact is not None
+        assert got is not None
+        assert got.dtype == given.dtype
+        atol = tolerance * (4 if got.shape == x.shape else 4 * size)
+        assert_close(got.double(), next(expected), rtol=4 * tolerance, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+@pytest.mark.parametrize("channels", [1, 3, 7, 16, 17, 33, 64, 1000])
+def test_values_and_gradients(instructions: str, function: int, dtype: torch.dtype, channels: int) -> None:
+    for per_channel, everything in itertools.product((False, True), repeat=2):
+        for outer, inner in ((1, 1), (5, 1), (37, 1), (2, 3)):
+            parameters = make(channels, dtype, per_channel=per_channel, everything=everything)
+            x = (2 * torch.randn(outer, channels, inner)).to(dtype)
+            compare(Form(function, False, -1.7, channels, inner), x, parameters, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+@pytest.mark.parametrize("shape", [(2, 3, 5000), (1, 2, 70001), (40, 129, 49), (300, 4100, 1), (9, 8200, 1)], ids=str)
+def test_long_inputs(function: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if dtype in (torch.float64, torch.float16) and shape[1] > 4000:
+        shape = (20, *shape[1:])
+    parameters = make(shape[1], dtype, per_channel=function % 2 == 0, everything=True)
+    compare(Form(function, False, 0.8, shape[1], shape[2]), torch.randn(shape).to(dtype), parameters, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("function", [DYISRU, LINEAR], ids=["dyisru", "linear"])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_logarithmic_constants(instructions: str, function: int, per_channel: bool) -> None:
+    parameters = make(48, torch.float32, per_channel=per_channel, everything=True)
+    for constant in (parameters[0], parameters[0] - 60, parameters[0] + 75):
+        form = Form(function, True, 3.0, 48, 1)
+        compare(form, torch.randn(50, 48) * float(constant.mean().exp() ** 0.5), (constant, *parameters[1:]), 1e-5)
+
+
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+@pytest.mark.parametrize("parameter_dtype", TOLERANCES, ids=lambda d: f"parameters {d}")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda d: f"input {d}")
+def test_mixed_dtypes(function: int, dtype: torch.dtype, parameter_dtype: torch.dtype) -> None:
+    parameters = make(33, dtype, per_channel=True, everything=True, parameter_dtype=parameter_dtype)
+    tolerance = max(TOLERANCES[dtype], TOLERANCES[parameter_dtype])
+    compare(Form(function, False, 1.5, 33, 1), torch.randn(9, 33).to(dtype), parameters, tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+def test_edges_are_the_definition_s(instructions: str, function: int, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    smallest = 2 * info.tiny * info.eps
+    edges = [0.0, -0.0, INF, -INF, NAN, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, 1.0, -1.0]
+    # Repeated, so that they meet every lane of whole vectors and of the rest.
+    x = torch.tensor(edges * 7, dtype=torch.float64).to(dtype)[:83]
+    grad = torch.ones_like(x)
+    for constant in (1.0, 3.0, 1e-3):
+        parameters: Any = (torch.tensor([constant], dtype=dtype), None, None, None, None)
+        leaf = x.clone().requires_grad_()
+        want = plain(Form(function, False, 2.0, 1, 1), leaf, parameters)
+        y = _cpu.forward(function, x, *parameters, 2.0, 1, 1)
+        assert_close(y, want.detach(), rtol=TOLERANCES[dtype], atol=smallest, equal_nan=True)
+        # The sign of a zero too; Derf's shift of 0 makes it positive.
+        zero = (x == 0) & (torch.tensor(function) != DERF)
+        assert torch.equal(y[zero].signbit(), want[zero].signbit())
+        (slope,) = torch.autograd.grad(want, leaf, grad)
+        got = _cpu.gradients(function, grad, x, parameters, (True,) + (False,) * 5, 2.0, 1, 1, False)[0]
+        # The clamp in DyISRU's definition takes the gradient of a NaN for 0; here it stays NaN.
+        slope = torch.where(x.isnan(), slope if function == LINEAR else NAN, slope)
+        assert_close(got, slope, rtol=4 * TOLERANCES[dtype], atol=TOLERANCES[dtype], equal_nan=True)
+
+
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+@pytest.mark.parametrize("shape", [(0, 8, 1), (3, 8, 0)], ids=str)
+def test_empty(function: int, shape: tuple[int, ...]) -> None:
+    parameters = make(8, torch.float32, per_channel=True, everything=True)
+    x = torch.empty(shape)
+    assert _cpu.forward(function, x, *parameters, 1.0, 8, 1).shape == shape
+    grad_x, sums = _cpu.backward(function, x, x, *parameters[:4], 1.0, 8, 1, True, True)
+    assert grad_x is not None
+    assert grad_x.shape == shape
+    assert_close(sums, torch.zeros(5, 8))
+
+
+def test_infinite_and_missing_gradients_are_told_apart() -> None:
+    x, grad = torch.randn(4, 8), torch.randn(4, 8)
+    parameters = make(8, torch.float32, per_channel=True, everything=True)
+    grad_x, sums = _cpu.backward(DYT, grad, x, *parameters[:4], 1.0, 8, 1, True, True)
+    only_x = _cpu.backward(DYT, grad, x, *parameters[:4], 1.0, 8, 1, True, False)
+    only_sums = _cpu.backward(DYT, grad, x, *parameters[:4], 1.0, 8, 1, False, True)
+    assert only_x[1] is None
+    assert only_sums[0] is None
+    assert torch.equal(only_x[0], grad_x)
+    assert torch.equal(only_sums[1], sums)
+
+
+def sixteen_bit(dtype: torch.dtype) -> Tensor:
+    """Every value of a 16-bit dtype."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits_are_read_and_rounded_as_torch_does(instructions: str, dtype: torch.dtype) -> None:
+    one = torch.ones(1)
+    x = sixteen_bit(dtype)
+    assert_close(_cpu.forward(LINEAR, x, one, None, None, None, None, 1.0, 1, 1), x, rtol=0, atol=0, equal_nan=True)
+    # A product with thirds needs rounding, upwards and downwards, to denormals, and past the largest number.
+    for factor in (1 / 3, 1.0009765625, 1.00390625, 1.5):
+        y = _cpu.forward(LINEAR, x, torch.tensor([factor]), None, None, None, None, 1.0, 1, 1)
+        assert_close(y, (x.float() * torch.tensor(factor)).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+def test_sixteen_bits_are_computed_in_float32(instructions: str, function: int, dtype: torch.dtype) -> None:
+    parameters = make(1, torch.float32, per_channel=False, everything=True)
+    x = sixteen_bit(dtype)
+    y = _cpu.forward(function, x, *parameters, 2.0, 1, 1)
+    wide = _cpu.forward(function, x.float(), *parameters, 2.0, 1, 1)
+    assert_close(y, wide.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def ulps(y: Tensor, exact: Tensor) -> float:
+    """The largest error, in units of the last place of the exact value."""
+    size = exact.float().abs()
+    unit = torch.nextafter(size, torch.full_like(size, INF)).double() - size.double()
+    return float(((y.double() - exact).abs() / unit).max())
+
+
+# The exhaustive sweep is `python -m benchmarks.accuracy`; this is every 4099th float and those around the edges.
+@pytest.mark.parametrize(
+    ("function", "constant"),
+    [(DYISRU, 1.0), (DYISRU, 384.0), (DYISRU, 1e-6), (DYISRU, 3e-30), (DYISRU, 1e35), (DYT, 1.0), (DERF, 1.0)],
+)
+def test_accuracy(instructions: str, function: int, constant: float) -> None:
+    bits = torch.arange(-(2**31), 2**31, 4099).to(torch.int32)
+    swept = bits.view(torch.float32)
+    around = torch.tensor([0.0, 3.92, 3.925, 9.01, 9.125, 2.0**62, 2.0**-126, 0.3466, 1.0]).view(torch.int32)
+    edges = (around[:, None] + torch.arange(-64, 65, dtype=torch.int32)).flatten().clamp(min=0).view(torch.float32)
+    x = torch.cat([swept[swept.isfinite()], edges, -edges, torch.linspace(-12, 12, 200_001)])
+    z = x.double()
+    c = torch.tensor([constant])
+    exact = {DYISRU: lambda: z / (c.double() + z * z).sqrt(), DYT: z.tanh, DERF: lambda: torch.special.erf(z)}
+    y = _cpu.forward(function, x, c, torch.zeros(1), None, None, None, 1.0, 1, 1)
+    # Without a fused multiply-add tanh and erf lose another third of a unit.
+    limit = 1.001 if function == DYISRU else 2.0 if instructions != "cpu-portable" else 2.5
+    assert ulps(y, exact[function]()) <= limit
+    assert y.abs().max() <= 1
+
+
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+@pytest.mark.parametrize("shape", [(700, 384, 1), (6, 5, 70_000), (3000, 100, 1)], ids=str)
+def test_threads_change_nothing(function: int, shape: tuple[int, ...]) -> None:
+    parameters = make(shape[1], torch.float32, per_channel=True, everything=True)
+    x, grad = torch.randn(shape), torch.randn(shape)
+
+    def run() -> list[Tensor]:
+        y = _cpu.forward(function, x, *parameters, 1.0, *shape[1:])
+        return [y, *_cpu.gradients(function, grad, x, parameters, (True,) * 6, 1.0, *shape[1:], False)]  # type: ignore
+
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 1):
+            torch.set_num_threads(threads)
+            results.append(run())
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_sums_are_as_exact_as_float64_ones() -> None:
+    # A million equal numbers in float32 would be off by parts in a thousand.
+    x, grad = torch.ones(1_000_000, 3), torch.full((1_000_000, 3), 0.1)
+    _, sums = _cpu.backward(LINEAR, grad, x, torch.ones(1), None, None, None, 1.0, 3, 1, False, True)
+    assert_close(sums[4], torch.full((3,), 1e5), rtol=1e-6, atol=0)
+
+
+def test_python_threads_at_once() -> None:
+    parameters = make(384, torch.float32, per_channel=True, everything=True)
+    inputs = [torch.randn(n, 384) for n in (1, 7, 200, 500)]
+    want = [_cpu.forward(DYT, x, *parameters, 1.0, 384, 1) for x in inputs]
+    failures: list[str] = []
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            if not torch.equal(_cpu.forward(DYT, inputs[i], *parameters, 1.0, 384, 1), want[i]):
+                failures.append(f"input {i}")
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in (0, 1, 2, 3) * 2]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert failures == []
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements() -> None:
+    # 4 GiB of bfloat16, in place: the last rows are where 32-bit arithmetic would not have come.
+    rows, channels = 2**21 + 3, 1024
+    try:
+        x = torch.ones(rows, channels, dtype=torch.bfloat16)
+    except RuntimeError:
+        pytest.skip("not enough memory for 4 GiB")
+    assert x.numel() > 2**31
+    x[-1] = 3
+    parameters: Any = (torch.full((1,), 0.5), None, None, None, None)
+    y = _cpu.forward(LINEAR, x, *parameters, 1.0, channels, 1, x)
+    assert torch.equal(y[-2:, 0], torch.tensor([0.5, 1.5], dtype=torch.bfloat16))
+    assert torch.equal(y[:: rows // 7, 5], torch.full((8,), 0.5, dtype=torch.bfloat16)[: len(y[:: rows // 7])])
+    # Seen as one channel, the index inside a run is as large.
+    y = _cpu.forward(LINEAR, x, *parameters, 1.0, 1, x.numel(), x)
+    assert torch.equal(y[-2:, 0], torch.tensor([0.25, 0.75], dtype=torch.bfloat16))
+
+
+def test_wrong_sizes_are_refused_before_memory_is_touched() -> None:
+    native = _cpu._native()
+    x = torch.zeros(10)
+    absent = (0, 0)
+    with pytest.raises(ValueError, match="sizes"):
+        native.forward(0, False, 0, 10, 3, 1, 1.0, x.data_ptr(), x.data_ptr(), 0, *absent * 4, x.data_ptr())
+    with pytest.raises(TypeError, match="arguments"):
+        native.forward(0)
+    with pytest.raises(ValueError, match="no instruction set"):
+        native.choose("cpu-quantum")

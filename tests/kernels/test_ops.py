@@ -1,0 +1,389 @@
+"""Where a kernel serves and where the definition is traced; autograd, transforms, modes; the ops and opcheck."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import functional_call, jacrev, vmap
+from torch.nn.utils import parametrize
+from torch.testing import assert_close
+
+import dynorm
+from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
+from dynorm.kernels import _cpu, _dispatch, backend
+
+LAYERS = [DyISRU, DyT, Derf, LinearControl]
+needs_kernels = pytest.mark.skipif(not _cpu.available(), reason="the CPU kernels are not built: make setup")
+
+
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels on, whatever DYNORM_KERNELS says; where they are not built, torch serves."""
+    monkeypatch.setattr(_dispatch, "ENABLED", True)
+
+
+@pytest.fixture(params=LAYERS, ids=lambda kind: kind.__name__)
+def kind(request: pytest.FixtureRequest) -> type[PointwiseNorm]:
+    return request.param
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels called, in order."""
+    called: list[str] = []
+    for name in ("forward", "gradients", "backward"):
+        real = getattr(_cpu, name)
+
+        def record(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+            called.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(_cpu, name, record)
+    return called
+
+
+def build(kind: type[PointwiseNorm], *args: Any, **options: Any) -> PointwiseNorm:
+    layer = kind(*args, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.5, 0.2)
+    return layer
+
+
+def plainly(monkeypatch: pytest.MonkeyPatch, layer: PointwiseNorm, x: Tensor) -> list[Tensor]:
+    """Value and gradients without kernels."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_dispatch, "ENABLED", False)
+        return with_gradients(layer, x)
+
+
+def with_gradients(layer: PointwiseNorm, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    grad = torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"per_channel": True, "center": True}, {"elementwise_affine": False}], ids=str)
+def test_layers_run_on_the_kernels(
+    kind: type[PointwiseNorm],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = build(kind, 48, **options, dtype=dtype)
+    x = torch.randn(5, 7, 48).to(dtype)
+    got = with_gradients(layer, x)
+    assert calls == ["forward", "gradients"]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for a, b in zip(got, plainly(monkeypatch, layer, x), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, rtol=tolerance, atol=20 * tolerance)
+    assert calls == ["forward", "gradients"]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("shape", "dim", "make", "count"),
+    [
+        (6, -1, lambda: torch.randn(4, 12)[:, ::2], 1),
+        (6, -1, lambda: torch.randn(6, 4).t(), 1),
+        (6, 1, lambda: torch.randn(2, 6, 3, 5), 1),
+        (6, 1, lambda: torch.randn(2, 6, 3, 5).contiguous(memory_format=torch.channels_last), 1),
+        (6, -3, lambda: torch.randn(2, 6, 3, 10)[..., ::2], 1),
+        (6, 0, lambda: torch.randn(6), 1),
+        (6, -1, lambda: torch.randn(0, 6), 1),
+        ((3, 5), -1, lambda: torch.randn(2, 3, 5), 1),
+        # No kernel for axes that lie apart.
+        ((6, 5), (1, 3), lambda: torch.randn(2, 6, 3, 5), 0),
+    ],
+)
+def test_layouts(
+    kind: type[PointwiseNorm],
+    shape: Any,
+    dim: Any,
+    make: Any,
+    count: int,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = build(kind, shape, dim=dim, per_channel=True, center=True)
+    x = make()
+    got = with_gradients(layer, x)
+    assert calls == ["forward", "gradients"] * count
+    for a, b in zip(got, plainly(monkeypatch, layer, x), strict=True):
+        assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+# torch's own forward mode scripts its decompositions.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"per_channel": True, "center": True, "dim": 1}], ids=str)
+def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: list[str]) -> None:
+    layer = build(kind, 3, **options, dtype=torch.float64)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def call(x: Tensor, *values: Tensor) -> Tensor:
+        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    leaves = (torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True), *layer.parameters())
+    assert gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(call, leaves)
+    assert ("gradients" in calls) == _cpu.available()
+
+
+def test_nothing_but_x_and_parameters_is_saved(kind: type[PointwiseNorm]) -> None:
+    layer = build(kind, 8, center=True)
+    x = torch.randn(4, 8, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(x)
+    if _cpu.available():
+        own = {t.data_ptr() for t in (x, *layer.parameters())}
+        assert {t.data_ptr() for t in saved} == own
+    x.grad = None
+    y = layer(x)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_only_what_is_asked_for_gets_a_gradient(kind: type[PointwiseNorm]) -> None:
+    layer = build(kind, 8).requires_grad_(False)
+    x = torch.randn(4, 8)
+    assert not layer(x).requires_grad
+    layer.weight.requires_grad_()
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert all(p.grad is None for p in layer.parameters() if p is not layer.weight)
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+
+
+def test_transforms_take_the_definition(kind: type[PointwiseNorm], calls: list[str]) -> None:
+    layer = build(kind, 4, dtype=torch.float64)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    want = layer(x).detach()
+    calls.clear()
+    assert_close(vmap(layer)(x), want)
+    jacobian = jacrev(layer)(x[0])
+    assert_close(jacobian, jacobian.diagonal().diag(), rtol=0, atol=0)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x[0], torch.ones_like(x[0])))).tangent
+    assert_close(tangent, jacobian.diagonal())
+    stacked = {name: torch.stack([p, p + 1]) for name, p in layer.named_parameters()}
+    both = vmap(lambda p: functional_call(layer, p, (x,)))(stacked)
+    assert_close(both[0], want)
+    assert calls == []
+
+
+class Wrapped(Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_tracers_modes_and_subclasses_take_the_definition(kind: type[PointwiseNorm], calls: list[str]) -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layer = build(kind, 4)
+    x = torch.randn(2, 4)
+    assert isinstance(layer(x.as_subclass(Wrapped)), Wrapped)
+    with FlopCounterMode(display=False):
+        layer(x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x)).shape == x.shape
+    with torch.device("cpu"):
+        layer(x)
+    exported = torch.export.export(layer, (x,), strict=False)
+    traced = torch.jit.trace(layer, (x,), check_trace=False)
+    assert calls == []
+    other = torch.randn(2, 4)
+    assert_close(traced(other), layer(other))
+    assert_close(exported.module()(other), layer(other))
+    assert "dynorm" not in str(exported.graph)
+
+
+def test_compiled_graph_holds_the_definition(kind: type[PointwiseNorm], calls: list[str]) -> None:
+    graphs: list[str] = []
+
+    def keep(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(str(module.graph))
+        return module.forward
+
+    layer = build(kind, 8)
+    x = torch.randn(3, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=keep, fullgraph=True)
+    got = compiled(x)
+    assert calls == []
+    assert len(graphs) == 1
+    assert "dynorm" not in graphs[0]
+    assert_close(got, layer(x))
+
+
+def test_autocast_and_checkpoint(kind: type[PointwiseNorm]) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer = build(kind, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+    want = with_gradients(layer, x)
+    y = checkpoint(layer, x, use_reentrant=False)
+    grad = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+    for a, b in zip(torch.autograd.grad(y, [x, *layer.parameters()], grad), want[1:], strict=True):
+        assert_close(a, b, rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = layer(x.bfloat16())
+        assert half.dtype == torch.bfloat16
+        assert layer(x).dtype == torch.float32
+    half.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_parametrized_parameters_are_seen(kind: type[PointwiseNorm]) -> None:
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    layer = build(kind, 8, bias=False)
+    x = torch.randn(4, 8)
+    want = 2 * layer(x).detach()
+    parametrize.register_parametrization(layer, "weight", Double())
+    assert_close(layer(x).detach(), want)
+
+
+def test_second_derivatives_through_backward(kind: type[PointwiseNorm]) -> None:
+    layer = build(kind, 4, dtype=torch.float64)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    # The slope of a line does not depend on x.
+    assert (x.grad is None) == (kind is LinearControl)
+    assert all((p.grad is None) == (name == "bias") for name, p in layer.named_parameters() if name != "shift")
+
+
+def test_switched_off_by_the_environment() -> None:
+    script = "import torch, dynorm.kernels as k; print(k.backend())"
+    environment = {"DYNORM_KERNELS": "0", "PATH": "/usr/bin:/bin"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.strip() == "torch"
+
+
+def test_backend_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    _dispatch.serving.cache_clear()
+    with caplog.at_level(logging.INFO, logger="dynorm"):
+        backend()
+        backend("cpu")
+        DyISRU(4)(torch.randn(2, 4))
+    lines = [record.getMessage().split(" (")[0] for record in caplog.records]
+    assert lines == [f"point-wise layers on cpu: {backend()}"]
+
+
+def test_without_a_built_module_torch_serves(kind: type[PointwiseNorm], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = build(kind, 4)
+    x = torch.randn(2, 4)
+    want = layer(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(_cpu, "_native", lambda: None)
+        _dispatch.serving.cache_clear()
+        assert backend() == "torch"
+        assert_close(layer(x), want)
+    _dispatch.serving.cache_clear()
+
+
+def test_devices_that_differ_are_refused(kind: type[PointwiseNorm]) -> None:
+    if not _cpu.available():
+        pytest.skip("without kernels torch refuses, in its own words")
+    layer = build(kind, 4)
+    layer.weight = nn.Parameter(torch.empty(4, device="meta"))
+    with pytest.raises(ArgumentError, match="one device, got cpu and meta"):
+        layer(torch.randn(2, 4))
+
+
+# The registered ops.
+
+
+def sample(function: int, dtype: torch.dtype, *, gradient: bool, everything: bool = True) -> tuple[Any, ...]:
+    def tensor(*shape: int) -> Tensor:
+        return (torch.rand(*shape) + 0.5).to(dtype).requires_grad_(gradient)
+
+    rest = (tensor(6), tensor(1), tensor(6), tensor(6)) if everything else (None,) * 4
+    return (function, tensor(2, 6, 3), tensor(1), *rest, 1.5, 6, 3, False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", range(4), ids=_dispatch.FUNCTIONS)
+def test_opcheck(function: int, dtype: torch.dtype, everything: bool) -> None:
+    arguments = sample(function, dtype, gradient=True, everything=everything)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    torch.library.opcheck(torch.ops.dynorm.pointwise.default, arguments, **tolerance)
+    arguments = sample(function, dtype, gradient=False, everything=everything)
+    grad = torch.randn(2, 6, 3).to(dtype)
+    torch.library.opcheck(torch.ops.dynorm.pointwise_backward.default, (grad, *arguments), **tolerance)
+
+
+@pytest.mark.parametrize("function", range(4), ids=_dispatch.FUNCTIONS)
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_ops_with_and_without_kernels(function: int, logarithmic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if logarithmic and function not in (_dispatch.DYISRU, _dispatch.LINEAR):
+        logarithmic = False
+    arguments = (*sample(function, torch.float64, gradient=False)[:-1], logarithmic)
+    grad = torch.randn(2, 6, 3, dtype=torch.float64)
+    fast = [torch.ops.dynorm.pointwise(*arguments), *torch.ops.dynorm.pointwise_backward(grad, *arguments)]
+    monkeypatch.setattr(_dispatch, "ENABLED", False)
+    plain = [torch.ops.dynorm.pointwise(*arguments), *torch.ops.dynorm.pointwise_backward(grad, *arguments)]
+    for a, b in zip(fast, plain, strict=True):
+        assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_ops_differentiate_twice() -> None:
+    function, x, constant, shift, center, weight, bias, *rest = sample(2, torch.float64, gradient=True)
+    leaves = (x, constant, shift, center, weight, bias)
+    assert gradgradcheck(lambda *t: torch.ops.dynorm.pointwise(function, *t, *rest), leaves)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "match"),
+    [
+        (0, 4, "function must be from 0 to 3"),
+        (1, torch.ones(2, 6, 3, dtype=torch.int64), "x must be float64"),
+        (2, torch.ones(1, dtype=torch.int64), "constant must be float64"),
+        (2, torch.ones(5), "constant must have 1 or 6 elements"),
+        (2, torch.zeros(1), "must be positive"),
+        (2, torch.tensor([float("nan")]), "must be positive"),
+        (2, torch.tensor([-1.0]), "must be positive"),
+        (5, torch.ones(1), "weight must have 6 elements"),
+        (6, torch.ones(7), "bias must have 6 elements"),
+        (9, 4, "divide the size of x"),
+        (9, 0, "must be positive"),
+    ],
+)
+def test_ops_refuse(place: int, value: Any, match: str) -> None:
+    arguments = list(sample(0, torch.float32, gradient=False))
+    arguments[place] = value
+    with pytest.raises(ArgumentError, match=match):
+        torch.ops.dynorm.pointwise(*arguments)
+
+
+def test_op_refuses_a_gradient_that_does_not_fit() -> None:
+    arguments = sample(0, torch.float32, gradient=False)
+    with pytest.raises(ArgumentError, match="grad must have the shape"):
+        torch.ops.dynorm.pointwise_backward(torch.randn(2, 6), *arguments)
+
+
+def test_annealed_layers_end_on_the_kernels(calls: list[str]) -> None:
+    layer = dynorm.AnnealedDyISRU(8, t=1.0)
+    layer(torch.randn(2, 8))
+    assert calls == ["forward"] * _cpu.available()
