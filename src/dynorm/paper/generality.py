@@ -164,7 +164,7 @@ def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float,
 
     Example:
         >>> settings_of(100, 2.0)["mean"][0]
-        (100, 2.0, -2.0)
+        (100, 2.0, -4.0)
     """
     return {
         "base": [(channels, sigma, 0.0)],
