@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MINUTES ?= 5
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo test architectures lint docs quality paper activations study clean
+.PHONY: setup demo test architectures lint docs quality paper activations study sanitize clean
 
 setup: .venv/setup.stamp .venv/kernels.stamp
 
@@ -17,7 +17,7 @@ setup: .venv/setup.stamp .venv/kernels.stamp
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-# A second on g++; without a compiler the layers are computed in plain torch, and say so.
+# Twenty seconds of g++; without a compiler the layers are computed in plain torch, and say so.
 .venv/kernels.stamp: .venv/setup.stamp src/dynorm/kernels/_build.py $(wildcard src/dynorm/kernels/csrc/*)
 	@$(BIN)/python src/dynorm/kernels/_build.py && touch $@ || echo "the CPU kernels were not built; plain torch serves"
 
@@ -76,6 +76,14 @@ activations: setup
 study: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.sweep
 	$(BIN)/python -m studies.report
+
+# The CPU kernels under AddressSanitizer and UBSan.
+sanitize: setup
+	DYNORM_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" \
+		$(BIN)/python src/dynorm/kernels/_build.py build/sanitize/_native.abi3.so
+	DYNORM_NATIVE=$(CURDIR)/build/sanitize/_native.abi3.so ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		$(BIN)/python -m pytest -m "not slow" tests/kernels/test_cpu.py
 
 clean:
 	rm -rf build .venv src/dynorm/kernels/_native.abi3.so

@@ -23,7 +23,8 @@ from dynorm.kernels import _cpu
 from dynorm.kernels._dispatch import DERF, DYISRU, DYT
 
 RESULT = Path(__file__).parent / "results" / "accuracy.json"
-CHUNK = 2**22
+# Small enough for the cache.
+CHUNK = 2**16
 INFINITY = 0x7F800000
 # Name: the function's number, its constant, and the exact value in float64.
 CASES: dict[str, tuple[int, float, Callable[[Tensor], Tensor]]] = {
@@ -53,7 +54,7 @@ def sweep(name: str, function: int, constant: float, exact: Callable[[Tensor], T
     parameter = torch.tensor([constant])
     worst, place, right, count = 0.0, 0.0, 0, 0
     # Positive floats with infinity; the negative ones must give the same with the other sign.
-    for start in track(range(0, INFINITY + 1, CHUNK * stride), name, console=Console(stderr=True)):
+    for start in track(range(0, INFINITY + 1, CHUNK * stride), name, console=Console(stderr=True), update_period=1):
         stop = min(start + CHUNK * stride, INFINITY + 1)
         x = torch.arange(start, stop, stride, dtype=torch.int32).view(torch.float32)
         y = _cpu.forward(function, x, parameter, None, None, None, None, 1.0, 1, 1)

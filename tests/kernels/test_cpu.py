@@ -220,7 +220,7 @@ def test_accuracy(instructions: str, function: int, constant: float) -> None:
     exact = {DYISRU: lambda: z / (c.double() + z * z).sqrt(), DYT: z.tanh, DERF: lambda: torch.special.erf(z)}
     y = _cpu.forward(function, x, c, torch.zeros(1), None, None, None, 1.0, 1, 1)
     # Without a fused multiply-add tanh and erf lose another third of a unit.
-    limit = 1.001 if function == DYISRU else 2.0 if instructions != "cpu-portable" else 2.5
+    limit = 1.01 if function == DYISRU else 2.0 if instructions != "cpu-portable" else 2.5
     assert ulps(y, exact[function]()) <= limit
     assert y.abs().max() <= 1
 

@@ -1,15 +1,15 @@
 // The family's functions with their derivatives, on vectors of float and on double. Included once for each
 // instruction set, inside its namespace, after its vector header.
 //
-// value(u, constant, shift) is f(u). all(...) gives f, the slope df/du (up to a factor that `Period::slope_gain`
-// holds) and the moment df/dconstant (up to a factor that the plan applies).
+// value(u, constant, shift) is f(u). all(...) gives f, the slope df/du up to a factor that `Period::slope_gain` holds,
+// and the arm, with which the slope makes df/dconstant, up to a factor that the plan applies.
 // Coefficients: tools/kernel_coefficients.py. NaN stays NaN: every comparison with it is false.
 
 struct Derived {
-  V f, slope, moment;
+  V f, slope, arm;
 };
 struct DerivedDouble {
-  double f, slope, moment;
+  double f, slope, arm;
 };
 
 // exp(a) = scale (1 + small), exactly reduced; |a| < 88.
@@ -72,14 +72,22 @@ inline double clamped(double u) {
   return u < -0x1p510 ? -0x1p510 : u;
 }
 
-// f = u / sqrt(beta + u^2), and its derivatives by u and, times -2, by beta.
+// f = u / sqrt(beta + u^2); its slope without beta, so that the arm is u.
 inline DerivedDouble soft_sign(double u, double beta) {
   u = clamped(u);
-  double root = __builtin_sqrt(beta + u * u), f = u / root;
-  return {f, beta / root / root / root, f / root / root};
+  double root = __builtin_sqrt(beta + u * u);
+  return {u / root, 1 / (root * root * root), u};
 }
 
-// The same lane by lane in double: for every beta, and where there is no estimate of the inverse root.
+// The same with beta in the slope, which may be too small or too large for a cube.
+inline DerivedDouble soft_sign_wide(double u, double beta) {
+  u = clamped(u);
+  double root = __builtin_sqrt(beta + u * u);
+  // A beta that has underflowed to 0 has no gradient, for its logarithm's is beta times as much.
+  return {u / root, beta / root / root / root, beta == 0 ? 0 : u / beta};
+}
+
+// Lane by lane in double: for every beta, and where there is no estimate of the inverse root.
 inline V soft_sign_value(V u, V beta) {
   V f = u;
   for (int k = 0; k < kLanes; ++k) {
@@ -88,59 +96,71 @@ inline V soft_sign_value(V u, V beta) {
   }
   return f;
 }
+template <DerivedDouble (*kOne)(double, double)>
 inline Derived soft_sign_all(V u, V beta) {
   Derived d = {u, u, u};
   for (int k = 0; k < kLanes; ++k) {
-    DerivedDouble one = soft_sign(u[k], beta[k]);
-    d.f[k] = (float)one.f, d.slope[k] = (float)one.slope, d.moment[k] = (float)one.moment;
+    DerivedDouble one = kOne(u[k], beta[k]);
+    d.f[k] = (float)one.f, d.slope[k] = (float)one.slope, d.arm[k] = (float)one.arm;
   }
   return d;
 }
 
 #if defined(DYNORM_RSQRT)
-// u / sqrt(s) and 1 / sqrt(s) from an estimate of 11 bits, cut to 12 so that its square is exact.
-struct Quotient {
-  V f, inverse;
+// An estimate of 1 / sqrt(s) of 11 bits, cut to 12 so that its square is exact, and what is to be added to it, as a
+// part of it.
+struct Estimate {
+  V inverse, correction;
 };
-inline Quotient over_root(V u, V s) {
+inline Estimate estimate(V s) {
   V r = (V)((I)rsqrt_estimate(s) & ~0xfff);
   V e = fma(-s, r * r, splat(1.0f));
-  V correction = e * fma(e, splat(0.375f), splat(0.5f));
-  V f = u * r, excess = fma(-u, r, f);
+  return {r, e * fma(e, splat(0.375f), splat(0.5f))};
+}
+inline V inverse_root(V s) {
+  Estimate r = estimate(s);
+  return fma(r.inverse, r.correction, r.inverse);
+}
+// u / sqrt(s), with what rounding takes from the first product put back.
+inline V over_root(V u, V s) {
+  Estimate r = estimate(s);
+  V f = u * r.inverse, excess = fma(-u, r.inverse, f);
   // A difference, because a sum would make 0 of -0.
-  return {f - fma(-f, correction, excess), fma(r, correction, r)};
+  return f - fma(-f, r.correction, excess);
 }
 #endif
 
 template <int F>
 struct Of;
 
-// DyISRU for every constant; slope_gain has no beta in it.
+// DyISRU for every constant; its slope has beta in it, slope_gain has not.
 template <>
 struct Of<kDyisruWide> {
   static V value(V u, V beta, V) { return soft_sign_value(u, beta); }
-  static Derived all(V u, V beta, V) { return soft_sign_all(u, beta); }
+  static Derived all(V u, V beta, V) { return soft_sign_all<soft_sign_wide>(u, beta); }
   static double value(double u, double beta, double) { return soft_sign(u, beta).f; }
-  static DerivedDouble all(double u, double beta, double) { return soft_sign(u, beta); }
+  static DerivedDouble all(double u, double beta, double) { return soft_sign_wide(u, beta); }
 };
 
-// DyISRU for constants from 2^-80 to 2^100, where neither cubes nor squares leave float's range.
+// DyISRU for constants from 2^-60 to 2^100, where neither cubes nor squares leave float's range.
 template <>
-struct Of<kDyisru> : Of<kDyisruWide> {
+struct Of<kDyisru> {
 #if defined(DYNORM_RSQRT)
-  using Of<kDyisruWide>::value;
-  using Of<kDyisruWide>::all;
   static V value(V u, V beta, V) {
     u = clamped(u);
-    return over_root(u, fma(u, u, beta)).f;
+    return over_root(u, fma(u, u, beta));
   }
   static Derived all(V u, V beta, V) {
     u = clamped(u);
-    Quotient q = over_root(u, fma(u, u, beta));
-    V cube = q.inverse * q.inverse * q.inverse;
-    return {q.f, beta * cube, u * cube};
+    V inverse = inverse_root(fma(u, u, beta));
+    return {u * inverse, inverse * inverse * inverse, u};
   }
+#else
+  static V value(V u, V beta, V) { return soft_sign_value(u, beta); }
+  static Derived all(V u, V beta, V) { return soft_sign_all<soft_sign>(u, beta); }
 #endif
+  static double value(double u, double beta, double) { return soft_sign(u, beta).f; }
+  static DerivedDouble all(double u, double beta, double) { return soft_sign(u, beta); }
 };
 
 template <>
@@ -149,12 +169,12 @@ struct Of<kDyt> {
   static Derived all(V u, V alpha, V) {
     V t = tanh_(alpha * u);
     V slope = fma(-t, t, splat(1.0f));
-    return {t, slope, u * slope};
+    return {t, slope, u};
   }
   static double value(double u, double alpha, double) { return __builtin_tanh(alpha * u); }
   static DerivedDouble all(double u, double alpha, double) {
     double t = __builtin_tanh(alpha * u), slope = 1.0 - t * t;
-    return {t, slope, u * slope};
+    return {t, slope, u};
   }
 };
 
@@ -163,12 +183,12 @@ struct Of<kDerf> {
   static V value(V u, V alpha, V shift) { return erf_(alpha * u + shift); }
   static Derived all(V u, V alpha, V shift) {
     V z = alpha * u + shift, slope = erf_slope(z);
-    return {erf_(z), slope, u * slope};
+    return {erf_(z), slope, u};
   }
   static double value(double u, double alpha, double shift) { return __builtin_erf(alpha * u + shift); }
   static DerivedDouble all(double u, double alpha, double shift) {
     double z = alpha * u + shift, slope = 1.1283791670955126 * __builtin_exp(-z * z);
-    return {__builtin_erf(z), slope, u * slope};
+    return {__builtin_erf(z), slope, u};
   }
 };
 

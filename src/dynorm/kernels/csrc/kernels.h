@@ -116,9 +116,10 @@ __attribute__((always_inline)) inline Vector step(Vector x, Vector grad, Vector 
   auto d = Of<F>::all(x - center, constant, shift);
   sums.at[kSumGrad] = sums.at[kSumGrad] + grad;
   sums.at[kSumValue] = C::muladd(grad, d.f, sums.at[kSumValue]);
-  sums.at[kSumMoment] = C::muladd(grad, d.moment, sums.at[kSumMoment]);
-  sums.at[kSumSlope] = C::muladd(grad, d.slope, sums.at[kSumSlope]);
-  return grad * slope_gain * d.slope;
+  const Vector sloped = grad * d.slope;
+  sums.at[kSumMoment] = C::muladd(sloped, d.arm, sums.at[kSumMoment]);
+  sums.at[kSumSlope] = sums.at[kSumSlope] + sloped;
+  return sloped * slope_gain;
 }
 
 // The rows of one vector's column: sums are loaded and stored once for all of them. kSome: fewer than a vector.

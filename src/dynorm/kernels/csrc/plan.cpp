@@ -106,7 +106,7 @@ struct Plan {
       constant[c] = std::exp(problem.function == kLinear ? Number{-0.5} * constant[c] : constant[c]);
     }
     for (std::int64_t c = 0; problem.function == kDyisru && c < count; ++c) {
-      if (!(constant[c] >= 0x1p-80 && constant[c] <= 0x1p100)) function = kDyisruWide;
+      if (!(constant[c] >= 0x1p-60 && constant[c] <= 0x1p100)) function = kDyisruWide;
     }
   }
 
@@ -118,9 +118,9 @@ struct Plan {
     read_all(problem.parameters[kBias], channels, -0.0, bias);
     const Number scale = static_cast<Number>(problem.scale);
     for (std::int64_t c = 0; c < channels; ++c) gain[c] *= scale;
-    // DyISRU's slope has its constant in it.
+    // The wide DyISRU's slope has its constant in it.
     for (std::int64_t c = 0; backward && c < channels; ++c) {
-      slope_gain[c] = problem.function == kDyisru ? gain[c] : gain[c] * constant_of(c);
+      slope_gain[c] = function == kDyisruWide ? gain[c] : gain[c] * constant_of(c);
     }
     for (std::int64_t c = channels; c < padded; ++c) {
       for (Number* place : at) place[c] = 1;
@@ -254,8 +254,10 @@ ChannelSums backward_rows(const Kernels& kernels, Plan<Number>& plan, const void
     for (std::int64_t i = 0; i < each; ++i) totals[i] += totals[k * each + i];
   }
   for (int s = 0; s < kSums; ++s) {
-    for (std::int64_t e = 0; e < period; ++e) {
-      result[s * problem.channels + e / problem.inner % problem.channels] += totals[s * padded + e];
+    double* to = result.data() + s * problem.channels;
+    const double* from = totals.data() + s * padded;
+    for (std::int64_t e = 0, c = 0; e < period; c = c + 1 == problem.channels ? 0 : c + 1) {
+      for (std::int64_t i = 0; i < problem.inner; ++i) to[c] += from[e++];
     }
   }
   return result;

@@ -9,7 +9,7 @@ enum Function { kDyisru = 0, kDyt = 1, kDerf = 2, kLinear = 3 };
 enum Dtype { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFloat16 = 3 };
 
 // Sums over the elements of a channel, from which all gradients of parameters follow.
-// With g the gradient of y and f the function: g, g f, g times the moment, g times the slope.
+// With g the gradient of y and f the function: g, g f, g times the slope times the arm, g times the slope.
 enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumSlope = 3, kSums = 4 };
 
 // One period of parameters, each an array as long as the period (padded to whole vectors) or one number, of the
