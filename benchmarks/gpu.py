@@ -81,13 +81,13 @@ def _check_one(
     grad_x, sums = _triton.backward(function, grad, x, *parts, 1.5, channels, inner, True, True)
     _, again = _triton.backward(function, grad, x, *parts, 1.5, channels, inner, True, True)
     twin, exact_bias = [None if t is None else t.double().requires_grad_() for t in (x, *parts)], bias.double()
-    expected = definition(function, *twin, exact_bias, 1.5, dim)  # type: ignore[arg-type]
+    expected = definition(function, *twin, exact_bias, 1.5, dim)
     expected.backward(grad.double())
     assert grad_x is not None
     assert sums is not None
     assert again is not None
     assert_close(y.double(), expected.detach(), rtol=tolerance, atol=tolerance)
-    assert_close(grad_x.double(), twin[0].grad, rtol=2 * tolerance, atol=tolerance)  # type: ignore[union-attr]
+    assert_close(grad_x.double(), twin[0].grad, rtol=2 * tolerance, atol=tolerance)
     assert torch.equal(sums, again), "the sums of two runs differ"
     for row, leaf in zip(sums, twin[1:], strict=False):
         if leaf is not None:

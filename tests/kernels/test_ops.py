@@ -170,6 +170,7 @@ def test_only_what_is_asked_for_gets_a_gradient(kind: type[PointwiseNorm]) -> No
         assert not layer(x).requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_transforms_take_the_definition(kind: type[PointwiseNorm], calls: list[str]) -> None:
     layer = build(kind, 4, dtype=torch.float64)
     x = torch.randn(5, 4, dtype=torch.float64)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
-from dynorm.surgery.path import Order, PathSchedule, Shape, annealed_layers
+from dynorm.surgery.path import Order, PathSchedule, Shape, positions
 from dynorm.surgery.path_start import PathStart, require_equal_ranks
 
 
@@ -60,6 +61,5 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any) -> None:
         """Put t beside the loss."""
-        values = [layer.position for layer in annealed_layers(model).values()]
         if logs is not None:
-            logs["path"] = round(sum(values) / len(values), 4)
+            logs["path"] = round(fmean(positions(model).values()), 4)

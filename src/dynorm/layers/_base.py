@@ -199,6 +199,15 @@ class PointwiseNorm(nn.Module):
             constant = getattr(self, self.constants[0])
             constant.copy_(as_stored(self._constant_from(beta), constant))
 
+    def fill_constants_(self, beta: Tensor, center: Tensor) -> None:
+        """Do what :meth:`fill_slope_` does, set the centre, where there is one, and every other constant to 0."""
+        self.fill_slope_(beta)
+        with torch.no_grad():
+            for name in self.constants[1:]:
+                getattr(self, name).zero_()
+            if self.center is not None:
+                self.center.copy_(as_stored(center, self.center))
+
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
 from dynorm.errors import ArgumentError
@@ -115,15 +115,18 @@ class AnnealedNorm(PointwiseNorm):
 
     def end(self) -> PointwiseNorm:
         """Return the layer at the end of the path, which holds this one's own parameters."""
-        config = {name: v for name, v in self.config().items() if name not in ("kind", "norm_eps", "t")}
-        layer = self.target(**config, device="meta")
+        layer = self.target(**self.target_config(), device="meta")
         for name, parameter in self._parameters.items():
             layer.register_parameter(name, parameter)
         return layer.train(self.training)
 
+    def target_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments of the layer at the end of the path."""
+        return super().config()
+
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return super().config() | {"kind": self.kind, "norm_eps": self.norm_eps, "t": self._position}
+        return self.target_config() | {"kind": self.kind, "norm_eps": self.norm_eps, "t": self._position}
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
@@ -137,10 +140,10 @@ class AnnealedNorm(PointwiseNorm):
         own = own or all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
         if self.kind == "layernorm":
             if trailing and own:
-                return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.norm_eps)
+                return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.norm_eps)
             return functional.layer_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
         if trailing and own and self.bias is None:
-            return F.rms_norm(x, self.normalized_shape, self.weight, self.norm_eps)
+            return rms_norm(x, self.normalized_shape, self.weight, self.norm_eps)
         return functional.rms_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
 
     def _with_constants(self, y: Tensor) -> Tensor:

@@ -118,6 +118,19 @@ def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) 
     return tokens if valid is None else tokens[valid.to(tokens.device)]
 
 
+def require_finite(tokens: Tensor, path: str) -> None:
+    """Check what a site saw, (tokens, C).
+
+    Raises:
+        DataError: a value is not finite, or its square overflows.
+    """
+    if not tokens.square().sum(-1).isfinite().all():
+        raise DataError(
+            f"activations must be finite, but at {path!r} there was NaN, inf or a value whose square "
+            "overflows: look for an overflow (float16?) or bad inputs"
+        )
+
+
 def original_forward(layer: PointwiseNorm, *args: Any) -> Tensor:
     """Return what the norm that ``layer`` replaced gives."""
     # forward, not a call: layer and norm share their hooks, ours among them.

@@ -48,18 +48,23 @@ def call(model: nn.Module, batch: Any) -> Any:
     Raises:
         DataError: the model raises.
     """
-    device = next((p.device for p in model.parameters()), None)
+    args, kwargs = arguments(model, batch)
     try:
-        if isinstance(batch, Mapping):
-            return model(**{name: _to(value, device) for name, value in batch.items()})
-        if isinstance(batch, (tuple, list)):
-            return model(*(_to(value, device) for value in batch))
-        return model(_to(batch, device))
+        return model(*args, **kwargs)
     except DataError:
         raise
     # Whatever the model's code raises: the batch is what it was given.
     except Exception as error:
         raise DataError(f"the model must run on each batch, but {type(error).__name__}: {error}") from error
+
+
+def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with for a batch, its tensors where the model's parameters are."""
+    device = next((p.device for p in model.parameters()), None)
+    if isinstance(batch, Mapping):
+        return (), {name: _to(value, device) for name, value in batch.items()}
+    values = batch if isinstance(batch, (tuple, list)) else (batch,)
+    return tuple(_to(value, device) for value in values), {}
 
 
 def token_masks(batch: Any) -> list[Tensor]:

@@ -33,6 +33,17 @@ def as_tokens(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return tokens if tokens.dtype == torch.float64 else tokens.float()
 
 
+def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
+    """Return, for each channel of tokens (tokens, C), the beta with which DyISRU would be the norm (closed forms 2, 3).
+
+    Args:
+        x: the tokens.
+        kind: "layernorm" or "rmsnorm".
+        eps: the norm's eps.
+    """
+    return (leave_one_out_beta if kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)
+
+
 class SiteFit:
     r"""Running sums from which the constants of one layer follow in closed form.
 
@@ -129,7 +140,7 @@ class SiteFit:
         self._start_sums(x, y)
 
     def _statistic(self, x: Tensor, eps: float) -> Tensor:
-        return (leave_one_out_beta if self.kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)
+        return own_betas(x, self.kind, eps)
 
     def _set_center_(self, x: Tensor) -> Tensor:
         """Set the layer's centre, and what else is not fitted, and return the centre as the layer's dtype holds it."""
@@ -199,9 +210,8 @@ class PathFit(SiteFit):
     """
 
     def __init__(self, layer: AnnealedNorm) -> None:
-        config = layer.config() | {"elementwise_affine": False, "bias": False, "dim": -1}
-        config = {name: v for name, v in config.items() if name not in ("kind", "norm_eps", "t")}
-        config["normalized_shape"] = layer.channels
+        plain = {"normalized_shape": layer.channels, "elementwise_affine": False, "bias": False, "dim": -1}
+        config = layer.target_config() | plain
         like = next(layer.parameters())
         super().__init__(layer.target(**config, device=like.device, dtype=like.dtype), layer.kind, layer.norm_eps)
         self._annealed = layer

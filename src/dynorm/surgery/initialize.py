@@ -111,16 +111,13 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
     sums = reduced(torch.stack([torch.tensor(float(x.numel()), device=x.device).double(), x.sum(), x.square().sum()]))
     count, mean, square = float(sums[0]), float(sums[1] / sums[0]), float(sums[2] / sums[0])
     variance = square - mean * mean if layer.center is not None else square
-    if not (count > 0 and variance > 0 and variance < float("inf")):
+    if not (count > 0 and variance > 0 and layer.scale**2 * variance < float("inf")):
         raise DataError(
             f"what a layer sees must be finite and not all the same, but {path!r} has mean {mean:g} and mean square "
             f"{square:g} over {int(count)} values: look for an overflow or an empty batch"
         )
-    for name in layer.constants[1:]:
-        getattr(layer, name).zero_()
-    if layer.center is not None:
-        layer.center.fill_(mean)
-    layer.set_slope_(layer.scale**2 * variance)
+    beta, center = x.new_tensor([layer.scale**2 * variance, mean])
+    layer.fill_constants_(beta, center)
     return float(variance**0.5)
 
 

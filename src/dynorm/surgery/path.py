@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
@@ -14,6 +13,7 @@ from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.annealed import check_t
 from dynorm.surgery.plan import dynorm_layers, remember_, replaced_by, swap_
+from dynorm.surgery.sites import any_match, as_globs
 from dynorm.surgery.tokens import HOOK_TABLES
 
 Shape = Literal["linear", "cosine"]
@@ -68,14 +68,14 @@ def set_path_(model: nn.Module, t: float, *, only: str | Iterable[str] | None = 
     """
     layers = annealed_layers(model)
     check_t(t)
-    globs = ["*"] if only is None else [only] if isinstance(only, str) else list(only)
+    globs = ["*"] if only is None else as_globs(only)
     for glob in globs:
-        if not any(fnmatchcase(path, glob) for path in layers):
+        if not any_match(layers, [glob]):
             raise ArgumentError(
                 f"the glob {glob!r} must match the path of an annealed layer, but matches none of {', '.join(layers)}"
             )
     for path, layer in layers.items():
-        if any(fnmatchcase(path, glob) for glob in globs):
+        if any_match([path], globs):
             layer.set_t_(t)
 
 

@@ -11,12 +11,11 @@ from torch.utils.hooks import RemovableHandle
 
 from dynorm.errors import DataError, ModelError
 from dynorm.layers import AnnealedNorm
-from dynorm.layers._base import as_stored
 from dynorm.surgery.activations import site_tokens
 from dynorm.surgery.batches import token_masks
+from dynorm.surgery.fit import own_betas
 from dynorm.surgery.initialize import reduced
 from dynorm.surgery.path import annealed_layers
-from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 
 
 class PathStart:
@@ -66,13 +65,8 @@ class PathStart:
             handle.remove()
         self._stance.__exit__(None, None, None)
         found = {layer: self._constants(layer, reduced(sums)) for layer, sums in self._sums.items()}
-        with torch.no_grad():
-            for layer, (log_beta, center) in found.items():
-                layer.fill_slope_(_shaped(log_beta.exp(), layer))
-                for name in layer.constants[1:]:
-                    getattr(layer, name).zero_()
-                if layer.center is not None:
-                    layer.center.copy_(as_stored(_shaped(center, layer), layer.center))
+        for layer, (log_beta, center) in found.items():
+            layer.fill_constants_(_shaped(log_beta.exp(), layer), _shaped(center, layer))
 
     def _keep_masks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._masks = token_masks(kwargs)
@@ -81,8 +75,7 @@ class PathStart:
         assert isinstance(layer, AnnealedNorm)
         with torch.no_grad():
             x = site_tokens(layer, args[0].detach(), self._masks).double()
-            own = leave_one_out_beta if layer.kind == "layernorm" else leave_one_out_square_sum
-            beta = own(x, eps=layer.norm_eps)
+            beta = own_betas(x, layer.kind, layer.norm_eps)
             # Where all other channels are the same and there is no eps, no constant is asked for.
             counts = (beta != 0).to(x)
             sums = torch.stack([counts.sum(0), beta.where(beta != 0, 1.0).log().sum(0), (x * counts).sum(0)])

@@ -89,7 +89,7 @@ def select_sites(
         >>> [site.path for site in select_sites(sites, only="layers.*", skip="*.1.*")]
         ['layers.0.norm']
     """
-    only_globs, skip_globs = _globs(only), _globs(skip)
+    only_globs, skip_globs = as_globs(only), as_globs(skip)
     for glob in only_globs + skip_globs:
         _require_match(glob, sites)
     return [
@@ -101,14 +101,20 @@ def select_sites(
     ]
 
 
-def _globs(value: str | Iterable[str] | None) -> list[str]:
+def as_globs(value: str | Iterable[str] | None) -> list[str]:
+    """Return one glob, several or none as a list."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)
 
 
+def any_match(paths: Iterable[str], globs: Sequence[str]) -> bool:
+    """Say whether a path matches a glob."""
+    return any(fnmatchcase(path, glob) for path in paths for glob in globs)
+
+
 def _matches(site: NormSite, globs: list[str]) -> bool:
-    return any(fnmatchcase(path, glob) for path in (site.path, *site.aliases) for glob in globs)
+    return any_match((site.path, *site.aliases), globs)
 
 
 def _require_match(glob: str, sites: Sequence[NormSite]) -> None:

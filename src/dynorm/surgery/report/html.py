@@ -15,11 +15,12 @@ from dynorm.surgery.report.page import (
     meta_list,
     panel,
     scrolled_table,
+    three,
     unreached_note,
     whole_page,
 )
 from dynorm.surgery.report.picture import Drawing, svg_picture
-from dynorm.surgery.report.text import number, share, short_kind
+from dynorm.surgery.report.text import constant, number, share, short_kind
 
 _NAMES = {"dyisru": "DyISRU", "dyt": "DyT", "derf": "Derf", "linear": "linear"}
 
@@ -118,7 +119,6 @@ def _cards(report: ModelReport) -> Iterable[str]:
 
 
 def _row(site: SiteReport) -> str:
-    errors = (site.error_linear, site.error_dyt, site.error_dyisru)
     cells = [
         short_kind(site.kind),
         f"{site.channels:,}",
@@ -128,12 +128,12 @@ def _row(site: SiteReport) -> str:
     ]
     rest = [
         number(site.error_now, 3),
-        f"{site.beta:,.0f}" if 100 <= site.beta < 1e9 else f"{site.beta:.3g}",
+        constant(site.beta),
         "–" if site.center is None else f"{site.center:.3f}".replace("-", "−"),
         share(site.saturated),
     ]
     plain_cells = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    shown = "".join(f"<td{' class=best' * (e == min(errors))}>{number(e, 3)}</td>" for e in errors)
+    shown = "".join(three(site.error_linear, site.error_dyt, site.error_dyisru))
     tail = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
     return f'<tr><th scope="row">{breakable(site.path)}</th>{plain_cells}{shown}{tail}</tr>'
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.surgery.activations import eval_mode, site_tokens
-from dynorm.surgery.batches import call, iterate, token_masks
+from dynorm.surgery.activations import eval_mode, require_finite, site_tokens
+from dynorm.surgery.batches import arguments, call, iterate, token_masks
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace, slow_path
 from dynorm.surgery.probe import find_norms
@@ -67,6 +67,11 @@ class InspectedSite:
         return self.outliers.fit.betas["dyisru"]
 
     @property
+    def ratio(self) -> float:
+        """DyT's mean absolute residual on outliers over DyISRU's: above 1 where the paper's claim holds."""
+        return self.outliers.residuals["dyt"] / max(self.outliers.residuals["dyisru"], 1e-300)
+
+    @property
     def holds(self) -> bool:
         """Whether DyISRU describes the outliers with a smaller mean absolute residual than DyT, as the paper claims."""
         return self.outliers.residuals["dyisru"] < self.outliers.residuals["dyt"]
@@ -100,7 +105,7 @@ class InspectionReport:
 
     def summary(self) -> dict[str, Any]:
         """Return in how many sites the paper's claim holds, and by how much."""
-        ratios = [s.outliers.residuals["dyt"] / max(s.outliers.residuals["dyisru"], 1e-300) for s in self.sites]
+        ratios = [site.ratio for site in self.sites]
         core = [site.core.errors for site in self.sites]
         residuals = [site.outliers.residuals for site in self.sites]
         return {
@@ -198,7 +203,8 @@ def inspect_norms(
     remaining = iterate(batches)
     if sites is None:
         first = next(remaining)
-        sites, remaining = _find(model, first), chain([first], remaining)
+        args, kwargs = arguments(model, first)
+        sites, remaining = find_norms(model, *args, **kwargs), chain([first], remaining)
     watched = _watched(model, sites, seed, points)
     count = 0
     with ExitStack() as stack:
@@ -225,11 +231,7 @@ class _Watched:
 
     def see(self, x: Tensor, fitted: float) -> None:
         """Add tokens (tokens, C), a share of which is fitted on, and the rest measured on."""
-        if not x.square().sum(-1).isfinite().all():
-            raise DataError(
-                f"activations must be finite, but at {self.site.path!r} there was NaN, inf or a value whose square "
-                "overflows: look for an overflow (float16?) or bad inputs"
-            )
+        require_finite(x, self.site.path)
         if fitted == 1.0:
             self.stats.add_fitted(x)
         split = int(len(x) * fitted)
@@ -254,14 +256,6 @@ class _Watched:
             core=core,
             picture=self.stats.picture(),
         )
-
-
-def _find(model: nn.Module, batch: Any) -> list[NormSite]:
-    device = next((p.device for p in model.parameters()), None)
-    if isinstance(batch, Mapping):
-        return find_norms(model, **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
-    values = batch if isinstance(batch, (tuple, list)) else (batch,)
-    return find_norms(model, *(v.to(device) if isinstance(v, Tensor) else v for v in values))
 
 
 def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int) -> dict[nn.Module, _Watched]:

@@ -14,11 +14,13 @@ from dynorm.surgery.report.page import (
     meta_list,
     panel,
     scrolled_table,
+    three,
     unreached_note,
     whole_page,
 )
 from dynorm.surgery.report.picture import Drawing, svg_picture
-from dynorm.surgery.report.text import number, short_kind
+from dynorm.surgery.report.stats import FUNCTIONS
+from dynorm.surgery.report.text import constant, number, short_kind
 
 _COLUMNS = (
     ("site", "path of the norm in the model, in call order"),
@@ -87,25 +89,18 @@ def _row(site: InspectedSite) -> str:
             number(site.sigma_spread, 2),
         )
     ]
-    cells += _three(residuals)
+    cells += three(*map(residuals.__getitem__, FUNCTIONS))
     cells += [
         f"<td>{cell}</td>"
         for cell in (
-            number(residuals["dyt"] / max(residuals["dyisru"], 1e-300), 2),
+            number(site.ratio, 2),
             f"{site.alpha:.3g}",
-            f"{site.beta:,.0f}" if 100 <= site.beta < 1e9 else f"{site.beta:.3g}",
+            constant(site.beta),
             number(site.outliers.beta_spread, 2),
         )
     ]
-    return f'<tr><th scope="row">{breakable(site.path)}</th>{"".join(cells + _three(errors))}</tr>'
-
-
-def _three(values: dict[str, float]) -> list[str]:
-    best = min(values.values())
-    return [
-        f"<td{' class=best' * (values[name] == best)}>{number(values[name], 3)}</td>"
-        for name in ("linear", "dyt", "dyisru")
-    ]
+    cells += three(*map(errors.__getitem__, FUNCTIONS))
+    return f'<tr><th scope="row">{breakable(site.path)}</th>{"".join(cells)}</tr>'
 
 
 def _panel(site: InspectedSite) -> str:

@@ -60,7 +60,7 @@ def _row(site: InspectedSite, width: int) -> str:
         f"{site.outlier:.1f}",
         number(site.sigma_spread, 3),
         *(number(residuals[name], 3) for name in ("linear", "dyt", "dyisru")),
-        number(residuals["dyt"] / max(residuals["dyisru"], 1e-300), 2),
+        number(site.ratio, 2),
         *(number(errors[name], 3) for name in ("linear", "dyt", "dyisru")),
     )
     return f"{short_path(site.path, width):<{width}} {_cells(cells)}"

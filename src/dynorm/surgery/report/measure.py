@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.layers import PointwiseNorm
-from dynorm.surgery.activations import eval_mode, hooked, layers_to_fit, original_forward, site_tokens
+from dynorm.surgery.activations import (
+    eval_mode,
+    hooked,
+    layers_to_fit,
+    original_forward,
+    require_finite,
+    site_tokens,
+)
 from dynorm.surgery.batches import call, iterate, token_masks
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace, slow_path
@@ -257,11 +264,7 @@ class _Site:
     def tokens(self, x: Tensor, masks: list[Tensor]) -> Tensor:
         """Return the tokens of x, (tokens, C), without padding, after a look at them."""
         tokens = site_tokens(self.layer, x, masks)
-        if not tokens.square().sum(-1).isfinite().all():
-            raise DataError(
-                f"activations must be finite, but at {self.path!r} there was NaN, inf or a value whose square "
-                "overflows: look for an overflow (float16?) or bad inputs"
-            )
+        require_finite(tokens, self.path)
         return tokens
 
     def compare(self, now: Tensor, wanted: Tensor) -> None:

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dynorm import theory
+from dynorm import functional, theory
+from dynorm.surgery.fit import own_betas
 from dynorm.surgery.report.stats import FUNCTIONS, CoreFit, Reservoir, best_beta
 from dynorm.surgery.sites import NormSite
 
@@ -101,13 +102,14 @@ class Outliers:
         place = deviation.abs().argmax(-1, keepdim=True)
         size = (deviation.square().mean(-1, keepdim=True) + self.site.eps).sqrt()
         y = (deviation.gather(-1, place) / size.clamp_min(torch.finfo(x.dtype).tiny))[:, 0]
-        exact = (theory.layer_norm_as_dyisru if centred else theory.rms_norm_as_dyisru)(x, eps=self.site.eps)
+        outlier, beta = (each.gather(-1, place) for each in (x, own_betas(x, self.site.kind, self.site.eps)))
+        middle = theory.leave_one_out_mean(x).gather(-1, place) if centred else None
+        exact = functional.dyisru_general(outlier, beta, middle, scale=math.sqrt(x.shape[-1] - centred))
         known = size[:, 0] > 0
-        gap = (exact.gather(-1, place)[:, 0] - y)[known]
+        gap = (exact[:, 0] - y)[known]
         self._exact = max([self._exact, *gap.abs().amax(0, keepdim=True).tolist()]) if len(gap) else self._exact
-        kept.add(x.gather(-1, place).cpu(), y.cpu(), torch.ones(len(y), dtype=torch.float64))
-        beta = (theory.leave_one_out_beta if centred else theory.leave_one_out_square_sum)(x, eps=self.site.eps)
-        return beta.gather(-1, place)[:, 0]
+        kept.add(outlier.cpu(), y.cpu(), torch.ones(len(y), dtype=torch.float64))
+        return beta[:, 0]
 
 
 def _columns(kept: Reservoir) -> tuple[Tensor, Tensor]:

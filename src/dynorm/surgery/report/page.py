@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from dynorm.surgery.report.text import plain
+from dynorm.surgery.report.text import number, plain
 
 
 def whole_page(title: str, parts: Iterable[str]) -> str:
@@ -32,6 +32,11 @@ def scrolled_table(columns: Iterable[tuple[str, str]], rows: Iterable[str], labe
 def breakable(path: str) -> str:
     """The path, escaped, which may break after its dots and underscores."""
     return escape(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def three(*values: float) -> list[str]:
+    """Cells of figures that are compared, the least marked as best."""
+    return [f"<td{' class=best' * (value == min(values))}>{number(value, 3)}</td>" for value in values]
 
 
 def column_notes(columns: Iterable[tuple[str, str]]) -> str:

@@ -83,6 +83,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def constant(value: float) -> str:
+    """Return a constant as a page shows it: whole where it is large, else to three digits."""
+    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
+
+
 def share(value: float | None) -> str:
     """Return a share in percent as a table shows it, a dash for None; what is not 0 does not look like it."""
     if not value:
