@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynorm.errors import ArgumentError
+from dynorm.layers._groups import LOG_RATE
 
 Start = Literal["published", "batch", "path"]
 
@@ -22,6 +23,7 @@ class Arm:
         start: where the constants come from: "published", the papers' defaults (slope 0.5 for all sites, no scale);
             "batch", closed form 5 on the first batch, scale sqrt(C); "path", the activations where the path begins.
         embedding_scaled: whether a learned factor, sqrt(C) at first, follows the embedding (language models only).
+        constants_rate: the rate of the constants over that of the other weights, where a run says nothing else.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Arm:
     layer: str | None = None
     start: Start | None = None
     embedding_scaled: bool = False
+    constants_rate: float = 1.0
 
     @property
     def annealed(self) -> bool:
@@ -51,8 +54,8 @@ ARMS = {
         Arm("dyisru_published", "DyISRU as published", layer="dyisru", start="published"),
         Arm("dyt", "scaled DyT", layer="dyt", start="batch"),
         Arm("derf", "scaled Derf", layer="derf", start="batch"),
-        Arm("dyisru", "DyISRU", layer="dyisru", start="batch"),
-        Arm("linear", "linear (control)", layer="linear", start="batch"),
+        Arm("dyisru", "DyISRU", layer="dyisru", start="batch", constants_rate=LOG_RATE),
+        Arm("linear", "linear (control)", layer="linear", start="batch", constants_rate=LOG_RATE),
         Arm("dyisru_annealed", "norm, then DyISRU (annealed)", layer="annealed", start="path"),
         Arm("dyt_annealed", "norm, then scaled DyT (annealed)", layer="annealed_dyt", start="path"),
         Arm("linear_annealed", "norm, then linear (annealed control)", layer="annealed_linear", start="path"),

@@ -73,8 +73,9 @@ RECIPES = Part(
     direct_rates=(5e-4, 1e-3, 2e-3, 4e-3),
     extend=False,
     variants=(
+        {"constants_rate": 1.0},
         {"constants_rate": 10.0},
-        {"constants_rate": 30.0},
+        {"constants_rate": 100.0},
         {"per_channel": True},
         {"center": True},
         {"warmup_constants": True},

@@ -24,7 +24,8 @@ class Settings:
         model: "gpt2" or "llama" for text, "vit" for digits; None takes the first.
         size: "tiny", "small", "medium" or "large".
         warmup: steps of linear warm-up; afterwards the rate falls to a tenth as a cosine.
-        constants_rate: the rate of the constants (log b, alpha, shift, centre) over that of the other weights.
+        constants_rate: the rate of the constants (log b, alpha, shift, centre) over that of the other weights; None
+            takes the arm's own.
         per_channel: a constant a channel instead of one a site.
         center: whether a centre is learned; by default only by annealed arms that begin with LayerNorm.
         warmup_constants: set the constants anew from a batch at ten steps during the warm-up, as at the start.
@@ -47,7 +48,7 @@ class Settings:
     model: str | None = None
     size: str = "small"
     warmup: int = 100
-    constants_rate: float = 1.0
+    constants_rate: float | None = None
     per_channel: bool = False
     center: bool | None = None
     warmup_constants: bool = False
@@ -60,6 +61,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, before anything is built."""
+        if self.constants_rate is None:
+            object.__setattr__(self, "constants_rate", self.arm_spec.constants_rate)
         self._check_numbers()
         if self.task not in MODELS:
             raise ArgumentError(f"the task must be one of {', '.join(MODELS)}, got {self.task!r}")
@@ -88,7 +91,7 @@ class Settings:
     def variant(self) -> str:
         """The arm with the options that differ from its defaults, as the run's name has it."""
         parts = [self.arm]
-        if self.constants_rate != 1:
+        if self.constants_rate != self.arm_spec.constants_rate:
             parts.append(f"rate{self.constants_rate:g}")
         if self.per_channel:
             parts.append("channel")
@@ -131,6 +134,7 @@ class Settings:
                 f"the warm-up must end before the run does, got {self.warmup} of {self.steps} steps: train longer, or "
                 "give a shorter --warmup"
             )
+        assert self.constants_rate is not None
         if not (math.isfinite(self.constants_rate) and self.constants_rate > 0):
             raise ArgumentError(f"the constants' rate must be positive and finite, got {self.constants_rate!r}")
         if not 0 <= self.seed < 2**32:
@@ -138,9 +142,8 @@ class Settings:
 
     def _check_variant(self) -> None:
         arm = self.arm_spec
-        if arm.layer is None and (
-            self.constants_rate != 1 or self.per_channel or self.center is not None or self.warmup_constants
-        ):
+        other_rate = self.constants_rate != arm.constants_rate
+        if arm.layer is None and (other_rate or self.per_channel or self.center is not None or self.warmup_constants):
             raise ArgumentError(f"{arm.name} has no constants: leave their options out")
         if self.warmup_constants and arm.start != "batch":
             raise ArgumentError(f"{arm.name} does not set its constants from a batch: leave --warmup-constants out")

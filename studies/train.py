@@ -38,7 +38,7 @@ def command(
     model: Annotated[str | None, typer.Option(help="gpt2 or llama; vit for digits.")] = None,
     size: Annotated[str, typer.Option(help="tiny, small, medium or large.")] = "small",
     warmup: Annotated[int, typer.Option(help="Steps of warm-up.")] = 100,
-    constants_rate: Annotated[float, typer.Option(help="The constants' rate over the others'.")] = 1.0,
+    constants_rate: Annotated[float | None, typer.Option(help="The constants' rate over the others'.")] = None,
     per_channel: Annotated[bool, typer.Option("--per-channel", help="A constant a channel.")] = False,
     center: Annotated[bool | None, typer.Option(help="Learn a centre, or not.")] = None,
     warmup_constants: Annotated[

@@ -73,6 +73,7 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
         super().__init__(model=model, **options)
         # Not in create_optimizer, which the Trainer calls when a checkpoint's weights are in: an alpha's rate goes with
         # its size at the start of the run, and so do the groups.
+        assert settings.constants_rate is not None
         rate = settings.lr * settings.constants_rate
         self._groups = dynorm.param_groups(model, lr=settings.lr, weight_decay=WEIGHT_DECAY, constants_lr=rate)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.testing import assert_close
 
-from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups
+from dynorm import AnnealedDyISRU, ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
 CONSTANTS = {DyISRU: ["log_beta"], DyT: ["alpha"], Derf: ["alpha", "shift"], LinearControl: ["log_beta"]}
@@ -383,6 +383,14 @@ def test_constants_that_scale_x_learn_in_proportion_to_their_size() -> None:
     assert found[layers[1].alpha] == pytest.approx(1e-4)
     assert found[layers[0].log_beta] == pytest.approx(1e-2)
     assert len(found) == sum(1 for layer in layers for _ in layer.parameters())
+
+
+def test_a_logarithm_learns_fast_by_default() -> None:
+    layers = [DyISRU(4), DyT(4, alpha_init=0.5), LinearControl(4), AnnealedDyISRU(4, kind="layernorm")]
+    found = {p: group["lr"] for group in param_groups(nn.Sequential(*layers), lr=1e-3) for p in group["params"]}
+    assert [found[layer.log_beta] for layer in (layers[0], layers[2], layers[3])] == pytest.approx([3e-2] * 3)
+    assert found[layers[1].alpha] == pytest.approx(5e-4)
+    assert found[layers[0].weight] == pytest.approx(1e-3)
 
 
 def test_a_resumed_run_finds_the_groups_it_was_saved_with() -> None:

@@ -202,7 +202,7 @@ def _trainer(
             return distillation_loss(student, teacher, inputs)
 
     # Fused, a step over 22 M parameters takes a twentieth of the time on a CPU.
-    optimizer = torch.optim.AdamW(param_groups(student.model, lr=lr), fused=True)
+    optimizer = torch.optim.AdamW(param_groups(student.model, lr=lr, constants_lr=lr), fused=True)
     teacher.to(arguments.device)
     trainer = Distiller(
         model=student.model,

@@ -9,6 +9,9 @@ from torch import nn
 from dynorm.errors import ArgumentError
 from dynorm.layers._base import PointwiseNorm
 
+# Of a constant kept as its logarithm, over that of the weights.
+LOG_RATE = 30.0
+
 
 def param_groups(
     model: nn.Module, *, lr: float, weight_decay: float = 0.0, constants_lr: float | None = None
@@ -19,8 +22,10 @@ def param_groups(
         model: a model with or without point-wise layers.
         lr: the rate of all weights but the constants.
         weight_decay: for parameters of two and more dimensions, but those of point-wise layers.
-        constants_lr: the rate of ``log_beta``, ``alpha``, ``shift`` and ``center``; ``lr`` by default. An alpha's is
-            multiplied by its present size, so that it changes in proportion, as ``log_beta`` lets beta do.
+        constants_lr: the rate of ``log_beta``, ``alpha``, ``shift`` and ``center``; by default 30 times ``lr`` for
+            ``log_beta`` and ``lr`` for the others. While a rate warms up, what a layer sees can grow a hundredfold:
+            beta must follow, or the layer saturates and the model is stuck. An alpha's rate is multiplied by its
+            present size, so that it changes in proportion, as ``log_beta`` lets beta do.
 
     Returns:
         Groups for a ``torch.optim`` optimizer; parameters that need no gradient are left out, and so are empty groups.
@@ -34,11 +39,16 @@ def param_groups(
         >>> groups = dynorm.param_groups(model, lr=1e-3, weight_decay=0.1, constants_lr=1e-2)
         >>> [(len(group["params"]), group["lr"], group["weight_decay"]) for group in groups]
         [(1, 0.001, 0.1), (3, 0.001, 0.0), (1, 0.01, 0.0)]
+
+    Reference:
+        The default is measured: see "Learning rates" in docs/path.md.
     """
     if min(lr, weight_decay, lr if constants_lr is None else constants_lr) < 0:
         raise ArgumentError(f"rates must not be negative, got {lr=}, {weight_decay=}, {constants_lr=}")
     layers = [module for module in model.modules() if isinstance(module, PointwiseNorm)]
     rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
+    if constants_lr is None:
+        rates |= {layer.get_parameter("log_beta"): LOG_RATE for layer in layers if "log_beta" in layer.constants}
     affine = {p for layer in layers for p in layer.parameters()} - rates.keys()
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {p for p in trained if p.dim() > 1} - affine - rates.keys()
