@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from dynorm.surgery.fit import PathFit, SiteFit
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace
 from dynorm.surgery.plan import replaced_by
+from dynorm.surgery.ranks import BATCH, END, OVER, Ranks
 
 # How much the target leans on the original model's activations rather than on the norm applied to what the
 # converted part feeds it: the first undoes earlier errors, the second is easier to fit. Measured on all-MiniLM-L6-v2.
@@ -60,7 +62,7 @@ class CalibrationReport:
 
     Args:
         sites: the fitted layers, in call order.
-        batches: how many batches were used.
+        batches: how many batches were used, by all ranks.
         unreached: paths of the layers that kept their constants: no batch reached them, or only with inputs that
             are the same in every channel, to which nothing can be fitted.
     """
@@ -101,8 +103,12 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
     ``src_key_padding_mask`` or ``tgt_key_padding_mask`` (True = padding). The model is run in eval mode, without
     gradient; random states and buffers are afterwards as they were.
 
+    Under torch.distributed with an initialized group, call it on every rank, each with its own share of the data: the
+    sums are those of all ranks, so all get the same constants, as one process would whose batches hold those of all
+    ranks. A rank with fewer batches than another waits for it.
+
     Args:
-        model: a model that :func:`convert_` converted.
+        model: a model that :func:`convert_` converted; plain, not sharded: shard it afterwards.
         batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``; any iterable,
             read once. They are moved to the model's device.
 
@@ -110,9 +116,11 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
         A report with a row a site.
 
     Raises:
-        ModelError: the model has no point-wise layer, or one that replaced nothing (a loaded model).
-        DataError: there is no batch, one is of the wrong kind, the model cannot run it, or an activation is not
-            finite (the message names the site). The constants are then as they were.
+        ModelError: the model has no point-wise layer, or one that replaced nothing (a loaded model), or another rank's
+            layers differ.
+        DataError: there is no batch, one is of the wrong kind, the model cannot run it, an activation is not finite
+            (the message names the site), or another rank failed or reached other sites. The constants are then as
+            they were, on every rank.
 
     Warns:
         CalibrationWarning: a layer was reached by no batch, or only by inputs that are the same in every channel; it
@@ -125,36 +133,67 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
         >>> [site.tokens for site in report.sites]
         [256]
     """
-    require_plain_model(model)
-    paths = {layer: path for path, layer in layers_to_fit(model).items()}
-    fits = _fits(paths)
-    before = snapshot(fits)
-    count = 0
+    ranks = Ranks()
+    before: dict[nn.Parameter, Tensor] = {}
     try:
-        with no_trace(model), eval_mode(model), torch.no_grad():
-            for count, batch in enumerate(iterate(batches), start=1):
-                _calibrate_batch(model, fits, paths, batch, weight=count)
+        with ranks.together():
+            require_plain_model(model)
+            paths = {layer: path for path, layer in layers_to_fit(model).items()}
+            fits = _fits(paths, ranks)
+            before = snapshot(fits)
+            ranks.require_alike((path, layer) for layer, path in paths.items())
+            with no_trace(model), eval_mode(model), torch.no_grad():
+                number = _calibrate(model, fits, paths, batches, ranks)
     except BaseException:
         put_back(before)
         raise
-    return _report(fits, paths, count)
+    return _report(fits, paths, number)
 
 
-def _fits(layers: Iterable[PointwiseNorm]) -> dict[PointwiseNorm, SiteFit]:
+def _fits(layers: Iterable[PointwiseNorm], ranks: Ranks) -> dict[PointwiseNorm, SiteFit]:
     """A fit for each layer, in call order."""
     sites = {layer: replaced.site for layer in layers if (replaced := replaced_by(layer)) is not None}
     ordered = sorted(sites.items(), key=lambda item: item[1].order)
     return {
-        layer: PathFit(layer) if isinstance(layer, AnnealedNorm) else SiteFit(layer, site.kind, site.eps)
+        layer: PathFit(layer, ranks) if isinstance(layer, AnnealedNorm) else SiteFit(layer, site.kind, site.eps, ranks)
         for layer, site in ordered
     }
 
 
+def _calibrate(
+    model: nn.Module,
+    fits: dict[PointwiseNorm, SiteFit],
+    paths: dict[PointwiseNorm, str],
+    batches: Iterable[Any],
+    ranks: Ranks,
+) -> int:
+    """Go through the batches, and return how many there were on all ranks."""
+    given, batch, own = iterate(batches), None, 0
+    for weight in count(start=1):
+        new = next(given, None)
+        if set(ranks.all_say(OVER if new is None else BATCH)) == {OVER}:
+            break
+        own += new is not None
+        # A rank that has no batch left runs its last one again, for the others' sums, and adds nothing.
+        batch = batch if new is None else new
+        _calibrate_batch(model, fits, paths, batch, weight, ranks, counts=new is not None)
+    return int(ranks.summed(torch.tensor([own], device=ranks.device)))
+
+
 def _calibrate_batch(
-    model: nn.Module, fits: dict[PointwiseNorm, SiteFit], paths: dict[PointwiseNorm, str], batch: Any, weight: int
+    model: nn.Module,
+    fits: dict[PointwiseNorm, SiteFit],
+    paths: dict[PointwiseNorm, str],
+    batch: Any,
+    weight: int,
+    ranks: Ranks,
+    *,
+    counts: bool,
 ) -> None:
     masks = token_masks(batch)
     targets = norm_outputs(model, batch)
+    names = [paths[layer] for layer in fits]
+    places = {layer: place for place, layer in enumerate(fits)}
 
     def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         assert isinstance(layer, PointwiseNorm)
@@ -168,12 +207,14 @@ def _calibrate_batch(
                 f"activations must be finite, but the norm at {paths[layer]!r} saw NaN, inf or values whose squares "
                 f"overflow in batch {weight - 1}: look for an overflow (float16?) or bad inputs"
             )
-        fits[layer].update(tokens, wanted, weight)
+        ranks.meet(places[layer], names)
+        fits[layer].update(tokens if counts else tokens[:0], wanted if counts else wanted[:0], weight)
         fits[layer].solve_()
         return layer.forward(x)
 
     with hooked(fits, hook):
         call(model, batch)
+    ranks.meet(END, names)
 
 
 def _are_finite(*tensors: Tensor) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from dynorm import functional
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
+from dynorm.surgery.ranks import Ranks
 from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 
 # Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest values saturate, to
@@ -56,10 +57,12 @@ class SiteFit:
         layer: the layer to be fitted; its affine map decides what is fitted beside beta.
         kind: "layernorm" or "rmsnorm": which leave-one-out statistic beta starts from, and whether there is a centre.
         eps: the norm's eps.
+        ranks: the processes over which to sum, where there are several: each adds its own tokens, at the same time.
     """
 
-    def __init__(self, layer: PointwiseNorm, kind: str, eps: float) -> None:
+    def __init__(self, layer: PointwiseNorm, kind: str, eps: float, ranks: Ranks | None = None) -> None:
         self.layer = layer
+        self._ranks = ranks if ranks is not None and ranks.size > 1 else None
         self.kind = kind
         self.eps = eps
         self.tokens = 0
@@ -80,21 +83,39 @@ class SiteFit:
             self._start(x, y)
         if self._betas is None:
             return
-        self.tokens += len(x)
-        self._weight_sum += weight * len(x)
-        size = max(1, _CHUNK // x.shape[1]) if x.device.type == "cpu" else len(x)
+        count = self._total(len(x))
+        self.tokens += count
+        self._weight_sum += weight * count
+        sums = self._sums if self._ranks is None else torch.zeros_like(self._sums)
+        size = max(1, _CHUNK // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
         for start in range(0, len(x), size):
-            self._add(x[start : start + size], y[start : start + size], weight)
+            self._add(sums, x[start : start + size], y[start : start + size], weight)
+        if self._ranks is not None:
+            self._sums += self._ranks.summed(sums)
 
-    def _add(self, x: Tensor, y: Tensor, weight: float) -> None:
+    def _add(self, sums: Tensor, x: Tensor, y: Tensor, weight: float) -> None:
         y = y - self._y0
-        self._y += weight * y.sum(0)
-        self._yy += weight * y.square().sum(0)
-        for row, f in enumerate(self._functions(x)):
-            f = f - self._f0[row]
-            self._f[row] += weight * f.sum(0)
-            self._ff[row] += weight * f.square().sum(0)
-            self._fy[row] += weight * (f * y).sum(0)
+        sums[0, 0] += weight * y.sum(0)
+        sums[0, 1] += weight * y.square().sum(0)
+        for row, f in enumerate(self._functions(x), start=1):
+            f = f - self._f0[row - 1]
+            sums[row, 0] += weight * f.sum(0)
+            sums[row, 1] += weight * f.square().sum(0)
+            sums[row, 2] += weight * (f * y).sum(0)
+
+    def _total(self, count: int) -> int:
+        """A number of tokens, of all ranks."""
+        if self._ranks is None:
+            return count
+        return int(self._ranks.summed(torch.tensor([count], device=next(self.layer.parameters()).device)))
+
+    def _mean(self, values: Iterable[Tensor]) -> Tensor:
+        """The mean over tokens of each (tokens, C), of all ranks: one sum over the ranks for all of them."""
+        if self._ranks is None:
+            return torch.stack([each.mean(0) for each in values])
+        rows = [torch.cat([each.double().sum(0), each.new_tensor([len(each)], dtype=torch.float64)]) for each in values]
+        sums = self._ranks.summed(torch.stack(rows))
+        return sums[:, :-1] / sums[:, -1:]
 
     @torch.no_grad()
     def solve_(self) -> None:
@@ -118,18 +139,18 @@ class SiteFit:
         """Root of the residual over the spread of the target, at the last solution; NaN before there is one."""
         if self._residual is None:
             return math.nan
-        y, yy = self._y / self._weight_sum, self._yy / self._weight_sum
+        y, yy = self._sums[0, :2] / self._weight_sum
         spread = (yy - y * y).sum() if self.layer.bias is not None else yy.sum()
         return float((self._residual.sum() / spread.clamp_min(_TINY)).sqrt())
 
     def _start(self, x: Tensor, y: Tensor) -> None:
         """Choose centre and candidates by the first tokens that have a spread over their channels."""
         alive = x[self._statistic(x, 0.0).amax(1) > _DEAD * x.square().sum(1)] if len(x) else x
-        if not len(alive):
+        if not self._total(len(alive)):
             return
         beta = self._statistic(alive, self.eps)
         # Without eps, the only channel of a token that is not 0 has a beta of 0.
-        log_beta = beta.clamp_min(_DEAD * beta.amax(1, keepdim=True)).log().mean()
+        log_beta = self._mean([beta.clamp_min(_DEAD * beta.amax(1, keepdim=True)).log()]).mean()
         grid = torch.logspace(*_DECADES, _CANDIDATES, dtype=torch.float64, device=x.device)
         if isinstance(self.layer, LinearControl) and self.layer.weight is not None:
             # Its weight takes the slope; beta would only be a second name for it.
@@ -148,7 +169,7 @@ class SiteFit:
             getattr(self.layer, name).zero_()
         if self.layer.center is None:
             return x.new_zeros(())
-        self.layer.center.fill_(x.mean() if self.kind == "layernorm" else 0.0)
+        self.layer.center.fill_(self._mean([x]).mean() if self.kind == "layernorm" else 0.0)
         return self.layer.center.flatten()[0].to(x.dtype)
 
     def _start_sums(self, x: Tensor, y: Tensor) -> None:
@@ -159,10 +180,10 @@ class SiteFit:
         self._weight = None if layer.weight is None else layer.weight.detach().double().flatten()
         # Sums of differences from the first means keep the digits that sums of squares would lose.
         shifts = layer.bias is not None
-        self._y0 = y.mean(0) * shifts
-        self._f0 = torch.stack([f.mean(0) * shifts for f in self._functions(x)])
-        self._y, self._yy = (torch.zeros(channels, dtype=torch.float64, device=x.device) for _ in range(2))
-        self._f, self._ff, self._fy = (torch.zeros_like(self._f0, dtype=torch.float64) for _ in range(3))
+        self._y0 = self._mean([y])[0].to(y.dtype) * shifts
+        self._f0 = self._mean(self._functions(x)).to(x.dtype) * shifts
+        # In the first row y and y^2, then for each candidate f, f^2 and f y: one tensor, summed over ranks at once.
+        self._sums = torch.zeros(1 + len(self._f0), 3, channels, dtype=torch.float64, device=x.device)
 
     def _functions(self, x: Tensor) -> Iterator[Tensor]:
         assert self._betas is not None
@@ -179,8 +200,8 @@ class SiteFit:
 
     def _least_squares(self) -> tuple[Tensor, Tensor, Tensor]:
         """Slope, offset and mean squared residual of every candidate and channel, (candidates, C)."""
-        f, ff, fy = (t / self._weight_sum for t in (self._f, self._ff, self._fy))
-        y, yy = self._y / self._weight_sum, self._yy / self._weight_sum
+        f, ff, fy = (self._sums[1:] / self._weight_sum).unbind(1)
+        y, yy = self._sums[0, :2] / self._weight_sum
         if self._weight is None:
             return torch.ones_like(f), torch.zeros_like(f), yy - 2 * fy + ff
         if self.layer.bias is None:
@@ -207,13 +228,16 @@ class PathFit(SiteFit):
 
     Args:
         layer: the annealed layer.
+        ranks: as for :class:`SiteFit`.
     """
 
-    def __init__(self, layer: AnnealedNorm) -> None:
+    def __init__(self, layer: AnnealedNorm, ranks: Ranks | None = None) -> None:
         plain = {"normalized_shape": layer.channels, "elementwise_affine": False, "bias": False, "dim": -1}
         config = layer.target_config() | plain
         like = next(layer.parameters())
-        super().__init__(layer.target(**config, device=like.device, dtype=like.dtype), layer.kind, layer.norm_eps)
+        super().__init__(
+            layer.target(**config, device=like.device, dtype=like.dtype), layer.kind, layer.norm_eps, ranks
+        )
         self._annealed = layer
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Models that surgery cannot work on: compiled, wrapped, scripted, or without values in their tensors."""
+"""Models that surgery cannot work on: compiled, exported, wrapped, scripted, or without values in their tensors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _WRAPPERS = (
     ("torch.nn.parallel", "DataParallel", "wrapped in DataParallel", "pass model.module, wrap afterwards"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "wrapped in FSDP", "wrap it afterwards"),
     ("torch.distributed.fsdp", "FSDPModule", "sharded", "call fully_shard afterwards"),
+    ("torch.export._unlift", "_StatefulGraphModule", "exported", "pass the module that was exported"),
+    ("torch.export.unflatten", "UnflattenedModule", "exported", "pass the module that was exported"),
     ("torch.jit", "ScriptModule", "a ScriptModule", "pass the module that was scripted or traced"),
 )
 
@@ -29,7 +31,7 @@ def require_plain_model(model: nn.Module) -> None:
 
     Raises:
         ArgumentError: If it is no module at all.
-        ModelError: If it, or a part of it, is compiled, wrapped, scripted, sharded, lazy or on the meta
+        ModelError: If it, or a part of it, is compiled, exported, wrapped, scripted, sharded, lazy or on the meta
             device. The message says which call to make first.
 
     Example:
@@ -42,6 +44,8 @@ def require_plain_model(model: nn.Module) -> None:
         ModelError
     """
     if not isinstance(model, nn.Module):
+        if type(model).__name__ == "ExportedProgram":
+            raise ModelError("the model must be a plain module, but is exported: pass the module that was exported")
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     for path, module in model.named_modules():
         _require_plain_module(module, f"the part {path!r} of the model" if path else "the model")

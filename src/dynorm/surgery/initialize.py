@@ -15,6 +15,7 @@ from dynorm.surgery.batches import call, iterate, token_masks
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace, slow_path
 from dynorm.surgery.plan import dynorm_layers
+from dynorm.surgery.ranks import END, Ranks
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,10 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
         The constants, by path.
 
     Raises:
-        ModelError: the model has no point-wise layer, or is compiled or wrapped.
-        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, or what a layer sees is
-            not finite or all 0. The constants are then as they were.
+        ModelError: the model has no point-wise layer, is compiled, wrapped or sharded, or another rank's layers differ.
+        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, what a layer sees is
+            not finite or all 0, or another rank failed or reached other layers. The constants are then as they were,
+            on every rank.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), dynorm.DyISRU(8), nn.Linear(8, 8), dynorm.DyT(8, scale=8**0.5))
@@ -76,33 +78,51 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
     Reference:
         Eq. 14 for many channels of like size (closed form 5).
     """
-    require_plain_model(model)
-    paths = {layer: path for path, layer in dynorm_layers(model).items()}
-    if not paths:
-        raise ModelError(
-            "the model must have point-wise layers, but has none: build it with dynorm.DyISRU, or call dynorm.convert_"
-        )
-    (batch,) = iterate([batch], "the batch")
-    before = snapshot(paths)
+    ranks = Ranks()
+    before: dict[nn.Parameter, Tensor] = {}
     sigma: dict[str, float] = {}
-    masks = token_masks(batch)
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert isinstance(layer, PointwiseNorm)
-        if paths[layer] not in sigma:
-            sigma[paths[layer]] = _set_constants_(layer, site_tokens(layer, args[0], masks), paths[layer])
-        return layer.forward(args[0])
-
     try:
-        with no_trace(model, batch), torch.no_grad(), slow_path(), hooked(paths, hook):
-            call(model, batch)
-        if not sigma:
-            raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
+        with ranks.together():
+            require_plain_model(model)
+            paths = {layer: path for path, layer in _layers(model).items()}
+            (batch,) = iterate([batch], "the batch")
+            before = snapshot(paths)
+            ranks.require_alike((path, layer) for layer, path in paths.items())
+            _initialize(model, batch, paths, sigma, ranks)
     except BaseException:
         put_back(before)
         raise
     beta = {path: float(layer.beta().detach().mean()) for layer, path in paths.items() if path in sigma}
     return InitializationReport(beta, sigma, [path for path in paths.values() if path not in sigma])
+
+
+def _layers(model: nn.Module) -> dict[str, PointwiseNorm]:
+    layers = dynorm_layers(model)
+    if not layers:
+        raise ModelError(
+            "the model must have point-wise layers, but has none: build it with dynorm.DyISRU, or call dynorm.convert_"
+        )
+    return layers
+
+
+def _initialize(
+    model: nn.Module, batch: Any, paths: dict[PointwiseNorm, str], sigma: dict[str, float], ranks: Ranks
+) -> None:
+    """Run the batch, setting each layer as it is reached; ``sigma`` takes their sizes."""
+    masks, names = token_masks(batch), list(paths.values())
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert isinstance(layer, PointwiseNorm)
+        if paths[layer] not in sigma:
+            ranks.meet(names.index(paths[layer]), names)
+            sigma[paths[layer]] = _set_constants_(layer, site_tokens(layer, args[0], masks), paths[layer])
+        return layer.forward(args[0])
+
+    with no_trace(model, batch), torch.no_grad(), slow_path(), hooked(paths, hook):
+        call(model, batch)
+    ranks.meet(END, names)
+    if not sigma:
+        raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
 
 
 def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
@@ -123,6 +143,4 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
 
 def reduced(sums: Tensor) -> Tensor:
     """Return sums over all ranks of the default process group, where there is one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(sums)
-    return sums
+    return Ranks().summed(sums)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, DataError
+from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.layers._base import upcast
 from dynorm.surgery.activations import eval_mode, joint_error, layers_to_fit, norm_outputs, put_back, recorded, snapshot
 from dynorm.surgery.batches import call, iterate, token_masks
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace
+from dynorm.surgery.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
 
     Raises:
         ArgumentError: ``steps`` is no positive integer, or ``lr`` not positive.
-        ModelError: the model has no point-wise layer, or one that replaced nothing (a loaded model).
+        ModelError: the model has no point-wise layer, or one that replaced nothing (a loaded model), or there are
+            several processes, each of which would find constants of its own.
         DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a loss that is not
             finite. The parameters are then as they were.
 
@@ -78,6 +80,11 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
     """
     if not isinstance(steps, int) or steps < 1 or not (math.isfinite(lr) and lr > 0):
         raise ArgumentError(f"steps must be an integer of at least 1 and lr positive, got steps={steps!r}, lr={lr!r}")
+    if (size := Ranks().size) > 1:
+        raise ModelError(
+            f"refine_ must run in one process, but the process group has {size}: call it before the group is "
+            "initialized, and hand the constants on as any weights"
+        )
     require_plain_model(model)
     layers = list(layers_to_fit(model).values())
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))

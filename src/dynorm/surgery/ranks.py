@@ -1,0 +1,163 @@
+"""Several processes in step: before a sum over all ranks each says where it stands, so that none waits in vain."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dynorm.errors import DataError, DynormError, ModelError
+from dynorm.layers import PointwiseNorm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# What a rank says instead of the number of the layer that it has reached.
+BATCH, OVER, END, FAILED = -1, -2, -3, -4
+_WORDS = {BATCH: "a new batch", OVER: "the end of its batches", END: "the end of a batch", FAILED: "an error"}
+
+
+class Ranks:
+    """The processes of the default group, each with its own share of the data.
+
+    Every exchange has the same size, whatever a rank has reached; sums follow only when all have reached the same. So
+    a rank that fails, or goes another way, is seen by the others, which raise too instead of waiting.
+
+    Args:
+        group: the processes; the default group when None, and this process alone where there is none.
+        error: what to raise where another rank failed.
+
+    Example:
+        >>> ranks = Ranks()
+        >>> ranks.size, ranks.summed(torch.ones(2))
+        (1, tensor([1., 1.]))
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, error: type[DynormError] = DataError) -> None:
+        there = torch.distributed.is_available() and torch.distributed.is_initialized()
+        # In a fake group, which serves to count collectives, nobody answers.
+        there = there and torch.distributed.get_backend(group) != "fake"
+        self.size = torch.distributed.get_world_size(group) if there else 1
+        self.device = _device_of(group) if self.size > 1 else torch.device("cpu")
+        self._group = group
+        self._error = error
+        # Nobody is listening any more: all ranks know that one failed.
+        self._over = self.size <= 1
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Tell the other ranks of any error that is raised inside, so that they raise as well."""
+        try:
+            yield
+        except Exception:
+            if not self._over:
+                self.all_say(FAILED)
+            raise
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks, in place."""
+        if self.size > 1:
+            with self._or_over():
+                torch.distributed.all_reduce(values, group=self._group)
+        return values
+
+    def all_say(self, place: int) -> list[int]:
+        """Tell the others where this rank stands, and return where each does.
+
+        Raises:
+            DynormError: another rank failed; of the class that was given.
+        """
+        if self._over:
+            return [place]
+        mine = torch.tensor([place], dtype=torch.int64, device=self.device)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._or_over():
+            torch.distributed.all_gather(all_of_them, mine, group=self._group)
+        found = [int(each) for each in all_of_them]
+        if FAILED in found:
+            self._over = True
+            if place != FAILED:
+                raise self._error(
+                    f"every rank must get through, but rank {found.index(FAILED)} raised an error: see its message; "
+                    "the model is as it was on all ranks"
+                )
+        return found
+
+    def meet(self, place: int, paths: Sequence[str]) -> None:
+        """Wait until every rank stands at the same place.
+
+        Args:
+            place: the number of a layer, or one of the words.
+            paths: of the layers, for the message.
+
+        Raises:
+            DataError: a rank has reached another place.
+            DynormError: another rank failed.
+        """
+        found = self.all_say(place)
+        if set(found) == {place}:
+            return
+        self._over = True
+        there = [paths[each] if each >= 0 else _WORDS[each] for each in found]
+        listed = ", ".join(f"rank {rank} {name!r}" for rank, name in list(enumerate(there))[:8])
+        raise DataError(
+            f"all ranks must reach the same layers in the same order, but came to {listed}: give each rank batches "
+            "that use the same layers, or call this before the process group is initialized"
+        )
+
+    def require_alike(self, layers: Iterable[tuple[str, PointwiseNorm]]) -> None:
+        """Check that every rank has the same layers with the same constants, weights and biases.
+
+        Raises:
+            ModelError: on every rank, if one differs.
+            DynormError: another rank failed.
+        """
+        if self._over:
+            return
+        # Hashed to one number: ranks with other shapes could not even compare.
+        digest = int.from_bytes(digest_of(layers)[:7], "little")
+        found = self.all_say(digest)
+        if len(set(found)) > 1:
+            self._over = True
+            raise ModelError(different(found))
+
+    @contextmanager
+    def _or_over(self) -> Iterator[None]:
+        """Say no more once the group itself has failed: a rank is gone, and the next exchange would wait for it."""
+        try:
+            yield
+        except BaseException:
+            self._over = True
+            raise
+
+
+def digest_of(layers: Iterable[tuple[str, PointwiseNorm]]) -> bytes:
+    """Return 32 bytes that differ where a layer's path, form, shape, dtype or value does."""
+    seen = hashlib.sha256()
+    for path, layer in layers:
+        seen.update(f"{path} {type(layer).__name__} {layer.config()}".encode())
+        for name, value in layer.named_parameters():
+            seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            if not value.is_meta:
+                # float64 holds each value of the smaller dtypes.
+                seen.update(value.detach().double().cpu().contiguous().numpy().tobytes())
+    return seen.digest()
+
+
+def different(found: Sequence[object]) -> str:
+    """Say which ranks differ from the first."""
+    odd = [rank for rank, each in enumerate(found) if each != found[0]]
+    return (
+        "all ranks must have the same point-wise layers with the same constants, but those of rank "
+        f"{', '.join(map(str, odd[:8]))} differ from rank 0's: build the model from one seed or checkpoint everywhere"
+    )
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """Where a group's small exchanges live: on the CPU, but where it knows accelerators only."""
+    on_gpu = torch.distributed.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

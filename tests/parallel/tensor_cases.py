@@ -1,0 +1,373 @@
+"""What four processes do in test_tensor.py: layers, ops and a block on DTensors, beside the same in one process."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import dynorm
+from benchmarks.wire import ReducedRMSNorm, RMSNorm
+from dynorm.kernels import _dispatch
+from dynorm.parallel import PointwiseParallel, on_shards, reduce_gradients_
+from tests.parallel.block import Block, C
+
+LAYERS = {
+    "dyisru": partial(dynorm.DyISRU, center=True),
+    "dyisru per channel": partial(dynorm.DyISRU, per_channel=True, center=True),
+    "dyt": dynorm.DyT,
+    "derf": partial(dynorm.Derf, shift_init=0.1),
+    "linear": partial(dynorm.LinearControl, elementwise_affine=False),
+}
+PLACES = {"batch": Shard(0), "sequence": Shard(1), "channels": Shard(-1), "replicated": Replicate()}
+
+
+def meshes() -> list[DeviceMesh]:
+    """Two groups of two, and one of four."""
+    return [init_device_mesh("cpu", (4 // n, n), mesh_dim_names=("dp", "tp"))["tp"] for n in (2, 4)]
+
+
+def whole(t: Tensor | None) -> Tensor:
+    assert t is not None
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+
+
+def gap(ours: Tensor | None, theirs: Tensor | None) -> float:
+    return float((whole(ours) - whole(theirs)).abs().max())
+
+
+def counted(comm: CommDebugMode) -> dict[str, int]:
+    """Collectives by name; without those that were never called."""
+    return {str(op).rsplit(".", 1)[-1].rstrip("')>"): n for op, n in comm.get_comm_counts().items() if n}
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return module.double()
+
+
+def layers(folder: Path) -> Any:
+    """Each layer, each sharding, two and four ranks; a batch and a length that the ranks do not divide."""
+    found = {}
+    for mesh in meshes():
+        for name, make in LAYERS.items():
+            for place, placement in PLACES.items():
+                torch.manual_seed(1)
+                plain = randomized(make(C))
+                x, upstream = torch.randn(3, 5, C).double().requires_grad_(), torch.randn(3, 5, C).double()
+                y = plain(x)
+                y.backward(upstream)
+                layer = copy.deepcopy(plain)
+                layer.zero_grad()
+                parallelize_module(layer, mesh, PointwiseParallel(input_layouts=placement))
+                sharded = distribute_tensor(x.detach(), mesh, [placement]).requires_grad_()
+                given = distribute_tensor(upstream, mesh, [placement])
+                with CommDebugMode() as comm:
+                    ours = layer(sharded)
+                    ours.backward(given)
+                gaps = [gap(ours, y), gap(sharded.grad, x.grad)]
+                theirs = dict(plain.named_parameters())
+                gaps += [gap(p.grad, theirs[key].grad) for key, p in layer.named_parameters()]
+                found[f"{name} {place} {mesh.size()}"] = {
+                    "gap": max(gaps),
+                    "collectives": counted(comm),
+                    "kept": ours.placements == sharded.placements,
+                }
+    return found
+
+
+def ops(folder: Path) -> Any:
+    """The ops on DTensors; channels last, in the middle, and on two axes."""
+    found = {}
+    mesh = meshes()[1]
+    shapes = {"last": ((3, 5, 8), 8, 1), "middle": ((3, 8, 4), 8, 4), "two axes": ((5, 4, 8), 32, 1)}
+    for name, (shape, channels, inner) in shapes.items():
+        for dim in (0, 1, 2):
+            torch.manual_seed(1)
+            x = torch.randn(shape).double()
+            parameters = [torch.rand(n).double() + 0.5 for n in (1, channels, channels, channels)]
+
+            def call(
+                tensors: list[Tensor], channels: int = channels, inner: int = inner
+            ) -> tuple[Tensor, list[Tensor | None]]:
+                leaves = [t.detach().requires_grad_() for t in tensors]
+                x, beta, center, weight, bias = leaves
+                y = torch.ops.dynorm.pointwise(0, x, beta, None, center, weight, bias, 2.0, channels, inner, False)
+                y.backward(y.detach() ** 2)
+                return y, [leaf.grad for leaf in leaves]
+
+            y, wanted = call([x, *parameters])
+            axis = {"last": 2, "middle": 1}.get(name)
+            rows = [Shard(0) if dim == axis and p.numel() > 1 else Replicate() for p in parameters]
+            placed = [distribute_tensor(p, mesh, [row]) for p, row in zip(parameters, rows, strict=True)]
+            sharded = distribute_tensor(x, mesh, [Shard(dim)])
+            with CommDebugMode() as comm:
+                ours, got = call([sharded, *placed])
+            gaps = [gap(ours, y), *(gap(a, b) for a, b in zip(got, wanted, strict=True))]
+            found[f"{name} {dim}"] = {"gap": max(gaps), "collectives": counted(comm)}
+    return found
+
+
+def other_axes(folder: Path) -> Any:
+    """Channels that come first, and a normalized shape of two axes."""
+    mesh, found = meshes()[1], {}
+    for name, layer, shape, dim in (
+        ("first", dynorm.DyISRU(8, dim=1, per_channel=True), (3, 8, 5), 1),
+        ("last of two", dynorm.DyT((4, 8), center=True), (3, 4, 8), -1),
+        ("first of two", dynorm.DyT((4, 8), center=True), (3, 4, 8), -2),
+    ):
+        plain = randomized(layer)
+        x = torch.randn(shape).double()
+        y = plain(x)
+        y.backward(y.detach())
+        ours = copy.deepcopy(plain)
+        ours.zero_grad()
+        parallelize_module(ours, mesh, PointwiseParallel(input_layouts=Shard(dim)))
+        sharded = distribute_tensor(x, mesh, [Shard(dim)])
+        with CommDebugMode() as comm:
+            z = ours(sharded)
+            z.backward(z.detach())
+        theirs = dict(plain.named_parameters())
+        gaps = [gap(z, y), *(gap(p.grad, theirs[key].grad) for key, p in ours.named_parameters())]
+        found[name] = {"gap": max(gaps), "collectives": counted(comm)}
+    return found
+
+
+class Statistics(ParallelStyle):
+    """A norm with statistics whose channels are sharded, its weight with them: DTensor adds the collectives."""
+
+    def __init__(self, output: Any = None) -> None:
+        self.output = output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def shard(name: str, norm: nn.Module, mesh: DeviceMesh) -> None:
+            for key, p in list(norm._parameters.items()):
+                assert p is not None
+                norm.register_parameter(key, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+
+        def gather(norm: nn.Module, y: Any, mesh: DeviceMesh) -> Any:
+            return y if self.output is None else y.redistribute(placements=[self.output])
+
+        return distribute_module(module, device_mesh, shard, None, gather)
+
+
+def plan(norms: Any) -> dict[str, Any]:
+    """The residual stream sharded over channels; one gather for q, k, v, one for gate and up."""
+    rows = {"output_layouts": Shard(-1), "use_local_output": False}
+    return {
+        "norm1": norms(), "attention.q": ColwiseParallel(), "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(), "attention.o": RowwiseParallel(**rows),
+        "norm2": norms(), "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(**rows),
+    }  # fmt: skip
+
+
+BLOCKS = {
+    "dyisru": (partial(dynorm.DyISRU, center=True), lambda: PointwiseParallel(output_layouts=Replicate())),
+    "rmsnorm": (RMSNorm, lambda: Statistics(Replicate())),
+    "rmsnorm by hand": (ReducedRMSNorm, lambda: Statistics(Replicate())),
+    "layernorm": (nn.LayerNorm, lambda: Statistics(Replicate())),
+}
+
+
+def block(folder: Path) -> Any:
+    """Forward, gradients and collectives of a block whose residual stream is sharded over channels."""
+    found = {}
+    for mesh in meshes():
+        for name, (norm, style) in BLOCKS.items():
+            torch.manual_seed(2)
+            plain = randomized(Block(RMSNorm if norm is ReducedRMSNorm else norm))
+            x, upstream = torch.randn(2, 6, C).double().requires_grad_(), torch.randn(2, 6, C).double()
+            y = plain(x)
+            y.backward(upstream)
+            model = randomized(Block(norm))
+            model.load_state_dict(plain.state_dict())
+            parallelize_module(model, mesh, plan(style))
+            sharded = distribute_tensor(x.detach(), mesh, [Shard(-1)]).requires_grad_()
+            given = distribute_tensor(upstream, mesh, [Shard(-1)])
+            with CommDebugMode() as forward:
+                ours = model(sharded)
+            with CommDebugMode() as backward:
+                ours.backward(given)
+            sums = reduce_gradients_(model)
+            theirs = dict(plain.named_parameters())
+            gaps = {"y": gap(ours, y), "x": gap(sharded.grad, x.grad)}
+            gaps |= {key: gap(p.grad, theirs[key].grad) for key, p in model.named_parameters()}
+            found[f"{name} {mesh.size()}"] = {
+                "gap": max(gaps.values()),
+                "forward": counted(forward),
+                "backward": counted(backward),
+                "sums": sums,
+                "norm": _norm_alone(norm, mesh),
+            }
+    return found
+
+
+def _norm_alone(norm: Any, mesh: DeviceMesh) -> list[dict[str, int]]:
+    """Collectives of one norm on sharded channels, forward and backward."""
+    layer = norm(C).double()
+    style = PointwiseParallel() if isinstance(layer, dynorm.PointwiseNorm) else Statistics()
+    parallelize_module(layer, mesh, style)
+    x = distribute_tensor(torch.randn(2, 6, C).double(), mesh, [Shard(-1)]).requires_grad_()
+    with CommDebugMode() as forward:
+        y = layer(x)
+    with CommDebugMode() as backward:
+        y.backward(y.detach())
+    return [counted(forward), counted(backward)]
+
+
+def sequence_plan(folder: Path) -> Any:
+    """Beside SequenceParallel's place in torch's own plan: the stream sharded over the sequence."""
+    mesh, rows = meshes()[1], {"output_layouts": Shard(1), "use_local_output": False}
+    found = {}
+    for name, norm, style in (
+        ("dyisru", dynorm.DyISRU, PointwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())),
+        ("layernorm", nn.LayerNorm, SequenceParallel()),
+    ):
+        torch.manual_seed(2)
+        plain = Block(norm).double()
+        model = copy.deepcopy(plain)
+        columns = {} if name == "dyisru" else {"input_layouts": Shard(1)}
+        parallelize_module(
+            model, mesh,
+            plan(lambda style=style: style)
+            | {key: ColwiseParallel(**columns) for key in ("attention.q", "attention.k", "attention.v")}
+            | {key: ColwiseParallel(**columns) for key in ("mlp.gate", "mlp.up")}
+            | {key: RowwiseParallel(**rows) for key in ("attention.o", "mlp.down")},
+        )  # fmt: skip
+        x = torch.randn(2, 8, C).double()
+        sharded = distribute_tensor(x, mesh, [Shard(1)])
+        with CommDebugMode() as comm:
+            y = model(sharded)
+        found[name] = {"gap": gap(y, plain(x)), "collectives": counted(comm)}
+    return found
+
+
+def training(folder: Path) -> Any:
+    """Steps of AdamW with clipping: constants summed once for all, or by the optimizer, or in one process."""
+    mesh = meshes()[1]
+    losses: dict[str, list[float]] = {"one": [], "at once": [], "by the optimizer": []}
+    sums = []
+    for kind, seen in losses.items():
+        torch.manual_seed(3)
+        model: nn.Module = randomized(Block(dynorm.DyISRU))
+        if kind != "one":
+            parallelize_module(model, mesh, plan(BLOCKS["dyisru"][1]))
+        optimizer = torch.optim.AdamW(dynorm.param_groups(model, lr=1e-2, weight_decay=0.1, constants_lr=3e-2))
+        for _ in range(6):
+            x = torch.randn(2, 6, C).double()
+            y = model(x if kind == "one" else distribute_tensor(x, mesh, [Shard(-1)]))
+            loss = (y - 1).square().mean()
+            loss.backward()
+            if kind == "at once":
+                with CommDebugMode() as comm:
+                    reduce_gradients_(model)
+                sums.append(counted(comm))
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append([float(whole(loss)), float(whole(norm))])
+    return {"losses": losses, "sums": sums}
+
+
+def kernel(folder: Path) -> Any:
+    """What reaches the kernels: this rank's channels, with the scale of all."""
+    seen: list[Any] = []
+    compute = _dispatch.compute
+    layer = dynorm.DyISRU(C)
+    parallelize_module(layer, meshes()[1], PointwiseParallel(use_local_output=True))
+    x = torch.randn(3, C // 4)
+
+    def watched(form: Any, *tensors: Any) -> Tensor:
+        seen.append([form.channels, form.scale, list(tensors[0].shape)])
+        return compute(form, *tensors)
+
+    _dispatch.compute = watched
+    try:
+        y = layer(x)
+    finally:
+        _dispatch.compute = compute
+    again = copy.deepcopy(layer)(x)
+    return {"seen": seen, "backend": dynorm.backend("cpu"), "type": type(y).__name__, "copy": gap(again, y)}
+
+
+def two_dimensions(folder: Path) -> Any:
+    """A mesh of two dimensions: the batch over one, the channels over the other; gradients summed over the first."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(4)
+    plain = randomized(dynorm.DyISRU(C))
+    x = torch.randn(4, 6, C).double()
+    plain(x).square().sum().backward()
+    layer = copy.deepcopy(plain)
+    layer.zero_grad()
+    for key, p in list(layer._parameters.items()):
+        assert p is None or isinstance(p, nn.Parameter)
+        if p is not None:
+            follow = Shard(0) if p.numel() == C else Replicate()
+            layer._parameters[key] = nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate(), follow]))
+    sharded = distribute_tensor(x, mesh, [Shard(0), Shard(2)])
+    y = on_shards(layer, sharded)
+    y.backward(2 * y.detach())
+    sums = reduce_gradients_(layer)
+    partial_left = any(each.is_partial() for p in layer.parameters() for each in p.grad.placements)
+    theirs = dict(plain.named_parameters())
+    gaps = [gap(p.grad, theirs[key].grad) for key, p in layer.named_parameters()]
+    return {"gap": max(gaps), "sums": sums, "partial": partial_left}
+
+
+def with_fsdp(folder: Path) -> Any:
+    """Channels over two ranks, batches over two: FSDP2 on top of the plan, and a step of AdamW."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(6)
+    plain = randomized(Block(dynorm.DyISRU))
+    model = copy.deepcopy(plain)
+    with torch.device("meta"):
+        empty = Block(dynorm.DyISRU).double()
+    for each in (model, empty):
+        parallelize_module(each, mesh["tp"], plan(BLOCKS["dyisru"][1]))
+        fully_shard(each, mesh=mesh["dp"])
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    x, rows = torch.randn(4, 6, C).double(), slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
+    found = {}
+    for each, name in ((plain, "one"), (model, "built"), (empty, "built without memory")):
+        optimizer = torch.optim.AdamW(dynorm.param_groups(each, lr=1e-2, weight_decay=0.1))
+        for _ in range(2):
+            y = each(x if each is plain else distribute_tensor(x[rows], mesh["tp"], [Shard(-1)]))
+            (y.square().mean() if each is plain else y.full_tensor().square().mean()).backward()
+            reduce_gradients_(each)
+            optimizer.step()
+            optimizer.zero_grad()
+        theirs = dict(plain.named_parameters())
+        found[name] = max(gap(p, theirs[key]) for key, p in each.named_parameters())
+    return found
+
+
+def compiled(folder: Path) -> Any:
+    """Under torch.compile the definition is traced on DTensors, with no collective either."""
+    mesh = meshes()[1]
+    layer = randomized(dynorm.DyISRU(C))
+    plain = copy.deepcopy(layer)
+    parallelize_module(layer, mesh, PointwiseParallel())
+    x = torch.randn(3, C).double()
+    sharded = distribute_tensor(x, mesh, [Shard(-1)])
+    with CommDebugMode() as comm:
+        y = torch.compile(layer, backend="aot_eager")(sharded)
+    return {"gap": gap(y, plain(x)), "collectives": counted(comm)}

@@ -1,0 +1,96 @@
+"""Tensor parallel on 2 and 4 gloo processes: equal to one process, and collectives counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import dynorm
+from tests.parallel.launch import launch, values
+
+CASES = (
+    "layers",
+    "other_axes",
+    "ops",
+    "block",
+    "sequence_plan",
+    "training",
+    "kernel",
+    "two_dimensions",
+    "with_fsdp",
+    "compiled",
+)
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+@pytest.mark.slow
+def test_four_processes_compute_what_one_does_and_the_norms_say_nothing(tmp_path: Path) -> None:
+    found = launch("tensor_cases", 4, tmp_path, *CASES)
+
+    for rank in values(found, "layers"):
+        assert len(rank) == 5 * 4 * 2
+        for name, each in rank.items():
+            assert each["gap"] < 1e-10, name
+            # Forward and backward together.
+            assert each["collectives"] == {}, name
+            assert each["kept"], name
+
+    for rank in values(found, "other_axes"):
+        assert len(rank) == 3
+        assert all(each["gap"] < 1e-10 and each["collectives"] == {} for each in rank.values()), rank
+
+    for rank in values(found, "ops"):
+        assert all(each["gap"] < 1e-10 for each in rank.values()), rank
+        # A channel of two axes that are sharded is gathered: x and the gradient.
+        assert {name: each["collectives"] for name, each in rank.items()} == {
+            **{f"{name} {dim}": {} for name in ("last", "middle") for dim in range(3)},
+            "two axes 0": {}, "two axes 1": {GATHER: 2}, "two axes 2": {GATHER: 2},
+        }  # fmt: skip
+
+    # What attention and MLP need, whatever the norms: a gather before, a reduction after, the reverse on the way back.
+    matrices = {GATHER: 2, SCATTER: 2}
+    for rank in values(found, "block"):
+        assert all(each["gap"] < 1e-10 for each in rank.values()), rank
+        for size in (2, 4):
+            ours, rms, layer = rank[f"dyisru {size}"], rank[f"rmsnorm {size}"], rank[f"layernorm {size}"]
+            assert ours["norm"] == [{}, {}]
+            assert (ours["forward"], ours["backward"], ours["sums"]) == (matrices, matrices, 1)
+            assert rms["norm"] == [{"all_reduce": 1}, {SCATTER: 1}]
+            assert rms["forward"] == {**matrices, "all_reduce": 2}
+            assert rms["backward"] == {GATHER: 2, SCATTER: 4}
+            hand = rank[f"rmsnorm by hand {size}"]
+            assert hand["norm"] == [{"all_reduce": 1}, {"all_reduce": 1}]
+            assert hand["backward"] == {**matrices, "all_reduce": 2}
+            assert layer["norm"] == [{GATHER: 3}, {GATHER: 3}]
+            assert layer["forward"] == {GATHER: 6, SCATTER: 2}
+
+    for rank in values(found, "sequence_plan"):
+        assert all(each["gap"] < 1e-10 for each in rank.values()), rank
+        # One gather for q, k and v, where ColwiseParallel makes one each.
+        assert rank["dyisru"]["collectives"] == matrices
+        assert rank["layernorm"]["collectives"] == {GATHER: 5, SCATTER: 2}
+
+    for rank in values(found, "training"):
+        one = [pytest.approx(step, rel=1e-10) for step in rank["losses"]["one"]]
+        assert rank["losses"]["at once"] == one
+        assert rank["losses"]["by the optimizer"] == one
+        assert rank["sums"] == [{"allreduce_": 1}] * 6
+
+    for rank in values(found, "kernel"):
+        assert rank["type"] == "Tensor"
+        assert rank["copy"] == 0
+        if dynorm.backend("cpu") != "torch":
+            assert rank["seen"] == [[8, pytest.approx(32**0.5), [3, 8]]]
+
+    for rank in values(found, "two_dimensions"):
+        assert rank["gap"] < 1e-10
+        # log_beta over both dimensions of the mesh, weight and bias over the first: two sums.
+        assert (rank["sums"], rank["partial"]) == (2, False)
+
+    for rank in values(found, "with_fsdp"):
+        assert all(each < 1e-10 for each in rank.values()), rank
+
+    for rank in values(found, "compiled"):
+        assert rank["gap"] < 1e-10
+        assert rank["collectives"] == {}
