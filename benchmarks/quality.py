@@ -14,6 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 
 import dynorm
 from dynorm.integrations.distill import distill_
-from dynorm.integrations.pretrained import encode, library_versions, load_pretrained, make_batches
+from dynorm.integrations.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
 from dynorm.texts import split_texts, standard_library_docstrings
 from tools.demo_model import folder
 
@@ -39,37 +40,49 @@ RESULTS = Path(__file__).parent / "results" / "quality.json"
 CALIBRATION_TEXTS, BATCH, HELD_OUT, REFINE = 256, 32, 512, 50
 
 
-def stages(to: str, seed: int, steps: int, per_channel: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the figures of one layer after each stage, on held-out texts."""
+@dataclass
+class Subject:
+    """A model on its way, and what it is fitted to and measured on.
+
+    Args:
+        pretrained: what is converted.
+        original: the same before.
+        encoded: texts to fit on, as token ids.
+        tests: batches of held-out texts.
+    """
+
+    pretrained: Pretrained
+    original: Any
+    encoded: list[list[int]]
+    tests: list[dict[str, torch.Tensor]]
+
+    def figures(self, tests: list[dict[str, torch.Tensor]] | None = None) -> dict[str, float]:
+        """Return how far the outputs on batches, the held-out ones by default, are from the original's."""
+        output = dynorm.measure(self.pretrained.model, tests or self.tests, original=self.original).output
+        return {"cosine": output.cosine_mean, "worst": output.cosine_min, "spearman": output.spearman}
+
+
+def stages(to: str, seed: int, steps: int, per_channel: bool) -> Iterator[tuple[str, float, Subject]]:
+    """Yield the model after each stage, with the seconds that the stage took."""
     fit, held_out = split_texts(standard_library_docstrings(), HELD_OUT, seed)
     pretrained = load_pretrained(folder())
     original = copy.deepcopy(pretrained.model)
     encoded, tests = encode(pretrained, fit), make_batches(pretrained, encode(pretrained, held_out), BATCH)
+    subject = Subject(pretrained, original, encoded, tests)
     batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, seed)
     more = make_batches(pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, seed)
     sites = dynorm.find_norms(pretrained.model, **batches[0])
     dynorm.convert_(pretrained.model, sites, to, per_channel=per_channel)
-
-    def figures(started: float) -> dict[str, Any]:
-        seconds = time.perf_counter() - started
-        output = dynorm.measure(pretrained.model, tests, original=original).output
-        return {
-            "cosine": output.cosine_mean,
-            "worst": output.cosine_min,
-            "spearman": output.spearman,
-            "seconds": round(seconds, 1),
-        }
-
     started = time.perf_counter()
     dynorm.calibrate_(pretrained.model, batches)
-    yield "calibrated", figures(started)
+    yield "calibrated", time.perf_counter() - started, subject
     started = time.perf_counter()
     dynorm.refine_(pretrained.model, more, steps=REFINE)
-    yield "refined", figures(started)
+    yield "refined", time.perf_counter() - started, subject
     if steps:
         started = time.perf_counter()
         distill_(pretrained, original, encoded, steps=steps, seed=seed, quiet=True)
-        yield "distilled", figures(started)
+        yield "distilled", time.perf_counter() - started, subject
 
 
 def main() -> None:
@@ -85,8 +98,9 @@ def main() -> None:
                 continue
             steps = arguments.steps if distilled and seed == 0 else 0
             rows = []
-            for stage, found in stages(to, seed, steps, per_channel):
-                rows.append({"layer": to, "per_channel": per_channel, "seed": seed, "stage": stage, **found})
+            for stage, seconds, subject in stages(to, seed, steps, per_channel):
+                arm = {"layer": to, "per_channel": per_channel, "seed": seed, "stage": stage}
+                rows.append(arm | subject.figures() | {"seconds": round(seconds, 1)})
                 print(rows[-1], flush=True)
             write(rows, arguments.steps)
 

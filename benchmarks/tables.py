@@ -9,6 +9,8 @@ from statistics import mean
 from textwrap import wrap
 from typing import Any
 
+from dynorm.bench import table as speed
+
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
 NAMES = {"dyisru": "DyISRU", "dyt": "DyT (scaled)", "derf": "Derf (scaled)", "linear": "linear (control)"}
@@ -95,6 +97,42 @@ def inspection_table() -> str:
     return "\n\n".join(blocks)
 
 
+def speed_machine() -> str:
+    """What the figures of speed hold for."""
+    return "\n".join(f"{line}  " for line in speed.headline(load("speed")).splitlines()).rstrip()
+
+
+def speed_targets() -> str:
+    """What is asked for beside what was measured."""
+    return _markdown(speed.targets(load("speed")))
+
+
+def speed_table() -> str:
+    """What was measured of it, in short."""
+    table = speed.targets(load("speed"))
+    rows = [row[:5] for row in table.rows if "not measured" not in row]
+    return _markdown(table._replace(columns=table.columns[:5], rows=rows))
+
+
+def speed_models() -> str:
+    """Whole models."""
+    return _markdown(speed.models(load("speed")))
+
+
+def speed_operations() -> str:
+    """A table a dtype and pass, for the most threads."""
+    document = load("speed")
+    first = document["settings"]["threads"][0]
+    shown = document | {"operations": [group for group in document["operations"] if group["threads"] == first]}
+    return "\n\n".join(f"**{table.title}**\n\n{_markdown(table)}" for table in speed.operation_tables(shown))
+
+
+def _markdown(table: speed.Rows) -> str:
+    head, *rows = (f"| {' | '.join(cells)} |" for cells in (table.columns, *table.rows))
+    note = "\n".join(wrap(table.note, 118, break_on_hyphens=False))
+    return "\n".join([head, "|---" * len(table.columns) + "|", *rows, "", note])
+
+
 def _three(values: dict[str, float]) -> str:
     """Cells of the three functions, the least in bold."""
     least = min(values.values())
@@ -105,6 +143,12 @@ def _three(values: dict[str, float]) -> str:
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"quality": quality_table},
     "docs/quality.md": {"quality": quality_table},
+    "docs/speed.md": {
+        "speed-machine": speed_machine,
+        "speed-targets": speed_targets,
+        "speed-models": speed_models,
+        "speed-operations": speed_operations,
+    },
     "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
 }
 """What each page shows between its marks."""

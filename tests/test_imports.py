@@ -22,11 +22,12 @@ ORDER = (
     ("kernels",),
     ("layers",),
     ("surgery",),
-    ("hub", "parallel"),
+    ("hub", "parallel", "quantize"),
     ("integrations",),
     # The package's face, dynorm/__init__.py, which imports all of the above.
     ("",),
     ("paper",),
+    ("bench",),
     ("cli",),
     ("__main__",),
 )
@@ -40,6 +41,8 @@ OPTIONAL = [
     "mpmath",
     "latex2mathml",
     "onnx",
+    "onnxruntime",
+    "torchao",
     "accelerate",
     "typer",
     "rich",

@@ -51,9 +51,11 @@ def quiet_libraries() -> None:
     """Keep transformers from the network, and its bars and advice out of our output."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torchao, where it is installed, comes with transformers and reports each CUDA library that does not load.
+    for library in ("torch", "torchao"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(torch|transformers|accelerate)\.")

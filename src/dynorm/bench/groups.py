@@ -1,0 +1,122 @@
+"""What was timed together: the contenders of one pass over one input, or the variants of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dynorm.bench.spread import Spread, ratio, significant, spread
+
+__all__ = ["COPY", "Group", "ModelGroup"]
+
+COPY = "copy, output given"
+# What each pass's contenders are compared with.
+NORMS = {"forward": "F.layer_norm", "backward": "nn.LayerNorm", "both": "nn.LayerNorm"}
+# How many tensors a pass must read and write at least, over the two of a copy.
+FLOORS = {"forward": 1.0, "backward": 1.5, "both": 2.5}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The times of one pass over one input.
+
+    Args:
+        rows: of x.
+        channels: of x.
+        dtype: a name.
+        threads: that torch was given.
+        stage: "forward", "backward" or "both".
+        times: seconds a call, one a round, by contender.
+        outputs: "given" or "allocated", by contender.
+        repetitions: calls a round, by contender.
+    """
+
+    rows: int
+    channels: int
+    dtype: str
+    threads: int
+    stage: str
+    times: dict[str, list[float]]
+    outputs: dict[str, str]
+    repetitions: dict[str, int]
+
+    def time(self, name: str) -> Spread:
+        """Return the seconds a call of one contender."""
+        return spread(self.times[name])
+
+    def ratio(self, above: str, below: str) -> Spread:
+        """Return the time of one over that of another in the same rounds."""
+        return ratio(self.times[above], self.times[below])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return median and quartiles, in microseconds, and ratios, as plain values."""
+        norm = NORMS[self.stage]
+        found = {}
+        for name in self.times:
+            entry: dict[str, Any] = {
+                "output": self.outputs[name],
+                "microseconds": self.time(name).scaled(1e6).rounded(),
+                "over_copy": self.ratio(name, COPY).rounded(),
+                "times_as_fast_as_layer_norm": self.ratio(norm, name).rounded(),
+                "repetitions": self.repetitions[name],
+            }
+            eager = f"{name.split(' ')[0].rstrip(',')} eager"
+            if eager in self.times and eager != name:
+                entry["times_as_fast_as_eager"] = self.ratio(eager, name).rounded()
+            found[name] = entry
+        return {
+            "rows": self.rows,
+            "channels": self.channels,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "pass": self.stage,
+            "rounds": len(self.times[COPY]),
+            "floor_over_copy": FLOORS[self.stage],
+            "contenders": found,
+        }
+
+
+@dataclass(frozen=True)
+class ModelGroup:
+    """The times of a model's variants.
+
+    Args:
+        name: of the model.
+        batch: its input, in words.
+        norms: how many norms it has.
+        threads: that torch was given.
+        compiled: whether torch.compile made what ran.
+        times: seconds a call, one a round, by variant.
+        repetitions: calls a round, by variant.
+    """
+
+    name: str
+    batch: str
+    norms: int
+    threads: int
+    compiled: bool
+    times: dict[str, list[float]]
+    repetitions: dict[str, int]
+
+    def share(self, variant: str) -> Spread:
+        """Return the norms' share: the time over that with identities, less 1."""
+        return Spread(*(value - 1 for value in ratio(self.times[variant], self.times["identities"])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return median and quartiles, in milliseconds, and shares, as plain values."""
+        return {
+            "model": self.name,
+            "batch": self.batch,
+            "norms": self.norms,
+            "threads": self.threads,
+            "compiled": self.compiled,
+            "rounds": len(self.times["identities"]),
+            "variants": {
+                name: {
+                    "milliseconds": spread(times).scaled(1e3).rounded(),
+                    "share_over_identities": [significant(value, 3) for value in self.share(name)],
+                    "repetitions": self.repetitions[name],
+                }
+                for name, times in self.times.items()
+            },
+        }

@@ -1,0 +1,18 @@
+"""A document of a run that takes a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynorm.bench.run import run
+from dynorm.bench.settings import Settings
+
+SIZES = ((4, 8), (6, 16))
+
+
+@pytest.fixture(scope="session")
+def document() -> dict[str, Any]:
+    settings = Settings(sizes=SIZES, dtypes=("float32", "bfloat16"), compiled=False, rounds=3, seconds=0.01)
+    return run(settings, block=False)
