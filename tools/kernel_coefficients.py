@@ -1,4 +1,4 @@
-"""Derive the coefficients of csrc/functions.h: weighted minimax polynomials, printed as C++ hexadecimal floats.
+"""Derive the coefficients of csrc/functions.h and csrc/tanh_table.h, printed as C++ hexadecimal floats.
 
 Run it with ``python tools/kernel_coefficients.py``; it needs mpmath (``dynorm[paper]``). Lawson's method: least
 squares whose weights grow where the error is large, until the error is level.
@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 
 def main() -> None:
-    """Print both polynomials with the largest relative error that each leaves in its function."""
+    """Print the polynomials with the largest relative error that each leaves in its function."""
     mpmath.mp.dps = 40
     nodes = np.cos(np.pi * (np.arange(4000) + 0.5) / 4000)
 
@@ -32,6 +32,47 @@ def main() -> None:
     report("erf", *minimax(x, exact, x**2 * np.exp(-w) / -np.expm1(-w), degree=7))
     high = np.float32(float(c0))
     print("c0 =", float(high).hex(), "+", float(np.float32(float(c0 - mpmath.mpf(float(high))))).hex())
+
+    for row in tanh_table(degree=6).T:
+        print("    {" + ", ".join(shortest(value) for value in row) + "},")
+
+
+def tanh_table(degree: int) -> Array:
+    """Return the polynomials of tanh(node + d) in d, (16 nodes, degree + 1), rounded to float32.
+
+    The node of z is found by the bits of 1 + |z|: two of the mantissa and the last two of the exponent, so that the
+    first node, 0, is number 12.
+    """
+    nodes = np.cos(np.pi * (np.arange(600) + 0.5) / 600)
+    table = np.zeros((16, degree + 1))
+    for place in range(16):
+        octave, quarter = divmod((place + 4) % 16, 4)
+        left, width = 2.0**octave * (1 + quarter / 4) - 1, 2.0**octave / 4
+        if left >= 9.1:  # tanh rounds to 1
+            table[place, 0] = 1
+            continue
+        d = (nodes + 1) / 2 * width
+        exact = [mpmath.tanh(mpmath.mpf(left) + mpmath.mpf(v)) for v in d]
+        table[place, 0] = np.float32(float(mpmath.tanh(left)))
+        # One coefficient after another is rounded, and the rest fitted to what is left.
+        for power in range(1, degree + 1):
+            known = [mpmath.polyval([mpmath.mpf(c) for c in table[place, power - 1 :: -1]], mpmath.mpf(v)) for v in d]
+            left_over = zip(exact, known, d, strict=True)
+            rest = np.array([float((v - k) / mpmath.mpf(x) ** power) for v, k, x in left_over])
+            weight = d**power / np.array([float(v) for v in exact])
+            last = (weight**2 * rest).sum() / (weight**2).sum()
+            table[place, power] = np.float32(
+                last if power == degree else minimax(d, rest, weight, degree - power)[0][0]
+            )
+    return table
+
+
+def shortest(value: float) -> str:
+    """Return a float32 as C++ writes it, without the zeros that say nothing."""
+    if value in (0.0, 1.0):
+        return f"{value:g}"
+    digits, exponent = value.hex().split("p")
+    return f"{digits.rstrip('0').rstrip('.')}p{int(exponent)}f"
 
 
 def minimax(x: Array, y: Array, weight: Array, degree: int) -> tuple[Array, float]:

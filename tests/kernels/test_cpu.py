@@ -147,6 +147,33 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
         assert_close(got, slope, rtol=4 * TOLERANCES[dtype], atol=TOLERANCES[dtype], equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("function", [DYISRU, DYT, DERF], ids=["dyisru", "dyt", "derf"])
+def test_gradients_at_infinity_are_their_limits(instructions: str, function: int, dtype: torch.dtype) -> None:
+    """Where the function is at its bound nothing moves it, however far out: 0, as for the largest number."""
+    constants = [1.0, 3.0, 1e-4] + ([1e-30, 1e-38, 1e35] if dtype != torch.float16 else [])
+    for infinity, constant, channels in itertools.product((INF, -INF), constants, (1, 20)):
+        x = torch.randn(37, channels).to(dtype)
+        x[3], x[36] = infinity, -infinity
+        alone = x.clone()
+        alone[3] = alone[36] = 0
+        grad = torch.randn(37, channels).to(dtype)
+        only = grad.clone()
+        only[3] = only[36] = 0
+        parameters = make(channels, dtype, per_channel=True, everything=True)
+        parameters = (torch.full((channels,), constant).to(dtype), *parameters[1:])
+        want = _cpu.gradients(function, only, alone, parameters, (True,) * 6, 1.5, channels, 1, False)
+        got = _cpu.gradients(function, grad, x, parameters, (True,) * 6, 1.5, channels, 1, False)
+        assert got[0] is not None
+        assert torch.equal(got[0][[3, 36]], torch.zeros(2, channels, dtype=dtype))
+        # Constant, shift and centre get nothing from the two rows; weight and bias do.
+        for a, b in zip(got[1:4], want[1:4], strict=True):
+            assert a is not None
+            assert b is not None
+            assert_close(a, b, rtol=0, atol=0)
+        assert all(g is not None and bool(g.isfinite().all()) for g in got[4:])
+
+
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 @pytest.mark.parametrize("shape", [(0, 8, 1), (3, 8, 0)], ids=str)
 def test_empty(function: int, shape: tuple[int, ...]) -> None:

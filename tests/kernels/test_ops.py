@@ -46,6 +46,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return real(*args, **kwargs)
 
         monkeypatch.setattr(_cpu, name, record)
+    serve = _cpu.serve
+
+    def record_served(*args: Any) -> Any:
+        found = serve(*args)
+        if isinstance(found, Tensor):
+            called.append("forward")
+        return found
+
+    monkeypatch.setattr(_cpu, "serve", record_served)
     return called
 
 
@@ -90,6 +99,57 @@ def test_layers_run_on_the_kernels(
         assert a.dtype == b.dtype
         assert_close(a, b, rtol=tolerance, atol=20 * tolerance)
     assert calls == ["forward", "gradients"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("exchange", [False, True])
+def test_both_ways_into_the_kernels(
+    kind: type[PointwiseNorm], gradient: bool, exchange: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's DLPack interface, and as where there is none: the same numbers, no definition."""
+    if not exchange:
+        monkeypatch.setattr(_cpu, "serve", lambda *_: None)
+    layer = build(kind, (3, 5), per_channel=True, center=True).requires_grad_(gradient)
+    x = torch.randn(4, 3, 5)
+    want = plainly(monkeypatch, layer, x)[0] if gradient else None
+    calls.clear()
+    y = layer(x)
+    assert y.requires_grad == gradient
+    assert calls == ["forward"]
+    if want is not None:
+        assert_close(y.detach(), want, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_what_the_exchange_leaves_to_the_slow_way() -> None:
+    weight, x = torch.ones(4), torch.randn(3, 4)
+    one = torch.ones(1)
+
+    def serve(x: Any, constant: Any = one, center: Any = None, weight: Any = weight, shape: Any = (4,)) -> Any:
+        return _cpu.serve(x, (constant, None, center, weight, None), _dispatch.DYT, False, 1.0, shape)
+
+    assert isinstance(serve(x), Tensor)
+    assert serve(x.clone().requires_grad_()) is True
+    with torch.no_grad():
+        assert isinstance(serve(x.clone().requires_grad_()), Tensor)
+    refused: list[Any] = [
+        x.t(), x[:, ::2], x.int(), x.to("meta"), x.to_sparse(), torch.tensor(1.0), x.as_subclass(Wrapped),
+        torch._neg_view(x), None, 3,
+    ]  # fmt: skip
+    assert [serve(value) for value in refused] == [None] * len(refused)
+    assert serve(x, weight=torch.ones(8)[::2]) is None
+    assert serve(x, weight=torch.ones(1)) is None
+    assert serve(x, weight=torch.ones(4, dtype=torch.int32)) is None
+    assert serve(x, constant=torch.ones(2)) is None
+    assert serve(x, center=torch.ones(4, device="meta")) is None
+    assert serve(x, shape=(3,)) is None
+    with forward_ad.dual_level():
+        assert serve(x) is None
+    with pytest.raises(TypeError):
+        serve(x, shape=4)
+    with pytest.raises(TypeError, match="serve got 1 arguments"):
+        _cpu._native().serve(x)
 
 
 @needs_kernels

@@ -25,6 +25,8 @@ FLAGS = shlex.split(
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-uninitialized -Wno-maybe-uninitialized "
     "-fno-math-errno -fno-trapping-math -ffp-contract=fast"
 )
+# gcc's alone: steps of vectors that are computed side by side are mixed, so that none waits for its own.
+SCHEDULED = ["-fschedule-insns", "-fsched-pressure"]
 SETS = {
     "kernels_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "kernels_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
@@ -48,7 +50,8 @@ def build(target: Path = TARGET) -> Path:
     if compiler is None:
         raise RuntimeError("building the kernels needs a C++17 compiler: install g++, or name one in CXX")
     extra = shlex.split(os.environ.get("DYNORM_CXXFLAGS", ""))
-    base = [*shlex.split(compiler), *FLAGS, f"-I{sysconfig.get_paths()['include']}", *extra]
+    scheduled = [] if sys.platform == "darwin" or "clang" in compiler else SCHEDULED
+    base = [*shlex.split(compiler), *FLAGS, *scheduled, f"-I{sysconfig.get_paths()['include']}", *extra]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as directory:
 

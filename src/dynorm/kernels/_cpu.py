@@ -15,17 +15,28 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-__all__ = ["available", "backward", "forward", "gradients", "name"]
+__all__ = ["available", "backward", "forward", "gradients", "name", "serve"]
 
 # As in csrc/types.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+# What to ask for whether something watches operations one by one: functorch's transforms, modes, torch.jit.trace. Each
+# gives None, 0 or False when it does not.
+WATCHERS: tuple[Callable[[], object], ...] = (
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._get_tracing_state,
+)
 _PER_CHANNEL = 4
 _ABSENT = (0, 0)
 _log = logging.getLogger("dynorm")
@@ -104,7 +115,8 @@ def backward(
         sums = torch.empty((5, channels), dtype=compute_dtype(x.dtype))
         rows = list(sums.unbind())
     parameters = (constant, shift, center, weight)
-    grad_x = _backward(function, grad, x, parameters, rows, scale, channels, inner, need_x, logarithmic, _PER_CHANNEL)
+    grad_x = torch.empty_like(x) if need_x else None
+    _backward(function, grad, x, parameters, grad_x, rows, scale, channels, inner, logarithmic, _PER_CHANNEL)
     return grad_x, sums
 
 
@@ -132,11 +144,43 @@ def gradients(
         inner: elements from one channel to the next.
         logarithmic: as in :func:`forward`.
     """
+    grad_x = torch.empty_like(x) if needed[0] else None
     results = [
         torch.empty_like(p) if p is not None and need else None for p, need in zip(parameters, needed[1:], strict=True)
     ]
-    given = parameters[:4]
-    return [_backward(function, grad, x, given, results, scale, channels, inner, needed[0], logarithmic, 0), *results]
+    _backward(function, grad, x, parameters[:4], grad_x, results, scale, channels, inner, logarithmic, 0)
+    return [grad_x, *results]
+
+
+def serve(
+    x: Tensor,
+    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    function: int,
+    logarithmic: bool,
+    scale: float,
+    shape: tuple[int, ...],
+) -> Tensor | Literal[True] | None:
+    """Return y, all that :func:`forward` and its caller check having been checked on the C++ side.
+
+    A small input's arithmetic takes less time than to ask ten things of its tensors in Python.
+
+    Args:
+        x: any tensor.
+        parameters: constant, shift, center, weight and bias.
+        function: the function's number.
+        logarithmic: as in :func:`forward`.
+        scale: as in :func:`forward`.
+        shape: the sizes of the last axes of x, along which the parameters lie.
+
+    Returns:
+        y; True where x and the parameters fit, but a gradient is wanted; None where they do not, or something watches
+        operations one by one, or this torch has no DLPack exchange interface.
+    """
+    native = _native()
+    found: Tensor | Literal[True] | None = None
+    if native is not None:
+        found = native.serve(x, *parameters, function, logarithmic, scale, shape)
+    return found
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -149,15 +193,14 @@ def _backward(
     grad: Tensor,
     x: Tensor,
     parameters: tuple[Tensor | None, ...],
+    grad_x: Tensor | None,
     results: list[Tensor | None],
     scale: float,
     channels: int,
     inner: int,
-    need_x: bool,
     logarithmic: bool,
     code: int,
-) -> Tensor | None:
-    grad_x = torch.empty_like(x) if need_x else None
+) -> None:
     arguments = [function, logarithmic, DTYPES[x.dtype], x.numel(), channels, inner, scale, x.data_ptr()]
     for p in parameters:
         arguments += _numbers(p)
@@ -167,7 +210,6 @@ def _backward(
         # A row of the sums of one channel is per channel too.
         arguments += _ABSENT if r is None else (r.data_ptr(), DTYPES[r.dtype] | (code or _per_channel(r)))
     _native().backward(*arguments)
-    return grad_x
 
 
 def _numbers(parameter: Tensor | None) -> tuple[int, int]:
@@ -199,6 +241,14 @@ def _native() -> Any:
         return None
     spec.loader.exec_module(native)
     native.set_parallel_for(_parallel_for())
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is not None:
+        # fmt: off
+        native.set_torch(
+            exchange, Tensor, Parameter, torch.empty_like, torch.is_grad_enabled, "requires_grad",
+            Tensor.is_neg, WATCHERS, forward_ad, "_current_level",
+        )
+        # fmt: on
     return native
 
 

@@ -91,13 +91,25 @@ def pointwise(
     Raises:
         ArgumentError: x and the parameters are on different devices.
     """
-    if not ENABLED or traced(x) or serving(x.device.type) == "torch":
+    if not ENABLED or torch.compiler.is_compiling():
+        return None
+    last = dim == -1 or (not isinstance(dim, int) and dim == tuple(range(-len(dim), 0)))
+    if last:
+        found = _cpu.serve(x, parameters, function, logarithmic, scale, shape)
+        if found is True:
+            form = _form(function, logarithmic, scale, shape[0] if len(shape) == 1 else math.prod(shape), 1)
+            differentiable: Any = _Pointwise.apply
+            return differentiable(form, x, *parameters)  # type: ignore[no-any-return]
+        if found is not None:
+            serving("cpu")
+            return found
+    if traced(x) or serving(x.device.type) == "torch":
         return None
     fit = _fit(x, parameters, shape)
     if fit is None:
         return None
     call = _Pointwise.apply if fit else compute
-    if dim == -1 or (not isinstance(dim, int) and dim == tuple(range(-len(dim), 0))):
+    if last:
         form = _form(function, logarithmic, scale, shape[0] if len(shape) == 1 else math.prod(shape), 1)
         return call(form, x if x.is_contiguous() else x.contiguous(), *parameters)
     if not isinstance(dim, int):
@@ -109,7 +121,7 @@ def pointwise(
     return call(_form(function, logarithmic, scale, shape[0], inner), x.contiguous(), *parameters)
 
 
-def traced(x: Tensor) -> bool:
+def traced(*tensors: Tensor) -> bool:
     """Say whether something watches operations one by one, so that the plain definition must be what it sees.
 
     That is torch.compile, torch.export and torch.jit.trace; vmap, grad and the other transforms of torch.func;
@@ -117,11 +129,8 @@ def traced(x: Tensor) -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or type(x) not in _PLAIN_TYPES
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._get_tracing_state() is not None
+        or not all(type(t) in _PLAIN_TYPES for t in tensors)
+        or any(bool(watching()) for watching in _cpu.WATCHERS)
         or forward_ad._current_level >= 0
     )
 
@@ -163,6 +172,10 @@ class _Pointwise(torch.autograd.Function):
     def forward(ctx: Any, form: Form, x: Tensor, *parameters: Any) -> Tensor:
         ctx.form = form
         ctx.save_for_backward(x, *parameters)
+        if form.inner == 1:
+            y = _cpu.serve(x, parameters, form.function, form.logarithmic, form.scale, (form.channels,))
+            if isinstance(y, Tensor):
+                return y
         return compute(form, x, *parameters)
 
     @staticmethod
@@ -171,7 +184,7 @@ class _Pointwise(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         # A second derivative is asked for, or something watches; is_grads_batched brings tensors without memory.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)
-        if torch.is_grad_enabled() or batched or traced(grad) or traced(x):
+        if torch.is_grad_enabled() or batched or traced(grad, x):
             return (None, *plain_gradients(ctx.form, grad, x, tuple(parameters), needed))
         return (None, *_gradients(ctx.form, grad.contiguous(), x, tuple(parameters), needed))
 

@@ -1,15 +1,16 @@
 // The family's functions with their derivatives, on vectors of float and on double. Included once for each
 // instruction set, inside its namespace, after its vector header.
 //
-// value(u, constant, shift) is f(u). all(...) gives f, the slope df/du up to a factor that `Period::slope_gain` holds,
-// and the arm, with which the slope makes df/dconstant, up to a factor that the plan applies.
+// value(u, constant, shift) is f(u). all(u, constant, shift, grad) gives two factors whose product is grad f; grad times
+// the slope df/du up to a factor that `Period::slope_gain` holds; and the arm, with which that makes grad df/dconstant,
+// up to a factor that the plan applies. An arm is finite where the slope is 0, so that their product is 0 too.
 // Coefficients: tools/kernel_coefficients.py. NaN stays NaN: every comparison with it is false.
 
 struct Derived {
-  V f, slope, arm;
+  V left, right, sloped, arm;
 };
 struct DerivedDouble {
-  double f, slope, arm;
+  double left, right, sloped, arm;
 };
 
 // exp(a) = scale (1 + small), exactly reduced; |a| < 88.
@@ -30,6 +31,20 @@ inline Exponential exponential(V a) {
   return {(V)bits, fma(r * r, q, r)};
 }
 
+#if defined(DYNORM_LOOKUP)
+#include "tanh_table.h"
+
+// A permutation for each coefficient and no division: two thirds of the other way's time.
+inline V tanh_(V z) {
+  V a = at_most(magnitude(z), 9.125f), place = a + 1.0f;
+  I bits = (I)place, row = bits >> 21;
+  // Exact: the node has few bits, and is near a.
+  V d = a - ((V)(bits & ~0x1fffff) - 1.0f);
+  V t = lookup(kTanhTable[6], row);
+  for (int k = 5; k >= 0; --k) t = fma(t, d, lookup(kTanhTable[k], row));
+  return with_sign(t, z);
+}
+#else
 inline V tanh_(V z) {
   V a = at_most(magnitude(z), 9.125f);  // 1 to rounding from 9.02 on
   Exponential e = exponential(a + a);
@@ -40,6 +55,7 @@ inline V tanh_(V z) {
   V rest = fma(-t, m, fma(t, splat(-2.0f), m));
   return with_sign(fma(rest, inverse, t), z);
 }
+#endif
 
 inline V erf_(V z) {
   V a = at_most(magnitude(z), 3.925f);  // 1 to rounding from 3.92 on
@@ -72,19 +88,26 @@ inline double clamped(double u) {
   return u < -0x1p510 ? -0x1p510 : u;
 }
 
+// Infinity as the largest number.
+inline V finite(V u) { return at_least(at_most(u, 0x1.fffffep127f), -0x1.fffffep127f); }
+inline double finite(double u) {
+  u = u > 0x1.fffffffffffffp1023 ? 0x1.fffffffffffffp1023 : u;
+  return u < -0x1.fffffffffffffp1023 ? -0x1.fffffffffffffp1023 : u;
+}
+
 // f = u / sqrt(beta + u^2); its slope without beta, so that the arm is u.
-inline DerivedDouble soft_sign(double u, double beta) {
+inline DerivedDouble soft_sign(double u, double beta, double grad) {
   u = clamped(u);
   double root = __builtin_sqrt(beta + u * u);
-  return {u / root, 1 / (root * root * root), u};
+  return {grad, u / root, grad * (1 / (root * root * root)), u};
 }
 
 // The same with beta in the slope, which may be too small or too large for a cube.
-inline DerivedDouble soft_sign_wide(double u, double beta) {
+inline DerivedDouble soft_sign_wide(double u, double beta, double grad) {
   u = clamped(u);
-  double root = __builtin_sqrt(beta + u * u);
+  double root = __builtin_sqrt(beta + u * u), slope = beta / root / root / root;
   // A beta that has underflowed to 0 has no gradient, for its logarithm's is beta times as much.
-  return {u / root, beta / root / root / root, beta == 0 ? 0 : u / beta};
+  return {grad, u / root, grad * slope, beta == 0 || slope == 0 ? 0 : u / beta};
 }
 
 // Lane by lane in double: for every beta, and where there is no estimate of the inverse root.
@@ -96,17 +119,20 @@ inline V soft_sign_value(V u, V beta) {
   }
   return f;
 }
-template <DerivedDouble (*kOne)(double, double)>
-inline Derived soft_sign_all(V u, V beta) {
-  Derived d = {u, u, u};
+template <DerivedDouble (*kOne)(double, double, double)>
+inline Derived soft_sign_all(V u, V beta, V grad) {
+  Derived d = {grad, u, u, u};
   for (int k = 0; k < kLanes; ++k) {
-    DerivedDouble one = kOne(u[k], beta[k]);
-    d.f[k] = (float)one.f, d.slope[k] = (float)one.slope, d.arm[k] = (float)one.arm;
+    DerivedDouble one = kOne(u[k], beta[k], grad[k]);
+    d.right[k] = (float)one.right, d.sloped[k] = (float)one.sloped;
+    d.arm[k] = (float)one.arm;
   }
+  // An arm beyond float's range, for a beta below 2^-120 or so, must not make NaN of a slope that is rounded to 0.
+  d.arm = finite(d.arm);
   return d;
 }
 
-#if defined(DYNORM_RSQRT)
+#if defined(DYNORM_RSQRT_BITS)
 // An estimate of 1 / sqrt(s) of 11 bits, cut to 12 so that its square is exact, and what is to be added to it, as a
 // part of it.
 struct Estimate {
@@ -117,9 +143,16 @@ inline Estimate estimate(V s) {
   V e = fma(-s, r * r, splat(1.0f));
   return {r, e * fma(e, splat(0.375f), splat(0.5f))};
 }
+// To two units of the last place or so: for derivatives.
 inline V inverse_root(V s) {
+#if DYNORM_RSQRT_BITS >= 14
+  // From 14 bits one step suffices.
+  V r = rsqrt_estimate(s), half = (V)((I)r - 0x800000);
+  return fma(fma(-s, r * r, splat(1.0f)), half, r);
+#else
   Estimate r = estimate(s);
   return fma(r.inverse, r.correction, r.inverse);
+#endif
 }
 // u / sqrt(s), with what rounding takes from the first product put back.
 inline V over_root(V u, V s) {
@@ -137,65 +170,64 @@ struct Of;
 template <>
 struct Of<kDyisruWide> {
   static V value(V u, V beta, V) { return soft_sign_value(u, beta); }
-  static Derived all(V u, V beta, V) { return soft_sign_all<soft_sign_wide>(u, beta); }
-  static double value(double u, double beta, double) { return soft_sign(u, beta).f; }
-  static DerivedDouble all(double u, double beta, double) { return soft_sign_wide(u, beta); }
+  static Derived all(V u, V beta, V, V grad) { return soft_sign_all<soft_sign_wide>(u, beta, grad); }
+  static double value(double u, double beta, double) { return soft_sign(u, beta, 1).right; }
+  static DerivedDouble all(double u, double beta, double, double grad) { return soft_sign_wide(u, beta, grad); }
 };
 
 // DyISRU for constants from 2^-60 to 2^100, where neither cubes nor squares leave float's range.
 template <>
 struct Of<kDyisru> {
-#if defined(DYNORM_RSQRT)
+#if defined(DYNORM_RSQRT_BITS)
   static V value(V u, V beta, V) {
     u = clamped(u);
     return over_root(u, fma(u, u, beta));
   }
-  static Derived all(V u, V beta, V) {
+  static Derived all(V u, V beta, V, V grad) {
     u = clamped(u);
-    V inverse = inverse_root(fma(u, u, beta));
-    return {u * inverse, inverse * inverse * inverse, u};
+    V inverse = inverse_root(fma(u, u, beta)), left = grad * inverse;
+    return {left, u, left * (inverse * inverse), u};
   }
 #else
   static V value(V u, V beta, V) { return soft_sign_value(u, beta); }
-  static Derived all(V u, V beta, V) { return soft_sign_all<soft_sign>(u, beta); }
+  static Derived all(V u, V beta, V, V grad) { return soft_sign_all<soft_sign>(u, beta, grad); }
 #endif
-  static double value(double u, double beta, double) { return soft_sign(u, beta).f; }
-  static DerivedDouble all(double u, double beta, double) { return soft_sign(u, beta); }
+  static double value(double u, double beta, double) { return soft_sign(u, beta, 1).right; }
+  static DerivedDouble all(double u, double beta, double, double grad) { return soft_sign(u, beta, grad); }
 };
 
 template <>
 struct Of<kDyt> {
   static V value(V u, V alpha, V) { return tanh_(alpha * u); }
-  static Derived all(V u, V alpha, V) {
+  static Derived all(V u, V alpha, V, V grad) {
     V t = tanh_(alpha * u);
-    V slope = fma(-t, t, splat(1.0f));
-    return {t, slope, u};
+    return {grad, t, grad * fma(-t, t, splat(1.0f)), finite(u)};
   }
   static double value(double u, double alpha, double) { return __builtin_tanh(alpha * u); }
-  static DerivedDouble all(double u, double alpha, double) {
-    double t = __builtin_tanh(alpha * u), slope = 1.0 - t * t;
-    return {t, slope, u};
+  static DerivedDouble all(double u, double alpha, double, double grad) {
+    double t = __builtin_tanh(alpha * u);
+    return {grad, t, grad * (1.0 - t * t), finite(u)};
   }
 };
 
 template <>
 struct Of<kDerf> {
   static V value(V u, V alpha, V shift) { return erf_(alpha * u + shift); }
-  static Derived all(V u, V alpha, V shift) {
-    V z = alpha * u + shift, slope = erf_slope(z);
-    return {erf_(z), slope, u};
+  static Derived all(V u, V alpha, V shift, V grad) {
+    V z = alpha * u + shift;
+    return {grad, erf_(z), grad * erf_slope(z), finite(u)};
   }
   static double value(double u, double alpha, double shift) { return __builtin_erf(alpha * u + shift); }
-  static DerivedDouble all(double u, double alpha, double shift) {
+  static DerivedDouble all(double u, double alpha, double shift, double grad) {
     double z = alpha * u + shift, slope = 1.1283791670955126 * __builtin_exp(-z * z);
-    return {__builtin_erf(z), slope, u};
+    return {grad, __builtin_erf(z), grad * slope, finite(u)};
   }
 };
 
 template <>
 struct Of<kLinear> {
   static V value(V u, V slope, V) { return slope * u; }
-  static Derived all(V u, V slope, V) { return {slope * u, splat(1.0f), u}; }
+  static Derived all(V u, V slope, V, V grad) { return {grad, slope * u, grad, u}; }
   static double value(double u, double slope, double) { return slope * u; }
-  static DerivedDouble all(double u, double slope, double) { return {slope * u, 1.0, u}; }
+  static DerivedDouble all(double u, double slope, double, double grad) { return {grad, slope * u, grad, u}; }
 };

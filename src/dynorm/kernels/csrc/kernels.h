@@ -41,6 +41,16 @@ inline double load(const double* p) { return *p; }
 inline void store(double* p, double a) { *p = a; }
 inline void stream(double* p, double a) { *p = a; }
 
+// Vectors computed side by side, for one alone waits for its own steps; not where each lane is computed by itself.
+template <int F, class C>
+constexpr int kSideBySide = F == kDyisruWide || C::lanes < 8 ? 1 : 4;
+
+template <class T>
+inline void store_two(T* p, V a, V b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+
 template <class T>
 struct ComputedIn {
   using Type = Float;
@@ -78,30 +88,59 @@ struct Parameters {
   Vector constant(std::int64_t j) const { return kLayout == kRows ? many(period.constant, j) : constant_; }
   Vector shift(std::int64_t j) const { return kLayout == kRows ? many(period.shift, j) : shift_; }
   Vector center(std::int64_t j) const { return kLayout == kRows ? many(period.center, j) : center_; }
+  Vector centered(Vector x, std::int64_t j) const { return kLayout == kRowsPlain ? x : x - center(j); }
   Vector gain(std::int64_t j) const { return kLayout == kRun ? gain_ : many(period.gain, j); }
   Vector bias(std::int64_t j) const { return kLayout == kRun ? bias_ : many(period.bias, j); }
   Vector slope_gain(std::int64_t j) const { return kLayout == kRun ? slope_gain_ : many(period.slope_gain, j); }
 };
 
+// One period, or what there is of the last.
 template <int F, class T, int kLayout>
-void forward(const void* x_, void* y_, std::int64_t n, const Period& period, bool streamed) {
+__attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::int64_t n,
+                                                       const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
+                                                       bool streamed) {
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
+  constexpr int kAtOnce = kSideBySide<F, C>;
+  constexpr std::int64_t step = kAtOnce * C::lanes;
+  std::int64_t j = 0;
+  for (; j + step <= n; j += step) {
+    Vector u[kAtOnce], constant[kAtOnce], shift[kAtOnce], f[kAtOnce];
+    for (int k = 0; k < kAtOnce; ++k) {
+      const std::int64_t i = j + k * C::lanes;
+      u[k] = p.centered(load(x + i), i), constant[k] = p.constant(i), shift[k] = p.shift(i);
+    }
+    for (int k = 0; k < kAtOnce; ++k) f[k] = Of<F>::value(u[k], constant[k], shift[k]);
+    for (int k = 0; k < kAtOnce; ++k) f[k] = C::muladd(f[k], p.gain(j + k * C::lanes), p.bias(j + k * C::lanes));
+    if (streamed) {
+      for (int k = 0; k < kAtOnce; ++k) stream(y + j + k * C::lanes, f[k]);
+    } else if constexpr (kAtOnce == 1) {
+      store(y + j, f[0]);
+    } else {
+      for (int k = 0; k < kAtOnce; k += 2) store_two(y + j + k * C::lanes, f[k], f[k + 1]);
+    }
+  }
+  auto one = [&](Vector a) {
+    return C::muladd(Of<F>::value(p.centered(a, j), p.constant(j), p.shift(j)), p.gain(j), p.bias(j));
+  };
+  for (; j + C::lanes <= n; j += C::lanes) store(y + j, one(load(x + j)));
+  if (j < n) store_some<C>(y + j, n - j, one(load_some<C>(x + j, n - j)));
+}
+
+template <int F, class T, int kLayout>
+void forward(const void* x_, void* y_, std::int64_t n, std::int64_t length, const Period& period, bool streamed) {
   const T* x = (const T*)x_;
   T* y = (T*)y_;
-  const Parameters<C, kLayout> p{period};
-  auto apply = [&](Vector a, std::int64_t j) {
-    Vector f = Of<F>::value(a - p.center(j), p.constant(j), p.shift(j));
-    return C::muladd(f, p.gain(j), p.bias(j));
-  };
-  std::int64_t j = 0;
-  if (streamed) {
-    for (; j + C::lanes <= n; j += C::lanes) stream(y + j, apply(load(x + j), j));
-    fence();
-  } else {
-    for (; j + C::lanes <= n; j += C::lanes) store(y + j, apply(load(x + j), j));
+  const Parameters<typename ComputedIn<T>::Type, kLayout> p{period};
+  for (std::int64_t i = 0; i < n; i += length) {
+    const std::int64_t here = n - i < length ? n - i : length;
+    if (streamed) {
+      forward_row<F, T, kLayout>(x + i, y + i, here, p, true);
+    } else {
+      forward_row<F, T, kLayout>(x + i, y + i, here, p, false);
+    }
   }
-  if (j < n) store_some<C>(y + j, n - j, apply(load_some<C>(x + j, n - j), j));
+  if (streamed) fence();
 }
 
 template <class Vector>
@@ -111,15 +150,14 @@ struct Sums {
 
 // One vector of the backward pass: sums grow, the gradient of x is returned.
 template <int F, class C, class Vector>
-__attribute__((always_inline)) inline Vector step(Vector x, Vector grad, Vector constant, Vector shift, Vector center, Vector slope_gain,
+__attribute__((always_inline)) inline Vector step(Vector u, Vector grad, Vector constant, Vector shift, Vector slope_gain,
                    Sums<Vector>& sums) {
-  auto d = Of<F>::all(x - center, constant, shift);
+  const auto d = Of<F>::all(u, constant, shift, grad);
   sums.at[kSumGrad] = sums.at[kSumGrad] + grad;
-  sums.at[kSumValue] = C::muladd(grad, d.f, sums.at[kSumValue]);
-  const Vector sloped = grad * d.slope;
-  sums.at[kSumMoment] = C::muladd(sloped, d.arm, sums.at[kSumMoment]);
-  sums.at[kSumSlope] = sums.at[kSumSlope] + sloped;
-  return sloped * slope_gain;
+  sums.at[kSumValue] = C::muladd(d.left, d.right, sums.at[kSumValue]);
+  sums.at[kSumMoment] = C::muladd(d.sloped, d.arm, sums.at[kSumMoment]);
+  sums.at[kSumSlope] = sums.at[kSumSlope] + d.sloped;
+  return d.sloped * slope_gain;
 }
 
 // The rows of one vector's column: sums are loaded and stored once for all of them. kSome: fewer than a vector.
@@ -129,13 +167,24 @@ __attribute__((always_inline)) inline void column(const T* x, const T* grad, T* 
                    typename ComputedIn<T>::Type::Number* sums, std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
-  const Vector constant = p.constant(j), shift = p.shift(j), center = p.center(j), slope_gain = p.slope_gain(j);
+  const Vector constant = p.constant(j), shift = p.shift(j), slope_gain = p.slope_gain(j);
   Sums<Vector> column_sums;
   for (int k = 0; k < kSums; ++k) column_sums.at[k] = sums ? load(sums + k * padded + j) : C::splat_of(0);
-  for (std::int64_t row = 0; row < rows; ++row) {
+  constexpr int kRowsTogether = kSideBySide<F, C>;
+  std::int64_t row = 0;
+  for (; !kSome && grad_x && row + kRowsTogether <= rows; row += kRowsTogether) {
+    Vector result[kRowsTogether];
+    const std::int64_t i = row * stride + j;
+    for (int k = 0; k < kRowsTogether; ++k) {
+      result[k] = step<F, C>(p.centered(load(x + i + k * stride), j), load(grad + i + k * stride), constant, shift,
+                             slope_gain, column_sums);
+    }
+    for (int k = 0; k < kRowsTogether; ++k) store(grad_x + i + k * stride, result[k]);
+  }
+  for (; row < rows; ++row) {
     const std::int64_t i = row * stride + j;
     Vector a = kSome ? load_some<C>(x + i, n) : load(x + i), g = kSome ? load_some<C>(grad + i, n) : load(grad + i);
-    Vector result = step<F, C>(a, g, constant, shift, center, slope_gain, column_sums);
+    Vector result = step<F, C>(p.centered(a, j), g, constant, shift, slope_gain, column_sums);
     if (!grad_x) continue;
     if (kSome) {
       store_some<C>(grad_x + i, n, result);
@@ -178,14 +227,15 @@ void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t
     for (int k = 0; k < kSums; ++k) block.at[k] = C::splat_of(0);
     std::int64_t j = start;
     for (; j + C::lanes <= end; j += C::lanes) {
-      Vector result = step<F, C>(load(x + j), load(grad + j), p.constant_, p.shift_, p.center_, p.slope_gain_, block);
+      Vector result = step<F, C>(p.centered(load(x + j), j), load(grad + j), p.constant_, p.shift_,
+                                 p.slope_gain_, block);
       if (grad_x) store(grad_x + j, result);
     }
     Sums<Vector> last;
     for (int k = 0; k < kSums; ++k) last.at[k] = C::splat_of(0);
     if (j < end) {
-      Vector result = step<F, C>(load_some<C>(x + j, end - j), load_some<C>(grad + j, end - j), p.constant_, p.shift_,
-                                 p.center_, p.slope_gain_, last);
+      Vector result = step<F, C>(p.centered(load_some<C>(x + j, end - j), j), load_some<C>(grad + j, end - j),
+                                 p.constant_, p.shift_, p.slope_gain_, last);
       if (grad_x) store_some<C>(grad_x + j, end - j, result);
     }
     for (int k = 0; k < kSums; ++k) {
@@ -203,6 +253,8 @@ void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t
 template <int F, class T>
 void fill(Kernels& table, Dtype dtype) {
   table.forward[F][dtype][kRun] = forward<F, T, kRun>;
+  table.forward[F][dtype][kRowsPlain] = forward<F, T, kRowsPlain>;
+  table.backward_rows[F][dtype][kRowsPlain] = backward_rows<F, T, kRowsPlain>;
   table.forward[F][dtype][kRowsOneConstant] = forward<F, T, kRowsOneConstant>;
   table.forward[F][dtype][kRows] = forward<F, T, kRows>;
   table.backward_rows[F][dtype][kRowsOneConstant] = backward_rows<F, T, kRowsOneConstant>;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 
+#include "exchange.h"
 #include "plan.h"
 
 namespace {
@@ -97,6 +98,130 @@ PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   return run(problem, [&] { dynorm::backward(*chosen, problem, grad_y, grad_x, gradients); });
 }
 
+// What torch gives at import: its table of functions, the types that are plain tensors, torch.empty_like, whether
+// gradients are recorded, and what is called to learn whether anything watches operations one by one.
+struct Torch {
+  const dynorm::ExchangeApi* api = nullptr;
+  PyObject *tensor, *parameter, *empty_like, *is_grad_enabled, *requires_grad, *is_neg, *watchers, *forward_ad, *level;
+};
+Torch torch;
+
+bool plain(PyObject* p) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(p));
+  return type == torch.tensor || type == torch.parameter;
+}
+
+// 1: true, 0: false, -1: an exception is set. Steals the reference.
+int truth(PyObject* answer) {
+  if (answer == nullptr) return -1;
+  const int result = PyObject_IsTrue(answer);
+  Py_DECREF(answer);
+  return result;
+}
+
+int watched() {
+  const Py_ssize_t count = PyTuple_Size(torch.watchers);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    // None, an empty stack's size 0 or False.
+    const int seen = truth(PyObject_CallNoArgs(PyTuple_GetItem(torch.watchers, i)));
+    if (seen != 0) return seen;
+  }
+  PyObject* level = PyObject_GetAttr(torch.forward_ad, torch.level);
+  if (level == nullptr) return -1;
+  const long value = PyLong_AsLong(level);
+  Py_DECREF(level);
+  return PyErr_Occurred() != nullptr ? -1 : value >= 0;
+}
+
+// A tensor in contiguous memory of the processor, of a dtype there are kernels for; false, with no exception set, where
+// it is not.
+bool look(PyObject* p, dynorm::Strided& t, dynorm::Dtype& dtype) {
+  if (!plain(p)) return false;
+  if (torch.api->look(p, &t) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  return dynorm::usable(t, dtype);
+}
+
+// x, constant, shift, center, weight, bias, function, logarithmic, scale, normalized shape. The function of x, whose
+// last sizes are the normalized shape; True where x and the parameters are as the kernels need them but a gradient is
+// wanted; None where the slow way has to decide.
+PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (count != 10) return PyErr_Format(PyExc_TypeError, "serve got %zd arguments", count);
+  if (!PyTuple_Check(a[9])) return PyErr_Format(PyExc_TypeError, "the normalized shape must be a tuple");
+  if (torch.api == nullptr) return Py_NewRef(Py_None);
+  Problem problem{};
+  dynorm::Strided x;
+  const Py_ssize_t dims = PyTuple_Size(a[9]);
+  if (dims < 1 || !look(a[0], x, problem.dtype) || x.dims < dims) return Py_NewRef(Py_None);
+  constexpr Py_ssize_t kMostDims = 8;
+  std::int64_t shape[kMostDims];
+  problem.channels = 1;
+  for (Py_ssize_t d = 0; d < dims; ++d) {
+    if (d == kMostDims) return Py_NewRef(Py_None);
+    shape[d] = integer(PyTuple_GetItem(a[9], d));
+    if (x.shape[x.dims - dims + d] != shape[d]) return Py_NewRef(Py_None);
+    problem.channels *= shape[d];
+  }
+  for (int role = 0; role < dynorm::kRoles; ++role) {
+    PyObject* p = a[1 + role];
+    if (Py_IsNone(p)) continue;
+    dynorm::Strided t;
+    dynorm::Dtype dtype;
+    if (!look(p, t, dtype)) return Py_NewRef(Py_None);
+    const bool whole = t.dims == dims && std::memcmp(t.shape, shape, dims * sizeof(std::int64_t)) == 0;
+    const bool one = role <= dynorm::kCenter && t.dims == 1 && t.shape[0] == 1;
+    if (!whole && !one) return Py_NewRef(Py_None);
+    problem.parameters[role] = {t.data, dtype, whole && problem.channels > 1};
+  }
+  const int negated = truth(PyObject_CallFunctionObjArgs(torch.is_neg, a[0], nullptr));
+  const int seen = negated != 0 ? negated : watched();
+  if (seen != 0) return seen < 0 ? nullptr : Py_NewRef(Py_None);
+  int gradient = truth(PyObject_CallNoArgs(torch.is_grad_enabled));
+  for (int i = 0, any = 0; gradient == 1 && any == 0; ++i) {
+    if (i > dynorm::kRoles) {
+      gradient = 0;
+    } else if (!Py_IsNone(a[i])) {
+      any = truth(PyObject_GetAttr(a[i], torch.requires_grad));
+      if (any < 0) gradient = -1;
+    }
+  }
+  if (gradient != 0) return gradient < 0 ? nullptr : Py_NewRef(Py_True);
+  PyObject* y = PyObject_CallFunctionObjArgs(torch.empty_like, a[0], nullptr);
+  dynorm::Strided out;
+  if (y == nullptr || torch.api->look(y, &out) != 0) {
+    Py_XDECREF(y);
+    return nullptr;
+  }
+  problem.function = static_cast<dynorm::Function>(integer(a[6]));
+  problem.logarithmic = Py_IsTrue(a[7]);
+  problem.size = dynorm::elements(x);
+  problem.inner = 1;
+  problem.scale = PyFloat_AsDouble(a[8]);
+  problem.x = x.data;
+  PyObject* done = valid(problem) ? run(problem, [&] { dynorm::forward(*chosen, problem, out.data); }) : nullptr;
+  if (done == nullptr) {
+    Py_DECREF(y);
+    return nullptr;
+  }
+  Py_DECREF(done);
+  return y;
+}
+
+// The capsule of torch.Tensor.__dlpack_c_exchange_api__, then the objects of `Torch` in order.
+PyObject* set_torch(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (count != 10) return PyErr_Format(PyExc_TypeError, "set_torch got %zd arguments", count);
+  const auto* api = static_cast<const dynorm::ExchangeApi*>(PyCapsule_GetPointer(a[0], "dlpack_exchange_api"));
+  if (api == nullptr) return nullptr;
+  PyObject** fields[] = {&torch.tensor, &torch.parameter, &torch.empty_like, &torch.is_grad_enabled,
+                         &torch.requires_grad, &torch.is_neg, &torch.watchers, &torch.forward_ad, &torch.level};
+  for (Py_ssize_t i = 0; i < 9; ++i) *fields[i] = Py_NewRef(a[1 + i]);
+  // Other versions may have another table: then the slow way serves.
+  if (api->major == 1 && api->look != nullptr) torch.api = api;
+  return PyBool_FromLong(torch.api != nullptr);
+}
+
 // The address of torch_parallel_for, or 0.
 PyObject* set_parallel_for(PyObject*, PyObject* value) {
   void* function = address(value);
@@ -129,6 +254,8 @@ PyCFunction function(F f) {
 PyMethodDef methods[] = {
     {"forward", function(forward), METH_FASTCALL, nullptr},
     {"backward", function(backward), METH_FASTCALL, nullptr},
+    {"serve", function(serve), METH_FASTCALL, nullptr},
+    {"set_torch", function(set_torch), METH_FASTCALL, nullptr},
     {"set_parallel_for", set_parallel_for, METH_O, nullptr},
     {"name", name, METH_NOARGS, nullptr},
     {"choose", choose, METH_O, nullptr},

@@ -8,14 +8,20 @@
 
 namespace dynorm {
 
+// A NaN with its low bits clear: rounding to 16 bits may add to them.
+template <class Number, class T>
+Number number(T a) {
+  return a == a ? static_cast<Number>(a) : static_cast<Number>(__builtin_nanf(""));
+}
+
 template <class Number, class T, class Convert>
 void convert_all(const Numbers& from, std::int64_t count, Number* to, Convert convert) {
   const T* values = static_cast<const T*>(from.data);
   if (!from.per_channel) {
-    std::fill(to, to + count, static_cast<Number>(convert(values[0])));
+    std::fill(to, to + count, number<Number>(convert(values[0])));
     return;
   }
-  for (std::int64_t c = 0; c < count; ++c) to[c] = static_cast<Number>(convert(values[c]));
+  for (std::int64_t c = 0; c < count; ++c) to[c] = number<Number>(convert(values[c]));
 }
 
 // `count` numbers, converted; the one there is again and again, or `otherwise` where there is none.

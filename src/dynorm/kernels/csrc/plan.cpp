@@ -21,7 +21,7 @@ constexpr std::int64_t kLongestMixed = 4096;
 constexpr std::int64_t kPiece = 65536;
 constexpr std::int64_t kMostChunks = 64;
 // Rows that share a load and a store of their sums; rows added in float before they go to double.
-constexpr std::int64_t kRowsAtOnce = 8, kRowsInFloat = 128;
+constexpr std::int64_t kRowsAtOnce = 16, kRowsInFloat = 128;
 // Larger outputs do not fit the cache, so they need not pass through it.
 constexpr std::int64_t kStreamedBytes = std::int64_t{16} << 20;
 
@@ -33,7 +33,7 @@ std::int64_t round_up(std::int64_t n, std::int64_t to) { return ceil_divide(n, t
 // body(begin, end) over 0..count, in one piece where it is small.
 template <class Body>
 void parallel(std::int64_t count, std::int64_t elements_each, const Body& body) {
-  const std::int64_t grain = std::max<std::int64_t>(1, kGrain / elements_each);
+  const std::int64_t grain = std::max<std::int64_t>(1, kGrain / std::max<std::int64_t>(1, elements_each));
   if (count <= grain || parallel_for_of_torch == nullptr) {
     body(0, count);
     return;
@@ -129,7 +129,11 @@ struct Plan {
 
   Number constant_of(std::int64_t c) const { return at[kAtConstant][constants_differ ? c : 0]; }
 
-  Layout layout() const { return !mixed ? kRun : constants_differ ? kRows : kRowsOneConstant; }
+  Layout layout() const {
+    if (!mixed) return kRun;
+    if (constants_differ) return kRows;
+    return problem.parameters[kCenter].data == nullptr ? kRowsPlain : kRowsOneConstant;
+  }
 
   // A period's worth of each parameter.
   Period rows() {
@@ -188,18 +192,16 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
   if (plan.mixed) {
     const Period parameters = plan.rows();
     parallel(ceil_divide(problem.size, period), period, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t row = begin; row < end; ++row) {
-        const std::int64_t at = row * period;
-        kernel(offset(problem.x, at * width), offset(y, at * width), std::min(period, problem.size - at), parameters,
-               streamed);
-      }
+      const std::int64_t at = begin * period, count = std::min(end * period, problem.size) - at;
+      kernel(offset(problem.x, at * width), offset(y, at * width), count, period, parameters, streamed);
     });
     return;
   }
   parallel(plan.pieces(), std::min(problem.inner, kPiece), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t piece = begin; piece < end; ++piece) {
       const std::int64_t at = plan.start_of(piece) * width;
-      kernel(offset(problem.x, at), offset(y, at), plan.length_of(piece), plan.run(plan.channel_of(piece)), streamed);
+      const std::int64_t count = plan.length_of(piece);
+      kernel(offset(problem.x, at), offset(y, at), count, count, plan.run(plan.channel_of(piece)), streamed);
     }
   });
 }
@@ -228,8 +230,20 @@ void backward_chunk(const BackwardRows kernel, const Problem& problem, const Per
       if (whole < last) run(whole, 1, problem.size - whole * period);
     }
     if (total == nullptr) continue;
-    for (std::int64_t i = 0; i < kSums * padded; ++i) total[i] += sums[i];
+    if (block == begin) {
+      std::copy(sums.begin(), sums.end(), total);
+    } else {
+      for (std::int64_t i = 0; i < kSums * padded; ++i) total[i] += sums[i];
+    }
   }
+}
+
+// Into how many chunks rows are divided: few, because the chunks' sums are added by one thread, but at least eight
+// where there is work for eight; an even number.
+std::int64_t chunks_of(std::int64_t size) {
+  const std::int64_t pieces = ceil_divide(size, kPiece);
+  if (pieces < 2) return 1;
+  return std::min(kMostChunks, round_up(std::max(std::min<std::int64_t>(8, pieces), pieces / 4), 4));
 }
 
 template <class Number>
@@ -237,25 +251,27 @@ ChannelSums backward_rows(const Kernels& kernels, Plan<Number>& plan, const void
   const Problem& problem = plan.problem;
   const std::int64_t period = plan.period, padded = round_up(period, kWidest);
   const std::int64_t rows = ceil_divide(problem.size, period);
-  const std::int64_t chunk = round_up(std::max(ceil_divide(kPiece, period), ceil_divide(rows, kMostChunks)), kRowsAtOnce);
-  const std::int64_t chunks = ceil_divide(rows, chunk), each = kSums * padded;
-  std::vector<double> totals(sums ? std::max<std::int64_t>(1, chunks) * each : 0);
+  const std::int64_t chunk = round_up(ceil_divide(rows, chunks_of(problem.size)), kRowsAtOnce);
+  const std::int64_t chunks = rows == 0 ? 0 : ceil_divide(rows, chunk), each = kSums * padded;
+  // Of this thread, though others write to it: a new one would be new pages for each call.
+  static thread_local Buffer<double> buffer;
+  double* totals = sums ? buffer.of(std::max<std::int64_t>(1, chunks) * each) : nullptr;
   const Period parameters = plan.rows();
   const BackwardRows kernel = kernels.backward_rows[plan.function][problem.dtype][plan.layout()];
   parallel(chunks, chunk * period, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t k = begin; k < end; ++k) {
       backward_chunk<Number>(kernel, problem, parameters, period, grad_y, grad_x, k * chunk,
-                             std::min(rows, (k + 1) * chunk), padded, sums ? totals.data() + k * each : nullptr);
+                             std::min(rows, (k + 1) * chunk), padded, sums ? totals + k * each : nullptr);
     }
   });
   ChannelSums result(sums ? kSums * problem.channels : 0);
-  if (!sums) return result;
+  if (!sums || chunks == 0) return result;
   for (std::int64_t k = 1; k < chunks; ++k) {
     for (std::int64_t i = 0; i < each; ++i) totals[i] += totals[k * each + i];
   }
   for (int s = 0; s < kSums; ++s) {
     double* to = result.data() + s * problem.channels;
-    const double* from = totals.data() + s * padded;
+    const double* from = totals + s * padded;
     for (std::int64_t e = 0, c = 0; e < period; c = c + 1 == problem.channels ? 0 : c + 1) {
       for (std::int64_t i = 0; i < problem.inner; ++i) to[c] += from[e++];
     }

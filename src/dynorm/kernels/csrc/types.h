@@ -23,8 +23,10 @@ struct Period {
   const void* slope_gain;  // what grad_y and the function's slope are multiplied by to give grad_x
 };
 
-// y[i] for n elements that begin at the period's first. stream: write past the caches.
-using Forward = void (*)(const void* x, void* y, std::int64_t n, const Period& period, bool stream);
+// y[i] for n elements that begin at the period's first, which is `length` long; a run has no end. stream: write past the
+// caches.
+using Forward = void (*)(const void* x, void* y, std::int64_t n, std::int64_t length, const Period& period,
+                         bool stream);
 
 // grad_x for `rows` periods of which the first n elements are there, `stride` elements apart; sums are added to
 // `sums`, kSums arrays of `padded` numbers. grad_x or sums may be null.
@@ -35,8 +37,9 @@ using BackwardRows = void (*)(const void* x, const void* grad, void* grad_x, std
 using BackwardRun = void (*)(const void* x, const void* grad, void* grad_x, std::int64_t n, const Period& period,
                              double* sums);
 
-// How a period's parameters are held.
-enum Layout { kRun = 0, kRowsOneConstant = 1, kRows = 2, kLayouts = 3 };
+// How a period's parameters are held: one of each; one constant and no centre, with a gain and a bias for each element;
+// one constant; several.
+enum Layout { kRun = 0, kRowsPlain = 1, kRowsOneConstant = 2, kRows = 3, kLayouts = 4 };
 
 // Function number 4 is DyISRU for constants that the fast way does not cover.
 constexpr int kDyisruWide = 4;

@@ -3,7 +3,6 @@
 constexpr std::int64_t kLanes = 8;
 typedef float V __attribute__((vector_size(32)));
 typedef std::int32_t I __attribute__((vector_size(32)));
-#define DYNORM_RSQRT
 
 inline V splat(float a) { return (V)_mm256_set1_ps(a); }
 inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -12,6 +11,7 @@ inline V at_most(V a, float bound) { return (V)_mm256_min_ps(_mm256_set1_ps(boun
 inline V at_least(V a, float bound) { return (V)_mm256_max_ps(_mm256_set1_ps(bound), (__m256)a); }
 // Of 14 bits or more.
 inline V reciprocal(V a) { return 1.0f / a; }
+#define DYNORM_RSQRT_BITS 11
 inline V rsqrt_estimate(V a) { return (V)_mm256_rsqrt_ps((__m256)a); }
 
 #include "bfloat16.h"
