@@ -233,7 +233,8 @@ ALWAYS = """
     clipseg codegen cohere cohere2 cohere2_moe convbert convnext convnextv2 cosmos3_omni ctrl cwm data2vec-audio
     data2vec-text data2vec-vision deberta-v2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl deit diffllama dinov2
     dinov2_with_registers dinov3_convnext dinov3_vit distilbert doge donut-swin dpr dpt electra
-    embedding_gemma2_text ernie ernie4_5 ernie4_5_moe esm esmc eurobert exaone4 exaone4_5 exaone_moe falcon flaubert
+    embedding_gemma2_text ernie ernie4_5 ernie4_5_moe esm esmc eurobert exaone4 exaone4_5 exaone_moe falcon
+    falcon_mamba flaubert
     flex_olmo flint fnet fuyu gemma gemma2 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4
     glm4_moe glm4_moe_lite glm4v_text glm_ocr_text glmasr glmasr_encoder gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
     gpt_neox_japanese gpt_oss gptj granite granite_docling granite_docling_text granite_docling_vision granite_swa
@@ -315,9 +316,6 @@ LEFT_OUT = {
         """,
     "takes over ten seconds": """
         falcon_h1
-        """,
-    "loading: its own _init_weights fills the weight of a norm that has none": """
-        falcon_mamba
         """,
     "no LayerNorm or RMSNorm that could be replaced": """
         ibert mobilebert patchtst poolformer qwen4_exp_text regnet resnet swiftformer

@@ -38,6 +38,12 @@ Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
 
 _CALIBRATION_TEXTS = 256
 _BATCH = 32
+# fmt: off
+_WEIGHTS = frozenset([
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".onnx", ".onnx_data", ".xml", ".msgpack", ".ot", ".gguf",
+    ".tflite",
+])
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,7 @@ def convert_pretrained(
         read_texts(texts) if texts else standard_library_docstrings(), recipe.held_out, recipe.seed
     )
     pretrained = load_pretrained(folder, device)
+    _folders_of_modules(pretrained.folder)
     encoded, tests = (encode(pretrained, part, recipe.max_length) for part in (fit, held_out))
     say(f"{type(pretrained.model).__name__} from {folder}: {len(encoded)} texts to fit on, {len(tests)} held out")
     original = copy.deepcopy(pretrained.model)
@@ -253,10 +260,29 @@ def _save(pretrained: Pretrained, out: Path, report: ModelReport, overwrite: boo
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Copy what else the model's folder holds (tokenizer, pooling, cards), but no weights and no config."""
+    """Copy what else the model's folder holds: tokenizer, card, and the modules of sentence-transformers.
+
+    Not its weights, which are the original's in whatever format; nor what is hidden, or was written by an earlier run.
+    """
+    source, out = source.absolute(), target.parent.absolute()
+    parts = _folders_of_modules(source)
     for file in sorted(source.rglob("*")):
-        there = target / file.relative_to(source)
-        weights = file.suffix in {".safetensors", ".bin", ".pt", ".h5", ".onnx", ".msgpack", ".ot"}
-        if file.is_file() and not weights and not there.exists():
+        name, there = file.relative_to(source), target / file.relative_to(source)
+        hidden = any(part.startswith(".") for part in name.parent.parts)
+        part = any(name.is_relative_to(folder) for folder in parts)
+        weights = not part and (file.suffix in _WEIGHTS or name.name.endswith(".index.json"))
+        written = str(name) in ("config.json", "generation_config.json") and there.exists()
+        if file.is_file() and not (hidden or weights or written or file.is_relative_to(out)):
             there.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, there)
+
+
+def _folders_of_modules(source: Path) -> list[str]:
+    """The folders of a sentence-transformers model's other modules, which have weights of their own (a Dense)."""
+    file = source / "modules.json"
+    if not file.is_file():
+        return []
+    try:
+        return [str(entry["path"]) for entry in json.loads(file.read_text("utf-8")) if entry["path"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"{file} must be a list of modules with their paths, but: {error!r}") from error

@@ -126,7 +126,7 @@ class PointwiseNorm(nn.Module):
             ArgumentError: ``x`` is no floating point tensor, or its sizes at ``dim`` are not ``normalized_shape``.
         """
         if not isinstance(x, Tensor):
-            raise ArgumentError(f"x must be a tensor, got {type(x).__name__}")
+            return self._forward_symbol(x)
         # A nested tensor of the jagged layout broadcasts as any other.
         if x.is_nested and x.layout == torch.strided:
             return self._forward_nested(x)
@@ -241,6 +241,16 @@ class PointwiseNorm(nn.Module):
         if any(d >= 0 for d in self._dims()):
             raise ArgumentError(f"dim must be negative for a nested tensor, got {self.dim}: count it from the end")
         return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
+
+    def _forward_symbol(self, x: Any) -> Any:
+        """Let ``torch.fx.symbolic_trace`` record one call of the layer, as it does for torch's own; refuse all else."""
+        if not isinstance(x, torch.fx.Proxy):
+            raise ArgumentError(f"x must be a tensor, got {type(x).__name__}")
+        tracer: Any = x.tracer
+        path = tracer.path_of_module(self)
+        if not path:
+            raise ArgumentError("symbolic_trace records a layer as one call, got the layer itself: trace its model")
+        return tracer.create_proxy("call_module", path, (x,), {})
 
     def _check_input(self, x: Tensor) -> None:
         if self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]:

@@ -11,6 +11,7 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
 from dynorm.errors import ArgumentError
+from dynorm.kernels._dispatch import traced
 from dynorm.layers._base import PointwiseNorm, Shape
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
@@ -84,6 +85,12 @@ class AnnealedNorm(PointwiseNorm):
     @property
     def position(self) -> float:
         """Where on the path the layer stands, as a number; the buffer ``t`` holds the same."""
+        self._follow()
+        return self._position
+
+    @property
+    def set_to(self) -> float:
+        """What :meth:`set_t_` was last told; :attr:`position` also knows what something else wrote into ``t`` since."""
         return self._position
 
     def set_t_(self, t: float, *, blend: bool = False) -> None:
@@ -102,9 +109,12 @@ class AnnealedNorm(PointwiseNorm):
         self._stage = 1 if blend or 0 < t < 1 else int(2 * t)
         if not self.t.is_meta:
             self.t.fill_(t)
+        self._seen = _written(self.t)
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``; only at t = 1 is it point-wise."""
+        if not torch.compiler.is_compiling():
+            self._follow()
         if self._stage == 2:
             return super().pointwise(x)
         if self._stage == 0:
@@ -126,17 +136,17 @@ class AnnealedNorm(PointwiseNorm):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return self.target_config() | {"kind": self.kind, "norm_eps": self.norm_eps, "t": self._position}
+        return self.target_config() | {"kind": self.kind, "norm_eps": self.norm_eps, "t": self.position}
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
-        return f"{super().extra_repr()}, kind={self.kind}, t={self._position:g}"
+        return f"{super().extra_repr()}, kind={self.kind}, t={self.position:g}"
 
     def _norm(self, x: Tensor) -> Tensor:
         """The norm: torch's own kernel where it takes these axes and dtypes."""
         trailing = self._dims() == tuple(range(-len(self.normalized_shape), 0))
         # Under autocast torch's norms cast as they do it, and so must ours.
-        own = torch.is_autocast_enabled(x.device.type)
+        own = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         own = own or all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
         if self.kind == "layernorm":
             if trailing and own:
@@ -155,17 +165,42 @@ class AnnealedNorm(PointwiseNorm):
     def _default_scale(self) -> float:
         return math.sqrt(self.channels if self.kind == "rmsnorm" else max(self.channels - 1, 1))
 
+    def _follow(self) -> None:
+        """Go where ``t`` says, if something else than :meth:`set_t_` wrote it, as an average over models does."""
+        t = self.t
+        # A transform, or a mode, brings a t of its own, which may be no number.
+        if t.is_meta or traced(t) or (self._seen[0] is t and self._seen[1] == _written(t)[1]):
+            return
+        value = min(max(_read(t), 0.0), 1.0)
+        if value != round(self._position, 7):
+            self.set_t_(value)
+        self._seen = _written(t)
+
     def _apply(self, fn: Any, recurse: bool = True) -> AnnealedNorm:
+        self._follow()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # In bfloat16 it would no longer be what was set.
-        self.t = torch.full_like(self.t, self._position, dtype=torch.float32)
+        # In bfloat16 it would no longer be what was set, and to_empty leaves anything in it.
+        if self.t.dtype != torch.float32:
+            self.t = torch.full_like(self.t, self._position, dtype=torch.float32)
+        elif not self.t.is_meta:
+            self.t.fill_(self._position)
+        self._seen = _written(self.t)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}t" in state_dict and not self.t.is_meta:
-            # It is held in float32, of which seven digits are what was set.
-            self.set_t_(round(float(self.t), 7))
+            self.set_t_(_read(self.t))
+
+
+def _read(t: Tensor) -> float:
+    """What was set: it is held in float32, of which that is seven digits."""
+    return round(float(t), 7)
+
+
+def _written(t: Tensor) -> tuple[Tensor, int]:
+    """The tensor, and how often it was written to."""
+    return t, 0 if t.is_inference() else t._version
 
 
 def check_t(t: float) -> float:

@@ -116,7 +116,7 @@ def require_equal_ranks(model: nn.Module) -> None:
 
 def _state(layer: AnnealedNorm) -> Iterator[Tensor]:
     # Not the buffer: DistributedDataParallel has made it the same on all ranks.
-    yield torch.full((1,), layer.position, dtype=torch.float64, device=layer.t.device)
+    yield torch.full((1,), layer.set_to, dtype=torch.float64, device=layer.t.device)
     for value in layer.constant_parameters():
         whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
         yield whole.detach().double().flatten()

@@ -1,0 +1,129 @@
+"""LoRA on a converted model, with peft: trained, saved, loaded in a fresh process, merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import dynorm
+from dynorm.surgery.plan import dynorm_layers
+from tests.ecosystem.models import bert, first, fresh, gpt2, ids
+
+# peft 0.21 asks by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+# What a path may end with is what peft compares with.
+NORMS = ["ln_1", "ln_2", "ln_f"]
+
+
+def adapted(model: nn.Module, **options: Any) -> Any:
+    # GPT-2's Conv1D has its weight transposed, which peft would say in a warning.
+    settings = {"r": 2, "lora_alpha": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True} | options
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+
+
+def train(model: nn.Module, steps: int = 4) -> None:
+    model.train()
+    optimizer = torch.optim.AdamW(dynorm.param_groups(model, lr=3e-2, constants_lr=1e-1))
+    for _ in range(steps):
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters() if "lora" not in name}
+
+
+SCRIPT = """
+import sys, dynorm, peft, torch
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter").eval()
+with torch.no_grad():
+    save_file({"logits": model(load_file(folder / "ids.safetensors")["ids"]).logits}, folder / "logits.safetensors")
+"""
+
+
+@pytest.mark.parametrize("constants", ["frozen", "trained"])
+def test_an_adapter_is_trained_saved_loaded_and_merged(tmp_path: Path, constants: str) -> None:
+    model = gpt2()
+    dynorm.save(model, tmp_path / "base")
+    before, output = values(model), first(model)
+    lora = adapted(model, modules_to_save=NORMS if constants == "trained" else None)
+    assert torch.equal(first(lora), output)
+    trained = {name for name, p in lora.named_parameters() if p.requires_grad}
+    assert any(name.endswith("log_beta") for name in trained) == (constants == "trained")
+    train(lora)
+    tuned = first(lora)
+    assert not torch.equal(tuned, output)
+    # What was frozen did not move; it may be the weights of the base below modules_to_save.
+    for name, value in before.items():
+        here = lora.get_parameter(f"base_model.model.{_at_home(name, constants)}")
+        assert torch.equal(here, value), name
+    lora.save_pretrained(tmp_path / "adapter")
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any("log_beta" in name for name in names) == (constants == "trained")
+    if constants == "trained":
+        save_file({"ids": ids()}, tmp_path / "ids.safetensors")
+        fresh(SCRIPT, tmp_path)
+        torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], tuned)
+    else:
+        again = peft.PeftModel.from_pretrained(dynorm.load(tmp_path / "base"), str(tmp_path / "adapter"))
+        torch.testing.assert_close(first(again.eval()), tuned)
+    merged = lora.merge_and_unload()
+    assert len(dynorm_layers(merged)) == 5
+    torch.testing.assert_close(first(merged), tuned)
+    dynorm.save(merged, tmp_path / "merged")
+    torch.testing.assert_close(first(dynorm.load(tmp_path / "merged")), tuned)
+
+
+def _at_home(name: str, constants: str) -> str:
+    path, _, leaf = name.rpartition(".")
+    if path.endswith("c_attn"):
+        return f"{path}.base_layer.{leaf}"
+    if constants == "trained" and path.split(".")[-1] in NORMS:
+        return f"{path}.original_module.{leaf}"
+    return name
+
+
+def test_adapters_of_the_norms_of_a_converted_model_are_refused_by_peft() -> None:
+    # LoRA knows linear maps; the message names the layer, so that one knows to use modules_to_save.
+    with pytest.raises(ValueError, match="DyISRU"):
+        adapted(gpt2(), target_modules=["ln_1"])
+
+
+def test_a_model_with_adapters_is_converted_and_calibrated() -> None:
+    model = gpt2()
+    dynorm.restore_(model)
+    lora = adapted(model)
+    sites = dynorm.find_norms(lora, input_ids=ids())
+    dynorm.convert_(lora, sites)
+    dynorm.calibrate_(lora, [{"input_ids": ids()}])
+    assert len(dynorm_layers(lora)) == 5
+    # The norms were frozen by peft, and so are the layers in their place.
+    assert not any(p.requires_grad for layer in dynorm_layers(lora).values() for p in layer.parameters())
+    before = first(lora)
+    train(lora)
+    assert not torch.equal(first(lora), before)
+
+
+def test_an_encoder_with_a_new_head(tmp_path: Path) -> None:
+    model = bert("BertForSequenceClassification")
+    settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"])
+    lora = peft.get_peft_model(model, settings)
+    loss = lora(input_ids=ids(), labels=torch.tensor([0, 1, 0, 1])).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in lora.parameters() if p.requires_grad)
+    lora.save_pretrained(tmp_path)
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {path.name for path in tmp_path.iterdir()}
