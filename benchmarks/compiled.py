@@ -1,0 +1,154 @@
+"""What Inductor makes of a model before and after conversion: tiny transformers, and what their generated code holds.
+
+``python -m benchmarks.deploy`` writes the figures; the tests of tests/export hold them.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import dynorm
+
+KINDS = ("gpt2", "llama", "bert", "vit")
+VOCABULARY = 64
+Inputs = Mapping[str, Tensor]
+
+
+def tiny_model(kind: str, layers: int = 1) -> nn.Module:
+    """Return a random model of a kind of KINDS: 32 channels, 2 heads, at most 64 tokens."""
+    import transformers
+
+    text = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 48}
+    config: Any
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=layers, n_head=2, n_positions=64, use_cache=False, **text)
+    elif kind == "llama":
+        config = transformers.LlamaConfig(max_position_embeddings=64, use_cache=False, **sizes, **text)
+    elif kind == "bert":
+        config = transformers.BertConfig(max_position_embeddings=64, **sizes, **text)
+    else:
+        config = transformers.ViTConfig(image_size=32, patch_size=8, **sizes)
+    torch.manual_seed(0)
+    # Tuples are what a saved program can return without transformers.
+    config.return_dict = False
+    model: nn.Module = transformers.AutoModel.from_config(config).eval()
+    with torch.no_grad():
+        # Weights that begin as ones and zeros say little.
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def inputs(kind: str, batch: int, length: int = 0) -> dict[str, Tensor]:
+    """Return token ids, or images for a ViT, whose length is that of its positions."""
+    generator = torch.Generator().manual_seed(100 * batch + length)
+    if kind == "vit":
+        return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator)}
+    return {"input_ids": torch.randint(8, VOCABULARY, (batch, length), generator=generator)}
+
+
+def converted(model: nn.Module, example: Inputs, to: str = "dyisru") -> nn.Module:
+    """Return a copy of a model with all norms replaced, its constants from an example."""
+    model = copy.deepcopy(model)
+    dynorm.convert_(model, dynorm.find_norms(model, **example), to)
+    dynorm.calibrate_(model, [example])
+    return model
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one forward pass of the generated code does.
+
+    Args:
+        launches: calls of generated kernels.
+        loops: innermost loops in those kernels, each a pass over its tensors.
+        reductions: sums over channels or tokens among those loops.
+        library: calls of matrix products, attention and the like, which are not generated.
+    """
+
+    launches: int
+    loops: int
+    reductions: int
+    library: int
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the numbers by name."""
+        return asdict(self)
+
+
+def count(code: str) -> Generated:
+    """Count what the generated wrapper calls, and what the C++ kernels that it calls hold."""
+    kernels = kernels_of(code)
+    calls = [name for name in re.findall(r"^\s+(\w+)\(", code, re.M) if name in kernels]
+    return Generated(
+        launches=len(calls),
+        loops=sum(innermost_loops(kernels[name]) for name in calls),
+        reductions=sum(len(re.findall(r"^\s+\S+ tmp_acc\d+ = ", kernels[name], re.M)) for name in calls),
+        library=len(re.findall(r"extern_kernels\.\w+\(|torch\.ops\.aten\.\w+\.\w+\(", code)),
+    )
+
+
+def kernels_of(code: str) -> dict[str, str]:
+    """Return the source of each generated C++ kernel by its name."""
+    return dict(re.findall(r"^(\w+) = async_compile\.cpp_pybinding\(\[.*?\], r'''\n(.*?)'''\)", code, re.M | re.S))
+
+
+def innermost_loops(kernel: str) -> int:
+    """Count the loops that hold no other loop."""
+    lines = [(len(line) - len(line.lstrip()), line.lstrip()) for line in kernel.splitlines() if line.strip()]
+    found = 0
+    for place, (depth, line) in enumerate(lines):
+        if line.startswith("for("):
+            body = next(at for at, (inner, text) in enumerate(lines) if at > place and inner == depth and text == "}")
+            found += not any(text.startswith("for(") for _, text in lines[place + 1 : body])
+    return found
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Forget all compiled graphs, before and after; inside, to compile one anew for other sizes is an error."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True), torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+def generated_code(model: nn.Module, example: Inputs) -> str:
+    """Return the one piece of code that Inductor writes for a model of any batch and length; g++ is not called."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.graph import GraphLowering
+
+    codes: list[str] = []
+
+    def stop(graph: GraphLowering) -> None:
+        code, _ = graph.codegen()
+        codes.append(code.value)
+        raise InterruptedError("the code is written: no need to compile it")
+
+    with fresh_compiler(), torch.no_grad(), mock.patch.object(GraphLowering, "compile_to_module", stop):
+        try:
+            torch.compile(model, fullgraph=True, dynamic=True)(**example)
+        except TorchDynamoException:
+            if not codes:
+                raise
+    (code,) = codes
+    return code
+
+
+def first(output: Any) -> Tensor:
+    """Return the first tensor of a model's output."""
+    tensor: Tensor = output if isinstance(output, Tensor) else output[0]
+    return tensor

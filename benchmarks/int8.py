@@ -1,0 +1,165 @@
+"""What static int8 scales cost on a real encoder: all-MiniLM-L6-v2 converted, its linear layers after a norm in int8.
+
+Scales from the bound (no data), from so many standard deviations (no data), and from what 256 texts gave, beside
+torchao's dynamic quantization. Everything is compared with the converted model in float32, on held-out texts;
+``python -m benchmarks.deploy`` writes the figures.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch import Tensor, nn
+
+import dynorm
+from dynorm.integrations.pretrained import encode, load_pretrained, make_batches
+from dynorm.layers import PointwiseNorm
+from dynorm.quantize import Reader, find_readers, output_bounds, quantize_
+from dynorm.quantize.bounds import Range
+from dynorm.texts import split_texts, standard_library_docstrings
+from tools.demo_model import folder
+
+CALIBRATION_TEXTS, BATCH, HELD_OUT, REFINE = 256, 32, 512, 50
+SIGMAS = (3.0, 4.0, 6.0, 8.0, 12.0)
+QUANTILES = (0.99, 0.999, 0.9999)
+Batches = Sequence[dict[str, Tensor]]
+
+
+def study() -> dict[str, Any]:
+    """Convert the model, quantize it in every way, and return the figures."""
+    fit, held_out = split_texts(standard_library_docstrings(), HELD_OUT, 0)
+    pretrained = load_pretrained(folder())
+    encoded, tests = encode(pretrained, fit), make_batches(pretrained, encode(pretrained, held_out), BATCH)
+    batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, 0)
+    more = make_batches(pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, 0)
+    model = pretrained.model
+    original = embeddings(model, tests)
+    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]))
+    dynorm.calibrate_(model, batches)
+    dynorm.refine_(model, more, steps=REFINE)
+    readers = find_readers(model, **batches[0])
+    seen = outputs(model, {reader.layer for reader in readers}, batches)
+    want = embeddings(model, tests)
+    rows = []
+    for name, quantize in ways(readers, seen):
+        quantized = copy.deepcopy(model)
+        quantize(quantized)
+        rows.append({"way": name, **cosines(embeddings(quantized, tests), want)})
+        print(rows[-1], flush=True)
+    return {
+        "model": "all-MiniLM-L6-v2, 13 LayerNorms replaced by DyISRU, calibrated and refined",
+        "texts": "first paragraphs of the standard library's docstrings",
+        "calibration_texts": CALIBRATION_TEXTS,
+        "refine_steps": REFINE,
+        "held_out": HELD_OUT,
+        "linears": len(readers),
+        "linears_in_all": sum(type(module) is nn.Linear for module in model.modules()),
+        "alone": sum(reader.alone for reader in readers),
+        "converted_to_original": cosines(want, original),
+        "rows": rows,
+        "layers": [spread(model, path, values) for path, values in seen.items()],
+    }
+
+
+def ways(readers: Sequence[Reader], seen: dict[str, Tensor]) -> list[tuple[str, Callable[[nn.Module], Any]]]:
+    """Return each way to quantize by its name."""
+    found: list[tuple[str, Callable[[nn.Module], Any]]] = [
+        ("weights alone", lambda model: by_torchao(model, readers, dynamic=False)),
+        ("dynamic, a scale a token", lambda model: by_torchao(model, readers, dynamic=True)),
+    ]
+
+    def static(name: str, **options: Any) -> None:
+        found.append((name, lambda model: quantize_(model, readers, **options)))
+
+    static("bound", sigmas=None)
+    static("bound, affine", symmetric=False)
+    static("bound, a scale a channel", per_channel=True)
+    for k in SIGMAS:
+        static(f"{k:g} sigma", sigmas=k)
+    for k in SIGMAS:
+        static(f"{k:g} sigma, a scale a channel", sigmas=k, per_channel=True)
+    static("data, least and largest", ranges={path: extremes(y) for path, y in seen.items()})
+    static("data, least and largest, affine", ranges={path: extremes(y) for path, y in seen.items()}, symmetric=False)
+    for q in QUANTILES:
+        static(f"data, {q:.4g} quantile", ranges={path: quantile(y, q) for path, y in seen.items()})
+    static(
+        "data, least and largest, a scale a channel",
+        ranges={path: (y.amin(0), y.amax(0)) for path, y in seen.items()},
+        per_channel=True,
+    )
+    return found
+
+
+def by_torchao(model: nn.Module, readers: Sequence[Reader], *, dynamic: bool) -> None:
+    """Quantize the same linear layers without static scales."""
+    from torchao import quantization
+
+    kind = quantization.Int8DynamicActivationInt8WeightConfig if dynamic else quantization.Int8WeightOnlyConfig
+    names = {reader.linear for reader in readers}
+    quantization.quantize_(model, kind(set_inductor_config=False), filter_fn=lambda _, path: path in names)
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, paths: set[str], batches: Batches) -> dict[str, Tensor]:
+    """Return what the layers at these paths give for all tokens but padding, of shape (tokens, C)."""
+    kept: dict[str, list[Tensor]] = {path: [] for path, _ in model.named_modules() if path in paths}
+    for batch in batches:
+        mask = batch["attention_mask"].bool()
+        handles = [
+            model.get_submodule(path).register_forward_hook(lambda _, __, y, mine=mine, m=mask: mine.append(y[m]))
+            for path, mine in kept.items()
+        ]
+        model(**batch)
+        for handle in handles:
+            handle.remove()
+    return {path: torch.cat(parts) for path, parts in kept.items()}
+
+
+def extremes(y: Tensor) -> Range:
+    """Return the least and the largest value."""
+    return y.min(), y.max()
+
+
+def quantile(y: Tensor, q: float) -> Range:
+    """Return the range that holds this part of the absolute values."""
+    values = y.abs().flatten()
+    edge = values.kthvalue(max(1, round(q * values.numel()))).values
+    return -edge, edge
+
+
+@torch.no_grad()
+def embeddings(model: nn.Module, batches: Batches) -> Tensor:
+    """Return the mean-pooled sentence embeddings."""
+    parts = []
+    for batch in batches:
+        mask = batch["attention_mask"].unsqueeze(-1).float()
+        parts.append((model(**batch)[0] * mask).sum(1) / mask.sum(1))
+    return torch.cat(parts)
+
+
+def cosines(got: Tensor, want: Tensor) -> dict[str, float]:
+    """Return the mean and the least cosine."""
+    found = torch.cosine_similarity(got.double(), want.double())
+    return {"cosine": round(float(found.mean()), 6), "worst": round(float(found.min()), 6)}
+
+
+def spread(model: nn.Module, path: str, y: Tensor) -> dict[str, Any]:
+    """Compare the bound of a layer with what it gave."""
+    layer = model.get_submodule(path)
+    assert isinstance(layer, PointwiseNorm)
+    bounds = output_bounds(layer)
+    seen = y.abs()
+    return {
+        "path": path,
+        "bound": round(float(bounds.max()), 3),
+        "largest": round(float(seen.max()), 3),
+        "quantile_0.999": round(float(quantile(y, 0.999)[1]), 3),
+        "root_mean_square": round(float(y.square().mean().sqrt()), 3),
+        "median_channel_ratio": round(float((bounds / seen.amax(0).clamp(min=1e-9)).median()), 2),
+    }

@@ -1,0 +1,137 @@
+"""What a point-wise layer can put out, from its parameters alone, and the int8 scale that covers it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dynorm.errors import ArgumentError
+from dynorm.layers import AnnealedNorm, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
+
+Range = tuple[Tensor, Tensor]
+
+
+def output_bounds(layer: PointwiseNorm, *, sigmas: float | None = None) -> Tensor:
+    r"""Return the largest absolute value that each channel of a layer's output can take.
+
+    .. math:: |y_c| \le |\mathrm{scale}\, w_c| + |b_c|
+
+    Args:
+        layer: a DyISRU, DyT or Derf; an annealed one at t = 1.
+        sigmas: for inputs within so many standard deviations only, as for :func:`output_range`.
+
+    Returns:
+        ``normalized_shape``, in at least float32.
+
+    Raises:
+        ArgumentError: as for :func:`output_range`.
+
+    Example:
+        >>> output_bounds(dynorm.DyISRU(4))
+        tensor([2., 2., 2., 2.])
+    """
+    low, high = output_range(layer, sigmas=sigmas)
+    return torch.maximum(low.abs(), high.abs())
+
+
+def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
+    r"""Return the least and the largest value that each channel of a layer's output can take.
+
+    .. math:: b - |\mathrm{scale}\, w| \le y \le b + |\mathrm{scale}\, w|
+
+    With ``sigmas`` k, of inputs at most k standard deviations from the centre: where beta is C times the variance of
+    the site, as theory sets it, these are inputs of :math:`|x - c| \le k \sqrt{\beta / C}`, and DyISRU gives at most
+    :math:`\mathrm{scale}\, z / \sqrt{1 + z^2}, z = k / \sqrt{C}`. Whatever lies beyond is clipped by the quantizer.
+    ``calibrate_`` and training move beta away from that, up to a thousandfold where a straight line fits best.
+
+    Args:
+        layer: a DyISRU, DyT or Derf, or, with ``sigmas``, a LinearControl; an annealed one at t = 1.
+        sigmas: how far inputs go; None for any input.
+
+    Returns:
+        Two tensors of ``normalized_shape``, in at least float32.
+
+    Raises:
+        ArgumentError: ``layer`` is no point-wise layer, has no bound, or is on its path still; ``sigmas`` is not
+            positive.
+
+    Example:
+        >>> layer = dynorm.DyISRU(100)
+        >>> [float(edge[0]) for edge in output_range(layer)]
+        [-10.0, 10.0]
+        >>> [round(float(edge[0]), 3) for edge in output_range(layer, sigmas=4)]
+        [-3.714, 3.714]
+
+    Reference:
+        arXiv 2503.21708, eq. 15: DyISRU's bound, sqrt(C - 1), is the largest value that LayerNorm itself can give.
+    """
+    if not isinstance(layer, PointwiseNorm):
+        raise ArgumentError(
+            f"layer must be a point-wise layer of dynorm, got {type(layer).__name__}: pass a converted one"
+        )
+    if isinstance(layer, AnnealedNorm) and layer.position < 1:
+        raise ArgumentError(
+            f"an annealed layer must stand at t = 1, but is at {layer.position:g}: call finalize_ first"
+        )
+    if sigmas is not None and not (math.isfinite(sigmas) and sigmas > 0):
+        raise ArgumentError(f"sigmas must be a positive finite number, got {sigmas!r}")
+    with torch.no_grad():
+        weight = torch.ones(layer.normalized_shape) if layer.weight is None else _at_least_float32(layer.weight)
+        bias = torch.zeros_like(weight) if layer.bias is None else _at_least_float32(layer.bias)
+        edges = [layer.scale * weight * edge + bias for edge in _edges(layer, sigmas)]
+        return torch.minimum(*edges), torch.maximum(*edges)
+
+
+def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the scale and the zero point of int8 that cover a range: ``q = round(y / scale) + zero_point``.
+
+    Args:
+        low: least values.
+        high: largest values, of the same shape.
+        symmetric: zero point 0 and steps of ``max(|low|, |high|) / 127``; else of ``(high - low) / 255``, the range
+            widened to hold 0, which is then exact.
+
+    Returns:
+        Scales in the dtype of ``low`` and zero points in int8, of its shape.
+
+    Raises:
+        ArgumentError: the ranges are empty or not finite.
+
+    Example:
+        >>> static_scale(torch.tensor(-1.0), torch.tensor(4.1), symmetric=False)
+        (tensor(0.0200), tensor(-78, dtype=torch.int8))
+    """
+    if low.shape != high.shape or not bool(((low <= high) & low.isfinite() & high.isfinite()).all()):
+        raise ArgumentError("low must not exceed high, both finite and of one shape: pass what output_range returns")
+    least = torch.finfo(torch.float32).eps
+    if symmetric:
+        scale = (torch.maximum(low.abs(), high.abs()) / 127).clamp(min=least)
+        return scale, torch.zeros_like(scale, dtype=torch.int8)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = ((high - low) / 255).clamp(min=least)
+    return scale, (-128 - (low / scale).round()).clamp(-128, 127).to(torch.int8)
+
+
+def _edges(layer: PointwiseNorm, sigmas: float | None) -> tuple[float | Tensor, float | Tensor]:
+    """The least and the largest value of the function itself, before scale, weight and bias."""
+    z = math.inf if sigmas is None else sigmas / math.sqrt(layer.channels)
+    if isinstance(layer, DyISRU):
+        edge = z / math.hypot(1, z) if math.isfinite(z) else 1.0
+    elif isinstance(layer, DyT):
+        edge = math.tanh(z)
+    elif isinstance(layer, Derf):
+        shift = _at_least_float32(layer.shift)
+        # The slope that beta() stands for.
+        reach = math.sqrt(math.pi) / 2 * z
+        return torch.erf(shift - reach), torch.erf(shift + reach)
+    elif isinstance(layer, LinearControl) and sigmas is not None:
+        edge = z
+    else:
+        raise ArgumentError(f"{type(layer).__name__} has no bound: pass sigmas, or convert to dyisru, dyt or derf")
+    return -edge, edge
+
+
+def _at_least_float32(parameter: Tensor) -> Tensor:
+    return parameter.detach() if parameter.dtype == torch.float64 else parameter.detach().float()

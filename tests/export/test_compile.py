@@ -1,0 +1,144 @@
+"""torch.compile: converted models are one graph, for any batch and length, with fewer passes over the activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+
+import dynorm
+from benchmarks.compiled import (
+    KINDS,
+    converted,
+    count,
+    first,
+    fresh_compiler,
+    generated_code,
+    innermost_loops,
+    inputs,
+    kernels_of,
+    tiny_model,
+)
+from dynorm.layers import PointwiseNorm
+
+pytest.importorskip("transformers")
+# torch's own: importing Inductor warns.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+LAYERS = [dynorm.DyISRU, dynorm.DyT, dynorm.Derf]
+SHAPES = [(2, 8), (3, 11), (5, 16), (7, 3)]
+
+
+def equal_for_every_shape(function: Any, model: nn.Module, kind: str) -> None:
+    with torch.no_grad():
+        for shape in SHAPES:
+            example = inputs(kind, *shape)
+            assert_close(first(function(**example)), first(model(**example)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_for_every_shape(kind: str) -> None:
+    model = converted(tiny_model(kind), inputs(kind, 2, 8))
+    with fresh_compiler():
+        equal_for_every_shape(torch.compile(model, fullgraph=True, dynamic=True), model, kind)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_norm_disappears_into_its_neighbours(kind: str) -> None:
+    plain, example = tiny_model(kind), inputs(kind, 2, 8)
+    before, after = (count(generated_code(model, example)) for model in (plain, converted(plain, example)))
+    assert before.reductions > 0
+    assert after.reductions == 0
+    assert after.launches <= before.launches
+    assert after.library == before.library
+    assert after.loops < before.loops
+
+
+class Block(nn.Module):
+    """What surrounds a norm: a residual add before, a point-wise function after."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.silu(self.norm(x + y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", LAYERS)
+def test_a_block_is_one_loop_and_exact_in_float64(cls: type[PointwiseNorm]) -> None:
+    block = Block(cls(48, center=True, dtype=torch.float64))
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.uniform_(0.2, 1.5)
+    x, y = (torch.randn(5, 48, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def everything(function: Any) -> list[Tensor]:
+        out = function(x=x, y=y)
+        return [out, *torch.autograd.grad((out * torch.sin(out.detach())).sum(), [x, y, *block.parameters()])]
+
+    (kernel,) = kernels_of(generated_code(block, {"x": x, "y": y})).values()
+    assert innermost_loops(kernel) == 1
+    assert "reduce" not in kernel
+    with fresh_compiler():
+        compiled = torch.compile(block, fullgraph=True, dynamic=True)
+        assert_close(everything(compiled), everything(block), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_max_autotune() -> None:
+    model = converted(tiny_model("bert"), inputs("bert", 2, 8))
+    example = inputs("bert", 2, 8)
+    with fresh_compiler(), torch.no_grad():
+        function = torch.compile(model, fullgraph=True, mode="max-autotune")
+        assert_close(first(function(**example)), first(model(**example)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "to"), [("gpt2", "dyt"), ("llama", "derf"), ("bert", "linear"), ("vit", "dyt")])
+def test_no_graph_break_and_no_recompilation(kind: str, to: str) -> None:
+    model = converted(tiny_model(kind), inputs(kind, 2, 8), to)
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        equal_for_every_shape(torch.compile(model, fullgraph=True, dynamic=True, backend="eager"), model, kind)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_training_step_is_one_graph() -> None:
+    model = converted(tiny_model("gpt2"), inputs("gpt2", 2, 8)).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    torch._dynamo.reset()
+
+    def gradients(function: Any) -> list[Tensor]:
+        loss = first(function(**inputs("gpt2", 3, 9))).square().sum()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert_close(gradients(compiled), gradients(model), rtol=1e-4, atol=1e-5)
+
+
+def test_symbolic_trace_records_a_call_of_the_layer() -> None:
+    for cls in [*LAYERS, dynorm.LinearControl, dynorm.AnnealedDyISRU]:
+        model = nn.Sequential(nn.Linear(4, 6), cls(6), nn.Linear(6, 2))
+        traced = torch.fx.symbolic_trace(model)
+        calls = [(node.op, node.target) for node in traced.graph.nodes]
+        assert calls[2] == ("call_module", "1")
+        x = torch.randn(3, 4)
+        assert torch.equal(traced(x), model(x))
+        assert traced.get_submodule("1") is model[1]
+
+
+def test_symbolic_trace_of_the_layer_itself_is_refused() -> None:
+    with pytest.raises(dynorm.ArgumentError, match=r"the layer itself: trace its model"):
+        torch.fx.symbolic_trace(dynorm.DyISRU(4))
+    with pytest.raises(dynorm.ArgumentError, match="x must be a tensor, got str"):
+        dynorm.DyISRU(4)("x")

@@ -1,0 +1,146 @@
+"""torch.export and AOTInductor: exported, saved, loaded and run where dynorm is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.testing import assert_close
+
+import dynorm
+from benchmarks.compiled import converted, first, inputs, tiny_model
+from tests.export.fresh import run_fresh
+
+pytest.importorskip("transformers")
+LAYERS = [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl]
+TEXT = ["bert", "gpt2"]
+SHAPES = [(3, 13), (1, 2), (7, 64)]
+# torch.export's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning"),
+    # Strict export sees transformers collect outputs in a global variable.
+    pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning"),
+    # torch's too: importing Inductor warns.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+]
+
+LOAD = """
+import sys, torch
+kind, saved, examples, results = sys.argv[1:]
+if kind == "export":
+    function = torch.export.load(saved).module()
+else:
+    function = torch._inductor.aoti_load_package(saved)
+with torch.no_grad():
+    found = [function(**example) for example in torch.load(examples)]
+torch.save([y if isinstance(y, torch.Tensor) else y[0] for y in found], results)
+print("dynorm" in sys.modules, "transformers" in sys.modules)
+"""
+
+
+class ThreeLayers(nn.Module):
+    """DyISRU, DyT and Derf of one input, so that one package holds all three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(cls(6, center=True) for cls in LAYERS[:3])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(0.2, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers])
+
+
+def exported(model: nn.Module, example: dict[str, Tensor], *, strict: bool = False) -> ExportedProgram:
+    shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in example}
+    return torch.export.export(model, (), kwargs=example, dynamic_shapes=shapes, strict=strict)
+
+
+def model_and_examples(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """A model, and examples of several shapes, the first to trace with."""
+    if kind == "layers":
+        return ThreeLayers().eval(), [{"x": torch.randn(*shape, 6)} for shape in [(2, 8), *SHAPES]]
+    examples = [inputs(kind, *shape) for shape in [(2, 8), *SHAPES]]
+    return converted(tiny_model(kind), examples[0]), examples
+
+
+def assert_same_in_a_fresh_process(kind: str, saved: Path, model: nn.Module, examples: list[dict[str, Tensor]]) -> None:
+    folder = saved.parent
+    torch.save(examples, folder / "examples.pt")
+    said = run_fresh(LOAD, Path(kind), saved, folder / "examples.pt", folder / "results.pt")
+    assert said.split() == ["False", "False"]
+    with torch.no_grad():
+        for got, example in zip(torch.load(folder / "results.pt"), examples, strict=True):
+            assert_close(got, first(model(**example)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("kind", ["layers", *TEXT])
+def test_export_save_load_run(kind: str, strict: bool, tmp_path: Path) -> None:
+    model, examples = model_and_examples(kind)
+    program = exported(model, examples[0], strict=strict)
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert_same_in_a_fresh_process("export", tmp_path / "model.pt2", model, examples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["layers", *TEXT])
+def test_aot_inductor_package_load_run(kind: str, tmp_path: Path) -> None:
+    model, examples = model_and_examples(kind)
+    package = tmp_path / "model.pt2"
+    torch._inductor.aoti_compile_and_package(exported(model, examples[0]), package_path=str(package))
+    assert_same_in_a_fresh_process("aoti", package, model, examples)
+
+
+@pytest.mark.parametrize("kind", ["llama", "vit"])
+def test_export_of_the_other_models(kind: str) -> None:
+    example = inputs(kind, 2, 8)
+    model = converted(tiny_model(kind), example)
+    shapes = {name: {0: Dim.DYNAMIC} if kind == "vit" else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in example}
+    program = torch.export.export(model, (), kwargs=example, dynamic_shapes=shapes)
+    assert not [name for name in targets(program) if "norm" in name]
+    other = inputs(kind, 5, 17)
+    with torch.no_grad():
+        assert_close(first(program.module()(**other)), first(model(**other)), rtol=1e-5, atol=1e-5)
+
+
+def targets(program: ExportedProgram) -> list[str]:
+    return [str(node.target) for node in program.run_decompositions().graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_reduces_nothing_in_any_dtype(cls: type[dynorm.PointwiseNorm], dtype: torch.dtype) -> None:
+    layer = cls(6, center=True, dtype=dtype)
+    x = torch.randn(3, 5, 6, dtype=dtype)
+    program = exported(layer, {"x": x})
+    words = ("sum", "mean", "var", "norm", "amax", "bmm", "mm.")
+    assert not [name for name in targets(program) if any(word in name for word in words)]
+    other = torch.randn(1, 9, 6, dtype=dtype)
+    assert_close(program.module()(x=other), layer(other))
+
+
+@pytest.mark.parametrize("state", ["program", "module", "unflattened"])
+def test_an_exported_model_is_refused_clearly(state: str) -> None:
+    model, example = ThreeLayers().eval(), {"x": torch.randn(2, 8, 6)}
+    program: Any = exported(model, example)
+    given = {
+        "program": lambda: program,
+        "module": program.module,
+        "unflattened": lambda: torch.export.unflatten(program),
+    }
+    surgery: list[Callable[[Any], Any]] = [
+        lambda it: dynorm.find_norms(it, **example),
+        lambda it: dynorm.convert_(it, []),
+        lambda it: dynorm.calibrate_(it, [example]),
+    ]
+    for call in surgery:
+        with pytest.raises(dynorm.ModelError, match="exported: pass the module that was exported"):
+            call(given[state]())

@@ -1,0 +1,7 @@
+"""docs/deploy.md shows what the committed results say."""
+
+from benchmarks.deploy import PAGE, renewed
+
+
+def test_the_page_is_that_of_the_committed_results() -> None:
+    assert renewed() == PAGE.read_text("utf-8")

@@ -1,0 +1,367 @@
+"""Static int8 scales: the bounds hold, the readers are found, and torchao gets what the layers know."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import dynorm
+from benchmarks.compiled import converted, first, inputs, tiny_model
+from dynorm.layers import PointwiseNorm
+from dynorm.quantize import Reader, find_readers, output_bounds, output_range, quantize_, static_scale
+
+C = 16
+BOUNDED = [dynorm.DyISRU, dynorm.DyT, dynorm.Derf]
+
+
+def layer_of(cls: type[PointwiseNorm], **options: Any) -> PointwiseNorm:
+    layer = cls(C, center=True, **options).eval()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(
+                torch.randn_like(parameter) if name in ("weight", "bias", "center") else 0.7 + 0 * parameter
+            )
+    return layer
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": -3.0}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+@pytest.mark.parametrize("cls", BOUNDED)
+def test_the_bound_holds_and_is_reached(cls: type[PointwiseNorm], options: dict[str, Any]) -> None:
+    layer = layer_of(cls, **options)
+    low, high = output_range(layer)
+    y = layer(torch.cat([torch.randn(1000, C) * 1000, torch.full((1, C), 1e9), torch.full((1, C), -1e9)])).detach()
+    assert (y >= low - 1e-4).all()
+    assert (y <= high + 1e-4).all()
+    assert_close(y.amax(0), high)
+    assert_close(y.amin(0), low)
+    weight = 1.0 if layer.weight is None else layer.weight.detach().abs()
+    bias = 0.0 if layer.bias is None else layer.bias.detach().abs()
+    assert_close(output_bounds(layer), abs(layer.scale) * weight * torch.ones(C) + bias)
+
+
+@pytest.mark.parametrize("cls", [*BOUNDED, dynorm.LinearControl])
+def test_the_range_of_so_many_sigmas_is_the_layer_at_so_many_sigmas(cls: type[PointwiseNorm]) -> None:
+    layer = layer_of(cls)
+    with torch.no_grad():
+        sigma = (layer.beta() / C).sqrt()
+        ends = [layer((layer.center + sign * 3 * sigma).expand(1, C))[0] for sign in (-1, 1)]
+    low, high = output_range(layer, sigmas=3)
+    assert_close(low, torch.minimum(*ends))
+    assert_close(high, torch.maximum(*ends))
+
+
+def test_the_range_of_sigmas_tends_to_the_bound() -> None:
+    layer = layer_of(dynorm.Derf)
+    assert_close(output_range(layer, sigmas=1e6), output_range(layer))
+
+
+def test_bounds_are_in_float32_at_least() -> None:
+    assert output_bounds(dynorm.DyISRU(C, dtype=torch.bfloat16)).dtype == torch.float32
+    assert output_bounds(dynorm.DyISRU(C, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_an_annealed_layer_has_its_bound_at_the_end_only() -> None:
+    layer = dynorm.AnnealedDyISRU(C)
+    with pytest.raises(dynorm.ArgumentError, match="at t = 1, but is at 0: call finalize_"):
+        output_bounds(layer)
+    layer.set_t_(1.0)
+    assert_close(output_bounds(layer), torch.full((C,), math.sqrt(C - 1)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "message"),
+    [
+        (nn.LayerNorm(C), {}, "a point-wise layer of dynorm, got LayerNorm"),
+        (dynorm.LinearControl(C), {}, "LinearControl has no bound: pass sigmas"),
+        (dynorm.DyISRU(C), {"sigmas": 0.0}, "sigmas must be a positive finite number, got 0.0"),
+        (dynorm.DyISRU(C), {"sigmas": math.nan}, "sigmas must be a positive finite number, got nan"),
+    ],
+)
+def test_what_has_no_bound_is_refused(layer: Any, options: dict[str, float], message: str) -> None:
+    with pytest.raises(dynorm.ArgumentError, match=message):
+        output_range(layer, **options)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_cover_the_range(symmetric: bool) -> None:
+    low, high = torch.tensor([-1.0, 0.5, -4.0, 0.0]), torch.tensor([3.0, 2.0, -1.0, 0.0])
+    scale, zero = static_scale(low, high, symmetric=symmetric)
+    assert zero.dtype == torch.int8
+    for y in (low, high, torch.zeros(4)):
+        q = ((y / scale).round() + zero).clamp(-128, 127)
+        assert ((q - zero) * scale - y).abs().max() <= 0.51 * scale.max()
+    assert not symmetric or not zero.any()
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (0.0, math.inf), (math.nan, 1.0)])
+def test_a_range_that_is_none_is_refused(low: float, high: float) -> None:
+    with pytest.raises(dynorm.ArgumentError, match="low must not exceed high"):
+        static_scale(torch.tensor(low), torch.tensor(high))
+
+
+class Net(nn.Module):
+    """A residual block: a layer that two linear layers read, and one that a residual reads too."""
+
+    def __init__(self, one: nn.Module, two: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = one, two
+        self.a, self.b, self.c = (nn.Linear(C, C) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        z = self.two(self.a(y) * self.b(y))
+        return z + self.c(z)
+
+
+def net() -> Net:
+    return Net(layer_of(dynorm.DyISRU), layer_of(dynorm.DyT)).eval()
+
+
+def test_readers_are_found() -> None:
+    assert find_readers(net(), torch.randn(2, 5, C)) == [
+        Reader("a", "one", 3, True, peers=("a", "b")),
+        Reader("b", "one", 3, True, peers=("a", "b")),
+        Reader("c", "two", 3, False, peers=("c",)),
+    ]
+
+
+def test_readers_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    counts = {}
+    for kind in ("llama", "bert", "vit"):
+        example = inputs(kind, 2, 8)
+        readers = find_readers(converted(tiny_model(kind), example), **example)
+        assert all(reader.refused is None for reader in readers)
+        counts[kind] = (len(readers), sum(reader.alone for reader in readers))
+    # Query, key, value, gate and up of Llama; of pre-norm models every output is read by linear layers alone.
+    assert counts == {"llama": (5, 5), "bert": (4, 0), "vit": (4, 4)}
+    example = inputs("gpt2", 2, 8)
+    with pytest.raises(dynorm.ModelError, match="so replace transformers' Conv1D"):
+        find_readers(converted(tiny_model("gpt2"), example), **example)
+
+
+class Twice(nn.Module):
+    """One linear layer that reads two things."""
+
+    def __init__(self, second: nn.Module, *, flat: bool = False) -> None:
+        super().__init__()
+        self.norm, self.second, self.linear, self.flat = layer_of(dynorm.DyISRU), second, nn.Linear(C, C), flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(x[0] if self.flat else x)
+        return self.linear(self.norm(x)).sum() + self.linear(y).sum()
+
+
+class Functional(nn.Module):
+    """A weight that is used where no hook sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = layer_of(dynorm.DyISRU), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.linear(y) + nn.functional.linear(y, self.linear.weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Twice(nn.ReLU()), "it reads other tensors too"),
+        (Twice(dynorm.DyT(C)), "it reads several layers: norm, second"),
+    ],
+)
+def test_unclear_readers_are_refused_and_left_alone(model: nn.Module, reason: str) -> None:
+    (reader,) = find_readers(model.eval(), torch.randn(2, C))
+    assert reader.refused == reason
+    assert not reader.alone
+    with pytest.raises(dynorm.ModelError, match="there must be a linear layer to quantize"):
+        quantize_(model, [reader])
+
+
+def test_several_numbers_of_dimensions_are_refused() -> None:
+    norm = layer_of(dynorm.DyISRU)
+    model = Twice(norm, flat=True)
+    model.norm = norm
+    (reader,) = find_readers(model.eval(), torch.randn(2, 3, C))
+    assert reader.refused == "it reads tensors of 2 and 3 dimensions"
+
+
+def test_a_weight_used_behind_the_module_is_another_reader() -> None:
+    (reader,) = find_readers(Functional().eval(), torch.randn(2, C))
+    assert not reader.alone
+
+
+def test_an_output_that_the_model_returns_is_not_folded() -> None:
+    class Returns(Functional):
+        def forward(self, x: Tensor) -> Any:
+            y = self.norm(x)
+            return {"out": self.linear(y), "hidden": [y]}
+
+    (reader,) = find_readers(Returns().eval(), torch.randn(2, C))
+    assert not reader.alone
+
+
+def test_bad_models_are_refused() -> None:
+    x = torch.randn(2, C)
+    for model, message in [
+        (nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C)).eval(), "must have point-wise layers, but has none"),
+        (nn.Sequential(dynorm.DyISRU(C), nn.Linear(C, C)), "must be in eval mode"),
+        (nn.Sequential(dynorm.DyISRU(C), nn.ReLU(), nn.Linear(C, C)).eval(), "but none does"),
+    ]:
+        with pytest.raises(dynorm.ModelError, match=message):
+            find_readers(model, x)
+
+
+def error_of(model: nn.Module, quantized: nn.Module, x: Tensor) -> float:
+    with torch.no_grad():
+        want = model(x)
+        return float((quantized(x) - want).norm() / want.norm())
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"symmetric": False}, {"per_channel": True}, {"sigmas": 20.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_quantized_is_close(options: dict[str, Any], dtype: torch.dtype) -> None:
+    torchao = pytest.importorskip("torchao")
+    model, x = net(), torch.randn(8, 5, C)
+    quantized = copy.deepcopy(model).to(dtype)
+    done = quantize_(quantized, find_readers(quantized, x.to(dtype)), **options)
+    assert [reader.linear for reader in done] == ["a", "b", "c"]
+    for name in "abc":
+        weight = quantized.get_submodule(name).weight
+        assert isinstance(weight, torchao.quantization.Int8Tensor)
+        assert weight.act_quant_scale is not None
+    with torch.no_grad():
+        assert quantized(x.to(dtype)).dtype == dtype
+        want = model(x)
+        assert (quantized(x.to(dtype)).float() - want).norm() / want.norm() < 0.03
+
+
+def test_scales_are_those_of_the_bound() -> None:
+    pytest.importorskip("torchao")
+    model, x = net(), torch.randn(8, 5, C)
+    bound = output_bounds(model.one).max()
+    quantize_(model, find_readers(model, x))
+    assert_close(model.a.weight.act_quant_scale, (bound / 127).reshape(1, 1, 1))
+
+
+def test_a_scale_a_channel_is_folded_where_nothing_else_reads() -> None:
+    pytest.importorskip("torchao")
+    model, x = net(), torch.randn(8, 5, C)
+    one, two = output_bounds(model.one), output_bounds(model.two)
+    before = copy.deepcopy(model)
+    quantize_(model, find_readers(model, x), per_channel=True)
+    assert_close(output_bounds(model.one), torch.full((C,), 127.0))
+    assert model.a.weight.act_pre_scale is None
+    assert_close(output_bounds(model.two), two)
+    assert_close(model.c.weight.act_pre_scale, 127 / two)
+    assert_close(model.a.weight.dequantize(), before.a.weight * one / 127, rtol=0.02, atol=1e-3)
+
+
+def test_nothing_is_folded_when_a_reader_is_left_out() -> None:
+    pytest.importorskip("torchao")
+    model, x = net(), torch.randn(8, 5, C)
+    quantized = copy.deepcopy(model)
+    quantize_(quantized, find_readers(quantized, x)[:1], per_channel=True)
+    assert torch.equal(quantized.one.weight, model.one.weight)
+    assert quantized.a.weight.act_pre_scale is not None
+    assert error_of(model, quantized, x) < 0.03
+
+
+def test_seen_ranges_serve_as_well() -> None:
+    pytest.importorskip("torchao")
+    model, x = net(), 0.1 * torch.randn(8, 5, C)
+    readers = find_readers(model, x)
+    with torch.no_grad():
+        seen = {"one": model.one(x), "two": model.two(model.a(model.one(x)) * model.b(model.one(x)))}
+    whole, channels, bound = (copy.deepcopy(model) for _ in range(3))
+    quantize_(bound, readers)
+    quantize_(whole, readers, ranges={path: (y.min(), y.max()) for path, y in seen.items()})
+    flat = {path: y.flatten(0, -2) for path, y in seen.items()}
+    quantize_(channels, readers, ranges={path: (y.amin(0), y.amax(0)) for path, y in flat.items()}, per_channel=True)
+    assert_close(whole.c.weight.act_quant_scale, (seen["two"].abs().max() / 127).reshape(1, 1, 1))
+    assert_close(channels.one.weight, model.one.weight * 127 / flat["one"].abs().amax(0))
+    assert error_of(model, whole, x) < error_of(model, bound, x)
+
+
+def assert_refused_unchanged(
+    model: nn.Module, readers: Any, kind: type[Exception], message: str, **options: Any
+) -> None:
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(kind, match=message):
+        quantize_(model, readers, **options)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_a_refused_call_leaves_the_model_alone() -> None:
+    pytest.importorskip("torchao")
+    model, x = net(), torch.randn(2, C)
+    readers = find_readers(model, x)
+    for options, message in [
+        ({"per_channel": True, "symmetric": False}, "a scale a channel must be symmetric"),
+        ({"ranges": {"one": (x.min(), x.max())}}, "ranges must hold the layer two, got one"),
+        ({"sigmas": -1.0}, "sigmas must be a positive"),
+    ]:
+        assert_refused_unchanged(model, readers, dynorm.ArgumentError, message, **options)
+    wrong = [*readers, Reader("nowhere", "one", 2, False)]
+    assert_refused_unchanged(model, wrong, dynorm.ModelError, "readers must be of this model")
+    wrong = [*readers, Reader("a", "b", 2, False)]
+    assert_refused_unchanged(model, wrong, dynorm.ModelError, "call find_readers anew")
+    linear = Net(layer_of(dynorm.DyISRU), layer_of(dynorm.LinearControl)).eval()
+    assert_refused_unchanged(linear, find_readers(linear, x), dynorm.ArgumentError, "LinearControl has no bound")
+    double = net().double()
+    readers = find_readers(double, x.double())
+    assert_refused_unchanged(double, readers, dynorm.ArgumentError, "for torchao, got torch.float64: cast it")
+
+
+def test_quantizing_twice_is_refused() -> None:
+    pytest.importorskip("torchao")
+    model, x = net(), torch.randn(2, C)
+    readers = find_readers(model, x)
+    quantize_(model, readers)
+    with pytest.raises(dynorm.ModelError, match="must hold a plain weight, got Int8Tensor: quantize once"):
+        quantize_(model, readers)
+
+
+def test_a_quantized_model_compiles_to_one_graph() -> None:
+    pytest.importorskip("torchao")
+    model, x = net(), torch.randn(2, C)
+    quantize_(model, find_readers(model, x))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_close(compiled(x), model(x))
+
+
+def test_finding_readers_and_bounds_does_not_import_torchao() -> None:
+    script = (
+        "import sys, torch, dynorm; from dynorm.quantize import find_readers, output_bounds; "
+        "model = torch.nn.Sequential(dynorm.DyISRU(4), torch.nn.Linear(4, 4)).eval(); "
+        "find_readers(model, torch.randn(2, 4)); output_bounds(model[0]); print('torchao' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False"]
+
+
+def test_bert_of_transformers() -> None:
+    pytest.importorskip("torchao")
+    pytest.importorskip("transformers")
+    example = inputs("bert", 2, 8)
+    model = converted(tiny_model("bert"), example)
+    quantized = copy.deepcopy(model)
+    quantize_(quantized, find_readers(model, **example), sigmas=8, per_channel=True)
+    with torch.no_grad():
+        got, want = first(quantized(**example)), first(model(**example))
+    assert (got - want).norm() / want.norm() < 0.01
