@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MINUTES ?= 5
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo test architectures lint docs quality paper activations study sanitize clean
+.PHONY: setup demo test architectures lint docs bench fold wire deploy quality paper activations study sanitize clean
 
 setup: .venv/setup.stamp .venv/kernels.stamp
 
@@ -17,7 +17,7 @@ setup: .venv/setup.stamp .venv/kernels.stamp
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-# Twenty seconds of g++; without a compiler the layers are computed in plain torch, and say so.
+# Half a minute of g++; without a compiler the layers are computed in plain torch, and say so.
 .venv/kernels.stamp: .venv/setup.stamp src/dynorm/kernels/_build.py $(wildcard src/dynorm/kernels/csrc/*)
 	@$(BIN)/python src/dynorm/kernels/_build.py && touch $@ || echo "the CPU kernels were not built; plain torch serves"
 
@@ -51,6 +51,25 @@ docs: .venv/docs.stamp
 	$(BIN)/dynorm explore --out build/pages/explore.html
 	$(BIN)/sphinx-build --fail-on-warning --keep-going -q -b html docs build/docs
 	@echo "Read build/docs/index.html."
+
+# How fast: beside the peers and the limit, outputs checked first; about half an hour on 2 cores.
+bench: setup
+	$(BIN)/dynorm bench --model "$$($(BIN)/python tools/demo_model.py)" --name all-MiniLM-L6-v2 \
+		--out benchmarks/results/speed.json --plot docs/images/speed.png
+	$(BIN)/python -m benchmarks.tables
+
+# What folds where, in a quarter of an hour, with how fast it is then.
+fold: setup
+	$(BIN)/python -m benchmarks.fold
+	$(BIN)/python -m benchmarks.fold --timings
+
+# What goes over the wire when a model is sharded: counted, in under a minute.
+wire: setup
+	$(BIN)/python -m benchmarks.wire
+
+# What compile, export, ONNX and int8 make of converted models: about half an hour.
+deploy: setup
+	$(BIN)/python -m benchmarks.deploy
 
 # The figures of README.md and docs/: about half an hour on 2 cores. What is measured already stays; delete
 # benchmarks/results/quality.json to measure all anew.

@@ -141,7 +141,7 @@ def _three(values: dict[str, float]) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"quality": quality_table},
+    "README.md": {"quality": quality_table, "speed": speed_table},
     "docs/quality.md": {"quality": quality_table},
     "docs/speed.md": {
         "speed-machine": speed_machine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import dynorm
 from benchmarks.wire import ReducedRMSNorm, RMSNorm
-from dynorm.kernels import _dispatch
+from dynorm.kernels import _cpu
 from dynorm.parallel import PointwiseParallel, on_shards, reduce_gradients_
 from tests.parallel.block import Block, C
 
@@ -290,20 +291,22 @@ def training(folder: Path) -> Any:
 def kernel(folder: Path) -> Any:
     """What reaches the kernels: this rank's channels, with the scale of all."""
     seen: list[Any] = []
-    compute = _dispatch.compute
+    serve = _cpu.serve
     layer = dynorm.DyISRU(C)
     parallelize_module(layer, meshes()[1], PointwiseParallel(use_local_output=True))
     x = torch.randn(3, C // 4)
 
-    def watched(form: Any, *tensors: Any) -> Tensor:
-        seen.append([form.channels, form.scale, list(tensors[0].shape)])
-        return compute(form, *tensors)
+    def watched(x: Tensor, parameters: Any, function: int, logarithmic: bool, scale: float, shape: Any) -> Any:
+        y = serve(x, parameters, function, logarithmic, scale, shape)
+        if isinstance(y, Tensor):
+            seen.append([math.prod(shape), scale, list(x.shape)])
+        return y
 
-    _dispatch.compute = watched
+    _cpu.serve = watched
     try:
         y = layer(x)
     finally:
-        _dispatch.compute = compute
+        _cpu.serve = serve
     again = copy.deepcopy(layer)(x)
     return {"seen": seen, "backend": dynorm.backend("cpu"), "type": type(y).__name__, "copy": gap(again, y)}
 

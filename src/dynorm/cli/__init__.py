@@ -1,7 +1,9 @@
 """The command line: parses, calls, prints. One file a command, listed in the order of ``--help``."""
 
+from dynorm.cli import bench as bench
 from dynorm.cli import convert as convert
 from dynorm.cli import explore as explore
+from dynorm.cli import fold as fold
 from dynorm.cli import inspect as inspect
 from dynorm.cli import paper as paper
 from dynorm.cli import prove as prove

@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.surgery.fold.marks import added_biases
+from dynorm.surgery.fold.specs import RMSNORM, RMSNormSpec, rms_specs
 from dynorm.surgery.plan import LAYERS, LayerSpec, dynorm_layers, specs_of
 
 FORMAT_VERSION = 1
@@ -50,9 +52,12 @@ def saved_specs(model: nn.Module) -> list[LayerSpec]:
     Raises:
         ModelError: it has no point-wise layer, is one itself, or has one of a class that cannot be built again.
     """
-    layers = dynorm_layers(model)
-    if not layers:
-        raise ModelError("the model must have point-wise layers, but has none: call dynorm.convert_(model, sites)")
+    layers, norms = dynorm_layers(model), rms_specs(model)
+    if not (layers or norms or added_biases(model)):
+        raise ModelError(
+            "the model must have point-wise layers, but has none: call dynorm.convert_(model, sites). (One whose fold "
+            "changed only values is of its own class: save it with that class's own means.)"
+        )
     if "" in layers:
         raise ModelError("the model must hold its point-wise layers, but is one itself: wrap it in nn.Sequential")
     for path, layer in layers.items():
@@ -61,16 +66,16 @@ def saved_specs(model: nn.Module) -> list[LayerSpec]:
                 f"the layer {path!r} must be one of dynorm's ({', '.join(LAYERS)}), but is a {type(layer).__name__}: "
                 "save such a model with torch's own means"
             )
-    return specs_of(model)
+    return specs_of(model) + norms
 
 
-def read_specs(values: object, where: str) -> list[LayerSpec]:
+def read_specs(values: object, where: str, *, allow_none: bool = False) -> list[LayerSpec]:
     """Read specs, each built once on the meta device to see that it can be.
 
     Raises:
-        StorageError: the list or one of its entries is malformed.
+        StorageError: the list or one of its entries is malformed; or it is empty, unless that is allowed.
     """
-    if not isinstance(values, (list, tuple)) or not values:
+    if not isinstance(values, (list, tuple)) or not (values or allow_none):
         raise StorageError(f"the layers in {where} must be a list with at least one entry, got {values!s:.80}")
     return [_read_spec(entry, f"{where}, layer {i}") for i, entry in enumerate(values)]
 
@@ -81,7 +86,7 @@ def _read_spec(entry: object, where: str) -> LayerSpec:
             raise ArgumentError(f"a layer needs a list of paths, got {entry!s:.80}")
         if not entry["paths"] and not entry.get("outside"):
             raise ArgumentError("a layer needs at least one path")
-        spec = LayerSpec.from_dict(entry)
+        spec = (RMSNormSpec if entry.get("layer") == RMSNORM else LayerSpec).from_dict(entry)
         spec.build("meta", None)
     # A config may hold anything: what a constructor says of it is the reason.
     except (ArgumentError, TypeError, ValueError, RuntimeError, OverflowError) as error:

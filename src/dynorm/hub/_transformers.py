@@ -24,6 +24,8 @@ from transformers.quantizers import auto
 from dynorm.errors import DynormError, ModelError, StorageError
 from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, saved_specs
 from dynorm.hub._quantizer import METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
+from dynorm.surgery.fold.marks import added_biases
+from dynorm.surgery.fold.specs import rms_specs
 from dynorm.surgery.plan import LAYERS, LayerSpec, dynorm_layers, replaced_by
 
 CONFIG = "config.json"
@@ -64,6 +66,7 @@ def described(model: Any) -> Iterator[None]:
     layers = dynorm_layers(model).values()
     # A class of model that builds layers of its own needs no description.
     converted = any(type(layer) in LAYERS.values() for layer in layers)
+    converted = converted or bool(rms_specs(model)) or bool(added_biases(model))
     if method not in (None, METHOD):
         if any(replaced_by(layer) is not None for layer in layers):
             raise ModelError(f"the model must be converted or quantized, but is both ({method}): config.json names one")
@@ -151,7 +154,15 @@ def _config_of(model: Any, specs: list[LayerSpec]) -> DynormConfig:
             "dtypes": {name: dtype for name, dtype in dtypes.items() if dtype != _name(model.dtype)},
         }
         entries.append({key: value for key, value in entry.items() if value or key in ("layer", "paths", "config")})
-    return DynormConfig(entries, _name(model.dtype), FORMAT_VERSION, __version__)
+    biases = added_biases(model)
+    return DynormConfig(
+        entries,
+        _name(model.dtype),
+        FORMAT_VERSION,
+        __version__,
+        biases=[path.removeprefix(prefix) for path in biases if path.startswith(prefix)],
+        biases_outside=[path for path in biases if not path.startswith(prefix)],
+    )
 
 
 def _class_of(config: Mapping[str, Any], folder: Path) -> Any:

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
-from dynorm.hub._format import FORMAT_VERSION, read_json, read_specs, require_version, saved_specs
+from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, read_specs, require_version, saved_specs
+from dynorm.surgery.fold.marks import added_biases, untied
+from dynorm.surgery.fold.specs import give_bias_, untie_
 from dynorm.surgery.plan import LayerSpec, apply_specs_, swap_
 
 CONFIG = "dynorm.json"
@@ -40,6 +42,8 @@ def write_plain(model: nn.Module, folder: Path) -> None:
         "weights": {"size": (folder / WEIGHTS).stat().st_size, "sha256": _digest(folder / WEIGHTS)},
         "aliases": aliases,
         "layers": [spec.to_dict() for spec in specs],
+        "biases": added_biases(model),
+        "untied": untied(model),
     }
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -56,10 +60,15 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     require_version(values, str(folder / CONFIG))
     _require_class(values.get("model_class"), model, folder)
     assert model is not None
-    specs = read_specs(values.get("layers"), str(folder / CONFIG))
+    biases, free = (_names(values, key, folder) for key in ("biases", "untied"))
+    specs = read_specs(values.get("layers"), str(folder / CONFIG), allow_none=bool(biases))
     tensors = _with_aliases(_read_weights(folder, values.get("weights")), values.get("aliases"), folder)
     with _undone_on_error(model):
         _put_layers_(model, specs)
+        for path in biases:
+            give_bias_(model, path)
+        for name in free:
+            untie_(model, name)
         _require_same_tensors(model, tensors, folder)
     _fill_(model, tensors)
     return model.eval()
@@ -73,6 +82,13 @@ def class_name(cls: type) -> str:
         'torch.nn.modules.container:Sequential'
     """
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _names(values: Mapping[str, Any], key: str, folder: Path) -> list[str]:
+    names = values.get(key, [])
+    if not is_list_of_str(names):
+        raise StorageError(f"the {key} in {folder / CONFIG} must be a list of names, got {names!s:.80}")
+    return names
 
 
 def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -160,13 +176,17 @@ def _with_aliases(tensors: dict[str, Tensor], aliases: object, folder: Path) -> 
 
 @contextmanager
 def _undone_on_error(model: nn.Module) -> Iterator[None]:
-    children = {module: dict(module._modules) for module in model.modules()}
+    modules = list(model.modules())
+    before = [(m, dict(m._modules), dict(m._parameters), dict(m.__dict__)) for m in modules]
     try:
         yield
     except BaseException:
-        for module, before in children.items():
-            module._modules.clear()
-            module._modules.update(before)
+        for module, children, parameters, state in before:
+            module.__dict__.clear()
+            module.__dict__.update(state)
+            for table, values in ((module._modules, children), (module._parameters, parameters)):
+                table.clear()
+                table.update(values)  # type: ignore[arg-type]
         swap_(model, {})
         raise
 

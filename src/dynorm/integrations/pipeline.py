@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +19,7 @@ import dynorm.hub as hub
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import write_text
 from dynorm.integrations.distill import distill_
+from dynorm.integrations.folders import copy_rest, folders_of_modules, require_free
 from dynorm.integrations.pretrained import (
     Pretrained,
     encode,
@@ -38,12 +37,6 @@ Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
 
 _CALIBRATION_TEXTS = 256
 _BATCH = 32
-# fmt: off
-_WEIGHTS = frozenset([
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".onnx", ".onnx_data", ".xml", ".msgpack", ".ot", ".gguf",
-    ".tflite",
-])
-# fmt: on
 
 
 @dataclass(frozen=True)
@@ -137,13 +130,13 @@ def convert_pretrained(
     recipe = recipe or Recipe()
     recipe.check()
     out = Path(out)
-    _require_writable(out, overwrite)
+    require_free(out, overwrite)
     stages = Stages()
     fit, held_out = split_texts(
         read_texts(texts) if texts else standard_library_docstrings(), recipe.held_out, recipe.seed
     )
     pretrained = load_pretrained(folder, device)
-    _folders_of_modules(pretrained.folder)
+    folders_of_modules(pretrained.folder)
     encoded, tests = (encode(pretrained, part, recipe.max_length) for part in (fit, held_out))
     say(f"{type(pretrained.model).__name__} from {folder}: {len(encoded)} texts to fit on, {len(tests)} held out")
     original = copy.deepcopy(pretrained.model)
@@ -222,15 +215,6 @@ class _Timer:
         self.stages.seconds[self.name] = round(time.perf_counter() - self.started, 2)
 
 
-def _require_writable(out: Path, overwrite: bool) -> None:
-    """Refuse before the work what would fail after it."""
-    if (out / "model").exists() and not overwrite:
-        raise StorageError(f"{out / 'model'} exists already: choose another folder, or pass --overwrite")
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise StorageError(f"the output must go into a folder that can be written, but {parent} cannot")
-
-
 def _meta(
     name: str, recipe: Recipe, texts: Sequence[str | Path], pretrained: Pretrained, fit: int, tests: int
 ) -> dict[str, Any]:
@@ -252,37 +236,8 @@ def _save(pretrained: Pretrained, out: Path, report: ModelReport, overwrite: boo
     except OSError as error:
         raise StorageError(f"the output folder {out} must be writable, but: {error}") from error
     hub.save(pretrained.model, out / "model", overwrite=overwrite)
-    _copy_rest(pretrained.folder, out / "model")
+    copy_rest(pretrained.folder, out / "model")
     text = json.dumps(report.to_dict(), indent=1) + "\n"
     write_text(out / "report.json", text)
     report.to_html(out / "report.html")
     say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
-
-
-def _copy_rest(source: Path, target: Path) -> None:
-    """Copy what else the model's folder holds: tokenizer, card, and the modules of sentence-transformers.
-
-    Not its weights, which are the original's in whatever format; nor what is hidden, or was written by an earlier run.
-    """
-    source, out = source.absolute(), target.parent.absolute()
-    parts = _folders_of_modules(source)
-    for file in sorted(source.rglob("*")):
-        name, there = file.relative_to(source), target / file.relative_to(source)
-        hidden = any(part.startswith(".") for part in name.parent.parts)
-        part = any(name.is_relative_to(folder) for folder in parts)
-        weights = not part and (file.suffix in _WEIGHTS or name.name.endswith(".index.json"))
-        written = str(name) in ("config.json", "generation_config.json") and there.exists()
-        if file.is_file() and not (hidden or weights or written or file.is_relative_to(out)):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, there)
-
-
-def _folders_of_modules(source: Path) -> list[str]:
-    """The folders of a sentence-transformers model's other modules, which have weights of their own (a Dense)."""
-    file = source / "modules.json"
-    if not file.is_file():
-        return []
-    try:
-        return [str(entry["path"]) for entry in json.loads(file.read_text("utf-8")) if entry["path"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StorageError(f"{file} must be a list of modules with their paths, but: {error!r}") from error

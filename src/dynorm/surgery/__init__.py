@@ -2,6 +2,7 @@
 
 from dynorm.surgery.calibrate import CalibrationReport, CalibrationWarning, calibrate_
 from dynorm.surgery.convert import ConversionReport, convert_, restore_
+from dynorm.surgery.fold import FoldedSite, FoldReport, fold_
 from dynorm.surgery.initialize import InitializationReport, init_from_batch_
 from dynorm.surgery.path import PathSchedule, finalize_, set_path_
 from dynorm.surgery.path_start import PathStart
@@ -22,6 +23,8 @@ __all__ = [
     "CalibrationReport",
     "CalibrationWarning",
     "ConversionReport",
+    "FoldReport",
+    "FoldedSite",
     "InitializationReport",
     "InspectedSite",
     "InspectionReport",
@@ -36,6 +39,7 @@ __all__ = [
     "convert_",
     "finalize_",
     "find_norms",
+    "fold_",
     "init_from_batch_",
     "inspect_norms",
     "measure",
