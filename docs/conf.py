@@ -1,5 +1,6 @@
 """Sphinx: warnings are errors, and a public name without a page fails the build."""
 
+import logging
 import re
 from html import escape
 from typing import Any
@@ -11,6 +12,10 @@ from sphinx.errors import ExtensionError
 from sphinx.writers.html5 import HTML5Translator
 
 import dynorm
+
+# transformers loads torchao, where it is installed, which reports each CUDA library that does not load.
+for library in ("torch", "torchao"):
+    logging.getLogger(library).setLevel(logging.ERROR)
 
 project = "dynorm"
 release = dynorm.__version__

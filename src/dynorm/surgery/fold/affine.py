@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -63,7 +64,7 @@ def plan_affine(
         if fold.problem is None and not fold.nothing:
             fold.problem = _weights_problem(slots, fold, of_leaf) or _own_problem(slots, fold)
         if fold.problem is None and fold.shift is not None:
-            fold.problem = _bias_problem(graph, slots, fold, add_bias)
+            fold.problem = _bias_problem(graph, slots, fold, of_leaf, add_bias)
     # A weight that several norms share changes for all of them or for none.
     changed = True
     while changed:
@@ -79,9 +80,33 @@ def new_bias_owner(slots: Slots, found: Read) -> nn.Module | None:
     """Return the module that can be given the bias that a reader lacks, or None."""
     slot = slots.of(found.leaf, found.weight)
     owner = slot.owners[0].module
-    if len(slot.owners) != 1 or not isinstance(owner, (nn.Linear, nn.modules.conv._ConvNd)):
-        return None
-    return owner if owner._parameters.get("bias", 0) is None else None
+    return owner if len(slot.owners) == 1 and takes_bias(owner) else None
+
+
+def takes_bias(module: nn.Module) -> bool:
+    """Whether a module lacks a bias, and would add one: a convolution of torch's own, or a linear layer."""
+    if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
+        return False
+    known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    if any(isinstance(module, kind) and type(module).forward is kind.forward for kind in known):
+        return True
+    return isinstance(module, nn.Linear) and _adds_bias(module)
+
+
+def _adds_bias(module: nn.Linear) -> bool:
+    """Whether a linear layer with a forward of its own adds its bias: tried on a copy whose weight is zero."""
+    weight = torch.zeros_like(module.weight)
+    bias = torch.arange(1, len(weight) + 1, dtype=weight.dtype, device=weight.device)
+    tried = copy.copy(module)
+    tried.__dict__["_parameters"] = {**module._parameters, "weight": weight, "bias": bias}
+    x = weight.new_ones(2, weight.shape[1])
+    try:
+        with torch.no_grad():
+            result = tried.forward(x)
+    # Whatever a foreign forward raises, it does not add the bias to the product with the weight, and nothing else.
+    except Exception:
+        return False
+    return isinstance(result, Tensor) and torch.equal(result, bias.expand(2, -1))
 
 
 def _open(graph: Graph, index: int, place: Place, affine: bool, constants: bool) -> AffineFold:
@@ -104,10 +129,10 @@ def _open(graph: Graph, index: int, place: Place, affine: bool, constants: bool)
 def _collect(graph: Graph, fold: AffineFold, calls: list[Node]) -> bool:
     """Find all reads of a norm's outputs; whether some are of outputs that a factor of each token scaled."""
     any_scaled = False
-    todo = [(call, fold.place.axis(len(shape(call))), False) for call in calls]
+    todo = [(call, fold.place.axis(len(shape(call))), False, _bytes(call)) for call in calls]
     seen = set()
     while todo and fold.problem is None:
-        value, axis, scaled = todo.pop()
+        value, axis, scaled, narrowest = todo.pop()
         if (value, axis) in seen:
             continue
         seen.add((value, axis))
@@ -122,11 +147,15 @@ def _collect(graph: Graph, fold: AffineFold, calls: list[Node]) -> bool:
                     fold.problem = f"its channels are split or reordered by {graph.where(user)}"
                     break
             if to is not None:
-                todo.append((user, to, scaled or packet(user) in ("aten.mul", "aten.div")))
+                factor = packet(user) in ("aten.mul", "aten.div")
+                todo.append((user, to, scaled or factor, min(narrowest, _bytes(user))))
                 continue
             found = read(graph, user, value, axis)
             if isinstance(found, str):
                 fold.problem = found
+                break
+            if narrowest < min(_bytes(call) for call in calls) and narrowest < _bytes(found.weight):
+                fold.problem = f"rounded to fewer digits than the weight has before {graph.where(user)} reads it"
                 break
             if found not in fold.reads:
                 fold.reads.append(found)
@@ -134,6 +163,11 @@ def _collect(graph: Graph, fold: AffineFold, calls: list[Node]) -> bool:
     if fold.problem is None and not fold.reads:
         fold.problem = "nothing reads it"
     return any_scaled
+
+
+def _bytes(node: Node) -> int:
+    size: int = node.meta["val"].dtype.itemsize
+    return size
 
 
 def _weights_problem(slots: Slots, fold: AffineFold, of_leaf: dict[Leaf, tuple[AffineFold, Read]]) -> str | None:
@@ -158,15 +192,24 @@ def _weights_problem(slots: Slots, fold: AffineFold, of_leaf: dict[Leaf, tuple[A
 def _own_problem(slots: Slots, fold: AffineFold) -> str | None:
     if fold.place.pointwise:
         return None
-    shared = next((tensor for tensor in fold.place.parameters() if not slots.unused(tensor)), None)
+    tensors = fold.place.parameters()
+    unsaved = next((tensor for tensor in tensors if not slots.graph.is_saved(tensor)), None)
+    if unsaved is not None:
+        return f"{slots.graph.owners(unsaved)[0]} is not saved with the model: it would come back when it is loaded"
+    shared = next((tensor for tensor in tensors if not slots.unused(tensor)), None)
     if shared is None:
         return None
     return f"{slots.graph.owners(shared)[0]} is used elsewhere too"
 
 
-def _bias_problem(graph: Graph, slots: Slots, fold: AffineFold, add_bias: bool) -> str | None:
+def _bias_problem(
+    graph: Graph, slots: Slots, fold: AffineFold, of_leaf: dict[Leaf, tuple[AffineFold, Read]], add_bias: bool
+) -> str | None:
     for found in fold.reads:
         slot = slots.of(found.leaf, found.weight)
+        # A bias added to the layer would reach the use that has one of its own too.
+        if any((of_leaf[leaf][1].bias is None) != (found.bias is None) for leaf in slot.leaves):
+            return f"{slot.name}, which reads it, has a bias in one use and none in another"
         if found.shift is not None:
             return f"its bias cannot be folded: {found.shift}"
         if found.bias is None:

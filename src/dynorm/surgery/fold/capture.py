@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from dynorm.errors import ModelError
+from dynorm.errors import DynormError, ModelError
 from dynorm.surgery.fold.graph import Graph
+from dynorm.surgery.fold.nested import held_tensors, mapped, tensors_in
 from dynorm.surgery.observe import no_trace, slow_path
 
 
@@ -44,16 +45,20 @@ def capture(model: nn.Module, norms: Sequence[nn.Module], args: Sequence[Any], k
         kwargs: of the call.
 
     Raises:
-        ModelError: the model cannot be traced; the message says where, and why.
+        ModelError: the model cannot be traced; the message says where, and why. Or what it returns cannot be seen.
+        DataError: the arguments cannot be copied.
     """
     # Brings sympy, which importing dynorm must not.
     import torch.export
     from torch.export.graph_signature import InputKind
 
     try:
-        with no_trace(model, (args, kwargs)), torch.no_grad(), slow_path(), _opaque(norms), _silent():
-            program = torch.export.export(_Flat(model), tuple(args), dict(kwargs), strict=False)
+        with attributes_kept(model), no_trace(model), torch.no_grad(), slow_path(), _opaque(norms), _silent():
+            flat = _Flat(model, (tuple(args), dict(kwargs)))
+            program = torch.export.export(flat, tuple(flat.tensors), strict=False)
             program = program.run_decompositions({})
+    except DynormError:
+        raise
     # torch.export raises a dozen kinds of its own, and whatever the model makes of tensors without values.
     except Exception as error:
         where = _place(error)
@@ -75,40 +80,40 @@ def capture(model: nn.Module, norms: Sequence[nn.Module], args: Sequence[Any], k
 
 
 class _Flat(nn.Module):
-    """A model that returns only the tensors in what it returns: an exporter need not know its classes."""
+    """A model that takes and returns only the tensors in its inputs and outputs: no exporter knows all classes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
         self.model = model
+        self.inputs = inputs
+        self.tensors = held_tensors(inputs)
         self.eval()
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = {id(held): tensor for held, tensor in zip(self.tensors, tensors, strict=True)}
+        args, kwargs = mapped(self.inputs, lambda tensor: given[id(tensor)])
         return tuple(tensors_in(self.model(*args, **kwargs)))
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers and plain objects (outputs, caches), each object once, in order.
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put the plain attributes of all modules back: what a forward keeps on ``self`` is of the caller's calls only.
 
     Example:
-        >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), "c"]})]
-        [1, 2]
+        >>> model = nn.ReLU()
+        >>> with attributes_kept(model):
+        ...     model.last = 1
+        >>> hasattr(model, "last")
+        False
     """
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, (bool, int, float, str, bytes, type, nn.Module)) or id(value) in seen:
-        return
-    seen.add(id(value))
-    parts: Any = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, (tuple, list, set)):
-        parts = value
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    for part in list(parts):
-        yield from tensors_in(part, seen)
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, state in before:
+            for name in module.__dict__.keys() - state.keys():
+                del module.__dict__[name]
+            module.__dict__.update(state)
 
 
 @contextmanager

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 from torch import nn
 
-from dynorm.errors import ArgumentError, ModelError
-from dynorm.surgery.fold.check import Check
+from dynorm.errors import ArgumentError, DynormError, ModelError
+from dynorm.surgery.fold.capture import attributes_kept
+from dynorm.surgery.fold.check import Check, run
 from dynorm.surgery.fold.guard import require_foldable
+from dynorm.surgery.fold.nested import copied
 from dynorm.surgery.fold.places import find_places
 from dynorm.surgery.fold.plan import Plan
 from dynorm.surgery.fold.report import FoldReport
@@ -48,11 +53,12 @@ def fold_(
 
     The model is traced once with ``torch.export``, with the sizes of the example. What cannot be shown to be safe is
     left alone, and the report says why. All new values are computed in float64 first and put in last; then the outputs
-    for fresh random inputs are compared, and if they differ everything is put back, to the bit. Parameters stay the
-    objects they are, with dtype, device and ``requires_grad``.
+    for the example and for fresh random inputs are compared, and if they differ everything is put back, to the bit.
+    Parameters stay the objects they are, with dtype, device and ``requires_grad``.
 
     Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs that show what is
-    inside, such as ``output_hidden_states=True``, change if the example did not ask for them.
+    inside, such as ``output_hidden_states=True``, change if the example did not ask for them; so do tensors that a
+    forward keeps on ``self``. Axes of the example should be longer than 1: a reordering of one token is not seen.
 
     Args:
         model: in eval mode; plain, neither compiled, wrapped, quantized nor sharded.
@@ -64,7 +70,7 @@ def fold_(
         untie: give tied weights, as of an embedding and a head, a tensor each where a fold needs it.
         only: globs of the norms' paths to fold; None means all.
         skip: globs of the paths to leave alone.
-        check: compare the outputs; always with ``trace="modules"``.
+        check: compare the outputs; always with ``trace="modules"``. Without, the result is only run once.
         tolerance: the relative error to allow; by default 1e-12 in float64, 1e-5 in float32, and for half precision
             twice the model's own error against float32, measured.
         trace: "export", or "modules": no graph, affine maps only, readers found by watching linear layers in a run.
@@ -76,8 +82,10 @@ def fold_(
     Raises:
         ArgumentError: ``trace`` is unknown, ``tolerance`` is negative, or a glob matches no site.
         ModelError: the model has no norm, cannot be traced, is in training mode, quantized, sharded, compiled,
-            wrapped or on the meta device; or the outputs changed. It is then as it was.
-        DataError: the model cannot be run on the example.
+            wrapped or on the meta device; returns what cannot be seen, such as a generator; rounds too coarsely to be
+            checked; or the outputs changed, or its code raised. It is then as it was.
+        DataError: the model cannot be run on the example, or gives nothing finite to compare; or the example cannot be
+            copied.
 
     Example:
         >>> import torch
@@ -94,30 +102,52 @@ def fold_(
     """
     if trace not in ("export", "modules"):
         raise ArgumentError(f"trace must be 'export' or 'modules', got {trace!r}")
-    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
+    if tolerance is not None and not _is_tolerance(tolerance):
         raise ArgumentError(f"tolerance must be a finite number, 0 or more, got {tolerance!r}")
     require_foldable(model)
-    places = find_places(model, args, kwargs, only, skip)
+    # A run may write into what it is given: a cache grows.
+    example = copied((args, kwargs))
+    with attributes_kept(model):
+        places = find_places(model, *copied(example), only, skip)
     plan = Plan(places)
-    if trace == "export":
-        plan.by_graph(model, args, kwargs, affine, center, constants, add_bias, untie)
-    else:
-        plan.by_modules(model, args, kwargs, affine, constants, add_bias)
-        check = True
-    if not plan.anything():
-        return report_of(plan, model, None)
-    before = Check(model, args, kwargs, tolerance) if check else None
     swap = Swap()
+    before: Check | None = None
+    error: float | None = None
     try:
-        plan.apply_(model, swap)
-        error = None if before is None else before.error(model)
-        if before is not None and error is not None and not error <= before.tolerance:
-            raise ModelError(
-                f"the folded model's outputs must be the original's to {before.tolerance:.1e}, but differ by "
-                f"{error:.1e} on fresh random inputs; everything was put back. A branch that the example does not take "
-                "may read a norm, or rounding needs a larger tolerance=; only= and skip= help to find the site"
-            )
+        with _explained():
+            if trace == "export":
+                plan.by_graph(model, *example, affine, center, constants, add_bias, untie)
+            else:
+                plan.by_modules(model, *example, affine, constants, add_bias)
+            if not plan.anything():
+                return report_of(plan, model, None)
+            if check or trace == "modules":
+                before = Check(model, *example, tolerance)
+            plan.apply_(model, swap)
+            if before is None:
+                run(model, example)
+            else:
+                error = before.require_same(model)
     except BaseException:
         swap.undo()
         raise
-    return report_of(plan, model, before, error)
+    report = report_of(plan, model, before, error)
+    return report if before is None else replace(report, fresh=before.fresh)
+
+
+def _is_tolerance(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= 0
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Let what the model's own code raises on the way be one of our errors."""
+    try:
+        yield
+    except DynormError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the model must compute as before when it is folded, but {type(error).__name__} was raised: {error}; "
+            "everything was put back. Its code may use what a norm or a layer holds: only= and skip= help to find which"
+        ) from error

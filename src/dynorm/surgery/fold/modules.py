@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from dynorm.surgery.fold.affine import AffineFold
+from dynorm.surgery.fold.affine import AffineFold, takes_bias
 from dynorm.surgery.fold.graph import Leaf, Owner
 from dynorm.surgery.fold.places import Place
 from dynorm.surgery.fold.readers import Read
@@ -56,8 +56,9 @@ def plan_modules(
     paths = {module: path for path, module in model.named_modules()}
     holders: dict[int, int] = {}
     for module in model.modules():
-        for tensor in module._parameters.values():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
             holders[id(tensor)] = holders.get(id(tensor), 0) + 1
+    unsaved = {id(m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set}
     folds = []
     for place in places:
         fold = AffineFold(place, problem=place.problem if place.chosen else "not chosen")
@@ -69,6 +70,8 @@ def plan_modules(
         if fold.nothing:
             continue
         fold.problem = seen[place.module].problem
+        if any(id(tensor) in unsaved for tensor in place.parameters()):
+            fold.problem = "its weight or bias is not saved with the model: it would come back when it is loaded"
         if fold.problem is None and not seen[place.module].readers:
             fold.problem = "nothing reads it"
         for reader in dict.fromkeys(seen[place.module].readers):
@@ -90,14 +93,12 @@ def _reader_problem(
     path = paths[reader]
     if any(source is not place.module for source in inputs[reader]):
         return f"{path}, which reads it, also reads something else"
-    if any(
-        holders[id(p)] > 1 for p in [*reader._parameters.values(), *place.module._parameters.values()] if p is not None
-    ):
+    if any(holders[id(p)] > 1 for p in [*reader._parameters.values(), *place.parameters()] if p is not None):
         return f"{path}, or the norm itself, shares a parameter"
     if fold.shift is not None and reader._parameters.get("bias") is None:
         if not add_bias:
             return f"{path} has no bias to take its bias: pass add_bias=True"
-        if not isinstance(reader, nn.Linear):
+        if not takes_bias(reader):
             return f"no bias can be added to {path}"
     return None
 

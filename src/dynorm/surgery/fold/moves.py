@@ -18,6 +18,8 @@ _MOVES = (
     | {"slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
     | {"tensor_split", "index", "index_select", "unfold", "repeat_interleave"}
 )
+_VIEWS = {"view", "_unsafe_view", "reshape", "flatten", "unflatten"}
+_PERMUTATIONS = {"transpose", "permute", "t", "numpy_T", "mT", "swapaxes", "swapdims", "movedim", "moveaxis"}
 _DROPOUT = {"dropout", "feature_dropout", "alpha_dropout"}
 
 
@@ -43,7 +45,8 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
     channels = shape(source)[axis]
     result = _on_indices(op, source, axis)
     result = result if part is None else result[part]
-    return _axis_of(result, channels)
+    to = _axis_of(result, channels)
+    return None if to is not None and name in _VIEWS and _blurred(node, source, axis, to) else to
 
 
 def came_from(node: Node, axis: int) -> tuple[Node, int] | None:
@@ -147,6 +150,46 @@ def _on_indices(op: Node, source: Node, axis: int) -> Any:
     args, kwargs = map_arg(op.args, value_of), map_arg(op.kwargs, value_of)
     assert callable(op.target)
     return op.target(*args, **kwargs)
+
+
+def _blurred(node: Node, source: Node, axis: int, to: int) -> bool:
+    """Whether a view keeps the channels only because an axis beside them has one index, and with more would mix them.
+
+    It does if such an axis changes sides with the channels, or if it did so by a permutation and is then merged away.
+    """
+    sizes, views = shape(source), shape(node)
+    before, after = sizes[:axis].count(1), sizes[axis + 1 :].count(1)
+    less = views[:to].count(1) < before, views[to + 1 :].count(1) < after
+    more = views[:to].count(1) > before, views[to + 1 :].count(1) > after
+    if (less[0] and more[1]) or (less[1] and more[0]):
+        return True
+    if not any(less):
+        return False
+    crossed = _crossed(source, axis)
+    return (less[0] and "before" in crossed) or (less[1] and "after" in crossed)
+
+
+def _crossed(value: Node, axis: int) -> set[str]:
+    """On which side of the channels the permutations before a value put axes of one index that were on the other."""
+    at = list(range(len(shape(value))))
+    single = {i for i, size in enumerate(shape(value)) if size == 1}
+    # at[i]: where axis i of the last value is in the one that is looked at.
+    node = value
+    while True:
+        op, part = producer(node)
+        source, name = op.args[0] if op.args else None, packet(op).removeprefix("aten.")
+        if part is not None or not isinstance(source, Node) or not is_tensor(source):
+            break
+        if name in _PERMUTATIONS:
+            assert callable(op.target)
+            # Of distinct sizes, so that each axis is told from the others.
+            tried = op.target(torch.empty([i + 2 for i in range(len(at))], device="meta"), *op.args[1:], **op.kwargs)
+            order = [size - 2 for size in tried.shape]
+            at = [order[i] for i in at]
+        elif not _is_same(op, name):
+            break
+        node = source
+    return {"before" if i < axis else "after" for i in single if (i < axis) != (at[i] < at[axis])}
 
 
 def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:

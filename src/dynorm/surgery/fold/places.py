@@ -66,7 +66,7 @@ class Place:
     def parameters(self) -> list[Tensor]:
         """Return the tensors that hold weight and bias."""
         names = (self.site.weight_name, self.site.bias_name)
-        found = [_tensor(self.module, name) for name in names if name is not None]
+        found = [tensor_of(self.module, name) for name in names if name is not None]
         return [tensor for tensor in found if tensor is not None]
 
 
@@ -88,7 +88,7 @@ def find_places(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], o
 
 def fill_neutral(place: Place) -> Iterable[tuple[Tensor, float]]:
     """Yield the tensors of a norm whose affine map was folded, with what makes it the identity."""
-    weight, bias = _tensor(place.module, place.site.weight_name), _tensor(place.module, place.site.bias_name)
+    weight, bias = tensor_of(place.module, place.site.weight_name), tensor_of(place.module, place.site.bias_name)
     if weight is not None:
         yield weight, 1 - place.site.weight_offset
     if bias is not None:
@@ -142,11 +142,12 @@ def _problem(site: NormSite, module: nn.Module) -> str | None:
 
 
 def _vector(module: nn.Module, name: str | None, offset: float) -> Tensor | None:
-    tensor = _tensor(module, name)
+    tensor = tensor_of(module, name)
     return None if tensor is None else tensor.detach().to("cpu", torch.float64).flatten() + offset
 
 
-def _tensor(module: nn.Module, name: str | None) -> Tensor | None:
+def tensor_of(module: nn.Module, name: str | None) -> Tensor | None:
+    """Return the parameter or buffer of a dotted name, or None."""
     if name is None:
         return None
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}.get(name)

@@ -28,7 +28,7 @@ class Plan:
     def __init__(self, places: list[Place]) -> None:
         self.places = places
         self.affine: list[AffineFold] = []
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, list[Stream]] = {}
         self.centers: dict[int, CenterFold] = {}
         self.asked = {"affine": False, "center": False, "constants": False}
         self.slots: Slots | None = None
@@ -54,7 +54,7 @@ class Plan:
         index = {i: self.places.index(place) for i, place in enumerate(opaque)}
         graph.renumber(index)
         self.calls = {i: [math.prod(shape(call)) for call in calls] for i, calls in graph.calls.items()}
-        slots = self.slots = Slots(graph, untie)
+        slots = self.slots = Slots(graph, untie, [place.module for place in opaque])
         self.edits = Edits(slots)
         self.affine = plan_affine(graph, slots, self.places, affine=affine, constants=constants, add_bias=add_bias)
         self._require_exact_affine()
@@ -87,31 +87,39 @@ class Plan:
         for fold in self.affine:
             if fold.done and not fold.place.pointwise and not affine_is_exact(fold.place):
                 fold.problem = "it is no norm times its weight plus its bias to the last digits"
-        # Partners of one weight fall together.
-        bad = {id(r.weight) for fold in self.affine if not fold.done for r in fold.reads}
-        for fold in self.affine:
-            if fold.done and any(id(r.weight) in bad for r in fold.reads):
-                fold.problem = "a reader is shared with a norm that cannot be folded"
+        # Partners of one weight fall together, and their partners with them.
+        changed = True
+        while changed:
+            changed = False
+            bad = {id(r.weight) for fold in self.affine if not fold.done for r in fold.reads}
+            for fold in self.affine:
+                if fold.done and any(id(r.weight) in bad for r in fold.reads):
+                    fold.problem, changed = "a reader is shared with a norm that cannot be folded", True
 
     def _require_exact_center(self) -> None:
-        for index, stream in self.streams.items():
-            if stream.problem is None and not center_is_exact(self.places[index]):
-                stream.problem = f"{self.places[index].path} is no LayerNorm to the last digits"
+        for index, streams in self.streams.items():
+            if any(stream.problem is None for stream in streams) and not center_is_exact(self.places[index]):
+                for stream in streams:
+                    stream.problem = stream.problem or f"{self.places[index].path} is no LayerNorm to the last digits"
 
     def _edit(self) -> None:
         assert self.edits is not None
         for fold in self.affine:
             if fold.done:
                 self.edits.affine(fold)
-        for stream in {id(self.streams[i]): self.streams[i] for i in self.to_rms()}.values():
+        for stream in dict.fromkeys(stream for i in self.to_rms() for stream in self.streams[i]):
             self.edits.center(stream)
         for center in self.centers.values():
             if center.problem is None:
                 self.edits.offset(center)
 
     def to_rms(self) -> list[int]:
-        """The LayerNorms that become RMSNorms: chosen, in a stream that is centred."""
-        return [i for i, stream in self.streams.items() if stream.problem is None and self.places[i].chosen]
+        """The LayerNorms that become RMSNorms: chosen, and in streams that are centred, all of them."""
+        return [i for i in self.streams if self.center_problem(i) is None and self.places[i].chosen]
+
+    def center_problem(self, index: int) -> str | None:
+        """Why a LayerNorm stays one: one of the streams that it is called on cannot be centred."""
+        return next((s.problem for s in self.streams[index] if s.problem is not None), None)
 
     def apply_(self, model: nn.Module, swap: Swap) -> None:
         """Compute everything, then swap."""
@@ -126,13 +134,13 @@ class Plan:
             swap.untie_config(model)
         for owner, bias in biases:
             swap.add_bias(owner, bias)
-        replaced = {place.module for place, _ in layers}
         for fold in self.affine:
             if not fold.done:
                 continue
             if isinstance(fold.place.module, PointwiseNorm):
                 swap.neutral_layer(fold.place.module, self.asked["affine"])
-            elif fold.place.module not in replaced:
+            else:
+                # A norm that is replaced too: the model may call it through a list of its own as well.
                 for held, value in fill_neutral(fold.place):
                     swap.fill(held, held.detach().new_full(held.shape, value))
         for place, layer in layers:

@@ -89,8 +89,8 @@ def read(graph: Graph, node: Node, value: Node, axis: int) -> Read | str:
         return f"read by {graph.where(node)}, which is not linear in the channels"
     weight_at, bias_at, from_end = place
     weight = _argument(node, weight_at)
-    if not is_tensor(weight):
-        return f"read by {graph.where(node)}, whose weight is no tensor"
+    if not is_tensor(weight) or sum(arg is weight for arg in node.args) != 1:
+        return f"read by {graph.where(node)}, whose weight is no tensor, or its bias too"
     size = len(shape(weight))
     if size == 1:
         contracted, out = 0, None
@@ -109,9 +109,9 @@ def _assembled(
     placeholder, axis = held
     shift = None
     held_out = None if out is None else held_at(graph, weight, out)
-    if held_out is None or len(shape(weight)) != 2:
+    if out is None or held_out is None or len(shape(weight)) != 2 or _stacked(placeholder, (axis, held_out[1])):
         shift = f"{graph.where(node)} has several weights in one, or none for a bias to belong to"
-    found, problem = _bias(graph, node, bias, added)
+    found, problem = _bias(graph, node, bias, None if out is None else shape(weight)[out], added)
     return Read(
         node,
         (node, weight),
@@ -123,7 +123,14 @@ def _assembled(
     )
 
 
-def _bias(graph: Graph, node: Node, bias: Any, added: bool = False) -> tuple[tuple[Leaf, Node] | None, str | None]:
+def _stacked(placeholder: Node, axes: tuple[int, ...]) -> bool:
+    """Whether a parameter has more in it than what a reader takes: axes beside these, of more than one index."""
+    return any(size != 1 for axis, size in enumerate(shape(placeholder)) if axis not in axes)
+
+
+def _bias(
+    graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool = False
+) -> tuple[tuple[Leaf, Node] | None, str | None]:
     """The bias of an operator: its argument, or, where its outputs come last, a parameter that is added to them."""
     user = node
     if not is_tensor(bias):
@@ -134,13 +141,15 @@ def _bias(graph: Graph, node: Node, bias: Any, added: bool = False) -> tuple[tup
             return None, None
         user = takers[0]
         bias = next((a for a in user.args if a is not node), None)
-        if not is_tensor(bias) or len(shape(bias)) != 1 or held_at(graph, bias, 0) is None:
+        if not is_tensor(bias) or shape(bias) != (outputs,) or held_at(graph, bias, 0) is None:
             return None, None
-    if len(shape(bias)) != 1:
-        return None, f"the bias of {graph.where(node)} is no vector"
+    if shape(bias) != (outputs,):
+        return None, f"the bias of {graph.where(node)} is no vector of a number an output"
     held = held_at(graph, bias, 0)
     if held is None:
         return None, f"the bias of {graph.where(node)} is computed and no parameter"
+    if held[1] != len(shape(held[0])) - 1 or _stacked(held[0], (held[1],)):
+        return None, f"the bias of {graph.where(node)} is a part of a larger parameter"
     return ((user, bias), held[0]), None
 
 
@@ -166,7 +175,7 @@ def _convolution(graph: Graph, node: Node, value: Node, axis: int) -> Read | str
         return _assembled_convolution(graph, node, weight, 0 if transposed else 1, 1 if transposed else 0, shift)
     if graph.tensor(weight) is None:
         return f"read by {graph.where(node)}, whose weight is computed and no parameter"
-    bias, problem = _bias(graph, node, _argument(node, 2))
+    bias, problem = _bias(graph, node, _argument(node, 2), shape(weight)[0])
     return Read(node, (node, weight), weight, 1, 0, groups, bias, shift or problem)
 
 
@@ -176,7 +185,9 @@ def _assembled_convolution(
     held, held_out = held_at(graph, weight, contracted), held_at(graph, weight, out)
     if held is None or held_out is None:
         return f"read by {graph.where(node)}, whose weight is computed and no parameter"
-    bias, problem = _bias(graph, node, _argument(node, 2))
+    if graph.tensor(weight) is None and _stacked(held[0], (held[1], held_out[1])):
+        shift = shift or f"the weight of {graph.where(node)} is a part of a larger parameter"
+    bias, problem = _bias(graph, node, _argument(node, 2), shape(weight)[out])
     return Read(node, (node, weight), held[0], held[1], held_out[1], bias=bias, shift=shift or problem)
 
 
@@ -197,10 +208,13 @@ def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> Read | str:
     names = letters[1 - mine]
     if channel in output or names.count(channel) != 1 or letters[mine].count(channel) != 1:
         return problem
+    if shape(weight)[names.index(channel)] != shape(value)[axis]:
+        return f"read by {graph.where(node)}, which repeats one weight over the channels"
     outs = [i for i, letter in enumerate(names) if letter != channel]
-    out = (
-        outs[0] if len(outs) == 1 and names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]]) else None
-    )
+    out = None
+    # A sum over tokens would add a constant up as well.
+    if len(outs) == 1 and all(letter in output for letter in letters[mine] if letter != channel):
+        out = outs[0] if names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]]) else None
     return _assembled(graph, node, weight, names.index(channel), out, None, True)
 
 

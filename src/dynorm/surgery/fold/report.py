@@ -76,10 +76,11 @@ class FoldReport:
         sites: the norms and point-wise layers, in call order.
         added_biases: the modules that got a bias.
         untied: the parameters that were tied to others before.
-        error: the largest relative error of the outputs on fresh inputs, or None where it was not checked.
+        error: the largest relative error of the outputs on fresh inputs and the example, or None if not checked.
         tolerance: what was allowed.
         noise: of a half-precision model, its own error against float32.
         loads_with: "stock" if the model's own class loads the weights with the same result, else "dynorm".
+        fresh: on how many inputs beside the example that was; 0 if the model takes no other, or was not checked.
 
     Example:
         >>> print(FoldReport([], [], []))
@@ -93,6 +94,7 @@ class FoldReport:
     tolerance: float | None = None
     noise: float | None = None
     loads_with: str = "stock"
+    fresh: int = 0
 
     @property
     def parameters_removed(self) -> int:
@@ -118,6 +120,7 @@ class FoldReport:
             "tolerance": self.tolerance,
             "noise": self.noise,
             "loads_with": self.loads_with,
+            "fresh": self.fresh,
             "parameters_removed": self.parameters_removed,
             "operations_removed": self.operations_removed,
         }
@@ -141,7 +144,8 @@ class FoldReport:
         if self.untied:
             lines.append(f"  untied: {', '.join(self.untied)}")
         if self.error is not None:
-            lines.append(f"  relative error on fresh inputs {self.error:.1e}, allowed {self.tolerance:.1e}")
+            where = "on fresh inputs" if self.fresh else "on the example alone, as the model takes no other,"
+            lines.append(f"  relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
         if self.sites and self.loads_with == "dynorm":
             lines.append("  loads where dynorm is imported: save it with dynorm.save")
         return "\n".join(lines)

@@ -80,14 +80,15 @@ def _center_row(plan: Plan, index: int, place: Place) -> Rewrite:
         return Rewrite(OFF)
     if place.site.kind != "layernorm":
         return Rewrite(REFUSED, reason=place.problem) if place.problem and not place.site.kind else Rewrite(NOTHING)
-    stream = plan.streams.get(index)
-    if stream is None:
+    streams = plan.streams.get(index)
+    if streams is None:
         return Rewrite(REFUSED, reason=place.problem or "never called while the model was traced")
-    if stream.problem is not None:
-        return Rewrite(REFUSED, reason=stream.problem)
+    problem = plan.center_problem(index)
+    if problem is not None:
+        return Rewrite(REFUSED, reason=problem)
     assert plan.slots is not None
     slots: dict[Slot, None] = {}
-    for write in stream.writes:
+    for write in (write for stream in streams for write in stream.writes):
         slots.update(dict.fromkeys(slots_of(plan.slots, write)))
     return Rewrite(FOLDED, tuple(slot.name for slot in slots))
 

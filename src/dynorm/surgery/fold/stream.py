@@ -55,8 +55,8 @@ class Stream:
     problem: str | None = None
 
 
-def plan_center(graph: Graph, slots: Slots, places: list[Place]) -> dict[int, Stream]:
-    """Return the stream of each LayerNorm that is called, by its index; those of one stream have one object.
+def plan_center(graph: Graph, slots: Slots, places: list[Place]) -> dict[int, list[Stream]]:
+    """Return the streams that each LayerNorm is called on, by its index; one stream is one object.
 
     Args:
         graph: the traced model.
@@ -73,13 +73,7 @@ def plan_center(graph: Graph, slots: Slots, places: list[Place]) -> dict[int, St
                 found.append(_Walk(graph, places).stream(source, places[index].axis(len(shape(source)))))
     for stream in found:
         stream.problem = stream.problem or _shared(graph, slots, stream)
-    return {index: _joined(found, graph.calls[index]) for index in wanted}
-
-
-def _joined(streams: list[Stream], calls: list[Node]) -> Stream:
-    """The stream of a norm; of one that is called on several, all must do."""
-    mine = list({id(s): s for call in calls for s in streams if call.args[0] in s.values}.values())
-    return next((stream for stream in mine if stream.problem is not None), mine[0])
+    return {index: [s for s in found if any(c.args[0] in s.values for c in graph.calls[index])] for index in wanted}
 
 
 class _Walk:
@@ -220,6 +214,8 @@ def writes_of(graph: Graph, op: Node, axis: int) -> list[Write]:
         held = held_at(graph, part, along) if isinstance(part, Node) and is_tensor(part) else None
         if held is None or shape(part)[along] != shape(op)[axis]:  # type: ignore[arg-type]
             return []
+        if sum(arg is part for arg in op.args) != 1:
+            return []
         assert isinstance(part, Node)
         found.append(Write((op, part), *held))
     return found
@@ -252,22 +248,30 @@ def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
 def _shared(graph: Graph, slots: Slots, stream: Stream) -> str | None:
     """Why a parameter that writes into the stream must not change: it does something else too."""
     axes = {write.leaf: write.axis for write in stream.writes}
+    scaled = {write.leaf: None if write.gain is None else write.gain[1] for write in stream.writes}
     gains = {write.gain[0] for write in stream.writes if write.gain is not None}
+    narrowest = min(value.meta["val"].dtype.itemsize for value in stream.values)
     for write in stream.writes:
         for slot in slots_of(slots, write):
+            if narrowest < slot.tensor.dtype.itemsize:
+                return f"{slot.name} writes into it, and it is rounded to fewer digits than that has"
             if slot.tied is not None:
                 return f"{slot.name} writes into it: {slot.tied}"
             if not graph.is_saved(slot.tensor) or not slot.tensor.is_floating_point():
                 return f"{slot.name} writes into it, and is not saved with the model"
             # The uses of a parameter that is itself a value of the stream were followed as such.
             for leaf in () if is_value(write) else slot.leaves:
+                hint = ": pass untie=True" if len(slot.owners) > 1 and not slots.untie else ""
                 if axes.get(leaf) != write.axis:
-                    hint = ": pass untie=True" if len(slot.owners) > 1 and not slots.untie else ""
                     return f"{slot.name} writes into it, and is also used by {graph.where(leaf[0])}{hint}"
+                if scaled[leaf] is not scaled[write.leaf]:
+                    return f"{slot.name} writes into it several times, not always scaled by the same gain{hint}"
         if write.gain is not None:
             gain = slots.of(*write.gain)
             if gain.tied is not None or len(gain.leaves) != 1 or not gain.leaves <= gains:
                 return f"{gain.name} scales what is written into it, and is used elsewhere too"
+            if not graph.is_saved(gain.tensor) or not gain.tensor.is_floating_point():
+                return f"{gain.name} scales what is written into it, and is not saved with the model"
     return None
 
 

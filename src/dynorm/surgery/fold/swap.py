@@ -12,7 +12,7 @@ from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.surgery.fold.graph import Owner
 from dynorm.surgery.fold.marks import ADDED_BIAS, UNTIED
-from dynorm.surgery.fold.places import Place
+from dynorm.surgery.fold.places import Place, tensor_of
 from dynorm.surgery.plan import tensor_like
 from dynorm.surgery.tokens import HOOK_TABLES
 
@@ -121,9 +121,13 @@ def rms_for(model: nn.Module, place: Place, affine_folded: bool) -> RMSNorm:
         (keep_bias, "bias", site.bias_name, 0.0),
     ):
         if keep and held is not None:
-            tensor = module.get_parameter(held)
-            same = tensor if not offset else _parameter(tensor.detach().double() + offset, tensor)
-            layer._parameters[name] = same
+            tensor = tensor_of(module, held)
+            assert tensor is not None
+            # A buffer becomes a parameter without a gradient: the values are the same, and saved.
+            kept = tensor if isinstance(tensor, nn.Parameter) and not offset else None
+            layer._parameters[name] = (
+                kept if kept is not None else _parameter(tensor.detach().double() + offset, tensor)
+            )
     for name in (*HOOK_TABLES, "_is_full_backward_hook"):
         # The same dict, not a copy: a handle that the user holds removes its hook here too.
         setattr(layer, name, getattr(module, name))

@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from dynorm.surgery.fold.capture import tensors_in
+from dynorm.surgery.fold.capture import attributes_kept
+from dynorm.surgery.fold.nested import copied, tensors_in
 from dynorm.surgery.fold.places import Place
 from dynorm.surgery.observe import no_trace, slow_path
 
 # The axis of the weight that the inputs go along; of a transformers Conv1D it is the first.
 READERS = {"Linear": 1, "NonDynamicallyQuantizableLinear": 1, "Conv1D": 0}
+_MODULES = {
+    "Linear": "torch.nn.modules.linear",
+    "NonDynamicallyQuantizableLinear": "torch.nn.modules.linear",
+    "Conv1D": "transformers.pytorch_utils",
+}
 _HARMLESS = {"aten.detach", "aten.alias"}
 
 
@@ -40,9 +46,9 @@ def watch(
     watcher = _Watcher(places)
     handles = watcher.hooks(model)
     try:
-        with no_trace(model, (args, kwargs)), torch.no_grad(), slow_path(), watcher:
-            output = model(*args, **kwargs)
-            watcher.returned(output)
+        with attributes_kept(model), no_trace(model, (args, kwargs)), torch.no_grad(), slow_path(), watcher:
+            given, named = copied((tuple(args), dict(kwargs)))
+            watcher.returned(model(*given, **named))
     finally:
         for handle in handles:
             handle.remove()
@@ -69,13 +75,15 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Watch the norms and the readers."""
         found = []
         for module in model.modules():
-            if module in self.norms:
-                found.append(module.register_forward_pre_hook(self._enter))
-                found.append(module.register_forward_hook(self._leave_norm))
-            elif type(module).__name__ in READERS:
+            enter, leave = self._enter, self._leave_norm
+            if module not in self.norms:
+                if not _is_reader(module):
+                    continue
                 self.inputs[module] = []
-                found.append(module.register_forward_pre_hook(self._enter_reader))
-                found.append(module.register_forward_hook(self._leave))
+                enter, leave = self._enter_reader, self._leave
+            found.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            # Before the user's own hooks, which are no part of the layer.
+            found.append(module.register_forward_hook(leave, prepend=True))
         return found
 
     def returned(self, output: Any) -> None:
@@ -89,7 +97,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         sources = {self._of(arg) for arg in _flat((args, kwargs or {})) if isinstance(arg, Tensor)} - {None}
         name = str(func.overloadpacket)
-        views = bool(sources) and isinstance(result, Tensor) and self._of(result) is not None
+        views = isinstance(result, Tensor) and self._of(result) is not None and not func._schema.is_mutable
         for source in sources:
             assert source is not None
             if self._inside or views or name in _HARMLESS:
@@ -97,15 +105,16 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.seen[source].problem = self.seen[source].problem or f"read by {name}, outside of a linear layer"
         return result
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside.append(module)
-        source = self._of(args[0]) if args and isinstance(args[0], Tensor) else None
+        value = _first(args, kwargs)
+        source = None if value is None else self._of(value)
         if source is not None:
             self.seen[source].problem = self.seen[source].problem or "read by another norm"
 
-    def _enter_reader(self, module: nn.Module, args: Any) -> None:
+    def _enter_reader(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside.append(module)
-        value = args[0] if args and isinstance(args[0], Tensor) else None
+        value = _first(args, kwargs)
         source = None if value is None else self._of(value)
         self.inputs[module].append(source)
         if source is None:
@@ -127,6 +136,18 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _of(self, tensor: Tensor) -> nn.Module | None:
         return self._source.get(tensor.untyped_storage().data_ptr())
+
+
+def _is_reader(module: nn.Module) -> bool:
+    """Whether it is one of the classes itself, with a weight that is a parameter: neither subclass nor weight_norm."""
+    kind = type(module)
+    known = (kind.__module__, kind.__name__) in {(where, name) for name, where in _MODULES.items()}
+    return known and "forward" not in module.__dict__ and module._parameters.get("weight") is not None
+
+
+def _first(args: Any, kwargs: Any) -> Tensor | None:
+    """The first argument of a layer that takes one, by position or by name."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
 def _flat(value: Any) -> list[Any]:
