@@ -18,7 +18,7 @@ __all__ = ["TOLERANCES", "WrongResultError", "check"]
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2**-5, "float16": 2**-8}
 # Elements of x that are looked at together: what float64 makes of them stays in the cache.
 CHUNK = 1 << 18
-# torch sums the gradients of LayerNorm's parameters in the dtype itself: n roundings of a growing sum.
+# The gradients of LayerNorm's parameters are off as if torch summed them in the dtype itself: n roundings of a sum.
 EPSILONS = {"float64": 0.0, "float32": 0.0, "bfloat16": 2**-7, "float16": 2**-10}
 
 
