@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm, rms_norm
 
 import dynorm
 from dynorm.bench.definitions import EAGER, EPS
@@ -162,8 +162,8 @@ def _forward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
     yield _copy(case)
     yield allocated("copy", "copy", x.clone)
     shape = (case.channels,)
-    yield allocated("F.layer_norm", "layer_norm", partial(F.layer_norm, x, shape, weight, bias, EPS))
-    yield allocated("F.rms_norm", "rms_norm", partial(F.rms_norm, x, shape, weight, EPS))
+    yield allocated("F.layer_norm", "layer_norm", partial(layer_norm, x, shape, weight, bias, EPS))
+    yield allocated("F.rms_norm", "rms_norm", partial(rms_norm, x, shape, weight, EPS))
     for entry in entries:
         yield allocated(entry.name, entry.function, partial(entry.call, x))
     for function, name in FAMILY.items():

@@ -99,7 +99,8 @@ def pointwise(
         if found is True:
             form = _form(function, logarithmic, scale, shape[0] if len(shape) == 1 else math.prod(shape), 1)
             differentiable: Any = _Pointwise.apply
-            return differentiable(form, x, *parameters)  # type: ignore[no-any-return]
+            y: Tensor = differentiable(form, x, *parameters)
+            return y
         if found is not None:
             serving("cpu")
             return found

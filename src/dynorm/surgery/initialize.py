@@ -115,7 +115,7 @@ def _initialize(
         assert isinstance(layer, PointwiseNorm)
         if paths[layer] not in sigma:
             ranks.meet(names.index(paths[layer]), names)
-            sigma[paths[layer]] = _set_constants_(layer, site_tokens(layer, args[0], masks), paths[layer])
+            sigma[paths[layer]] = _set_constants_(layer, site_tokens(layer, args[0], masks), paths[layer], ranks)
         return layer.forward(args[0])
 
     with no_trace(model, batch), torch.no_grad(), slow_path(), hooked(paths, hook):
@@ -125,10 +125,11 @@ def _initialize(
         raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
 
 
-def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
+def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, ranks: Ranks) -> float:
     """Set a layer's constants by what it sees, (tokens, C), and return its size."""
     x = x.double()
-    sums = reduced(torch.stack([torch.tensor(float(x.numel()), device=x.device).double(), x.sum(), x.square().sum()]))
+    own = torch.stack([torch.tensor(float(x.numel()), device=x.device).double(), x.sum(), x.square().sum()])
+    sums = ranks.summed(own)
     count, mean, square = float(sums[0]), float(sums[1] / sums[0]), float(sums[2] / sums[0])
     variance = square - mean * mean if layer.center is not None else square
     if not (count > 0 and variance > 0 and layer.scale**2 * variance < float("inf")):
@@ -139,8 +140,3 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
     beta, center = x.new_tensor([layer.scale**2 * variance, mean])
     layer.fill_constants_(beta, center)
     return float(variance**0.5)
-
-
-def reduced(sums: Tensor) -> Tensor:
-    """Return sums over all ranks of the default process group, where there is one."""
-    return Ranks().summed(sums)

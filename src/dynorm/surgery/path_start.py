@@ -14,8 +14,8 @@ from dynorm.layers import AnnealedNorm
 from dynorm.surgery.activations import site_tokens
 from dynorm.surgery.batches import token_masks
 from dynorm.surgery.fit import own_betas
-from dynorm.surgery.initialize import reduced
 from dynorm.surgery.path import annealed_layers
+from dynorm.surgery.ranks import Ranks
 
 
 class PathStart:
@@ -64,7 +64,8 @@ class PathStart:
         for handle in self._handles:
             handle.remove()
         self._stance.__exit__(None, None, None)
-        found = {layer: self._constants(layer, reduced(sums)) for layer, sums in self._sums.items()}
+        ranks = Ranks()
+        found = {layer: self._constants(layer, ranks.summed(sums)) for layer, sums in self._sums.items()}
         for layer, (log_beta, center) in found.items():
             layer.fill_constants_(_shaped(log_beta.exp(), layer), _shaped(center, layer))
 
