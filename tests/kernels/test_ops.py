@@ -55,6 +55,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found
 
     monkeypatch.setattr(_cpu, "serve", record_served)
+    serve_gradients = _cpu.serve_gradients
+
+    def record_gradients(*args: Any) -> Any:
+        found = serve_gradients(*args)
+        if found is not None:
+            called.append("gradients")
+        return found
+
+    monkeypatch.setattr(_cpu, "serve_gradients", record_gradients)
     return called
 
 
@@ -110,6 +119,7 @@ def test_both_ways_into_the_kernels(
     """With torch's DLPack interface, and as where there is none: the same numbers, no definition."""
     if not exchange:
         monkeypatch.setattr(_cpu, "serve", lambda *_: None)
+        monkeypatch.setattr(_cpu, "serve_gradients", lambda *_: None)
     layer = build(kind, (3, 5), per_channel=True, center=True).requires_grad_(gradient)
     x = torch.randn(4, 3, 5)
     want = plainly(monkeypatch, layer, x)[0] if gradient else None
@@ -119,6 +129,42 @@ def test_both_ways_into_the_kernels(
     assert calls == ["forward"]
     if want is not None:
         assert_close(y.detach(), want, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
+    weight, x, grad, one = torch.ones(4), torch.randn(3, 4), torch.randn(3, 4), torch.ones(1)
+
+    def serve(
+        grad: Any = grad, x: Any = x, constant: Any = one, weight: Any = weight, needed: Any = (True,) * 7
+    ) -> Any:
+        with torch.no_grad():
+            return _cpu.serve_gradients(
+                grad, (x, constant, None, None, weight, None), needed, _dispatch.DYT, False, 1.0, 4
+            )
+
+    found = serve()
+    want = _cpu.gradients(_dispatch.DYT, grad, x, (one, None, None, weight, None), (True,) * 6, 1.0, 4, 1, False)
+    assert found[0] is None
+    for a, b in zip(found[1:], want, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    only = serve(needed=(False, False, True, True, False, False, False))
+    assert [g is not None for g in only] == [False, False, True, False, False, False, False]
+    assert torch.equal(only[2], found[2])
+    refused: list[Any] = [
+        grad.t(), grad[:, :2], grad.double(), grad[:1].expand(3, 4), grad.to("meta"), grad.as_subclass(Wrapped),
+        torch._neg_view(grad), None,
+    ]  # fmt: skip
+    assert [serve(value) for value in refused] == [None] * len(refused)
+    assert serve(x=x.t().contiguous().t()) is None
+    assert serve(weight=torch.ones(1)) is None
+    assert serve(constant=torch.ones(2)) is None
+    with torch.enable_grad():
+        assert _cpu.serve_gradients(grad, (x, one, None, None, None, None), (True,) * 7, 1, False, 1.0, 4) is None
+    with forward_ad.dual_level():
+        assert serve() is None
+    with pytest.raises(TypeError):
+        serve(needed=(True,))
 
 
 @needs_kernels

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-__all__ = ["available", "backward", "forward", "gradients", "name", "serve"]
+__all__ = ["available", "backward", "forward", "gradients", "name", "serve", "serve_gradients"]
 
 # As in csrc/types.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -180,6 +180,37 @@ def serve(
     found: Tensor | Literal[True] | None = None
     if native is not None:
         found = native.serve(x, *parameters, function, logarithmic, scale, shape)
+    return found
+
+
+def serve_gradients(
+    grad: Tensor,
+    inputs: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+    function: int,
+    logarithmic: bool,
+    scale: float,
+    channels: int,
+) -> tuple[Tensor | None, ...] | None:
+    """Return what autograd's backward does, all that :func:`gradients` needs having been checked on the C++ side.
+
+    Args:
+        grad: gradient of y.
+        inputs: x, constant, shift, center, weight and bias.
+        needed: of the form, of x and of each parameter, whether its gradient is wanted.
+        function: the function's number.
+        logarithmic: as in :func:`forward`.
+        scale: as in :func:`forward`.
+        channels: C, the last axes of x.
+
+    Returns:
+        None for the form, and the gradients as :func:`gradients` has them; None for all, where the tensors do not fit,
+        or a gradient of the gradient is wanted, or something watches, or this torch has no DLPack exchange interface.
+    """
+    native = _native()
+    found: tuple[Tensor | None, ...] | None = None
+    if native is not None:
+        found = native.serve_gradients(grad, inputs, needed, function, logarithmic, scale, channels)
     return found
 
 

@@ -181,7 +181,13 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, *parameters = ctx.saved_tensors
+        inputs = ctx.saved_tensors
+        function, logarithmic, scale, channels, inner = ctx.form
+        if inner == 1:
+            found = _cpu.serve_gradients(grad, inputs, ctx.needs_input_grad, function, logarithmic, scale, channels)
+            if found is not None:
+                return found
+        x, *parameters = inputs
         needed = ctx.needs_input_grad[1:]
         # A second derivative is asked for, or something watches; is_grads_batched brings tensors without memory.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)

@@ -5,6 +5,9 @@
 // the slope df/du up to a factor that `Period::slope_gain` holds; and the arm, with which that makes grad df/dconstant,
 // up to a factor that the plan applies. An arm is finite where the slope is 0, so that their product is 0 too.
 // Coefficients: tools/kernel_coefficients.py. NaN stays NaN: every comparison with it is false.
+//
+// Where a function is `kRooted`, `constant` of its vectors is constant + u^2, which the caller has, because one look at
+// several of them tells whether any u has to be clamped. kBrief: for results of 16 bits.
 
 struct Derived {
   V left, right, sloped, arm;
@@ -163,12 +166,18 @@ inline V over_root(V u, V s) {
 }
 #endif
 
+// What most functions have in common.
+struct Common {
+  static constexpr bool kRooted = false;
+};
+
 template <int F>
 struct Of;
 
 // DyISRU for every constant; its slope has beta in it, slope_gain has not.
 template <>
-struct Of<kDyisruWide> {
+struct Of<kDyisruWide> : Common {
+  template <bool kBrief>
   static V value(V u, V beta, V) { return soft_sign_value(u, beta); }
   static Derived all(V u, V beta, V, V grad) { return soft_sign_all<soft_sign_wide>(u, beta, grad); }
   static double value(double u, double beta, double) { return soft_sign(u, beta, 1).right; }
@@ -177,18 +186,19 @@ struct Of<kDyisruWide> {
 
 // DyISRU for constants from 2^-60 to 2^100, where neither cubes nor squares leave float's range.
 template <>
-struct Of<kDyisru> {
+struct Of<kDyisru> : Common {
 #if defined(DYNORM_RSQRT_BITS)
-  static V value(V u, V beta, V) {
-    u = clamped(u);
-    return over_root(u, fma(u, u, beta));
+  static constexpr bool kRooted = true;
+  template <bool kBrief>
+  static V value(V u, V square, V) {
+    return kBrief ? u * inverse_root(square) : over_root(u, square);
   }
-  static Derived all(V u, V beta, V, V grad) {
-    u = clamped(u);
-    V inverse = inverse_root(fma(u, u, beta)), left = grad * inverse;
+  static Derived all(V u, V square, V, V grad) {
+    V inverse = inverse_root(square), left = grad * inverse;
     return {left, u, left * (inverse * inverse), u};
   }
 #else
+  template <bool kBrief>
   static V value(V u, V beta, V) { return soft_sign_value(u, beta); }
   static Derived all(V u, V beta, V, V grad) { return soft_sign_all<soft_sign>(u, beta, grad); }
 #endif
@@ -197,7 +207,8 @@ struct Of<kDyisru> {
 };
 
 template <>
-struct Of<kDyt> {
+struct Of<kDyt> : Common {
+  template <bool kBrief>
   static V value(V u, V alpha, V) { return tanh_(alpha * u); }
   static Derived all(V u, V alpha, V, V grad) {
     V t = tanh_(alpha * u);
@@ -211,7 +222,8 @@ struct Of<kDyt> {
 };
 
 template <>
-struct Of<kDerf> {
+struct Of<kDerf> : Common {
+  template <bool kBrief>
   static V value(V u, V alpha, V shift) { return erf_(alpha * u + shift); }
   static Derived all(V u, V alpha, V shift, V grad) {
     V z = alpha * u + shift;
@@ -225,7 +237,8 @@ struct Of<kDerf> {
 };
 
 template <>
-struct Of<kLinear> {
+struct Of<kLinear> : Common {
+  template <bool kBrief>
   static V value(V u, V slope, V) { return slope * u; }
   static Derived all(V u, V slope, V, V grad) { return {grad, slope * u, grad, u}; }
   static double value(double u, double slope, double) { return slope * u; }

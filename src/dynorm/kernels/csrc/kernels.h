@@ -45,6 +45,31 @@ inline void stream(double* p, double a) { *p = a; }
 template <int F, class C>
 constexpr int kSideBySide = F == kDyisruWide || C::lanes < 8 ? 1 : 4;
 
+// Let `constant` be constant + u^2 where the function wants it. Where a square could overflow, u is clamped: f is at its
+// bound to rounding there.
+template <int F, int kCount>
+__attribute__((always_inline)) inline void add_squares(V (&u)[kCount], V (&constant)[kCount]) {
+  if constexpr (Of<F>::kRooted) {
+    V square[kCount], sum = splat(0);
+    for (int k = 0; k < kCount; ++k) square[k] = fma(u[k], u[k], constant[k]), sum = sum + square[k];
+    if (__builtin_expect(any_above(sum, 0x1p124f), false)) {
+      for (int k = 0; k < kCount; ++k) u[k] = clamped(u[k]), square[k] = fma(u[k], u[k], constant[k]);
+    }
+    for (int k = 0; k < kCount; ++k) constant[k] = square[k];
+  }
+}
+template <int F>
+inline void add_squares(double (&)[1], double (&)[1]) {}
+
+template <int F, class T>
+inline V value_of(V u, V constant, V shift) {
+  return Of<F>::template value<sizeof(T) == 2>(u, constant, shift);
+}
+template <int F, class T>
+inline double value_of(double u, double constant, double shift) {
+  return Of<F>::value(u, constant, shift);
+}
+
 template <class T>
 inline void store_two(T* p, V a, V b) {
   store(p, a);
@@ -110,7 +135,8 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
       const std::int64_t i = j + k * C::lanes;
       u[k] = p.centered(load(x + i), i), constant[k] = p.constant(i), shift[k] = p.shift(i);
     }
-    for (int k = 0; k < kAtOnce; ++k) f[k] = Of<F>::value(u[k], constant[k], shift[k]);
+    add_squares<F>(u, constant);
+    for (int k = 0; k < kAtOnce; ++k) f[k] = value_of<F, T>(u[k], constant[k], shift[k]);
     for (int k = 0; k < kAtOnce; ++k) f[k] = C::muladd(f[k], p.gain(j + k * C::lanes), p.bias(j + k * C::lanes));
     if (streamed) {
       for (int k = 0; k < kAtOnce; ++k) stream(y + j + k * C::lanes, f[k]);
@@ -121,7 +147,9 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
     }
   }
   auto one = [&](Vector a) {
-    return C::muladd(Of<F>::value(p.centered(a, j), p.constant(j), p.shift(j)), p.gain(j), p.bias(j));
+    Vector u[1] = {p.centered(a, j)}, constant[1] = {p.constant(j)};
+    add_squares<F>(u, constant);
+    return C::muladd(value_of<F, T>(u[0], constant[0], p.shift(j)), p.gain(j), p.bias(j));
   };
   for (; j + C::lanes <= n; j += C::lanes) store(y + j, one(load(x + j)));
   if (j < n) store_some<C>(y + j, n - j, one(load_some<C>(x + j, n - j)));
@@ -148,66 +176,73 @@ struct Sums {
   Vector at[kSums];
 };
 
-// One vector of the backward pass: sums grow, the gradient of x is returned.
-template <int F, class C, class Vector>
-__attribute__((always_inline)) inline Vector step(Vector u, Vector grad, Vector constant, Vector shift, Vector slope_gain,
-                   Sums<Vector>& sums) {
-  const auto d = Of<F>::all(u, constant, shift, grad);
-  sums.at[kSumGrad] = sums.at[kSumGrad] + grad;
-  sums.at[kSumValue] = C::muladd(d.left, d.right, sums.at[kSumValue]);
-  sums.at[kSumMoment] = C::muladd(d.sloped, d.arm, sums.at[kSumMoment]);
-  sums.at[kSumSlope] = sums.at[kSumSlope] + d.sloped;
-  return d.sloped * slope_gain;
+// Some vectors of the backward pass of one place of the period: sums grow, grad becomes the gradient of x.
+template <int F, class C, int kCount, class Vector>
+__attribute__((always_inline)) inline void step(Vector (&u)[kCount], Vector (&grad)[kCount], Vector constant,
+                                                Vector shift, Vector slope_gain, Sums<Vector>& sums) {
+  Vector constants[kCount];
+  for (int k = 0; k < kCount; ++k) constants[k] = constant;
+  add_squares<F>(u, constants);
+  for (int k = 0; k < kCount; ++k) {
+    const auto d = Of<F>::all(u[k], constants[k], shift, grad[k]);
+    sums.at[kSumGrad] = sums.at[kSumGrad] + grad[k];
+    sums.at[kSumValue] = C::muladd(d.left, d.right, sums.at[kSumValue]);
+    sums.at[kSumMoment] = C::muladd(d.sloped, d.arm, sums.at[kSumMoment]);
+    sums.at[kSumSlope] = sums.at[kSumSlope] + d.sloped;
+    grad[k] = d.sloped * slope_gain;
+  }
 }
 
-// The rows of one vector's column: sums are loaded and stored once for all of them. kSome: fewer than a vector.
-template <int F, class T, int kLayout, bool kSome>
-__attribute__((always_inline)) inline void column(const T* x, const T* grad, T* grad_x, std::int64_t rows, std::int64_t stride, std::int64_t j,
-                   std::int64_t n, const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
-                   typename ComputedIn<T>::Type::Number* sums, std::int64_t padded) {
+// Some rows side by side, along the period: each row is read and written in order, and few are open at a time.
+template <int F, class T, int kLayout, int kRowsTogether>
+__attribute__((always_inline)) inline void backward_some(const T* x, const T* grad, T* grad_x, std::int64_t stride,
+                                                         std::int64_t n,
+                                                         const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
+                                                         typename ComputedIn<T>::Type::Number* sums,
+                                                         std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
-  const Vector constant = p.constant(j), shift = p.shift(j), slope_gain = p.slope_gain(j);
-  Sums<Vector> column_sums;
-  for (int k = 0; k < kSums; ++k) column_sums.at[k] = sums ? load(sums + k * padded + j) : C::splat_of(0);
-  constexpr int kRowsTogether = kSideBySide<F, C>;
-  std::int64_t row = 0;
-  for (; !kSome && grad_x && row + kRowsTogether <= rows; row += kRowsTogether) {
-    Vector result[kRowsTogether];
-    const std::int64_t i = row * stride + j;
+  auto at = [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
+    Vector u[kRowsTogether], g[kRowsTogether];
     for (int k = 0; k < kRowsTogether; ++k) {
-      result[k] = step<F, C>(p.centered(load(x + i + k * stride), j), load(grad + i + k * stride), constant, shift,
-                             slope_gain, column_sums);
+      u[k] = p.centered(read(x + k * stride + j), j), g[k] = read(grad + k * stride + j);
     }
-    for (int k = 0; k < kRowsTogether; ++k) store(grad_x + i + k * stride, result[k]);
+    Sums<Vector> here;
+    for (int s = 0; s < kSums; ++s) here.at[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
+    step<F, C>(u, g, p.constant(j), p.shift(j), p.slope_gain(j), here);
+    for (int s = 0; sums && s < kSums; ++s) store(sums + s * padded + j, here.at[s]);
+    for (int k = 0; grad_x && k < kRowsTogether; ++k) write(grad_x + k * stride + j, g[k]);
+  };
+  std::int64_t j = 0;
+  for (; j + C::lanes <= n; j += C::lanes) {
+    at(j, [](const T* from) { return load(from); }, [](T* to, Vector a) { store(to, a); });
   }
-  for (; row < rows; ++row) {
-    const std::int64_t i = row * stride + j;
-    Vector a = kSome ? load_some<C>(x + i, n) : load(x + i), g = kSome ? load_some<C>(grad + i, n) : load(grad + i);
-    Vector result = step<F, C>(p.centered(a, j), g, constant, shift, slope_gain, column_sums);
-    if (!grad_x) continue;
-    if (kSome) {
-      store_some<C>(grad_x + i, n, result);
-    } else {
-      store(grad_x + i, result);
-    }
+  const std::int64_t rest = n - j;
+  if (rest > 0) {
+    at(j, [rest](const T* from) { return load_some<C>(from, rest); },
+       [rest](T* to, Vector a) { store_some<C>(to, rest, a); });
   }
-  for (int k = 0; sums && k < kSums; ++k) store(sums + k * padded + j, column_sums.at[k]);
 }
 
 template <int F, class T, int kLayout>
 void backward_rows(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t stride,
                    std::int64_t n, const Period& period, void* sums_, std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
+  constexpr int kRowsTogether = kSideBySide<F, C>;
   const T *x = (const T*)x_, *grad = (const T*)grad_;
   T* grad_x = (T*)grad_x_;
   auto* sums = (typename C::Number*)sums_;
   const Parameters<C, kLayout> p{period};
-  std::int64_t j = 0;
-  for (; j + C::lanes <= n; j += C::lanes) {
-    column<F, T, kLayout, false>(x, grad, grad_x, rows, stride, j, C::lanes, p, sums, padded);
+  std::int64_t row = 0;
+  auto to = [&](std::int64_t i) { return grad_x ? grad_x + i : grad_x; };
+  for (; row + kRowsTogether <= rows; row += kRowsTogether) {
+    const std::int64_t i = row * stride;
+    backward_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), stride, n, p, sums, padded);
   }
-  if (j < n) column<F, T, kLayout, true>(x, grad, grad_x, rows, stride, j, n - j, p, sums, padded);
+  for (; row < rows; ++row) {
+    const std::int64_t i = row * stride;
+    backward_some<F, T, kLayout, 1>(x + i, grad + i, to(i), stride, n, p, sums, padded);
+  }
 }
 
 // Numbers added in float before they go to a double.
@@ -227,16 +262,16 @@ void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t
     for (int k = 0; k < kSums; ++k) block.at[k] = C::splat_of(0);
     std::int64_t j = start;
     for (; j + C::lanes <= end; j += C::lanes) {
-      Vector result = step<F, C>(p.centered(load(x + j), j), load(grad + j), p.constant_, p.shift_,
-                                 p.slope_gain_, block);
-      if (grad_x) store(grad_x + j, result);
+      Vector u[1] = {p.centered(load(x + j), j)}, g[1] = {load(grad + j)};
+      step<F, C>(u, g, p.constant_, p.shift_, p.slope_gain_, block);
+      if (grad_x) store(grad_x + j, g[0]);
     }
     Sums<Vector> last;
     for (int k = 0; k < kSums; ++k) last.at[k] = C::splat_of(0);
     if (j < end) {
-      Vector result = step<F, C>(p.centered(load_some<C>(x + j, end - j), j), load_some<C>(grad + j, end - j),
-                                 p.constant_, p.shift_, p.slope_gain_, last);
-      if (grad_x) store_some<C>(grad_x + j, end - j, result);
+      Vector u[1] = {p.centered(load_some<C>(x + j, end - j), j)}, g[1] = {load_some<C>(grad + j, end - j)};
+      step<F, C>(u, g, p.constant_, p.shift_, p.slope_gain_, last);
+      if (grad_x) store_some<C>(grad_x + j, end - j, g[0]);
     }
     for (int k = 0; k < kSums; ++k) {
       typename C::Number whole[C::lanes], some[C::lanes];

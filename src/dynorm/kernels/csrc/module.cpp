@@ -144,6 +144,14 @@ bool look(PyObject* p, dynorm::Strided& t, dynorm::Dtype& dtype) {
   return dynorm::usable(t, dtype);
 }
 
+// A tensor like another, and its memory; null with an exception set where there is none.
+PyObject* like(PyObject* tensor, dynorm::Strided& memory) {
+  PyObject* made = PyObject_CallFunctionObjArgs(torch.empty_like, tensor, nullptr);
+  if (made != nullptr && torch.api->look(made, &memory) == 0) return made;
+  Py_XDECREF(made);
+  return nullptr;
+}
+
 // x, constant, shift, center, weight, bias, function, logarithmic, scale, normalized shape. The function of x, whose
 // last sizes are the normalized shape; True where x and the parameters are as the kernels need them but a gradient is
 // wanted; None where the slow way has to decide.
@@ -188,12 +196,9 @@ PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
     }
   }
   if (gradient != 0) return gradient < 0 ? nullptr : Py_NewRef(Py_True);
-  PyObject* y = PyObject_CallFunctionObjArgs(torch.empty_like, a[0], nullptr);
   dynorm::Strided out;
-  if (y == nullptr || torch.api->look(y, &out) != 0) {
-    Py_XDECREF(y);
-    return nullptr;
-  }
+  PyObject* y = like(a[0], out);
+  if (y == nullptr) return nullptr;
   problem.function = static_cast<dynorm::Function>(integer(a[6]));
   problem.logarithmic = Py_IsTrue(a[7]);
   problem.size = dynorm::elements(x);
@@ -207,6 +212,81 @@ PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
   }
   Py_DECREF(done);
   return y;
+}
+
+// grad, (x, constant, shift, center, weight, bias), needs_input_grad, function, logarithmic, scale, channels. The
+// gradients of what autograd's function was called with: its form, x and the parameters; None where the slow way has to
+// decide.
+PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  constexpr Py_ssize_t kInputs = 1 + dynorm::kRoles;
+  if (count != 7) return PyErr_Format(PyExc_TypeError, "serve_gradients got %zd arguments", count);
+  if (!PyTuple_Check(a[1]) || PyTuple_Size(a[1]) != kInputs || !PyTuple_Check(a[2]) ||
+      PyTuple_Size(a[2]) != 1 + kInputs) {
+    return PyErr_Format(PyExc_TypeError, "serve_gradients needs %zd tensors, and what of them is needed", kInputs);
+  }
+  if (torch.api == nullptr) return Py_NewRef(Py_None);
+  Problem problem{};
+  dynorm::Strided x, grad;
+  dynorm::Dtype dtype;
+  PyObject* inputs[kInputs];
+  for (Py_ssize_t i = 0; i < kInputs; ++i) inputs[i] = PyTuple_GetItem(a[1], i);
+  if (!look(a[0], grad, dtype) || !look(inputs[0], x, problem.dtype) || dtype != problem.dtype || grad.dims != x.dims ||
+      std::memcmp(grad.shape, x.shape, x.dims * sizeof(std::int64_t)) != 0) {
+    return Py_NewRef(Py_None);
+  }
+  problem.channels = integer(a[6]);
+  for (int role = 0; role < dynorm::kRoles; ++role) {
+    PyObject* p = inputs[1 + role];
+    if (Py_IsNone(p)) continue;
+    dynorm::Strided t;
+    if (!look(p, t, dtype)) return Py_NewRef(Py_None);
+    const std::int64_t size = dynorm::elements(t);
+    if (size != problem.channels && (size != 1 || role > dynorm::kCenter)) return Py_NewRef(Py_None);
+    problem.parameters[role] = {t.data, dtype, size > 1};
+  }
+  int slow = truth(PyObject_CallFunctionObjArgs(torch.is_neg, inputs[0], nullptr));
+  if (slow == 0) slow = truth(PyObject_CallFunctionObjArgs(torch.is_neg, a[0], nullptr));
+  // A gradient of the gradient is wanted.
+  if (slow == 0) slow = truth(PyObject_CallNoArgs(torch.is_grad_enabled));
+  if (slow == 0) slow = watched();
+  if (slow != 0) return slow < 0 ? nullptr : Py_NewRef(Py_None);
+  problem.function = static_cast<dynorm::Function>(integer(a[3]));
+  problem.logarithmic = Py_IsTrue(a[4]);
+  problem.size = dynorm::elements(x);
+  problem.inner = 1;
+  problem.scale = PyFloat_AsDouble(a[5]);
+  problem.x = x.data;
+  if (!valid(problem)) return nullptr;
+  PyObject* found = PyTuple_New(1 + kInputs);
+  if (found == nullptr) return nullptr;
+  void* grad_x = nullptr;
+  Numbers gradients[dynorm::kRoles] = {};
+  PyTuple_SetItem(found, 0, Py_NewRef(Py_None));
+  for (Py_ssize_t i = 0; i < kInputs; ++i) {
+    PyObject* made = nullptr;
+    if (Py_IsTrue(PyTuple_GetItem(a[2], 1 + i)) && !Py_IsNone(inputs[i])) {
+      dynorm::Strided memory;
+      made = like(inputs[i], memory);
+      if (made == nullptr) {
+        Py_DECREF(found);
+        return nullptr;
+      }
+      if (i == 0) {
+        grad_x = memory.data;
+      } else {
+        gradients[i - 1] = problem.parameters[i - 1];
+        gradients[i - 1].data = memory.data;
+      }
+    }
+    PyTuple_SetItem(found, 1 + i, made == nullptr ? Py_NewRef(Py_None) : made);
+  }
+  PyObject* done = run(problem, [&] { dynorm::backward(*chosen, problem, grad.data, grad_x, gradients); });
+  if (done == nullptr) {
+    Py_DECREF(found);
+    return nullptr;
+  }
+  Py_DECREF(done);
+  return found;
 }
 
 // The capsule of torch.Tensor.__dlpack_c_exchange_api__, then the objects of `Torch` in order.
@@ -255,6 +335,7 @@ PyMethodDef methods[] = {
     {"forward", function(forward), METH_FASTCALL, nullptr},
     {"backward", function(backward), METH_FASTCALL, nullptr},
     {"serve", function(serve), METH_FASTCALL, nullptr},
+    {"serve_gradients", function(serve_gradients), METH_FASTCALL, nullptr},
     {"set_torch", function(set_torch), METH_FASTCALL, nullptr},
     {"set_parallel_for", set_parallel_for, METH_O, nullptr},
     {"name", name, METH_NOARGS, nullptr},

@@ -44,6 +44,18 @@ void read_all(const Numbers& from, std::int64_t count, double otherwise, Number*
   }
 }
 
+// The sum of term(i) for 0 <= i < n, in an order of its own.
+template <class Term>
+double sum_of(std::int64_t n, const Term& term) {
+  double parts[8] = {};
+  std::int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    for (int k = 0; k < 8; ++k) parts[k] += term(i + k);
+  }
+  for (; i < n; ++i) parts[0] += term(i);
+  return ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
+}
+
 inline void put(const Numbers& to, std::int64_t i, double value) {
   const float narrow = static_cast<float>(value);
   const std::uint32_t bits = as_bits(narrow);
@@ -61,6 +73,20 @@ inline void put(const Numbers& to, std::int64_t i, double value) {
     default:
       static_cast<float*>(to.data)[i] = narrow;
   }
+}
+
+// Puts value(c) for each channel, or the sum of all where there is one number; nothing where there is none.
+template <class Value>
+void put_all(const Numbers& to, std::int64_t channels, const Value& value) {
+  if (to.data == nullptr) return;
+  if (!to.per_channel) return put(to, 0, sum_of(channels, value));
+  if (to.dtype == kFloat32) {
+    // A loop of its own, for most are.
+    float* numbers = static_cast<float*>(to.data);
+    for (std::int64_t c = 0; c < channels; ++c) numbers[c] = static_cast<float>(value(c));
+    return;
+  }
+  for (std::int64_t c = 0; c < channels; ++c) put(to, c, value(c));
 }
 
 inline std::int64_t size_of(Dtype dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }

@@ -20,8 +20,8 @@ constexpr std::int64_t kLongestMixed = 4096;
 // sums do not depend on it.
 constexpr std::int64_t kPiece = 65536;
 constexpr std::int64_t kMostChunks = 64;
-// Rows that share a load and a store of their sums; rows added in float before they go to double.
-constexpr std::int64_t kRowsAtOnce = 16, kRowsInFloat = 128;
+// Rows added in float before they go to double; chunks are of a multiple of the rows that kernels take side by side.
+constexpr std::int64_t kRowsInFloat = 128, kMostSideBySide = 4;
 // Larger outputs do not fit the cache, so they need not pass through it.
 constexpr std::int64_t kStreamedBytes = std::int64_t{16} << 20;
 
@@ -206,37 +206,83 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
   });
 }
 
-// Sums of each channel, in double: kSums arrays of `channels`.
-using ChannelSums = std::vector<double>;
+// What becomes of one of the sums: nothing, if no gradient is made of it; one number, weighted with the gains, if only
+// gradients are that all channels share; else an array.
+enum Kept { kNothing, kWeighted, kWhole };
+struct Wanted {
+  Kept kept[kSums] = {};
+  int arrays = 0;
 
-// One chunk of rows; `total` gets kSums arrays of `padded` doubles, where sums are wanted.
+  // The gradients that are made of a sum.
+  void add(Sum sum, const Numbers& gradient, bool shared) {
+    if (gradient.data == nullptr || kept[sum] == kWhole) return;
+    kept[sum] = shared && !gradient.per_channel ? kWeighted : kWhole;
+    arrays += kept[sum] == kWhole;
+  }
+  bool any() const {
+    return std::any_of(kept, kept + kSums, [](Kept k) { return k != kNothing; });
+  }
+};
+
+// Sums over all of x: of each channel, and over the channels with their gains.
+struct Totals {
+  std::vector<double> whole[kSums];
+  double weighted[kSums] = {};
+};
+
+// One call's backward pass over rows. A chunk of rows leaves few numbers, for one thread adds those of all chunks, and
+// has to fetch what another has written.
 template <class Number>
-void backward_chunk(const BackwardRows kernel, const Problem& problem, const Period& parameters, std::int64_t period,
-                    const void* grad_y, void* grad_x, std::int64_t begin, std::int64_t end, std::int64_t padded,
-                    double* total) {
-  static thread_local std::vector<Number> sums;
-  const std::int64_t width = size_of(problem.dtype);
-  auto run = [&](std::int64_t row, std::int64_t rows, std::int64_t n) {
-    const std::int64_t at = row * period * width;
-    kernel(offset(problem.x, at), offset(grad_y, at), offset(grad_x, at), rows, period, n, parameters,
-           total == nullptr ? nullptr : sums.data(), padded);
-  };
-  for (std::int64_t block = begin; block < end; block += kRowsInFloat) {
-    if (total != nullptr) sums.assign(kSums * padded, Number{0});
-    const std::int64_t stop = std::min(end, block + kRowsInFloat);
-    for (std::int64_t row = block; row < stop; row += kRowsAtOnce) {
-      const std::int64_t last = std::min(stop, row + kRowsAtOnce), whole = std::min(last, problem.size / period);
-      if (whole > row) run(row, whole - row, period);
-      if (whole < last) run(whole, 1, problem.size - whole * period);
+struct Rows {
+  const BackwardRows kernel;
+  const Problem& problem;
+  const Period parameters;
+  const void* grad_y;
+  void* grad_x;
+  const Wanted& wanted;
+  const std::int64_t period, padded;
+
+  // Rows begin to end; `whole` gets the arrays that are kept, one after another, and `weighted` the weighted sums.
+  void chunk(std::int64_t begin, std::int64_t end, Number* whole, double* weighted) const {
+    static thread_local std::vector<Number> sums;
+    static thread_local std::vector<double> longer;
+    const bool summed = wanted.any(), in_blocks = end - begin > kRowsInFloat;
+    if (summed && in_blocks) longer.assign(kSums * padded, 0.0);
+    for (std::int64_t block = begin; block < end; block += kRowsInFloat) {
+      if (summed) sums.assign(kSums * padded, Number{0});
+      const std::int64_t stop = std::min(end, block + kRowsInFloat), last = std::min(stop, problem.size / period);
+      Number* to = summed ? sums.data() : nullptr;
+      if (last > block) run(block, last - block, period, to);
+      if (last < stop) run(last, 1, problem.size - last * period, to);
+      for (std::int64_t i = 0; summed && in_blocks && i < kSums * padded; ++i) longer[i] += sums[i];
     }
-    if (total == nullptr) continue;
-    if (block == begin) {
-      std::copy(sums.begin(), sums.end(), total);
-    } else {
-      for (std::int64_t i = 0; i < kSums * padded; ++i) total[i] += sums[i];
+    if (!summed) return;
+    for (int s = 0; s < kSums; ++s) {
+      if (in_blocks) {
+        keep(s, longer.data() + s * padded, whole, weighted);
+      } else {
+        keep(s, sums.data() + s * padded, whole, weighted);
+      }
+      if (wanted.kept[s] == kWhole) whole += padded;
     }
   }
-}
+
+ private:
+  void run(std::int64_t row, std::int64_t rows, std::int64_t n, Number* sums) const {
+    const std::int64_t at = row * period * size_of(problem.dtype);
+    kernel(offset(problem.x, at), offset(grad_y, at), offset(grad_x, at), rows, period, n, parameters, sums, padded);
+  }
+
+  template <class Longer>
+  void keep(int s, const Longer* sum, Number* whole, double* weighted) const {
+    const Number* gain = static_cast<const Number*>(parameters.gain);
+    if (wanted.kept[s] == kWhole) {
+      for (std::int64_t i = 0; i < period; ++i) whole[i] = static_cast<Number>(sum[i]);
+    } else if (wanted.kept[s] == kWeighted) {
+      weighted[s] = sum_of(period, [&](std::int64_t i) { return static_cast<double>(gain[i]) * sum[i]; });
+    }
+  }
+};
 
 // Into how many chunks rows are divided: few, because the chunks' sums are added by one thread, but at least eight
 // where there is work for eight; an even number.
@@ -247,95 +293,108 @@ std::int64_t chunks_of(std::int64_t size) {
 }
 
 template <class Number>
-ChannelSums backward_rows(const Kernels& kernels, Plan<Number>& plan, const void* grad_y, void* grad_x, bool sums) {
+Totals backward_rows(const Kernels& kernels, Plan<Number>& plan, const void* grad_y, void* grad_x,
+                     const Wanted& wanted) {
   const Problem& problem = plan.problem;
-  const std::int64_t period = plan.period, padded = round_up(period, kWidest);
+  const std::int64_t period = plan.period, padded = round_up(period, kWidest), channels = problem.channels;
   const std::int64_t rows = ceil_divide(problem.size, period);
-  const std::int64_t chunk = round_up(ceil_divide(rows, chunks_of(problem.size)), kRowsAtOnce);
-  const std::int64_t chunks = rows == 0 ? 0 : ceil_divide(rows, chunk), each = kSums * padded;
+  const std::int64_t chunk = round_up(ceil_divide(rows, chunks_of(problem.size)), kMostSideBySide);
+  const std::int64_t chunks = rows == 0 ? 0 : ceil_divide(rows, chunk), each = wanted.arrays * padded;
   // Of this thread, though others write to it: a new one would be new pages for each call.
-  static thread_local Buffer<double> buffer;
-  double* totals = sums ? buffer.of(std::max<std::int64_t>(1, chunks) * each) : nullptr;
-  const Period parameters = plan.rows();
+  static thread_local Buffer<Number> buffer;
+  Number* whole = buffer.of(chunks * each);
+  double weighted[kMostChunks][kSums] = {};
   const BackwardRows kernel = kernels.backward_rows[plan.function][problem.dtype][plan.layout()];
+  const Rows<Number> work{kernel, problem, plan.rows(), grad_y, grad_x, wanted, period, padded};
   parallel(chunks, chunk * period, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t k = begin; k < end; ++k) {
-      backward_chunk<Number>(kernel, problem, parameters, period, grad_y, grad_x, k * chunk,
-                             std::min(rows, (k + 1) * chunk), padded, sums ? totals + k * each : nullptr);
+      work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each, weighted[k]);
     }
   });
-  ChannelSums result(sums ? kSums * problem.channels : 0);
-  if (!sums || chunks == 0) return result;
-  for (std::int64_t k = 1; k < chunks; ++k) {
-    for (std::int64_t i = 0; i < each; ++i) totals[i] += totals[k * each + i];
-  }
-  for (int s = 0; s < kSums; ++s) {
-    double* to = result.data() + s * problem.channels;
-    const double* from = totals + s * padded;
-    for (std::int64_t e = 0, c = 0; e < period; c = c + 1 == problem.channels ? 0 : c + 1) {
-      for (std::int64_t i = 0; i < problem.inner; ++i) to[c] += from[e++];
+  Totals totals;
+  for (int s = 0, array = 0; s < kSums; ++s) {
+    for (std::int64_t k = 0; k < chunks; ++k) totals.weighted[s] += weighted[k][s];
+    if (wanted.kept[s] != kWhole) continue;
+    std::vector<double>& sum = totals.whole[s];
+    sum.assign(period, 0.0);
+    for (std::int64_t k = 0; k < chunks; ++k) {
+      const Number* from = whole + k * each + array * padded;
+      for (std::int64_t e = 0; e < period; ++e) sum[e] += from[e];
     }
+    ++array;
+    if (period == channels) continue;
+    std::vector<double> folded(channels);
+    for (std::int64_t e = 0, c = 0; e < period; c = c + 1 == channels ? 0 : c + 1) {
+      for (std::int64_t i = 0; i < problem.inner; ++i) folded[c] += sum[e++];
+    }
+    sum = std::move(folded);
   }
-  return result;
+  return totals;
 }
 
 template <class Number>
-ChannelSums backward_runs(const Kernels& kernels, Plan<Number>& plan, const void* grad_y, void* grad_x) {
+Totals backward_runs(const Kernels& kernels, Plan<Number>& plan, const void* grad_y, void* grad_x) {
   const Problem& problem = plan.problem;
   const std::int64_t width = size_of(problem.dtype), pieces = plan.pieces();
   const BackwardRun kernel = kernels.backward_run[plan.function][problem.dtype];
-  std::vector<double> totals(pieces * kSums);
+  std::vector<double> sums(pieces * kSums);
   parallel(pieces, std::min(problem.inner, kPiece), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t piece = begin; piece < end; ++piece) {
       const std::int64_t at = plan.start_of(piece) * width;
       kernel(offset(problem.x, at), offset(grad_y, at), offset(grad_x, at), plan.length_of(piece),
-             plan.run(plan.channel_of(piece)), totals.data() + piece * kSums);
+             plan.run(plan.channel_of(piece)), sums.data() + piece * kSums);
     }
   });
-  ChannelSums result(kSums * problem.channels);
-  for (std::int64_t piece = 0; piece < pieces; ++piece) {
-    for (int s = 0; s < kSums; ++s) {
-      result[s * problem.channels + plan.channel_of(piece)] += totals[piece * kSums + s];
+  Totals totals;
+  for (int s = 0; s < kSums; ++s) {
+    totals.whole[s].assign(problem.channels, 0.0);
+    for (std::int64_t piece = 0; piece < pieces; ++piece) {
+      totals.whole[s][plan.channel_of(piece)] += sums[piece * kSums + s];
     }
+    totals.weighted[s] = sum_of(problem.channels, [&](std::int64_t c) {
+      return static_cast<double>(plan.at[kAtGain][c]) * totals.whole[s][c];
+    });
   }
-  return result;
+  return totals;
 }
 
-// The gradients of one channel's parameters from its sums.
+// The gradients of the parameters from the sums.
 template <class Number>
-void derive(const Plan<Number>& plan, const ChannelSums& sums, std::int64_t c, double gradients[kRoles]) {
+void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted, const Numbers gradients[kRoles]) {
   const Problem& problem = plan.problem;
-  auto sum = [&](Sum which) { return sums[which * problem.channels + c]; };
-  const double gain = plan.at[kAtGain][c], constant = plan.constant_of(c);
-  double factor = problem.function == kDyisru ? -0.5 * gain : gain;
-  if (problem.logarithmic) factor *= problem.function == kLinear ? -0.5 * constant : constant;
-  gradients[kConstant] = factor * sum(kSumMoment);
-  gradients[kShift] = problem.function == kDerf ? gain * sum(kSumSlope) : 0.0;
-  gradients[kCenter] = -static_cast<double>(plan.at[kAtSlopeGain][c]) * sum(kSumSlope);
-  gradients[kWeight] = problem.scale * sum(kSumValue);
-  gradients[kBias] = sum(kSumGrad);
+  const double sign = problem.function == kDyisru ? -0.5 : 1.0, halved = problem.function == kLinear ? -0.5 : 1.0;
+  // What the gain times the sum is multiplied by.
+  auto of_constant = [&](std::int64_t c) { return problem.logarithmic ? sign * halved * plan.constant_of(c) : sign; };
+  auto of_shift = [&](std::int64_t) { return problem.function == kDerf ? 1.0 : 0.0; };
+  auto of_center = [&](std::int64_t c) { return plan.function == kDyisruWide ? -1.0 : -double{plan.constant_of(c)}; };
+  auto put_constant = [&](Role role, Sum sum, auto factor) {
+    const Numbers& to = gradients[role];
+    if (to.data == nullptr) return;
+    if (wanted.kept[sum] == kWeighted) return put(to, 0, factor(0) * totals.weighted[sum]);
+    const std::vector<double>& whole = totals.whole[sum];
+    put_all(to, problem.channels, [&](std::int64_t c) { return factor(c) * plan.at[kAtGain][c] * whole[c]; });
+  };
+  put_constant(kConstant, kSumMoment, of_constant);
+  put_constant(kShift, kSumSlope, of_shift);
+  put_constant(kCenter, kSumSlope, of_center);
+  const std::vector<double>&value = totals.whole[kSumValue], &grad = totals.whole[kSumGrad];
+  put_all(gradients[kWeight], problem.channels, [&](std::int64_t c) { return problem.scale * value[c]; });
+  put_all(gradients[kBias], problem.channels, [&](std::int64_t c) { return grad[c]; });
 }
 
 template <class Number>
 void backward_as(const Kernels& kernels, const Problem& problem, const void* grad_y, void* grad_x,
                  const Numbers gradients[kRoles]) {
   Plan<Number> plan(problem, true);
-  const bool wanted = std::any_of(gradients, gradients + kRoles, [](const Numbers& g) { return g.data != nullptr; });
-  const ChannelSums sums = plan.mixed ? backward_rows(kernels, plan, grad_y, grad_x, wanted)
-                                      : backward_runs(kernels, plan, grad_y, grad_x);
-  if (!wanted) return;
-  double whole[kRoles] = {};
-  for (std::int64_t c = 0; c < problem.channels; ++c) {
-    double here[kRoles];
-    derive(plan, sums, c, here);
-    for (int role = 0; role < kRoles; ++role) {
-      whole[role] += here[role];
-      if (gradients[role].data != nullptr && gradients[role].per_channel) put(gradients[role], c, here[role]);
-    }
-  }
-  for (int role = 0; role < kRoles; ++role) {
-    if (gradients[role].data != nullptr && !gradients[role].per_channel) put(gradients[role], 0, whole[role]);
-  }
+  Wanted wanted;
+  wanted.add(kSumGrad, gradients[kBias], false);
+  wanted.add(kSumValue, gradients[kWeight], false);
+  wanted.add(kSumMoment, gradients[kConstant], !plan.constants_differ);
+  wanted.add(kSumSlope, gradients[kShift], !plan.constants_differ);
+  wanted.add(kSumSlope, gradients[kCenter], !plan.constants_differ);
+  const Totals totals = plan.mixed ? backward_rows(kernels, plan, grad_y, grad_x, wanted)
+                                   : backward_runs(kernels, plan, grad_y, grad_x);
+  derive(plan, totals, wanted, gradients);
 }
 
 }  // namespace

@@ -9,6 +9,10 @@ inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (_
 // The bound where a is beyond it, else a; NaN stays NaN, the second operand is what comes then.
 inline V at_most(V a, float bound) { return (V)_mm256_min_ps(_mm256_set1_ps(bound), (__m256)a); }
 inline V at_least(V a, float bound) { return (V)_mm256_max_ps(_mm256_set1_ps(bound), (__m256)a); }
+// Whether any lane is above the bound, or NaN.
+inline bool any_above(V a, float bound) {
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
+}
 // Of 14 bits or more.
 inline V reciprocal(V a) { return 1.0f / a; }
 #define DYNORM_RSQRT_BITS 11

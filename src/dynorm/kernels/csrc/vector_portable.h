@@ -9,6 +9,10 @@ inline V fma(V a, V b, V c) { return a * b + c; }
 // The bound where a is beyond it, else a; NaN stays NaN.
 inline V at_most(V a, float bound) { return a > bound ? splat(bound) : a; }
 inline V at_least(V a, float bound) { return a < bound ? splat(bound) : a; }
+// Whether any lane is above the bound, or NaN.
+inline bool any_above(V a, float bound) {
+  return !(a[0] <= bound && a[1] <= bound && a[2] <= bound && a[3] <= bound);
+}
 // Of 14 bits or more.
 inline V reciprocal(V a) { return 1.0f / a; }
 
