@@ -46,12 +46,15 @@ def backward_call(case: Case, function: str) -> Callable[[], dict[str, Tensor]] 
     number, scale, constant, shift, logarithmic = parts
     parameters = (constant, shift, None, case.parameters["weight"], case.parameters["bias"])
     needed = (True, True, shift is not None, False, True, True)
+    inputs, asked = (case.x, *parameters), (False, *needed)
+    rest = (parameters, needed, scale, case.channels, 1, logarithmic)
     roles = ("x", KERNELS[function][1], "shift", "center", "weight", "bias")
 
     def call() -> dict[str, Tensor]:
-        found = _cpu.gradients(
-            number, case.grad, case.x, parameters, needed, scale, case.channels, 1, logarithmic
-        )  # fmt: skip
+        # As autograd does: by the C++ side's own checks, where this torch lets it look at tensors.
+        with torch.no_grad():
+            served = _cpu.serve_gradients(case.grad, inputs, asked, number, logarithmic, scale, case.channels)
+        found = served[1:] if served is not None else _cpu.gradients(number, case.grad, case.x, *rest)
         return {role: g for role, g in zip(roles, found, strict=True) if g is not None}
 
     return call
