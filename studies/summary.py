@@ -1,9 +1,9 @@
-"""What the runs say: per arm the best rate, mean and spread there, the width of the good range, the cost of a step."""
+"""What the runs say: per arm the best rate, mean and spread there, and the width of the good range."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from typing import Any
 
 from studies.arms import ARMS
@@ -30,10 +30,8 @@ def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> d
     found = {name: summary(runs) for name, runs in sorted(groups.items())}
     for name, runs in groups.items():
         baseline = groups.get(baseline_of(runs[0][0]).group)
-        if baseline is not None and found[name]["best_lr"] is not None:
-            if baseline is not runs:
-                found[name]["against"] = against(_at_best(runs), _at_best(baseline))
-            found[name]["relative_time"] = relative_times(runs, baseline)
+        if baseline is not None and baseline is not runs and found[name]["best_lr"] is not None:
+            found[name]["against"] = against(_at_best(runs), _at_best(baseline))
     waiting = [item.part for item in missing(results, plan)]
     return {
         "command": "python -m studies.report",
@@ -66,7 +64,6 @@ def summary(runs: Runs) -> dict[str, Any]:
         "half_range": (max(values) - min(values)) / 2 if values else None,
         "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
         **good_range([(s.lr, r["loss"]) for s, r in first]),
-        "seconds_per_step": median(r["seconds_per_step"] for _, r in runs),
     }
 
 
@@ -117,17 +114,6 @@ def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
         "seeds": len(values),
         "standard_error": stdev(parts) / len(parts) ** 0.5,
     }
-
-
-def relative_times(runs: Runs, baseline: Runs) -> dict[str, float]:
-    """Return the time of a step over the baseline's, of all steps and of each phase of a path."""
-    unit = median(r["seconds_per_step"] for _, r in baseline)
-    phases = {phase for _, r in runs for phase in r["seconds_per_step_by_phase"]}
-    times = {"all": median(r["seconds_per_step"] for _, r in runs)}
-    for phase in sorted(phases):
-        measured = [r["seconds_per_step_by_phase"].get(phase) for _, r in runs]
-        times[phase] = median(value for value in measured if value is not None)
-    return {name: value / unit for name, value in times.items()}
 
 
 def baseline_of(settings: Settings) -> Settings:

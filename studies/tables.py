@@ -16,7 +16,7 @@ def table(part: Part, study: Mapping[str, Any]) -> str:
     """Return a part's table: a row an arm, in words what is missing."""
     accuracy = part is DIGITS
     head = ["arm", "best rate", "held-out loss", *(["accuracy"] if accuracy else []), "against the norm", "good rates"]
-    head += ["diverged", "time of a step"]
+    head += ["diverged"]
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for sweep in part.sweeps():
         group = study["groups"].get(sweep[0].group)
@@ -34,7 +34,7 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
     so_far = "" if done == len(sweep) else f" ({done} of {len(sweep)} rates so far)"
     diverged = f"{group['diverged']} of {group['runs']}"
     if group["best_lr"] is None:
-        return [f"none{so_far}", "diverged", *([""] if accuracy else []), "", "", diverged, ""]
+        return [f"none{so_far}", "diverged", *([""] if accuracy else []), "", "", diverged]
     return [
         rate(group["best_lr"]) + so_far,
         spread(group["mean"], group["half_range"], len(group["losses"])),
@@ -42,7 +42,6 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
         difference(group),
         good(group),
         diverged,
-        times(group),
     ]
 
 
@@ -66,7 +65,6 @@ def answers(study: Mapping[str, Any]) -> str:
         ("good rates of DyISRU from the first step, 3,000 steps", LONG, "dyisru", good),
         ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
-        ("time of a training step of annealed DyISRU over LayerNorm's", SMALL, "dyisru_annealed", times),
     ):
         group = of(part, arm)
         rows.append(f"| {question} | {NOT_YET if group is None else say(group) or NOT_YET} |")
@@ -109,14 +107,3 @@ def good(group: Mapping[str, Any]) -> str:
     at_least = "at least " if group["open"] else ""
     rates = f"only {rate(low)}" if low == high else f"{rate(low)} to {rate(high)}"
     return f"{rates}: {at_least}{group['width']:.3g} x"
-
-
-def times(group: Mapping[str, Any]) -> str:
-    """Return the time of a step over the baseline's; of an annealed arm also that of each part of the path."""
-    found = dict(group.get("relative_time") or {})
-    if not found:
-        return ""
-    text = f"{found.pop('all'):.2f} x"
-    names = {"norm": "norm", "path": "path", "pointwise": "point-wise"}
-    phases = [f"{name} {found[phase]:.2f}" for phase, name in names.items() if phase in found]
-    return text + (f" ({', '.join(phases)})" if phases else "")

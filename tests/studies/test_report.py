@@ -17,7 +17,7 @@ from studies.runs import dumps, read_all
 from studies.settings import Settings
 from studies.summary import baseline_of, good_range, summarize
 from studies.tables import rate, table
-from tests.studies.synthetic import EVERYTHING, imagined_log, record, results
+from tests.studies.synthetic import EVERYTHING, imagined_log, results
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 
@@ -85,13 +85,6 @@ def test_an_arm_that_always_diverges_has_no_best() -> None:
     assert "2 of 2" in row
 
 
-def test_times_are_over_those_of_the_norm() -> None:
-    norm, annealed = Settings("layernorm", 4e-3), Settings("dyisru_annealed", 4e-3)
-    runs = {norm.name: record(norm, 1.9, step=0.2), annealed.name: record(annealed, 1.9, step=0.3)}
-    found = group_of(summarize(runs), "dyisru_annealed")["relative_time"]
-    assert found == pytest.approx({"all": 1.5, "norm": 1.5, "path": 3.0, "pointwise": 1.5})
-
-
 def test_each_run_is_compared_with_its_own_models_norm() -> None:
     variant = Settings("dyisru", 1e-3, constants_rate=10.0, per_channel=True, center=True, warmup_constants=True)
     assert baseline_of(variant).group == Settings("layernorm", 1e-3).group
@@ -104,7 +97,7 @@ def test_each_run_is_compared_with_its_own_models_norm() -> None:
 def test_the_tables_say_what_is_missing() -> None:
     study = summarize(sweep_of("layernorm", 2.1, 2.0, 1.9))
     rows = table(SMALL, study).splitlines()
-    assert "| LayerNorm | 4e-3 (3 of 5 rates so far) | 1.900 (1 seed) |" in rows[2]
+    assert "| LayerNorm | 4e-3 (2 of 3 rates so far) | 1.900 (1 seed) |" in rows[2]
     assert sum("not run yet" in row for row in rows) == len(SMALL.arms) - 1
     assert len({row.count("|") for row in rows}) == 1
     assert "600 steps: " in parts(study)["left"]
