@@ -62,27 +62,39 @@ class Subject:
         return {"cosine": output.cosine_mean, "worst": output.cosine_min, "spearman": output.spearman}
 
 
-def stages(to: str, seed: int, steps: int, per_channel: bool) -> Iterator[tuple[str, float, Subject]]:
-    """Yield the model after each stage, with the seconds that the stage took."""
+def subject_of(seed: int) -> Subject:
+    """Return the model as it is, and the texts of a seed's split."""
     fit, held_out = split_texts(standard_library_docstrings(), HELD_OUT, seed)
     pretrained = load_pretrained(folder())
     original = copy.deepcopy(pretrained.model)
     encoded, tests = encode(pretrained, fit), make_batches(pretrained, encode(pretrained, held_out), BATCH)
-    subject = Subject(pretrained, original, encoded, tests)
+    return Subject(pretrained, original, encoded, tests)
+
+
+def stages(to: str, seed: int, steps: int, per_channel: bool) -> Iterator[tuple[str, float, Subject]]:
+    """Yield the model after each stage, with the seconds that the stage took."""
+    subject = subject_of(seed)
+    for stage in fitted(subject, to, seed, per_channel=per_channel):
+        yield *stage, subject
+    if steps:
+        started = time.perf_counter()
+        distill_(subject.pretrained, subject.original, subject.encoded, steps=steps, seed=seed, quiet=True)
+        yield "distilled", time.perf_counter() - started, subject
+
+
+def fitted(subject: Subject, to: str, seed: int, **options: Any) -> Iterator[tuple[str, float]]:
+    """Convert, calibrate and refine; yield after each stage its name and how long it took."""
+    pretrained, encoded = subject.pretrained, subject.encoded
     batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, seed)
     more = make_batches(pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, seed)
     sites = dynorm.find_norms(pretrained.model, **batches[0])
-    dynorm.convert_(pretrained.model, sites, to, per_channel=per_channel)
+    dynorm.convert_(pretrained.model, sites, to, **options)
     started = time.perf_counter()
     dynorm.calibrate_(pretrained.model, batches)
-    yield "calibrated", time.perf_counter() - started, subject
+    yield "calibrated", time.perf_counter() - started
     started = time.perf_counter()
     dynorm.refine_(pretrained.model, more, steps=REFINE)
-    yield "refined", time.perf_counter() - started, subject
-    if steps:
-        started = time.perf_counter()
-        distill_(pretrained, original, encoded, steps=steps, seed=seed, quiet=True)
-        yield "distilled", time.perf_counter() - started, subject
+    yield "refined", time.perf_counter() - started
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -13,8 +14,11 @@ from typer.testing import CliRunner
 
 import dynorm
 from dynorm.cli import app
+from dynorm.integrations import AnnealCallback
+from dynorm.integrations.distill import distill_
 from dynorm.integrations.pipeline import Recipe, convert_pretrained
-from dynorm.integrations.pretrained import load_pretrained
+from dynorm.integrations.pretrained import encode, load_pretrained, make_batches
+from dynorm.layers import AnnealedNorm
 from dynorm.surgery.plan import dynorm_layers
 
 QUICK = Recipe(refine=4, held_out=16, max_length=16)
@@ -70,6 +74,21 @@ def test_a_stopped_distillation_goes_on_from_its_checkpoint(encoder: Path, texts
     resumed = convert_pretrained(encoder, tmp_path / "resumed", longer, texts=[texts], quiet=True)
     assert whole.meta["stages"]["distill"]["steps"] == 4
     assert resumed.meta["stages"]["distill"]["steps"] == 6
+
+
+def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Path) -> None:
+    student = load_pretrained(encoder)
+    teacher = copy.deepcopy(student.model)
+    encoded = encode(student, texts.read_text("utf-8").split("\n\n"))
+    batch = make_batches(student, encoded, 8)[0]
+    dynorm.convert_(student.model, dynorm.find_norms(student.model, **batch), to="annealed")
+    callback = AnnealCallback(start=1, length=0.6)
+    found = distill_(student, teacher, encoded, steps=10, batch_size=8, quiet=True, callbacks=[callback])
+    assert found.steps == 10
+    assert {layer.position for layer in student.model.modules() if isinstance(layer, AnnealedNorm)} == {1.0}
+    dynorm.finalize_(student.model)
+    assert len(dynorm_layers(student.model)) == 5
+    assert dynorm.measure(student.model, [batch], original=teacher).output.cosine_mean > 0.5
 
 
 def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def distill_(
     seed: int = 0,
     checkpoints: str | Path | None = None,
     quiet: bool = False,
+    callbacks: Sequence[Any] = (),
 ) -> DistillationReport:
     """Train all weights of a converted model to give what the original gives, in place.
 
@@ -75,6 +76,7 @@ def distill_(
         checkpoints: a folder for the Trainer's checkpoints, ten in a run, the last one kept; training goes on from
             one that is there. None keeps none.
         quiet: no progress bar.
+        callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for a student on a path.
 
     Returns:
         Steps, time and last loss.
@@ -94,9 +96,8 @@ def distill_(
     with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch:
         arguments = _arguments(Path(checkpoints or scratch), steps, batch_size, seed, checkpoints is not None, quiet)
         arguments.use_cpu = next(student.model.parameters()).device.type == "cpu"
-        trainer = _trainer(
-            student, teacher, encoded, arguments, lr, None if minutes is None else started + 60 * minutes
-        )
+        until = None if minutes is None else started + 60 * minutes
+        trainer = _trainer(student, teacher, encoded, arguments, lr, until, callbacks)
         trainer.train(resume_from_checkpoint=_has_checkpoint(checkpoints))
     student.model.eval()
     student.model.zero_grad(set_to_none=True)
@@ -188,6 +189,7 @@ def _trainer(
     arguments: Any,
     lr: float,
     until: float | None,
+    callbacks: Sequence[Any],
 ) -> Any:
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
@@ -211,7 +213,7 @@ def _trainer(
         train_dataset=[{"input_ids": ids} for ids in encoded],
         data_collator=lambda items: collate(student, [item["input_ids"] for item in items]),
         optimizers=(optimizer, None),
-        callbacks=[StopInTime()],
+        callbacks=[StopInTime(), *callbacks],
     )
     # Without its bar the Trainer prints its log instead, in the middle of ours.
     trainer.remove_callback(PrinterCallback)
