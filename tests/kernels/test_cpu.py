@@ -194,6 +194,67 @@ def test_one_that_is_huge_changes_no_other(instructions: str, huge: float) -> No
         assert_close(found[0].double(), exact, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("huge", [5e18, -1.7e19, 3e38, -INF])
+def test_huge_ones_among_rows_that_are_computed_side_by_side(instructions: str, huge: float) -> None:
+    """Several in a column and alone, in whole groups of rows and in the rest; sums against float64."""
+    x, grad = torch.randn(23, 272), torch.randn(23, 272)
+    parameters = make(272, torch.float32, per_channel=False, everything=True)
+    alone = _gradient(grad, x, parameters)
+    with_them, others = x.clone(), torch.ones(23, 272, dtype=torch.bool)
+    for row, column in ((0, 3), (2, 3), (3, 3), (7, 100), (21, 271), (22, 3)):
+        with_them[row, column], others[row, column] = huge, False
+    assert torch.equal(_gradient(grad, with_them, parameters)[others], alone[others])
+    bounded = with_them.clamp(-1e30, 1e30)
+    compare(Form(DYISRU, False, 1.0, 272, 1), bounded, parameters, 1e-5)
+    limits = _cpu.gradients(DYISRU, grad, bounded, parameters, (True,) * 6, 1.0, 272, 1, False)
+    found = _cpu.gradients(DYISRU, grad, with_them, parameters, (True,) * 6, 1.0, 272, 1, False)
+    for got, want in zip(found, limits, strict=True):
+        assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("exponent", [40, 59, 61, 80, 95, 99])
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_slopes_of_large_constants(instructions: str, exponent: int, size: float) -> None:
+    """The slope without its constant is a cube that float32 cannot hold; what autograd gets must be right."""
+    beta = 2.0**exponent
+    x, grad = torch.randn(7, 48) * beta**0.5, size * torch.randn(7, 48)
+    constant = torch.tensor([beta])
+    exact = grad.double() * beta / (beta + x.double() ** 2) ** 1.5
+    found = _cpu.gradients(DYISRU, grad, x, (constant, None, None, None, None), (True,) * 6, 1.0, 48, 1, False)
+    assert found[0] is not None
+    assert_close(found[0].double(), exact, rtol=1e-5, atol=float(exact.abs().max()) * 1e-6)
+
+
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("shape", [(23, 48, 1), (9, 5, 7), (2, 3, 5000)], ids=str)
+def test_what_is_wanted_changes_no_other(function: int, per_channel: bool, shape: tuple[int, ...]) -> None:
+    parameters = make(shape[1], torch.float32, per_channel=per_channel, everything=True)
+    x, grad = torch.randn(shape), torch.randn(shape)
+
+    def run(needed: tuple[bool, ...]) -> list[Tensor | None]:
+        return _cpu.gradients(function, grad, x, parameters, needed, 1.3, *shape[1:], False)  # type: ignore[arg-type]
+
+    whole = run((True,) * 6)
+    for needed in itertools.product((False, True), repeat=6):
+        for got, want, need in zip(run(needed), whole, needed, strict=True):
+            assert (got is not None) == need
+            if got is not None:
+                assert want is not None
+                assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("function", [DYISRU, DYT, LINEAR], ids=["dyisru", "dyt", "linear"])
+def test_a_shift_that_has_no_part_gets_zero(function: int) -> None:
+    grad = torch.randn(4, 8)
+    grad[1, 2] = INF
+    parameters = (torch.ones(1), torch.zeros(1), None, torch.ones(8), None)
+    found = _cpu.gradients(function, grad, torch.randn(4, 8), parameters, (True,) * 6, 1.0, 8, 1, False)
+    assert found[2] is not None
+    assert torch.equal(found[2], torch.zeros(1))
+    assert not found[2].signbit()
+
+
 def _gradient(grad: Tensor, x: Tensor, parameters: Parameters) -> Tensor:
     found = _cpu.gradients(DYISRU, grad, x, parameters, (True,) * 6, 1.0, x.shape[1], 1, False)[0]
     assert found is not None
@@ -282,8 +343,9 @@ def test_accuracy(instructions: str, function: int, constant: float) -> None:
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 @pytest.mark.parametrize("shape", [(700, 384, 1), (6, 5, 70_000), (3000, 100, 1), (40_000, 16, 1)], ids=str)
-def test_threads_change_nothing(function: int, shape: tuple[int, ...]) -> None:
-    parameters = make(shape[1], torch.float32, per_channel=True, everything=True)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_channel: bool) -> None:
+    parameters = make(shape[1], torch.float32, per_channel=per_channel, everything=True)
     x, grad = torch.randn(shape), torch.randn(shape)
 
     def run() -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -165,6 +166,48 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
         assert serve() is None
     with pytest.raises(TypeError):
         serve(needed=(True,))
+    assert serve(constant=torch._neg_view(-one)) is None
+    with torch.no_grad(), pytest.raises(TypeError):
+        _cpu.serve_gradients(grad, (x, one, None, None, weight, None), (True,) * 7, 1, False, 1.0, "4")  # type: ignore
+
+
+@needs_kernels
+def test_large_inputs_and_many_threads_get_the_same_gradients(kind: type[PointwiseNorm]) -> None:
+    """Python's lock is released in the middle."""
+    layer = build(kind, 64)
+    inputs = [torch.randn(700, 64) for _ in range(4)]
+
+    def run(x: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(layer(leaf := x.clone().requires_grad_()).sum() * 2, [leaf]))
+
+    want = [run(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for got, expected in zip(pool.map(run, inputs), want, strict=True):
+                assert torch.equal(got[0], expected[0])
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_zeros_without_memory_and_hidden_signs(
+    kind: type[PointwiseNorm], exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's ZeroTensor, which has no memory, and a sign that is a bit of the tensor."""
+    if not exchange:
+        monkeypatch.setattr(_cpu, "serve", lambda *_: None)
+        monkeypatch.setattr(_cpu, "serve_gradients", lambda *_: None)
+    layer = build(kind, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    zeros: Tensor = torch._efficientzerotensor(3, 4)
+    (grad,) = torch.autograd.grad(layer(x), x, zeros)
+    assert torch.equal(grad + 0, torch.zeros(3, 4))
+    assert_close(layer(zeros) + 0, layer(torch.zeros(3, 4)))
+    name = layer.constants[0]
+    constant = getattr(layer, name).detach().clone()
+    want = layer(x).detach()
+    del layer._parameters[name]
+    layer.register_parameter(name, None)
+    layer._parameters[name] = torch._neg_view(-constant)  # type: ignore[assignment]
+    assert_close(layer(x).detach(), want)
 
 
 @needs_kernels

@@ -4,8 +4,9 @@
 ``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x is contiguous and seen as (outer,
 channels, inner). With ``logarithmic`` the constant is log(beta), and the linear slope ``1 / sqrt(beta)``.
 
-The sums of the parameters' gradients are taken in pieces that depend on the shape alone, in float32 for at most 128
-rows (4096 elements of a run) and in float64 beyond, and added in order: they are the same for any number of threads.
+The sums of the parameters' gradients are taken in pieces that depend on the shape alone: in float32 for at most 128
+rows (4096 elements of a run) and in float64 beyond; a piece's sums are rounded to float32 once (not for float64 x), and
+added in float64, in order. They are the same for any number of threads.
 """
 
 from __future__ import annotations

@@ -131,6 +131,8 @@ def traced(*tensors: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or not all(type(t) in _PLAIN_TYPES for t in tensors)
+        # Zeros of autograd's that have no memory.
+        or any(t._is_zerotensor() for t in tensors)
         or any(bool(watching()) for watching in _cpu.WATCHERS)
         or forward_ad._current_level >= 0
     )
@@ -150,6 +152,8 @@ def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...]) -> bool | No
             continue
         size = p.shape
         if type(p) not in _PLAIN_TYPES or p.dtype not in _cpu.DTYPES or not p.is_contiguous():
+            return None
+        if p.is_neg() or p._is_zerotensor():
             return None
         if size != shape and (place > 2 or size != (1,)):
             return None

@@ -184,7 +184,8 @@ struct Of<kDyisruWide> : Common {
   static DerivedDouble all(double u, double beta, double, double grad) { return soft_sign_wide(u, beta, grad); }
 };
 
-// DyISRU for constants from 2^-60 to 2^100, where neither cubes nor squares leave float's range.
+// DyISRU for constants from 2^-60 to 2^100, where squares do not leave float's range, and, for derivatives, to 2^60, where
+// cubes do not.
 template <>
 struct Of<kDyisru> : Common {
 #if defined(DYNORM_RSQRT_BITS)

@@ -152,6 +152,10 @@ PyObject* like(PyObject* tensor, dynorm::Strided& memory) {
   return nullptr;
 }
 
+// Whether a tensor's sign is a bit that memory does not show: 1, 0, or -1 with an exception set. A parameter may have it
+// only if it has one element: a larger one has strides.
+int negated(PyObject* tensor) { return truth(PyObject_CallFunctionObjArgs(torch.is_neg, tensor, nullptr)); }
+
 // x, constant, shift, center, weight, bias, function, logarithmic, scale, normalized shape. The function of x, whose
 // last sizes are the normalized shape; True where x and the parameters are as the kernels need them but a gradient is
 // wanted; None where the slow way has to decide.
@@ -169,6 +173,7 @@ PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
   for (Py_ssize_t d = 0; d < dims; ++d) {
     if (d == kMostDims) return Py_NewRef(Py_None);
     shape[d] = integer(PyTuple_GetItem(a[9], d));
+    if (PyErr_Occurred() != nullptr) return nullptr;
     if (x.shape[x.dims - dims + d] != shape[d]) return Py_NewRef(Py_None);
     problem.channels *= shape[d];
   }
@@ -181,10 +186,11 @@ PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
     const bool whole = t.dims == dims && std::memcmp(t.shape, shape, dims * sizeof(std::int64_t)) == 0;
     const bool one = role <= dynorm::kCenter && t.dims == 1 && t.shape[0] == 1;
     if (!whole && !one) return Py_NewRef(Py_None);
+    const int hidden = dynorm::elements(t) == 1 ? negated(p) : 0;
+    if (hidden != 0) return hidden < 0 ? nullptr : Py_NewRef(Py_None);
     problem.parameters[role] = {t.data, dtype, whole && problem.channels > 1};
   }
-  const int negated = truth(PyObject_CallFunctionObjArgs(torch.is_neg, a[0], nullptr));
-  const int seen = negated != 0 ? negated : watched();
+  const int hidden = negated(a[0]), seen = hidden != 0 ? hidden : watched();
   if (seen != 0) return seen < 0 ? nullptr : Py_NewRef(Py_None);
   int gradient = truth(PyObject_CallNoArgs(torch.is_grad_enabled));
   for (int i = 0, any = 0; gradient == 1 && any == 0; ++i) {
@@ -235,6 +241,7 @@ PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
     return Py_NewRef(Py_None);
   }
   problem.channels = integer(a[6]);
+  if (PyErr_Occurred() != nullptr) return nullptr;
   for (int role = 0; role < dynorm::kRoles; ++role) {
     PyObject* p = inputs[1 + role];
     if (Py_IsNone(p)) continue;
@@ -242,10 +249,12 @@ PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (!look(p, t, dtype)) return Py_NewRef(Py_None);
     const std::int64_t size = dynorm::elements(t);
     if (size != problem.channels && (size != 1 || role > dynorm::kCenter)) return Py_NewRef(Py_None);
+    const int hidden = size == 1 ? negated(p) : 0;
+    if (hidden != 0) return hidden < 0 ? nullptr : Py_NewRef(Py_None);
     problem.parameters[role] = {t.data, dtype, size > 1};
   }
-  int slow = truth(PyObject_CallFunctionObjArgs(torch.is_neg, inputs[0], nullptr));
-  if (slow == 0) slow = truth(PyObject_CallFunctionObjArgs(torch.is_neg, a[0], nullptr));
+  int slow = negated(inputs[0]);
+  if (slow == 0) slow = negated(a[0]);
   // A gradient of the gradient is wanted.
   if (slow == 0) slow = truth(PyObject_CallNoArgs(torch.is_grad_enabled));
   if (slow == 0) slow = watched();
@@ -264,7 +273,7 @@ PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
   PyTuple_SetItem(found, 0, Py_NewRef(Py_None));
   for (Py_ssize_t i = 0; i < kInputs; ++i) {
     PyObject* made = nullptr;
-    if (Py_IsTrue(PyTuple_GetItem(a[2], 1 + i)) && !Py_IsNone(inputs[i])) {
+    if (PyObject_IsTrue(PyTuple_GetItem(a[2], 1 + i)) == 1 && !Py_IsNone(inputs[i])) {
       dynorm::Strided memory;
       made = like(inputs[i], memory);
       if (made == nullptr) {

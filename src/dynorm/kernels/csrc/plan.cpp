@@ -84,7 +84,7 @@ struct Plan {
     const std::int64_t padded = round_up(given.channels, kWidest);
     Number* start = buffer.of(kPlaces * padded);
     for (int place = 0; place < kPlaces; ++place) at[place] = start + place * padded;
-    read_constants(constants_differ ? given.channels : 1);
+    read_constants(constants_differ ? given.channels : 1, backward);
     read_affine(padded, backward);
   }
 
@@ -96,7 +96,7 @@ struct Plan {
     return vectors * ceil_divide(256, vectors);
   }
 
-  void read_constants(std::int64_t count) {
+  void read_constants(std::int64_t count, bool backward) {
     const Numbers* p = problem.parameters;
     read_all(p[kConstant], count, 1, at[kAtConstant]);
     read_all(p[kShift], count, 0, at[kAtShift]);
@@ -105,8 +105,10 @@ struct Plan {
     for (std::int64_t c = 0; problem.logarithmic && c < count; ++c) {
       constant[c] = std::exp(problem.function == kLinear ? Number{-0.5} * constant[c] : constant[c]);
     }
+    // The slope without its constant is a cube, which leaves float's range sooner than f does.
+    const Number most = backward ? 0x1p60 : 0x1p100;
     for (std::int64_t c = 0; problem.function == kDyisru && c < count; ++c) {
-      if (!(constant[c] >= 0x1p-60 && constant[c] <= 0x1p100)) function = kDyisruWide;
+      if (!(constant[c] >= 0x1p-60 && constant[c] <= most)) function = kDyisruWide;
     }
   }
 
@@ -365,17 +367,22 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   const double sign = problem.function == kDyisru ? -0.5 : 1.0, halved = problem.function == kLinear ? -0.5 : 1.0;
   // What the gain times the sum is multiplied by.
   auto of_constant = [&](std::int64_t c) { return problem.logarithmic ? sign * halved * plan.constant_of(c) : sign; };
-  auto of_shift = [&](std::int64_t) { return problem.function == kDerf ? 1.0 : 0.0; };
+  auto of_shift = [&](std::int64_t) { return 1.0; };
   auto of_center = [&](std::int64_t c) { return plan.function == kDyisruWide ? -1.0 : -double{plan.constant_of(c)}; };
   auto put_constant = [&](Role role, Sum sum, auto factor) {
     const Numbers& to = gradients[role];
     if (to.data == nullptr) return;
-    if (wanted.kept[sum] == kWeighted) return put(to, 0, factor(0) * totals.weighted[sum]);
+    // A product may be -0, a sum is not.
+    if (wanted.kept[sum] == kWeighted) return put(to, 0, 0.0 + factor(0) * totals.weighted[sum]);
     const std::vector<double>& whole = totals.whole[sum];
     put_all(to, problem.channels, [&](std::int64_t c) { return factor(c) * plan.at[kAtGain][c] * whole[c]; });
   };
   put_constant(kConstant, kSumMoment, of_constant);
-  put_constant(kShift, kSumSlope, of_shift);
+  if (problem.function == kDerf) {
+    put_constant(kShift, kSumSlope, of_shift);
+  } else {
+    put_all(gradients[kShift], problem.channels, [](std::int64_t) { return 0.0; });
+  }
   put_constant(kCenter, kSumSlope, of_center);
   const std::vector<double>&value = totals.whole[kSumValue], &grad = totals.whole[kSumGrad];
   put_all(gradients[kWeight], problem.channels, [&](std::int64_t c) { return problem.scale * value[c]; });
@@ -390,7 +397,7 @@ void backward_as(const Kernels& kernels, const Problem& problem, const void* gra
   wanted.add(kSumGrad, gradients[kBias], false);
   wanted.add(kSumValue, gradients[kWeight], false);
   wanted.add(kSumMoment, gradients[kConstant], !plan.constants_differ);
-  wanted.add(kSumSlope, gradients[kShift], !plan.constants_differ);
+  if (problem.function == kDerf) wanted.add(kSumSlope, gradients[kShift], !plan.constants_differ);
   wanted.add(kSumSlope, gradients[kCenter], !plan.constants_differ);
   const Totals totals = plan.mixed ? backward_rows(kernels, plan, grad_y, grad_x, wanted)
                                    : backward_runs(kernels, plan, grad_y, grad_x);
