@@ -127,6 +127,26 @@ def speed_operations() -> str:
     return "\n\n".join(f"**{table.title}**\n\n{_markdown(table)}" for table in speed.operation_tables(shown))
 
 
+def steps_table() -> str:
+    """A training step's time over that with norms, one column a model and number of threads."""
+    document = load("steps")
+    rows = document["rows"]
+    heads = [f"{'GPT-2' if row['model'] == 'gpt2' else 'Llama'}, {row['threads']} threads" for row in rows]
+    heads = [head.replace(", 1 threads", ", 1 thread") for head in heads]
+    norms = (f"{row['milliseconds'][row['norm']][0]:.0f} ms" for row in rows)
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(rows) + 1) + "|", f"| with its norms | {' | '.join(norms)} |"]
+    for name in rows[0]["over_norm"]:
+        cells = ("{:.2f} ({:.2f} to {:.2f})".format(*row["over_norm"][name]) for row in rows)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    load_, rounds = document["load"], rows[0]["rounds"]
+    note = (
+        "Time of a step over that of the same model with its norms in the same rounds: median and quartiles of "
+        f"{rounds}. "
+        f"Load average {load_['before'][0]:.1f} before, {load_['after'][0]:.1f} after."
+    )
+    return "\n".join([*lines, "", *wrap(note, 118, break_on_hyphens=False)])
+
+
 def _markdown(table: speed.Rows) -> str:
     head, *rows = (f"| {' | '.join(cells)} |" for cells in (table.columns, *table.rows))
     note = "\n".join(wrap(table.note, 118, break_on_hyphens=False))
@@ -149,6 +169,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-models": speed_models,
         "speed-operations": speed_operations,
     },
+    "docs/path.md": {"steps": steps_table},
     "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
 }
 """What each page shows between its marks."""

@@ -1,0 +1,98 @@
+"""What a training step costs with point-wise layers, and along the path, beside the same step with norms.
+
+``python -m benchmarks.steps`` trains the study's small models side by side, one step of each a round in an order drawn
+anew, and writes benchmarks/results/steps.json: a few minutes on two cores. A step is forward, backward, clipping and
+AdamW, as in the study.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dynorm
+from dynorm.bench.machine import describe, load_average
+from dynorm.bench.spread import ratio, spread
+from dynorm.bench.timing import measure
+from dynorm.files import write_text
+from studies.data import Data, draw_batch, load
+from studies.models import build, inputs_of
+from studies.settings import Settings
+from studies.trainer import WEIGHT_DECAY, losses
+
+RESULTS = Path(__file__).parent / "results" / "steps.json"
+LR = 1e-3
+# The words for a row; the arm, and where on the path it stands.
+PLACES: dict[str, tuple[str, float | None]] = {
+    "annealed DyISRU, t = 0": ("dyisru_annealed", 0.0),
+    "annealed DyISRU, t = 0.5": ("dyisru_annealed", 0.5),
+    "annealed DyISRU, t = 1": ("dyisru_annealed", 1.0),
+    "DyISRU": ("dyisru", None),
+    "scaled DyT": ("dyt", None),
+}
+NORMS = {"gpt2": "layernorm", "llama": "rmsnorm"}
+
+
+def step_of(settings: Settings, data: Data, t: float | None) -> Callable[[], None]:
+    """Return one training step of a fresh model of an arm; on the path, at one place of it."""
+    model = build(settings, data).train()
+    if t is not None:
+        start = dynorm.PathStart(model)
+        batch = draw_batch(data, settings.size_spec.batch)
+        with torch.no_grad():
+            model(**inputs_of(batch))
+        start.finish_()
+        dynorm.set_path_(model, t)
+    groups = dynorm.param_groups(model, lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    batch = draw_batch(data, settings.size_spec.batch)
+
+    def step() -> None:
+        losses(model(**inputs_of(batch)).logits, batch["labels"]).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measured(family: str, threads: int, rounds: int) -> dict[str, Any]:
+    """Return seconds and ratios of the steps of one model family."""
+    torch.set_num_threads(threads)
+    norm = NORMS[family]
+    settings = {name: Settings(arm, LR, model=family) for name, (arm, _) in PLACES.items()}
+    data = load(next(iter(settings.values())))
+    calls = {norm: step_of(Settings(norm, LR, model=family), data, None)}
+    calls |= {name: step_of(settings[name], data, t) for name, (_, t) in PLACES.items()}
+    times = measure(calls, rounds=rounds, seconds=3600).times
+    return {
+        "model": family,
+        "threads": threads,
+        "norm": norm,
+        "rounds": rounds,
+        "milliseconds": {name: spread(values).scaled(1e3).rounded() for name, values in times.items()},
+        "over_norm": {name: ratio(times[name], times[norm]).rounded() for name in PLACES},
+    }
+
+
+def main() -> None:
+    """Measure both families, with all threads and with one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=31)
+    arguments = parser.parse_args()
+    before, rows = load_average(), []
+    for family in NORMS:
+        for threads in sorted({torch.get_num_threads(), 1}, reverse=True):
+            rows.append(measured(family, threads, arguments.rounds))
+            print(json.dumps(rows[-1]), flush=True)
+    document = {"machine": describe(), "load": {"before": before, "after": load_average()}, "rows": rows}
+    write_text(RESULTS, json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
