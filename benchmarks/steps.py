@@ -85,9 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=31)
     arguments = parser.parse_args()
-    before, rows = load_average(), []
+    before, rows, most = load_average(), [], torch.get_num_threads()
     for family in NORMS:
-        for threads in sorted({torch.get_num_threads(), 1}, reverse=True):
+        for threads in sorted({most, 1}, reverse=True):
             rows.append(measured(family, threads, arguments.rounds))
             print(json.dumps(rows[-1]), flush=True)
     document = {"machine": describe(), "load": {"before": before, "after": load_average()}, "rows": rows}
