@@ -52,7 +52,7 @@ docs: .venv/docs.stamp
 	$(BIN)/sphinx-build --fail-on-warning --keep-going -q -b html docs build/docs
 	@echo "Read build/docs/index.html."
 
-# How fast: beside the peers and the limit, outputs checked first; about half an hour on 2 cores, all of them in use.
+# How fast: beside the peers and the limit, outputs checked first; about ten minutes on 2 cores, all of them in use.
 bench: setup
 	$(BIN)/dynorm bench --threads all --model "$$($(BIN)/python tools/demo_model.py)" --name all-MiniLM-L6-v2 \
 		--out benchmarks/results/speed.json --plot docs/images/speed.png

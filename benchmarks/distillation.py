@@ -22,7 +22,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import dynorm
-from benchmarks.quality import BATCH, HELD_OUT, Subject, fitted, subject_of
+from benchmarks.quality import BATCH, HELD_OUT, Subject, fitted, rows_so_far, subject_of
 from dynorm.files import write_text
 from dynorm.integrations import AnnealCallback
 from dynorm.integrations.distill import distill_
@@ -120,11 +120,6 @@ def measured(name: str, steps: int, seed: int) -> dict[str, Any]:
     return row | {"seconds": round(seconds, 1)}
 
 
-def rows_so_far() -> list[dict[str, Any]]:
-    """Return what earlier runs have measured."""
-    return list(json.loads(RESULTS.read_text("utf-8"))["rows"]) if RESULTS.exists() else []
-
-
 def main() -> None:
     """Measure what no earlier run has measured; each row is written when it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -134,12 +129,12 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.recipes:
         key = (name, arguments.steps, arguments.seed)
-        if any((row["recipe"], row["steps"], row["seed"]) == key for row in rows_so_far()):
+        if any((row["recipe"], row["steps"], row["seed"]) == key for row in rows_so_far(RESULTS)):
             continue
         row = measured(*key)
         print(json.dumps(row), flush=True)
         document = {"model": "all-MiniLM-L6-v2, 13 LayerNorms", "batch": BATCH, "texts": HELD_OUT}
-        rows = [*rows_so_far(), row]
+        rows = [*rows_so_far(RESULTS), row]
         write_text(RESULTS, json.dumps(document | {"versions": library_versions(), "rows": rows}, indent=1) + "\n")
 
 

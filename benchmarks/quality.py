@@ -117,9 +117,9 @@ def main() -> None:
             write(rows, arguments.steps)
 
 
-def rows_so_far() -> list[dict[str, Any]]:
+def rows_so_far(results: Path = RESULTS) -> list[dict[str, Any]]:
     """Return what earlier runs have measured; delete the file to measure all anew."""
-    return list(json.loads(RESULTS.read_text("utf-8"))["rows"]) if RESULTS.exists() else []
+    return list(json.loads(results.read_text("utf-8"))["rows"]) if results.exists() else []
 
 
 def known(layer: str, per_channel: bool, seed: int) -> bool:

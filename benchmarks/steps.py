@@ -41,16 +41,15 @@ NORMS = {"gpt2": "layernorm", "llama": "rmsnorm"}
 def step_of(settings: Settings, data: Data, t: float | None) -> Callable[[], None]:
     """Return one training step of a fresh model of an arm; on the path, at one place of it."""
     model = build(settings, data).train()
+    batch = draw_batch(data, settings.size_spec.batch)
     if t is not None:
         start = dynorm.PathStart(model)
-        batch = draw_batch(data, settings.size_spec.batch)
         with torch.no_grad():
             model(**inputs_of(batch))
         start.finish_()
         dynorm.set_path_(model, t)
     groups = dynorm.param_groups(model, lr=LR, weight_decay=WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, fused=True)
-    batch = draw_batch(data, settings.size_spec.batch)
 
     def step() -> None:
         losses(model(**inputs_of(batch)).logits, batch["labels"]).mean().backward()

@@ -162,7 +162,6 @@ def _record(settings: Settings, trainer: StudyTrainer, model: nn.Module, lost: b
         "best_step": best[1],
         "seconds": logged[-1]["seconds"],
         "seconds_per_step": median(entry["step_seconds"] for entry in logged),
-        "seconds_per_step_by_phase": _by_phase(logged),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "constants": {path: float(f"{value:.4g}") for path, value in constants(model).items()},
         "processes": trainer.args.world_size,
@@ -184,16 +183,6 @@ def _measured(trainer: StudyTrainer, held_out: Any, count: int) -> Record:
         "items": count,
         "parts": [round(part, 5) for part in parts],
     }
-
-
-def _by_phase(logged: list[Record]) -> dict[str, float]:
-    """Seconds of a step on each part of the path, for arms that have one."""
-    phases: dict[str, list[float]] = {}
-    for entry in logged:
-        if "t" in entry:
-            phase = {0.0: "norm", 1.0: "pointwise"}.get(entry["t"], "path")
-            phases.setdefault(phase, []).append(entry["step_seconds"])
-    return {phase: median(values) for phase, values in phases.items()}
 
 
 def _machine(settings: Settings) -> dict[str, Any]:

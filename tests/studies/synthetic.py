@@ -10,7 +10,6 @@ from studies.settings import Settings
 
 
 def record(settings: Settings, loss: float | None, step: float = 0.2, **more: Any) -> dict[str, Any]:
-    phases = {"norm": step, "path": 2 * step, "pointwise": step} if settings.arm_spec.annealed else {}
     return {
         "name": settings.name,
         "settings": settings.to_dict(),
@@ -25,7 +24,6 @@ def record(settings: Settings, loss: float | None, step: float = 0.2, **more: An
         "seconds": step * settings.steps,
         "wall_seconds": step * settings.steps + 30,
         "seconds_per_step": step,
-        "seconds_per_step_by_phase": phases,
         "parameters": 1_000_000,
         "constants": {},
     } | more

@@ -7,7 +7,7 @@
 // Coefficients: tools/kernel_coefficients.py. NaN stays NaN: every comparison with it is false.
 //
 // Where a function is `kRooted`, `constant` of its vectors is constant + u^2, which the caller has, because one look at
-// several of them tells whether any u has to be clamped. kBrief: for results of 16 bits.
+// several of them tells whether any u has to be clamped; brief is its value for results of 16 bits.
 
 struct Derived {
   V left, right, sloped, arm;
@@ -177,7 +177,6 @@ struct Of;
 // DyISRU for every constant; its slope has beta in it, slope_gain has not.
 template <>
 struct Of<kDyisruWide> : Common {
-  template <bool kBrief>
   static V value(V u, V beta, V) { return soft_sign_value(u, beta); }
   static Derived all(V u, V beta, V, V grad) { return soft_sign_all<soft_sign_wide>(u, beta, grad); }
   static double value(double u, double beta, double) { return soft_sign(u, beta, 1).right; }
@@ -190,16 +189,13 @@ template <>
 struct Of<kDyisru> : Common {
 #if defined(DYNORM_RSQRT_BITS)
   static constexpr bool kRooted = true;
-  template <bool kBrief>
-  static V value(V u, V square, V) {
-    return kBrief ? u * inverse_root(square) : over_root(u, square);
-  }
+  static V value(V u, V square, V) { return over_root(u, square); }
+  static V brief(V u, V square) { return u * inverse_root(square); }
   static Derived all(V u, V square, V, V grad) {
     V inverse = inverse_root(square), left = grad * inverse;
     return {left, u, left * (inverse * inverse), u};
   }
 #else
-  template <bool kBrief>
   static V value(V u, V beta, V) { return soft_sign_value(u, beta); }
   static Derived all(V u, V beta, V, V grad) { return soft_sign_all<soft_sign>(u, beta, grad); }
 #endif
@@ -209,7 +205,6 @@ struct Of<kDyisru> : Common {
 
 template <>
 struct Of<kDyt> : Common {
-  template <bool kBrief>
   static V value(V u, V alpha, V) { return tanh_(alpha * u); }
   static Derived all(V u, V alpha, V, V grad) {
     V t = tanh_(alpha * u);
@@ -224,7 +219,6 @@ struct Of<kDyt> : Common {
 
 template <>
 struct Of<kDerf> : Common {
-  template <bool kBrief>
   static V value(V u, V alpha, V shift) { return erf_(alpha * u + shift); }
   static Derived all(V u, V alpha, V shift, V grad) {
     V z = alpha * u + shift;
@@ -239,7 +233,6 @@ struct Of<kDerf> : Common {
 
 template <>
 struct Of<kLinear> : Common {
-  template <bool kBrief>
   static V value(V u, V slope, V) { return slope * u; }
   static Derived all(V u, V slope, V, V grad) { return {grad, slope * u, grad, u}; }
   static double value(double u, double slope, double) { return slope * u; }

@@ -63,7 +63,8 @@ inline void add_squares(double (&)[1], double (&)[1]) {}
 
 template <int F, class T>
 inline V value_of(V u, V constant, V shift) {
-  return Of<F>::template value<sizeof(T) == 2>(u, constant, shift);
+  if constexpr (Of<F>::kRooted && sizeof(T) == 2) return Of<F>::brief(u, constant);
+  return Of<F>::value(u, constant, shift);
 }
 template <int F, class T>
 inline double value_of(double u, double constant, double shift) {

@@ -156,6 +156,16 @@ PyObject* like(PyObject* tensor, dynorm::Strided& memory) {
 // only if it has one element: a larger one has strides.
 int negated(PyObject* tensor) { return truth(PyObject_CallFunctionObjArgs(torch.is_neg, tensor, nullptr)); }
 
+// What is left of a problem whose dtype, channels and parameters are known: x, and function, logarithmic and scale.
+void complete(Problem& problem, const dynorm::Strided& x, PyObject* const* form) {
+  problem.function = static_cast<dynorm::Function>(integer(form[0]));
+  problem.logarithmic = Py_IsTrue(form[1]);
+  problem.size = dynorm::elements(x);
+  problem.inner = 1;
+  problem.scale = PyFloat_AsDouble(form[2]);
+  problem.x = x.data;
+}
+
 // x, constant, shift, center, weight, bias, function, logarithmic, scale, normalized shape. The function of x, whose
 // last sizes are the normalized shape; True where x and the parameters are as the kernels need them but a gradient is
 // wanted; None where the slow way has to decide.
@@ -205,12 +215,7 @@ PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
   dynorm::Strided out;
   PyObject* y = like(a[0], out);
   if (y == nullptr) return nullptr;
-  problem.function = static_cast<dynorm::Function>(integer(a[6]));
-  problem.logarithmic = Py_IsTrue(a[7]);
-  problem.size = dynorm::elements(x);
-  problem.inner = 1;
-  problem.scale = PyFloat_AsDouble(a[8]);
-  problem.x = x.data;
+  complete(problem, x, a + 6);
   PyObject* done = valid(problem) ? run(problem, [&] { dynorm::forward(*chosen, problem, out.data); }) : nullptr;
   if (done == nullptr) {
     Py_DECREF(y);
@@ -259,12 +264,7 @@ PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (slow == 0) slow = truth(PyObject_CallNoArgs(torch.is_grad_enabled));
   if (slow == 0) slow = watched();
   if (slow != 0) return slow < 0 ? nullptr : Py_NewRef(Py_None);
-  problem.function = static_cast<dynorm::Function>(integer(a[3]));
-  problem.logarithmic = Py_IsTrue(a[4]);
-  problem.size = dynorm::elements(x);
-  problem.inner = 1;
-  problem.scale = PyFloat_AsDouble(a[5]);
-  problem.x = x.data;
+  complete(problem, x, a + 3);
   if (!valid(problem)) return nullptr;
   PyObject* found = PyTuple_New(1 + kInputs);
   if (found == nullptr) return nullptr;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -131,8 +130,7 @@ def fold_(
     except BaseException:
         swap.undo()
         raise
-    report = report_of(plan, model, before, error)
-    return report if before is None else replace(report, fresh=before.fresh)
+    return report_of(plan, model, before, error)
 
 
 def _is_tolerance(value: object) -> bool:

@@ -32,6 +32,7 @@ def report_of(plan: Plan, model: nn.Module, before: Check | None, error: float |
         None if before is None else before.tolerance,
         None if before is None else before.noise,
         "dynorm" if ours else "stock",
+        fresh=0 if before is None else before.fresh,
     )
 
 
