@@ -49,7 +49,7 @@ docs: .venv/docs.stamp
 	@mkdir -p build/pages
 	$(BIN)/dynorm prove --brief --out build/pages/proofs.html
 	$(BIN)/dynorm explore --out build/pages/explore.html
-	$(BIN)/sphinx-build --fail-on-warning --keep-going -q -b html docs build/docs
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going -q -b html docs build/docs
 	@echo "Read build/docs/index.html."
 
 # How fast: beside the peers and the limit, outputs checked first; about ten minutes on 2 cores, all of them in use.

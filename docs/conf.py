@@ -23,6 +23,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = f"dynorm {release}"
 myst_enable_extensions = ["dollarmath", "deflist"]
+myst_heading_anchors = 2
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
