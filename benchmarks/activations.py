@@ -18,11 +18,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from torch.utils.data import TensorDataset
 
 import dynorm
+from benchmarks.small_model import LENGTH, trained
 from dynorm.integrations.inspection import inspect_pretrained
-from dynorm.integrations.pretrained import Pretrained, encode
 from dynorm.surgery.report.inspection_html import drawing
 from dynorm.surgery.report.picture import DAYLIGHT, draw
 from dynorm.surgery.report.text import short_path
@@ -31,44 +30,7 @@ from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "inspection.json"
-TRAINED = ROOT / "build" / "small-pre-norm"
-STEPS, BATCH, LENGTH, SAMPLES = 300, 16, 128, 256
-
-
-def train() -> dict[str, Any]:
-    """Train the small pre-norm model on texts that the inspection does not measure on, and save it."""
-    from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
-
-    set_seed(0)
-    tokenizer = ByT5Tokenizer(extra_ids=0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=128, n_layer=4, n_head=4, n_positions=LENGTH,
-        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    texts, _ = split_texts(standard_library_docstrings(), SAMPLES, 0)
-    blocks = torch.tensor(encode(Pretrained(model, tokenizer, True, TRAINED), texts, LENGTH))
-    arguments = TrainingArguments(
-        output_dir=str(TRAINED), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=3e-3,
-        lr_scheduler_type="cosine", warmup_steps=50, weight_decay=0.1, report_to=[], save_strategy="no",
-        use_cpu=True, disable_tqdm=True, optim="adamw_torch_fused", logging_steps=STEPS, seed=0,
-    )  # fmt: skip
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=TensorDataset(blocks),
-        data_collator=lambda rows: {"input_ids": (ids := torch.stack([row[0] for row in rows])), "labels": ids},
-    )
-    done = trainer.train()
-    model.save_pretrained(TRAINED)
-    tokenizer.save_pretrained(TRAINED)
-    return {
-        "architecture": "GPT-2, 4 layers, C = 128, 4 heads, bytes",
-        "steps": STEPS,
-        "batch": f"{BATCH} x {LENGTH} bytes",
-        "seconds": round(done.metrics["train_runtime"], 1),
-        "mean_training_loss": round(done.training_loss, 3),
-    }
+STEPS, SAMPLES = 300, 256
 
 
 def save_picture(report: dynorm.InspectionReport, path: Path) -> None:
@@ -111,8 +73,11 @@ def add_legend(figure: Figure) -> None:
 
 def main() -> None:
     """Train, inspect both models, and write the file and the pictures."""
-    training = train()
-    models = {"all-MiniLM-L6-v2": folder(), "small-pre-norm": TRAINED}
+    # Trained on texts that the inspection does not measure on.
+    texts, _ = split_texts(standard_library_docstrings(), SAMPLES, 0)
+    small = trained(STEPS, texts)
+    training = json.loads((small / "training.json").read_text("utf-8"))
+    models = {"all-MiniLM-L6-v2": folder(), "small-pre-norm": small}
     document: dict[str, Any] = {
         "command": "python -m benchmarks.activations",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",

@@ -8,25 +8,18 @@ texts, their order and the training.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
 
-import dynorm
+from benchmarks.subjects import BATCH, CALIBRATION_TEXTS, HELD_OUT, REFINE, Subject, encoder, fitted
 from dynorm.integrations.distill import distill_
-from dynorm.integrations.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
-from dynorm.texts import split_texts, standard_library_docstrings
-from tools.demo_model import folder
+from dynorm.integrations.pretrained import library_versions
 
 # Layer, one constant a channel or not, and whether it is distilled too (which takes minutes).
 ARMS = (
@@ -37,64 +30,17 @@ ARMS = (
     ("dyisru", True, False),
 )
 RESULTS = Path(__file__).parent / "results" / "quality.json"
-CALIBRATION_TEXTS, BATCH, HELD_OUT, REFINE = 256, 32, 512, 50
-
-
-@dataclass
-class Subject:
-    """A model on its way, and what it is fitted to and measured on.
-
-    Args:
-        pretrained: what is converted.
-        original: the same before.
-        encoded: texts to fit on, as token ids.
-        tests: batches of held-out texts.
-    """
-
-    pretrained: Pretrained
-    original: Any
-    encoded: list[list[int]]
-    tests: list[dict[str, torch.Tensor]]
-
-    def figures(self, tests: list[dict[str, torch.Tensor]] | None = None) -> dict[str, float]:
-        """Return how far the outputs on batches, the held-out ones by default, are from the original's."""
-        output = dynorm.measure(self.pretrained.model, tests or self.tests, original=self.original).output
-        return {"cosine": output.cosine_mean, "worst": output.cosine_min, "spearman": output.spearman}
-
-
-def subject_of(seed: int) -> Subject:
-    """Return the model as it is, and the texts of a seed's split."""
-    fit, held_out = split_texts(standard_library_docstrings(), HELD_OUT, seed)
-    pretrained = load_pretrained(folder())
-    original = copy.deepcopy(pretrained.model)
-    encoded, tests = encode(pretrained, fit), make_batches(pretrained, encode(pretrained, held_out), BATCH)
-    return Subject(pretrained, original, encoded, tests)
 
 
 def stages(to: str, seed: int, steps: int, per_channel: bool) -> Iterator[tuple[str, float, Subject]]:
     """Yield the model after each stage, with the seconds that the stage took."""
-    subject = subject_of(seed)
+    subject = encoder(seed)
     for stage in fitted(subject, to, seed, per_channel=per_channel):
         yield *stage, subject
     if steps:
         started = time.perf_counter()
         distill_(subject.pretrained, subject.original, subject.encoded, steps=steps, seed=seed, quiet=True)
         yield "distilled", time.perf_counter() - started, subject
-
-
-def fitted(subject: Subject, to: str, seed: int, **options: Any) -> Iterator[tuple[str, float]]:
-    """Convert, calibrate and refine; yield after each stage its name and how long it took."""
-    pretrained, encoded = subject.pretrained, subject.encoded
-    batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, seed)
-    more = make_batches(pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, seed)
-    sites = dynorm.find_norms(pretrained.model, **batches[0])
-    dynorm.convert_(pretrained.model, sites, to, **options)
-    started = time.perf_counter()
-    dynorm.calibrate_(pretrained.model, batches)
-    yield "calibrated", time.perf_counter() - started
-    started = time.perf_counter()
-    dynorm.refine_(pretrained.model, more, steps=REFINE)
-    yield "refined", time.perf_counter() - started
 
 
 def main() -> None:

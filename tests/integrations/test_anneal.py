@@ -77,6 +77,7 @@ def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> Non
     run = trainer(net, tmp_path, AnnealCallback(start=4, length=4), save_strategy="no")
     run.train()
     assert run.seen.path == pytest.approx([0, 0, 0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1, 1], abs=1e-4)
+    assert [entry["path"] for entry in run.state.log_history if "loss" in entry] == run.seen.path
     # Untouched before the path begins, set by the activations of its first step, then learned.
     assert run.seen.constants[:4] == pytest.approx([16.0] * 4)
     assert run.seen.constants[4] != pytest.approx(16.0, rel=1e-2)

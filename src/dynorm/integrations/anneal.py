@@ -60,6 +60,9 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
             self._start = None
 
     def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any) -> None:
-        """Put t beside the loss."""
+        """Put t beside the loss, for what prints it and in the Trainer's history, which has this entry as its last."""
+        t = {"path": round(fmean(positions(model).values()), 4)}
         if logs is not None:
-            logs["path"] = round(fmean(positions(model).values()), 4)
+            logs.update(t)
+        if state.log_history:
+            state.log_history[-1].update(t)
