@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MINUTES ?= 5
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo test architectures lint docs bench fold wire deploy quality paper activations study sanitize clean
+.PHONY: setup demo test architectures lint docs bench fold wire deploy quality distillation paper activations study sanitize clean
 
 setup: .venv/setup.stamp .venv/kernels.stamp
 
@@ -78,6 +78,13 @@ quality: demo
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.picture
+
+# Recipes of distillation side by side, for docs/quality.md: about two core hours; what is measured already stays.
+distillation: setup
+	$(BIN)/python -m benchmarks.distillation --steps 1200 --recipes DyISRU
+	$(BIN)/python -m benchmarks.distillation --steps 400
+	$(BIN)/python -m benchmarks.distillation --steps 200 --model language
+	$(BIN)/python -m benchmarks.tables
 
 # The figures and tables of the paper, for docs/mathematics.md.
 paper: setup

@@ -15,7 +15,7 @@ import random
 import re
 import sysconfig
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from benchmarks.subjects import BATCH, HELD_OUT, Subject, encoder, fitted, langu
 from dynorm.files import write_text
 from dynorm.integrations import AnnealCallback
 from dynorm.integrations.distill import distill_
+from dynorm.integrations.pipeline import Recipe as Defaults
 from dynorm.integrations.pretrained import library_versions
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
@@ -32,18 +33,18 @@ RESULTS = Path(__file__).parent / "results" / "distillation.json"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to convert and distil.
+    """One way to convert and distil; the defaults are those of ``dynorm convert``.
 
     Args:
         to: the layer.
-        options: of ``dynorm.convert_``.
+        per_channel: one constant a channel, or one a layer.
         lr: the highest learning rate.
         path: anneal from the norm during this share of the steps, instead of a fit before the first.
     """
 
     to: str = "dyisru"
-    options: dict[str, Any] = field(default_factory=dict)
-    lr: float = 3e-4
+    per_channel: bool = Defaults.per_channel
+    lr: float = Defaults.lr
     path: float | None = None
 
 
@@ -51,10 +52,10 @@ RECIPES = {
     "DyISRU": Recipe(),
     "linear (control)": Recipe("linear"),
     "DyT (scaled)": Recipe("dyt"),
-    "DyISRU, a constant a channel": Recipe(options={"per_channel": True}),
-    "DyISRU, a learned centre": Recipe(options={"center": True}),
+    "Derf (scaled)": Recipe("derf"),
+    "DyISRU, a constant a layer": Recipe(per_channel=False),
     "DyISRU by the path": Recipe("annealed", path=0.6),
-    "DyISRU, twice the rate": Recipe(lr=6e-4),
+    "DyISRU, twice the rate": Recipe(lr=2 * Defaults.lr),
 }
 MODELS = {
     "encoder": "all-MiniLM-L6-v2, 13 LayerNorms",
@@ -98,11 +99,11 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int) -> Subject:
     pretrained = subject.pretrained
     callbacks = []
     if recipe.path is None:
-        for _ in fitted(subject, recipe.to, seed, **recipe.options):
+        for _ in fitted(subject, recipe.to, seed, per_channel=recipe.per_channel):
             pass
     else:
         sites = dynorm.find_norms(pretrained.model, **subject.tests[0])
-        dynorm.convert_(pretrained.model, sites, recipe.to, **recipe.options)
+        dynorm.convert_(pretrained.model, sites, recipe.to, per_channel=recipe.per_channel)
         callbacks = [AnnealCallback(start=1, length=recipe.path)]
     distill_(
         pretrained, subject.original, subject.encoded, steps=steps, seed=seed, lr=recipe.lr, quiet=True,

@@ -1,8 +1,8 @@
 """What replacing all norms of a real encoder costs in quality: every layer by the same recipe, on the same data.
 
 ``python -m benchmarks.quality`` writes benchmarks/results/quality.json. Each layer is measured after each stage:
-closed-form calibration, joint refinement of the constants, and distillation of all weights. Seeds change the split of
-texts, their order and the training.
+closed-form calibration and joint refinement of the constants; benchmarks/distillation.py has what comes after. Seeds
+change the split of texts and their order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,49 +17,36 @@ from typing import Any
 import torch
 
 from benchmarks.subjects import BATCH, CALIBRATION_TEXTS, HELD_OUT, REFINE, Subject, encoder, fitted
-from dynorm.integrations.distill import distill_
 from dynorm.integrations.pretrained import library_versions
 
-# Layer, one constant a channel or not, and whether it is distilled too (which takes minutes).
-ARMS = (
-    ("dyisru", False, True),
-    ("dyt", False, True),
-    ("linear", False, True),
-    ("derf", False, False),
-    ("dyisru", True, False),
-)
+# Layer, and one constant a channel or one a layer.
+ARMS = tuple((layer, per_channel) for per_channel in (True, False) for layer in ("dyisru", "dyt", "linear", "derf"))
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 
 
-def stages(to: str, seed: int, steps: int, per_channel: bool) -> Iterator[tuple[str, float, Subject]]:
+def stages(to: str, seed: int, per_channel: bool) -> Iterator[tuple[str, float, Subject]]:
     """Yield the model after each stage, with the seconds that the stage took."""
     subject = encoder(seed)
     for stage in fitted(subject, to, seed, per_channel=per_channel):
         yield *stage, subject
-    if steps:
-        started = time.perf_counter()
-        distill_(subject.pretrained, subject.original, subject.encoded, steps=steps, seed=seed, quiet=True)
-        yield "distilled", time.perf_counter() - started, subject
 
 
 def main() -> None:
     """Measure every layer and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400, help="distillation steps")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of calibration and refinement")
     parser.add_argument("--layers", nargs="+", default=list(dict.fromkeys(arm[0] for arm in ARMS)), help="which to run")
     arguments = parser.parse_args()
     for seed in range(arguments.seeds):
-        for to, per_channel, distilled in ARMS:
+        for to, per_channel in ARMS:
             if to not in arguments.layers or known(to, per_channel, seed):
                 continue
-            steps = arguments.steps if distilled and seed == 0 else 0
             rows = []
-            for stage, seconds, subject in stages(to, seed, steps, per_channel):
+            for stage, seconds, subject in stages(to, seed, per_channel):
                 arm = {"layer": to, "per_channel": per_channel, "seed": seed, "stage": stage}
                 rows.append(arm | subject.figures() | {"seconds": round(seconds, 1)})
                 print(rows[-1], flush=True)
-            write(rows, arguments.steps)
+            write(rows)
 
 
 def rows_so_far(results: Path = RESULTS) -> list[dict[str, Any]]:
@@ -73,21 +59,19 @@ def known(layer: str, per_channel: bool, seed: int) -> bool:
     return any((row["layer"], row["per_channel"], row["seed"]) == (layer, per_channel, seed) for row in rows_so_far())
 
 
-def write(new: list[dict[str, Any]], steps: int) -> None:
+def write(new: list[dict[str, Any]]) -> None:
     """Add the rows of an arm, so that a run that is stopped goes on from there."""
     rows = rows_so_far() + new
-    order = [arm[:2] for arm in ARMS]
     document = {
         "model": "all-MiniLM-L6-v2, 13 LayerNorms",
         "texts": "first paragraphs of the standard library's docstrings",
         "held_out": HELD_OUT,
         "calibration_texts": CALIBRATION_TEXTS,
         "refine_steps": REFINE,
-        "distillation_steps": steps,
         "batch": BATCH,
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         "versions": library_versions(),
-        "rows": sorted(rows, key=lambda row: (order.index((row["layer"], row["per_channel"])), row["seed"])),
+        "rows": sorted(rows, key=lambda row: (ARMS.index((row["layer"], row["per_channel"])), row["seed"])),
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")

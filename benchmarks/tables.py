@@ -14,7 +14,8 @@ from dynorm.bench import table as speed
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
 NAMES = {"dyisru": "DyISRU", "dyt": "DyT (scaled)", "derf": "Derf (scaled)", "linear": "linear (control)"}
-STAGES = ("calibrated", "refined", "distilled")
+STAGES = ("calibrated", "refined")
+DISTILLATION_STEPS = 400
 
 
 def load(name: str) -> dict[str, Any]:
@@ -30,24 +31,44 @@ def cell(rows: list[dict[str, Any]]) -> str:
     cosines, ranks = [row["cosine"] for row in rows], [row["spearman"] for row in rows]
     if len(rows) == 1:
         return f"{cosines[0]:.4f} / {ranks[0]:.4f}"
-    return f"{mean(cosines):.3f} ± {_half_range(cosines):.3f} / {mean(ranks):.3f} ± {_half_range(ranks):.3f}"
+    return f"{_mean(cosines)} / {_mean(ranks)}"
 
 
 def quality_table() -> str:
-    """One row a layer, one column a stage."""
-    document = load("quality")
-    rows = document["rows"]
+    """One row a layer, one column a stage; the third is that of benchmarks/distillation.py."""
+    rows = load("quality")["rows"]
+    trained = [
+        row for row in load("distillation")["rows"] if (row["model"], row["steps"]) == ("encoder", DISTILLATION_STEPS)
+    ]
     lines = [
         "| all 13 norms replaced by | calibrated, no training | constants refined together | "
-        f"{document['distillation_steps']} steps of distillation |",
+        f"{DISTILLATION_STEPS} steps of distillation |",
         "|---|---|---|---|",
     ]
     for layer, per_channel in dict.fromkeys((row["layer"], row["per_channel"]) for row in rows):
-        name = NAMES[layer] + (", a constant a channel" if per_channel else "")
+        name = NAMES[layer] + ("" if per_channel else ", a constant a layer")
         mine = [row for row in rows if (row["layer"], row["per_channel"]) == (layer, per_channel)]
         cells = [cell([row for row in mine if row["stage"] == stage]) for stage in STAGES]
+        cells.append(cell([row["docstrings"] for row in trained if row["recipe"] == name]))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def distillation_tables() -> str:
+    """A table a model and number of steps, a row a recipe, a column a kind of text."""
+    document = load("distillation")
+    kinds = ("docstrings", "code", "reference")
+    blocks = []
+    for model, steps in sorted({(row["model"], row["steps"]) for row in document["rows"]}):
+        mine = [row for row in document["rows"] if (row["model"], row["steps"]) == (model, steps)]
+        lines = [f"**{document['models'][model]}; {steps:,} steps**", ""]
+        lines += [f"| recipe | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+        show = cell if model == "encoder" else _nats
+        for recipe in dict.fromkeys(row["recipe"] for row in mine):
+            rows = [row for row in mine if row["recipe"] == recipe]
+            lines.append(f"| {recipe} | {' | '.join(show([row[kind] for row in rows]) for kind in kinds)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def paper_table() -> str:
@@ -153,6 +174,14 @@ def _markdown(table: speed.Rows) -> str:
     return "\n".join([head, "|---" * len(table.columns) + "|", *rows, "", note])
 
 
+def _nats(rows: list[dict[str, float]]) -> str:
+    """What the next token's loss has grown by / the divergence from the original, means over the seeds."""
+    more = [row["nats"] - row["original_nats"] for row in rows]
+    apart = f"{mean(row['divergence'] for row in rows):.4f}"
+    spread = f" ± {_half_range(more):.4f}" if len(rows) > 1 else ""
+    return f"{mean(more):+.4f}{spread} / {apart}"
+
+
 def _three(values: dict[str, float]) -> str:
     """Cells of the three functions, the least in bold."""
     least = min(values.values())
@@ -162,7 +191,7 @@ def _three(values: dict[str, float]) -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"quality": quality_table, "speed": speed_table},
-    "docs/quality.md": {"quality": quality_table},
+    "docs/quality.md": {"quality": quality_table, "distillation": distillation_tables},
     "docs/speed.md": {
         "speed-machine": speed_machine,
         "speed-targets": speed_targets,
@@ -183,6 +212,12 @@ def renewed(page: str) -> str:
         _, after = rest.split(END, 1)
         text = f"{before}{START.format(name=name)}\n{table()}\n{END}{after}"
     return text
+
+
+def _mean(values: list[float]) -> str:
+    """Mean and half the range, with a digit more where the seeds are that close."""
+    digits = 4 if _half_range(values) < 0.0005 else 3
+    return f"{mean(values):.{digits}f} ± {_half_range(values):.{digits}f}"
 
 
 def _half_range(values: list[float]) -> float:

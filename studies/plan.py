@@ -36,6 +36,7 @@ class Part:
         extend: whether a sweep goes on by a factor of 2 where its best is at its edge.
         fixed: other settings, the same for all.
         variants: settings of each arm's variants; the default is the arm as it is.
+        rates: where sweeps of single arms begin, if not with the above.
     """
 
     key: str
@@ -48,11 +49,12 @@ class Part:
     extend: bool = True
     fixed: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[Mapping[str, Any], ...] = ({},)
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def sweeps(self) -> Iterator[list[Settings]]:
         """Give the runs of each arm and variant with seed 0, rates rising."""
         for arm in self.arms:
-            rates = self.direct_rates if ARMS[arm].direct else self.norm_rates
+            rates = self.rates.get(arm) or (self.direct_rates if ARMS[arm].direct else self.norm_rates)
             for variant in self.variants:
                 yield [Settings(arm, lr, steps=self.steps, **{**self.fixed, **variant}) for lr in rates]
 
@@ -63,8 +65,11 @@ LONG = Part(
     "3,000 steps",
     (*CORE, "dyt_published"),
     steps=3000,
-    norm_rates=(2e-3, 4e-3),
-    direct_rates=(2.5e-4, 5e-4, 1e-3, 2e-3),
+    norm_rates=(2e-3, 4e-3, 8e-3),
+    direct_rates=(5e-4, 1e-3),
+    # A run takes half an hour: the range is asked for where the answer is in doubt.
+    rates={"dyisru": (5e-4, 1e-3, 2e-3, 4e-3), "dyisru_annealed": (4e-3,)},
+    extend=False,
 )
 RECIPES = Part(
     "recipes",

@@ -32,6 +32,7 @@ def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> d
         baseline = groups.get(baseline_of(runs[0][0]).group)
         if baseline is not None and baseline is not runs and found[name]["best_lr"] is not None:
             found[name]["against"] = against(_at_best(runs), _at_best(baseline))
+            found[name]["level"] = level(found[name], found[baseline_of(runs[0][0]).group])
     waiting = [item.part for item in missing(results, plan)]
     return {
         "command": "python -m studies.report",
@@ -114,6 +115,12 @@ def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
         "seeds": len(values),
         "standard_error": stdev(parts) / len(parts) ** 0.5,
     }
+
+
+def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
+    """Return the rates at which a group's runs lose no more than 0.05 nats to the baseline at its best rate."""
+    best_loss = min((loss for loss in baseline["rates"].values() if loss is not None), default=float("-inf"))
+    return [float(lr) for lr, loss in group["rates"].items() if loss is not None and loss <= best_loss + GOOD]
 
 
 def baseline_of(settings: Settings) -> Settings:

@@ -63,6 +63,12 @@ def answers(study: Mapping[str, Any]) -> str:
         ("scaled DyT from the first step against LayerNorm, 600 steps", SMALL, "dyt", difference),
         ("scaled DyT from the first step against LayerNorm, 3,000 steps", LONG, "dyt", difference),
         ("good rates of DyISRU from the first step, 3,000 steps", LONG, "dyisru", good),
+        (
+            "rates of DyISRU from the first step at most 0.05 nats behind LayerNorm's best, 3,000 steps",
+            LONG,
+            "dyisru",
+            level,
+        ),
         ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
     ):
@@ -99,6 +105,13 @@ def difference(group: Mapping[str, Any]) -> str:
         return ""
     text = f"{found['mean']:+.3f}".replace("-", "\N{MINUS SIGN}")
     return text + (f" ± {found['half_range']:.3f} ({found['seeds']} seeds)" if found["seeds"] > 1 else " (1 seed)")
+
+
+def level(group: Mapping[str, Any]) -> str:
+    """Return the rates that keep up with the norm at its best."""
+    if "level" not in group:
+        return ""
+    return ", ".join(map(rate, group["level"])) or "none"
 
 
 def good(group: Mapping[str, Any]) -> str:

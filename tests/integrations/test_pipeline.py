@@ -82,6 +82,8 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
     encoded = encode(student, texts.read_text("utf-8").split("\n\n"))
     batch = make_batches(student, encoded, 8)[0]
     dynorm.convert_(student.model, dynorm.find_norms(student.model, **batch), to="annealed")
+    with pytest.raises(dynorm.ArgumentError, match="lr must be positive"):
+        distill_(student, teacher, encoded, steps=10, lr=-1e-3)
     callback = AnnealCallback(start=1, length=0.6)
     found = distill_(student, teacher, encoded, steps=10, batch_size=8, quiet=True, callbacks=[callback])
     assert found.steps == 10
@@ -103,6 +105,8 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
         ({"to": "softmax"}, dynorm.ArgumentError, "dyisru"),
         ({"steps": -1}, dynorm.ArgumentError, "negative"),
         ({"steps": 1, "minutes": 1.0}, dynorm.ArgumentError, "not both"),
+        ({"lr": 0.0}, dynorm.ArgumentError, "lr must be positive"),
+        ({"lr": float("nan")}, dynorm.ArgumentError, "lr must be positive"),
         ({"held_out": 1}, dynorm.ArgumentError, "held_out"),
         ({"held_out": 5000}, dynorm.DataError, "give more"),
         ({"only": ("nowhere.*",)}, dynorm.ArgumentError, "nowhere"),
@@ -149,11 +153,18 @@ def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     quick = ["--texts", texts, "--held-out", 16, "--max-length", 16, "--refine", 2]
     done = command("convert", encoder, tmp_path / "out", *quick, "--json")
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["sites"]) == 5
+    report = json.loads(done.stdout)
+    assert len(report["sites"]) == 5
+    assert report["meta"]["recipe"]["per_channel"]
+    layers = dynorm_layers(load_pretrained(tmp_path / "out" / "model").model).values()
+    assert {layer.get_parameter("log_beta").numel() for layer in layers} == {layer.channels for layer in layers}
     done = command("convert", encoder, tmp_path / "out", *quick)
     assert done.returncode == 1
     assert done.stderr.startswith("dynorm: ")
     assert "--overwrite" in done.stderr
+    done = command("convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--lr", 1e-3, "--json")
+    recipe = json.loads(done.stdout)["meta"]["recipe"]
+    assert (recipe["per_channel"], recipe["lr"]) == (False, 1e-3)
     assert command("convert", encoder, tmp_path / "new", *quick, "--to", "x").returncode == 2
     assert command("convert", encoder).returncode == 2
 

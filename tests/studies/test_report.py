@@ -16,7 +16,7 @@ from studies.report import PAGE, STUDY, parts, with_parts
 from studies.runs import dumps, read_all
 from studies.settings import Settings
 from studies.summary import baseline_of, good_range, summarize
-from studies.tables import rate, table
+from studies.tables import level, rate, table
 from tests.studies.synthetic import EVERYTHING, imagined_log, results
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -49,6 +49,15 @@ def test_best_spread_and_difference() -> None:
     assert ours["against"]["seeds"] == 3
     assert ours["against"]["standard_error"] == pytest.approx(0, abs=1e-12)
     assert "against" not in group_of(found, "layernorm")
+
+
+def test_rates_that_keep_up_with_the_norm_may_leave_some_out() -> None:
+    norm = sweep_of("layernorm", 2.1, 2.0, 1.9)
+    study = summarize(norm | sweep_of("dyisru", 1.95, 1.96, 1.8, None, 1.9))
+    assert group_of(study, "dyisru")["level"] == [1e-3, 4e-3, 1.6e-2]
+    assert level(group_of(study, "dyisru")) == "1e-3, 4e-3, 1.6e-2"
+    assert level(group_of(summarize(norm | sweep_of("dyisru", 1.96)), "dyisru")) == "none"
+    assert level(group_of(summarize(sweep_of("dyisru", 1.96)), "dyisru")) == ""
 
 
 def test_a_lucky_seed_at_another_rate_does_not_move_the_best() -> None:

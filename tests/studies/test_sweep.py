@@ -99,8 +99,9 @@ def test_time_is_estimated_from_what_was_measured() -> None:
     medium = Settings("dyisru", 2e-3, size="medium")
     assert seconds(medium, known) == pytest.approx(600 * 0.25 * (8 * 320**2) / (6 * 128**2))
     assert seconds(Settings("dyisru", 1e-3, task="digits"), known) is None
-    lines = left("*", known, plan=(LONG,))
-    assert lines == ["3,000 steps: 16 runs left, about 3.3 h on one core", "all: 16 runs left, about 3.3 h on one core"]
+    wanted = sum(len(sweep) for sweep in LONG.sweeps())
+    rest = f"{wanted} runs left, about {wanted * 3000 * 0.25 / 3600:.1f} h on one core"
+    assert left("*", known, plan=(LONG,)) == [f"3,000 steps: {rest}", f"all: {rest}"]
     assert "not known yet" in left("*", {}, plan=(LONG,))[0]
 
 
