@@ -71,6 +71,9 @@ def _start_(model: nn.Module, arm: Arm, batch: dict[str, Any]) -> None:
         for layer in layers:
             layer.scale = 1.0
             layer.set_slope_(PUBLISHED_BETA)
+    elif arm.annealed and any(layer.relative_constants for layer in layers):
+        # Its rate goes with its size, and that should be near the one at which the path begins.
+        dynorm.init_from_batch_(model, batch)
     elif arm.start == "batch":
         for layer in layers:
             layer.scale = math.sqrt(layer.channels)

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import dynorm
 from dynorm.integrations import AnnealCallback
+from dynorm.surgery.path_start import require_equal_ranks
 
 STEPS = 12
 
@@ -83,6 +84,8 @@ def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> Non
     assert run.seen.constants[4] != pytest.approx(16.0, rel=1e-2)
     assert run.seen.constants[-1] != run.seen.constants[4]
     dynorm.finalize_(net)
+    # An evaluation logs too.
+    assert run.evaluate(rows(4))["eval_loss"] > 0
     assert {type(m) for m in net.modules() if isinstance(m, dynorm.PointwiseNorm)} == {dynorm.DyISRU}
 
 
@@ -109,17 +112,42 @@ def test_a_stopped_and_resumed_run_is_bit_equal(tmp_path: Path, stop: int) -> No
         assert torch.equal(ours, theirs), name
 
 
-def test_gradient_accumulation_sees_the_whole_batch(tmp_path: Path) -> None:
-    constants = []
-    for size, accumulation in ((8, 1), (2, 4)):
-        run = trainer(
-            model(), tmp_path, AnnealCallback(start=0, length=4), save_strategy="no",
-            per_device_train_batch_size=size, gradient_accumulation_steps=accumulation,
-        )  # fmt: skip
+def test_a_start_that_an_error_broke_off_is_forgotten(tmp_path: Path) -> None:
+    class Break(TrainerCallback):
+        broken = False
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4 and not self.broken:
+                self.broken = True
+                raise RuntimeError("broken off")
+
+    net = model()
+    callback = AnnealCallback(start=4, length=4)
+    run = trainer(net, tmp_path, callback, save_strategy="no", gradient_accumulation_steps=2)
+    run.add_callback(Break())
+    with pytest.raises(RuntimeError, match="broken off"):
         run.train()
-        constants.append(run.seen.constants[0])
-    # Dropout draws other numbers.
-    assert constants[0] == pytest.approx(constants[1], rel=0.02)
+    run.train()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    # Nothing was set before the path began anew.
+    assert run.seen.constants[4:8] == pytest.approx([16.0] * 4)
+    assert run.seen.constants[8] != pytest.approx(16.0, rel=1e-2)
+
+
+def test_gradient_accumulation_sees_the_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, tokens = dynorm.PathStart.finish_, []
+
+    def counted(start: dynorm.PathStart) -> None:
+        tokens.append({float(sums[0].min()) for sums in start._sums.values()})
+        finish(start)
+
+    monkeypatch.setattr(dynorm.PathStart, "finish_", counted)
+    run = trainer(
+        model(), tmp_path, AnnealCallback(start=0, length=4), save_strategy="no",
+        per_device_train_batch_size=2, gradient_accumulation_steps=4,
+    )  # fmt: skip
+    run.train()
+    assert tokens == [{8.0 * 16}]
 
 
 def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path) -> None:
@@ -135,13 +163,21 @@ _SCRIPT = """
 import json, os, sys, torch
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.integrations.test_anneal import by_hand, by_the_trainer, dynorm, model
+from tests.integrations.test_anneal import by_hand, by_the_trainer, dynorm, model, require_equal_ranks
 torch.set_num_threads(1)
 mode, size, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 net = model(dropout=0.0)
 if mode == "disagree" and rank == 1:
     dynorm.set_path_(net, 0.5)
+if mode == "shapes":
+    # Not by the Trainer: DistributedDataParallel has an error of its own for this, FSDP2 has none.
+    if rank == 1:
+        dynorm.restore_(net)
+        sites = dynorm.find_norms(net, torch.zeros(1, 4, dtype=torch.long))
+        dynorm.convert_(net, sites, to="annealed", per_channel=True)
+    torch.distributed.init_process_group("gloo")
+    require_equal_ranks(net)
 found = by_hand(net, size, rank, ranks) if mode == "fsdp" else by_the_trainer(net, size, folder)
 if rank == 0:
     print(json.dumps(found), flush=True)
@@ -184,7 +220,21 @@ def by_hand(net: nn.Module, size: int, rank: int, ranks: int) -> dict[str, Any]:
             torch.distributed.all_reduce(mean)
         losses.append(float(mean) / ranks)
         path.append(next(m.position for m in net.modules() if isinstance(m, dynorm.AnnealedNorm)))
+    if ranks > 1:
+        check_sharded(net, mesh)
     return {"losses": losses, "path": path, "values": values_of(net)}
+
+
+def check_sharded(net: nn.Module, mesh: Any) -> None:
+    """What FSDP2 does not allow is refused, and a sharded alpha has one rate on all ranks."""
+    with pytest.raises(dynorm.ModelError, match="sharded by FSDP2"):
+        dynorm.finalize_(net)
+    layer = dynorm.DyT(8, per_channel=True, elementwise_affine=False)
+    with torch.no_grad():
+        layer.alpha.copy_(torch.linspace(0.1, 2.0, 8))
+    torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    (group,) = dynorm.param_groups(layer, lr=1e-3)
+    assert group["lr"] == pytest.approx(1.05e-3)
 
 
 def values_of(net: nn.Module) -> dict[str, list[float]]:
@@ -230,7 +280,10 @@ def test_two_processes_do_what_one_does(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_disagree_stop(tmp_path: Path) -> None:
-    done = launched("disagree", 2, tmp_path)
+@pytest.mark.parametrize(
+    ("mode", "words"), [("disagree", "must have the same t"), ("shapes", "must have the same point-wise layers")]
+)
+def test_ranks_that_disagree_stop(tmp_path: Path, mode: str, words: str) -> None:
+    done = launched(mode, 2, tmp_path)
     assert done.returncode != 0
-    assert done.stderr.count("all ranks must have the same t") >= 2
+    assert done.stderr.count(f"all ranks {words}") >= 2

@@ -82,8 +82,17 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
     encoded = encode(student, texts.read_text("utf-8").split("\n\n"))
     batch = make_batches(student, encoded, 8)[0]
     dynorm.convert_(student.model, dynorm.find_norms(student.model, **batch), to="annealed")
-    with pytest.raises(dynorm.ArgumentError, match="lr must be positive"):
-        distill_(student, teacher, encoded, steps=10, lr=-1e-3)
+    for bad in (
+        {"lr": -1e-3},
+        {"lr": float("nan")},
+        {"batch_size": 0},
+        {"steps": 1.5},
+        {"steps": None, "minutes": 0.0},
+    ):
+        with pytest.raises(dynorm.ArgumentError, match=f"{list(bad)[-1]} must be"):
+            distill_(student, teacher, encoded, **{"steps": 10, **bad})
+    with pytest.raises(dynorm.DataError, match="at least one text"):
+        distill_(student, teacher, [], steps=1)
     callback = AnnealCallback(start=1, length=0.6)
     found = distill_(student, teacher, encoded, steps=10, batch_size=8, quiet=True, callbacks=[callback])
     assert found.steps == 10
@@ -103,6 +112,7 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
     ("changes", "error", "words"),
     [
         ({"to": "softmax"}, dynorm.ArgumentError, "dyisru"),
+        ({"to": "annealed_dyt"}, dynorm.ArgumentError, "must be point-wise"),
         ({"steps": -1}, dynorm.ArgumentError, "negative"),
         ({"steps": 1, "minutes": 1.0}, dynorm.ArgumentError, "not both"),
         ({"lr": 0.0}, dynorm.ArgumentError, "lr must be positive"),

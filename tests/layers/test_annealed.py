@@ -102,13 +102,17 @@ def test_gradcheck(cls: type[AnnealedNorm], kind: str, t: float) -> None:
 # torch.export's own.
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
 @pytest.mark.parametrize("cls", LAYERS)
-def test_the_exported_graph_reduces_nothing_at_1_and_something_before(cls: type[AnnealedNorm]) -> None:
-    layer = randomized(cls(8)).eval()
+@pytest.mark.parametrize(("kind", "dim"), [("layernorm", -1), ("rmsnorm", -1), ("layernorm", 1)])
+def test_the_exported_graph_reduces_nothing_at_1_and_something_before(
+    cls: type[AnnealedNorm], kind: str, dim: int
+) -> None:
+    layer = randomized(cls(8, kind=kind, dim=dim)).eval()
 
     def reductions() -> list[str]:
-        program = torch.export.export(layer, (torch.randn(3, 8),)).run_decompositions()
+        program = torch.export.export(layer, (torch.randn(3, 8, *([5] if dim == 1 else [])),)).run_decompositions()
         names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-        return [name for name in names if any(f"aten.{r}" in name for r in ("sum", "mean", "var", "native_layer_norm"))]
+        marks = ("sum", "mean", "var", "norm", "amax", "amin", "prod", "cumsum")
+        return [name for name in names if any(mark in name for mark in marks)]
 
     layer.set_t_(1.0)
     assert reductions() == []
@@ -212,3 +216,48 @@ def test_bad_arguments() -> None:
             AnnealedDyISRU(4, norm_eps=eps)
     with pytest.raises(dynorm.ArgumentError, match="normalized_shape"):
         AnnealedDyISRU(4)(torch.randn(2, 5))
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_the_constants_have_no_part_at_0_whatever_they_are(cls: type[AnnealedNorm]) -> None:
+    layer, x = cls(8, center=True), torch.randn(3, 8)
+    for constant in layer.constant_parameters():
+        constant.detach().fill_(torch.inf)
+    y = layer(x)
+    assert torch.equal(y, nn.LayerNorm(8)(x))
+    y.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in layer.constant_parameters())
+
+
+def test_in_float16_the_constants_of_many_channels_do_not_overflow() -> None:
+    layer = AnnealedDyISRU(16384, per_channel=True, dtype=torch.float16)
+    assert layer(torch.randn(2, 16384, dtype=torch.float16)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("t", [0.0, 0.4, 1.0])
+def test_parameters_in_bfloat16_under_autocast(kind: str, t: float) -> None:
+    layer = AnnealedDyISRU(16, kind=kind, t=t, bias=kind == "layernorm", dtype=torch.bfloat16)
+    x = torch.randn(3, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x)
+    torch.testing.assert_close(found.float(), layer(x).float(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_place_outside_the_path_is_not_loaded() -> None:
+    layer = AnnealedDyISRU(8, t=0.25)
+    for bad in (2.0, -1.0, float("nan")):
+        state = layer.state_dict() | {"t": torch.tensor([bad]), "log_beta": torch.tensor([7.0])}
+        with pytest.raises(RuntimeError, match="t must be from 0"):
+            layer.load_state_dict(state)
+        assert layer.position == 0.25
+        assert layer.log_beta.item() != 7
+    layer.load_state_dict(layer.state_dict() | {"t": torch.tensor([0.5], dtype=torch.bfloat16)}, assign=True)
+    layer.set_t_(0.7)
+    assert layer.t.item() == pytest.approx(0.7)
+
+
+def test_a_bad_eps_is_named() -> None:
+    for bad in (None, "1e-5", -1.0, float("inf")):
+        with pytest.raises(dynorm.ArgumentError, match="norm_eps must be"):
+            AnnealedDyISRU(8, norm_eps=bad)

@@ -393,6 +393,13 @@ def test_a_logarithm_learns_fast_by_default() -> None:
     assert found[layers[0].weight] == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "constants_lr"])
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_rates_are_numbers(name: str, bad: float) -> None:
+    with pytest.raises(ArgumentError, match="rates must be finite, not negative"):
+        param_groups(DyISRU(4), **{"lr": 1e-3, name: bad})
+
+
 def test_a_resumed_run_finds_the_groups_it_was_saved_with() -> None:
     model = nn.Sequential(nn.Linear(4, 4), DyT(4, alpha_init=0.5), Derf(4, alpha_init=0.5), DyISRU(4))
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))

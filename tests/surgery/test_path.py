@@ -6,12 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 import dynorm
 from dynorm import theory
@@ -171,6 +173,32 @@ def test_a_model_in_the_middle_of_the_path_is_saved_and_loaded(tmp_path: Path) -
     assert isinstance(loaded.rms, dynorm.DyISRU)
 
 
+class Backwards(nn.Module):
+    """Norms that are registered in another order than they are called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_the_order_of_calls_is_saved(tmp_path: Path) -> None:
+    model = Backwards()
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)), to="annealed")
+    dynorm.save(model, tmp_path / "saved")
+    loaded, schedule = dynorm.load(tmp_path / "saved", model=Backwards()), PathSchedule(0, 8, order="last_first")
+    for each in (model, loaded):
+        schedule.apply_(each, 4, 20)
+        assert positions(each) == {"first": 0.0, "last": 1.0}
+
+
+def test_a_layer_alone_cannot_be_replaced_in_itself() -> None:
+    with pytest.raises(dynorm.ModelError, match="must have a parent"):
+        dynorm.finalize_(dynorm.AnnealedDyISRU(8, t=1.0))
+
+
 class TestSchedule:
     @given(
         st.integers(0, 50), st.integers(1, 40), st.sampled_from(["linear", "cosine"]),
@@ -207,12 +235,19 @@ class TestSchedule:
         assert counter.frame_count == 3
 
     def test_bad_schedules(self) -> None:
-        for bad in ({"start": -1}, {"length": 0}, {"start": float("nan")}, {"shape": "square"}, {"order": "random"}):
+        names: list[dict[str, Any]] = [{"shape": "square"}, {"order": "random"}]
+        values = (-1, -0.1, 1.5, 600.0, float("nan"), "a", None, True, torch.tensor(0.6))
+        for bad in [*names, {"length": 0}, {"length": 0.0}, *({"start": value} for value in values)]:
             with pytest.raises(dynorm.ArgumentError):
-                PathSchedule(**bad)  # type: ignore[arg-type]
+                PathSchedule(**bad)
         for schedule in (PathSchedule(60, 40), PathSchedule(0.8, 0.3), PathSchedule(0.5, 0.5)):
             with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
                 schedule.steps(100)
+        for total in (float("nan"), None, "a", True, 0.5, -1):
+            with pytest.raises(dynorm.ArgumentError, match="must"):
+                PathSchedule().steps(total)  # type: ignore[arg-type]
+        # A number is a share or a count by its kind, of whatever library it is.
+        assert PathSchedule(np.float32(0.5), np.int64(10)).steps(100) == (50, 10)
 
 
 class TestStart:
@@ -272,6 +307,88 @@ class TestStart:
             constants.append(model.first.log_beta.item())
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         assert constants[0] == constants[1]
+
+    @pytest.mark.parametrize("form", ["position", "dict", "wrapped"])
+    def test_padding_is_left_out_however_the_mask_comes(self, form: str) -> None:
+        class Wrapper(nn.Module):
+            """As a LightningModule: what it is called with says nothing, or it is not called at all."""
+
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def step(self, batch: dict[str, Tensor]) -> Tensor:
+                return self.inner(**batch)
+
+            def forward(self, batch: dict[str, Tensor]) -> Tensor:
+                return self.inner(batch["x"])
+
+        x = batches()[0]
+        mask = (torch.arange(7) < torch.tensor([[7], [3], [5], [2], [6], [7]])).long()
+        constants = []
+        for value in (x, torch.where(mask[..., None].bool(), x, 1e4)):
+            model = annealed(net(), only=["first", "rms"])
+            wrapper, batch = Wrapper(model), {"x": value, "attention_mask": mask}
+            with dynorm.PathStart(model if form == "position" else wrapper):
+                if form == "position":
+                    model(value, mask)
+                elif form == "dict":
+                    wrapper(batch)
+                else:
+                    wrapper.step(batch)
+            constants.append(model.first.log_beta.item())
+        assert constants[0] == constants[1]
+
+    def test_a_batch_without_a_mask_does_not_inherit_one(self) -> None:
+        x, mask = batches()[0], torch.zeros(6, 7, dtype=torch.long)
+        mask[:, :2] = 1
+        models = [annealed(net(), only=["first", "rms"]) for _ in range(2)]
+        with dynorm.PathStart(models[0]):
+            models[0](x, attention_mask=mask)
+            models[0](x)
+        with dynorm.PathStart(models[1]):
+            models[1](torch.cat([x, x]), attention_mask=torch.cat([mask, torch.ones_like(mask)]))
+        torch.testing.assert_close(models[0].first.log_beta, models[1].first.log_beta)
+
+    def test_several_micro_batches_are_one(self) -> None:
+        small, large = batches()[0], 9 * batches()[1]
+        models = [annealed(net()) for _ in range(2)]
+        with dynorm.PathStart(models[0]):
+            models[0](small)
+            models[0](large)
+        with dynorm.PathStart(models[1]):
+            models[1](torch.cat([small, large]))
+        torch.testing.assert_close(models[0].first.log_beta, models[1].first.log_beta)
+        torch.testing.assert_close(models[0].rms.log_beta, models[1].rms.log_beta)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_what_runs_again_in_the_backward_pass_is_counted_once(self, reentrant: bool) -> None:
+        model, other = annealed(net()), annealed(net())
+        x = batches()[0].requires_grad_()
+        with dynorm.PathStart(model):
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+            model(7 * x)
+        with dynorm.PathStart(other):
+            other(x)
+            other(7 * x)
+        assert torch.equal(model.first.log_beta, other.first.log_beta)
+
+    def test_an_error_inside_leaves_nothing_behind(self) -> None:
+        model = annealed(net())
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match="shape"), dynorm.PathStart(model):
+            model(torch.randn(3, 5, dtype=torch.float64))
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert torch._dynamo.eval_frame._stance.stance == "default"
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        start = dynorm.PathStart(model)
+        with pytest.raises(RuntimeError, match="shape"):
+            model(torch.randn(3, 5, dtype=torch.float64))
+        model(batches()[0])
+        start.finish_()
+        with pytest.raises(dynorm.ModelError, match="finished once"):
+            start.finish_()
+        start.cancel_()
 
     def test_what_was_not_reached_or_is_not_finite(self) -> None:
         model = annealed(net())

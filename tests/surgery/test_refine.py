@@ -220,6 +220,12 @@ def test_models_that_cannot_be_refined() -> None:
         dynorm.refine_(nn.Sequential(nn.LayerNorm(C)), x, steps=1)
     with pytest.raises(ModelError, match="must have replaced a norm"):
         dynorm.refine_(nn.Sequential(dynorm.DyT(C)), x, steps=1)
+    model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
+    dynorm.convert_(model, dynorm.find_norms(model, x[0]), to="annealed")
+    with pytest.raises(ModelError, match="annealed ones at t = 0"):
+        dynorm.refine_(model, x, steps=1)
+    dynorm.set_path_(model, 1.0)
+    assert dynorm.refine_(model, x, steps=1).steps == 1
 
 
 def test_an_endless_iterator_is_read_as_far_as_needed() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from dynorm.surgery.path import Order, PathSchedule, Shape, positions
+from dynorm.layers import AnnealedNorm
+from dynorm.surgery.path import Order, PathSchedule, Shape
 from dynorm.surgery.path_start import PathStart, require_equal_ranks
 
 
@@ -44,11 +45,13 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Check that the path fits, and go to where a resumed run stands."""
+        self._cancel()
         require_equal_ranks(model)
         self.schedule.apply_(model, state.global_step, state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Move t, and watch the activations of the step at which the path begins."""
+        self._cancel()
         self.schedule.apply_(model, state.global_step, state.max_steps)
         if state.global_step == self.schedule.steps(state.max_steps)[0]:
             self._start = PathStart(model)
@@ -61,8 +64,18 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any) -> None:
         """Put t beside the loss, for what prints it and in the Trainer's history, which has this entry as its last."""
-        t = {"path": round(fmean(positions(model).values()), 4)}
+        places = [layer.position for layer in model.modules() if isinstance(layer, AnnealedNorm)]
+        if not places:
+            # Finalized since: an evaluation logs, too.
+            return
+        t = {"path": round(fmean(places), 4)}
         if logs is not None:
             logs.update(t)
         if state.log_history:
             state.log_history[-1].update(t)
+
+    def _cancel(self) -> None:
+        """Forget a step that raised an error: its activations are no longer those of this model."""
+        if self._start is not None:
+            self._start.cancel_()
+            self._start = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, kl_div, log_softmax
 
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, DataError
 from dynorm.integrations.pretrained import Pretrained, collate, on_device
 from dynorm.layers import param_groups
 from dynorm.surgery.activations import joint_error, layers_to_fit, recorded
@@ -69,7 +69,7 @@ def distill_(
 
     Args:
         student: a converted and calibrated model.
-        teacher: the original model.
+        teacher: the original model; it is put into eval mode, and its weights no longer require gradients.
         encoded: training texts as token ids, see :func:`encode`.
         steps: how many steps; or
         minutes: for how long. A few steps are timed first, so that the schedule ends when the time does.
@@ -85,13 +85,14 @@ def distill_(
         Steps, time and last loss.
 
     Raises:
-        ArgumentError: neither or both of ``steps`` and ``minutes`` are given, or one is not positive, or ``lr`` is not.
+        ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or one, ``lr`` or ``batch_size`` is not
+            positive and finite, or steps or batch size no integer.
+        DataError: there is no text.
         ModelError: the student has no point-wise layer that replaced a norm.
     """
-    if (steps is None) == (minutes is None) or (steps or minutes or 0) <= 0:
-        raise ArgumentError(f"one of steps and minutes must be positive, got steps={steps!r}, minutes={minutes!r}")
-    if not (math.isfinite(lr) and lr > 0):
-        raise ArgumentError(f"lr must be positive and finite, got {lr!r}")
+    _check(steps, minutes, batch_size, lr)
+    if not encoded:
+        raise DataError("there must be at least one text to learn from, got none")
     layers_to_fit(student.model)
     started = time.perf_counter()
     teacher.eval().requires_grad_(False)
@@ -108,7 +109,18 @@ def distill_(
     student.model.zero_grad(set_to_none=True)
     done = int(trainer.state.global_step)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return DistillationReport(done, time.perf_counter() - started, done * batch_size, losses[-1] if losses else None)
+    return DistillationReport(done, time.perf_counter() - started, trainer.texts, losses[-1] if losses else None)
+
+
+def _check(steps: int | None, minutes: float | None, batch_size: int, lr: float) -> None:
+    if (steps is None) == (minutes is None):
+        raise ArgumentError(f"one of steps and minutes must be given, got steps={steps!r}, minutes={minutes!r}")
+    for name, count in (("steps", steps), ("batch_size", batch_size)):
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ArgumentError(f"{name} must be a positive integer, got {count!r}")
+    for name, value in (("minutes", minutes), ("lr", lr)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ArgumentError(f"{name} must be positive and finite, got {value!r}")
 
 
 def distillation_loss(student: Pretrained, teacher: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -204,9 +216,12 @@ def _trainer(
                 control.should_training_stop = True
 
     class Distiller(Trainer):  # type: ignore[misc]
+        texts = 0
+
         def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
             # The Trainer turns dropout on; here it would only be noise between teacher and student.
             model.eval()
+            self.texts += len(inputs["input_ids"])
             return distillation_loss(student, teacher, inputs)
 
     # Fused, a step over 22 M parameters takes a twentieth of the time on a CPU.

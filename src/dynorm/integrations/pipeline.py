@@ -44,7 +44,7 @@ class Recipe:
     """How to convert; the defaults are the demo's.
 
     Args:
-        to: the layer that the norms become.
+        to: the layer that the norms become; none that is still a norm at first.
         steps: distillation steps, 0 for calibration alone; or
         minutes: the time for distillation.
         refine: steps of joint refinement of the constants, 0 for none.
@@ -73,6 +73,10 @@ class Recipe:
 
     def check(self) -> None:
         """Raise ArgumentError where a number is outside its domain."""
+        if self.to.startswith("annealed"):
+            raise ArgumentError(
+                f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train it with AnnealCallback"
+            )
         if self.steps is not None and self.minutes is not None:
             raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
         if (self.steps or 0) < 0 or self.refine < 0 or not math.isfinite(self.minutes or 0) or (self.minutes or 0) < 0:

@@ -222,7 +222,8 @@ class PointwiseNorm(nn.Module):
         for name in self.relative_constants:
             constant: nn.Parameter = getattr(self, name)
             if not constant.is_meta:
-                found[constant] = float(constant.detach().abs().mean())
+                # Of all of it: where it is sharded, every rank must come to the same rate.
+                found[constant] = float(whole(constant.detach()).abs().mean())
         return found
 
     def constant_parameters(self) -> list[nn.Parameter]:
@@ -334,6 +335,12 @@ def as_stored(value: Tensor, parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
     whole = value.to(parameter.dtype).expand(parameter.shape).contiguous()
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return all of a tensor, where a rank holds a part of it (a DTensor): a collective then, on every rank."""
+    full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full
 
 
 def upcast(parameter: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -25,14 +26,16 @@ def param_groups(
         constants_lr: the rate of ``log_beta``, ``alpha``, ``shift`` and ``center``; by default 30 times ``lr`` for
             ``log_beta`` and ``lr`` for the others. While a rate warms up, what a layer sees can grow a hundredfold:
             beta must follow, or the layer saturates and the model is stuck. An alpha's rate is multiplied by its
-            present size, so that it changes in proportion, as ``log_beta`` lets beta do.
+            present size, so that it changes in proportion, as ``log_beta`` lets beta do: give a layer that is to be
+            annealed to DyT or Derf its constants (:func:`dynorm.init_from_batch_`) before this, though the path sets
+            them anew.
 
     Returns:
         Groups for a ``torch.optim`` optimizer; parameters that need no gradient are left out, and so are empty groups.
         Which groups there are does not depend on the values of the parameters.
 
     Raises:
-        ArgumentError: a rate or the decay is negative.
+        ArgumentError: a rate or the decay is negative or not finite.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4))
@@ -43,8 +46,9 @@ def param_groups(
     Reference:
         The default is measured: see "Learning rates" in docs/path.md.
     """
-    if min(lr, weight_decay, lr if constants_lr is None else constants_lr) < 0:
-        raise ArgumentError(f"rates must not be negative, got {lr=}, {weight_decay=}, {constants_lr=}")
+    for rate in (lr, weight_decay, lr if constants_lr is None else constants_lr):
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ArgumentError(f"rates must be finite, not negative, got {lr=}, {weight_decay=}, {constants_lr=}")
     layers = [module for module in model.modules() if isinstance(module, PointwiseNorm)]
     rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
     if constants_lr is None:

@@ -35,6 +35,7 @@ class AnnealedNorm(PointwiseNorm):
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: what that norm adds to the variance, or to the mean square.
         t: where on the path it stands, from 0 to 1; :func:`dynorm.set_path_` moves it.
+        place: where it comes in the order of calls, for a path that takes one layer after another.
         **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C - 1), or sqrt(C)
             for "rmsnorm".
 
@@ -69,14 +70,16 @@ class AnnealedNorm(PointwiseNorm):
         kind: Kind = "layernorm",
         norm_eps: float = 1e-5,
         t: float = 0.0,
+        place: int = 0,
         **options: Any,
     ) -> None:
         if kind not in ("layernorm", "rmsnorm"):
             raise ArgumentError(f"kind must be 'layernorm' or 'rmsnorm', got {kind!r}")
-        if not (math.isfinite(norm_eps) and norm_eps >= 0):
+        if not (isinstance(norm_eps, (int, float)) and math.isfinite(norm_eps) and norm_eps >= 0):
             raise ArgumentError(f"norm_eps must be a finite number, not negative, got {norm_eps!r}")
         self.kind: Kind = kind
         self.norm_eps = float(norm_eps)
+        self.place = int(place)
         super().__init__(normalized_shape, *args, **options)
         # A tensor, so that a step of t compiles nothing anew, and so that a checkpoint knows it.
         self.register_buffer("t", torch.zeros(1, dtype=torch.float32, device=options.get("device")))
@@ -121,7 +124,8 @@ class AnnealedNorm(PointwiseNorm):
             return self._with_constants(self._norm(x))
         # Blended in at least float32: two roundings to bfloat16 would be seen.
         z = x if x.dtype == torch.float64 else x.float()
-        return torch.lerp(self._norm(z), super().pointwise(z), self.t.to(z.dtype)).to(x.dtype)
+        norm = self._norm(z, like=z is x)
+        return torch.lerp(norm, super().pointwise(z), self.t.to(z.dtype)).to(x.dtype)
 
     def end(self) -> PointwiseNorm:
         """Return the layer at the end of the path, which holds this one's own parameters."""
@@ -136,17 +140,22 @@ class AnnealedNorm(PointwiseNorm):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return self.target_config() | {"kind": self.kind, "norm_eps": self.norm_eps, "t": self.position}
+        return self.target_config() | {
+            "kind": self.kind,
+            "norm_eps": self.norm_eps,
+            "t": self.position,
+            "place": self.place,
+        }
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
         return f"{super().extra_repr()}, kind={self.kind}, t={self.position:g}"
 
-    def _norm(self, x: Tensor) -> Tensor:
-        """The norm: torch's own kernel where it takes these axes and dtypes."""
+    def _norm(self, x: Tensor, like: bool = True) -> Tensor:
+        """The norm, by torch's own kernel where it takes these axes and dtypes; ``like``: x is what came in."""
         trailing = self._dims() == tuple(range(-len(self.normalized_shape), 0))
         # Under autocast torch's norms cast as they do it, and so must ours.
-        own = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        own = like and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         own = own or all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
         if self.kind == "layernorm":
             if trailing and own:
@@ -160,7 +169,9 @@ class AnnealedNorm(PointwiseNorm):
         """Let the constants have a gradient, 0, in training: DistributedDataParallel waits for one of each."""
         if not (self.training and torch.is_grad_enabled()):
             return y
-        return y + torch.stack([0.0 * p.sum() for p in self.constant_parameters()]).sum().to(y.dtype)
+        # Not a product with 0, which would be NaN for an infinite constant, or one whose sum overflows.
+        nothing = (p.masked_fill(torch.ones_like(p, dtype=torch.bool), 0.0).sum() for p in self.constant_parameters())
+        return y + torch.stack(list(nothing)).sum().to(y.dtype)
 
     def _default_scale(self) -> float:
         return math.sqrt(self.channels if self.kind == "rmsnorm" else max(self.channels - 1, 1))
@@ -188,8 +199,15 @@ class AnnealedNorm(PointwiseNorm):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        t = state_dict.get(f"{prefix}t")
+        if isinstance(t, Tensor) and not t.is_meta and not 0 <= _read(t) <= 1:
+            errors: list[str] = args[-1]
+            errors.append(f"{prefix}t must be from 0 (the norm) to 1 (point-wise), got {_read(t)}: the file is damaged")
+            return
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if f"{prefix}t" in state_dict and not self.t.is_meta:
+        if t is not None and not self.t.is_meta:
+            # With assign=True it is the tensor that was saved, in any dtype.
+            self.t = self.t.float()
             self.set_t_(_read(self.t))
 
 

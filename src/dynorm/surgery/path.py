@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 from torch import nn
@@ -31,13 +32,7 @@ def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
         raise ModelError(
             "the model must have annealed layers, but has none: call dynorm.convert_(model, sites, to='annealed') first"
         )
-
-    def order(item: tuple[str, AnnealedNorm]) -> int:
-        replaced = replaced_by(item[1])
-        return 0 if replaced is None else replaced.site.order
-
-    # A loaded model has forgotten the call order; its layers stay in module order, for the sort is stable.
-    return dict(sorted(found.items(), key=order))
+    return dict(sorted(found.items(), key=lambda item: item[1].place))
 
 
 def set_path_(model: nn.Module, t: float, *, only: str | Iterable[str] | None = None) -> None:
@@ -93,7 +88,8 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         The same model.
 
     Raises:
-        ModelError: the model has no annealed layer, or one is not at t = 1 and ``force`` is not set.
+        ModelError: the model has no annealed layer, is one itself, or is sharded by FSDP2; or a layer is not at t = 1
+            and ``force`` is not set.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -111,6 +107,15 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
             f"{t:g}): train on to the end of the path, or pass force=True, which takes what is left of the norms away "
             "at once and changes the outputs as dynorm.set_path_(model, 1.0) does"
         )
+    if "" in layers:
+        raise ModelError(
+            "a layer must have a parent to be replaced in, but the model is the layer itself: call its end()"
+        )
+    if any(is_sharded_by_fsdp(module) for module in model.modules()):
+        raise ModelError(
+            "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: it is point-wise "
+            "already; gather its state dict, load it into an unsharded copy, and finalize that"
+        )
     new: dict[nn.Module, nn.Module] = {}
     for layer in layers.values():
         end = layer.end()
@@ -124,18 +129,24 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
     return model
 
 
+def is_sharded_by_fsdp(module: nn.Module) -> bool:
+    """Tell whether ``fully_shard`` has taken a module; without asking for a part of torch that may not be there."""
+    return any(cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
+
+
 @dataclass(frozen=True)
 class PathSchedule:
     """Where on the path each layer stands at each step of training.
 
     Args:
-        start: the last step at t = 0, at which the constants are set; a float is a share of the run.
+        start: the last step at t = 0, at which the constants are set; a float is a share of the run, up to 1.
         length: how many steps the path takes after it; a float is a share of the run. t = 1 from ``start + length`` on.
         shape: how t rises: "linear", or "cosine", which begins and ends slowly.
         order: all layers "together", or one after another, from the last ("last_first") or the first ("first_last").
 
     Raises:
-        ArgumentError: a number is negative, ``length`` is 0, or a name is unknown.
+        ArgumentError: ``start`` or ``length`` is no number, negative, or a share above 1; ``length`` is 0; or a name is
+            unknown.
 
     Example:
         >>> schedule = PathSchedule(start=0.6, length=0.3)
@@ -150,10 +161,10 @@ class PathSchedule:
 
     def __post_init__(self) -> None:
         """Check what does not depend on the run."""
-        numbers = math.isfinite(self.start) and math.isfinite(self.length)
-        if not numbers or self.start < 0 or self.length <= 0:
+        if not (_is_place(self.start) and _is_place(self.length) and self.length > 0):
             raise ArgumentError(
-                f"start must not be negative and length must be positive, got {self.start!r} and {self.length!r}"
+                "start and length must be steps (integers) or shares of the run (floats from 0 to 1), and length "
+                f"positive, got {self.start!r} and {self.length!r}"
             )
         if self.shape not in ("linear", "cosine") or self.order not in ("together", "last_first", "first_last"):
             raise ArgumentError(
@@ -165,9 +176,12 @@ class PathSchedule:
         """Return start and length in steps, for a run of ``total`` steps.
 
         Raises:
-            ArgumentError: the path would not end within the run, and a step be left to train at t = 1.
+            ArgumentError: ``total`` is no number of steps; or the path would not end within the run, and a step be left
+                to train at t = 1.
         """
-        start, length = (round(v * total) if isinstance(v, float) else v for v in (self.start, self.length))
+        if not (_is_place(total) and isinstance(total, Integral)):
+            raise ArgumentError(f"a run must have a number of steps, got {total!r}: give how many it takes in all")
+        start, length = (int(v) if isinstance(v, Integral) else round(v * total) for v in (self.start, self.length))
         length = max(length, 1)
         if start + length >= total:
             raise ArgumentError(
@@ -198,6 +212,13 @@ class PathSchedule:
         blend = self.order != "together" and start < step < start + length
         for place, layer in enumerate(layers):
             layer.set_t_(self.at(step, total, place, len(layers)), blend=blend)
+
+
+def _is_place(value: object) -> bool:
+    """Whether it is a number of steps, or a share of a run."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return float(value) >= 0 if isinstance(value, Integral) else 0 <= float(value) <= 1
 
 
 def positions(model: nn.Module) -> Mapping[str, float]:

@@ -133,7 +133,7 @@ def layer_for(site: NormSite, to: str, *, per_channel: bool, center: bool) -> La
         "dim": site.dim if isinstance(site.dim, int) else list(site.dim),
     }
     if issubclass(layer_class(to), AnnealedNorm):
-        config |= {"kind": site.kind, "norm_eps": site.eps}
+        config |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
     return LayerSpec(to, config, (site.path, *site.aliases))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.layers import AnnealedNorm
 from dynorm.layers._base import upcast
 from dynorm.surgery.activations import eval_mode, joint_error, layers_to_fit, norm_outputs, put_back, recorded, snapshot
 from dynorm.surgery.batches import call, iterate, token_masks
@@ -65,7 +66,8 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
 
     Raises:
         ArgumentError: ``steps`` is no positive integer, or ``lr`` not positive.
-        ModelError: the model has no point-wise layer, or one that replaced nothing (a loaded model), or there are
+        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model), or one that is still
+            the norm (annealed, at t = 0), whose constants have no part in the outputs; or there are
             several processes, each of which would find constants of its own.
         DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a loss that is not
             finite. The parameters are then as they were.
@@ -87,6 +89,11 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
         )
     require_plain_model(model)
     layers = list(layers_to_fit(model).values())
+    if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
+        raise ModelError(
+            "a layer must be point-wise for its constants to be refined, but some are annealed ones at t = 0, which is "
+            "the norm: convert_ to the layer they end as, or call set_path_ first"
+        )
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
     before = snapshot(layers)
     try:
