@@ -11,10 +11,12 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 
 from studies.arms import ARMS
 from studies.plan import LONG, SMALL, Part
 from studies.runs import Record
+from studies.tables import rate
 
 COLOURS = {"layernorm": "#111111", "rmsnorm": "#8a8a8a", "dyisru": "#c0392b", "dyt": "#1f5fa8", "derf": "#16907a"}
 COLOURS |= {"linear": "#d98200", "annealed": "#c0392b", "annealed_dyt": "#1f5fa8", "annealed_linear": "#d98200"}
@@ -55,7 +57,9 @@ def rates(panels: list[tuple[Part, dict[str, dict[str, Any]]]]) -> Figure:
     figure, axes = _panels(panels)
     for panel, (_, groups) in zip(axes, panels, strict=True):
         lowest = min(group["mean"] for group in groups.values())
-        top = lowest + TALL
+        known = [y for group in groups.values() for y in group["rates"].values()]
+        lost = any(y is None for y in known)
+        top = lowest + TALL if lost else min(lowest + TALL, max(y for y in known if y is not None) + 0.05)
         for group in groups.values():
             points = [(float(lr), math.inf if y is None else y) for lr, y in group["rates"].items()]
             panel.plot(*zip(*[(x, min(y, top)) for x, y in points], strict=True), marker="o", ms=3.5, **_look(group))
@@ -63,6 +67,9 @@ def rates(panels: list[tuple[Part, dict[str, dict[str, Any]]]]) -> Figure:
                 (mark,) = panel.plot(x, top, marker="^", ms=7, color=_look(group)["color"], clip_on=False)
                 mark.set_in_layout(False)
         panel.set(xscale="log", xlabel="highest learning rate", ylim=(lowest - 0.05, top))
+        ticks = sorted({float(lr) for group in groups.values() for lr in group["rates"]})
+        panel.set_xticks(ticks, labels=list(map(rate, ticks)), rotation=45)
+        panel.xaxis.set_minor_locator(NullLocator())
     axes[0].set_ylabel("held-out loss (nats)")
     _legend(figure, panels)
     return figure
