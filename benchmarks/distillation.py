@@ -24,7 +24,7 @@ from benchmarks.quality import rows_so_far
 from benchmarks.subjects import BATCH, HELD_OUT, Subject, encoder, fitted, language_model
 from dynorm.files import write_text
 from dynorm.integrations import AnnealCallback
-from dynorm.integrations.distill import distill_
+from dynorm.integrations.distill import distill_, distillation_rate
 from dynorm.integrations.pipeline import Recipe as Defaults
 from dynorm.integrations.pretrained import library_versions
 
@@ -38,13 +38,13 @@ class Recipe:
     Args:
         to: the layer.
         per_channel: one constant a channel, or one a layer.
-        lr: the highest learning rate.
+        rate: the highest learning rate over that of ``dynorm convert``.
         path: anneal from the norm during this share of the steps, instead of a fit before the first.
     """
 
     to: str = "dyisru"
     per_channel: bool = Defaults.per_channel
-    lr: float = Defaults.lr
+    rate: float = 1.0
     path: float | None = None
 
 
@@ -55,7 +55,7 @@ RECIPES = {
     "Derf (scaled)": Recipe("derf"),
     "DyISRU, a constant a layer": Recipe(per_channel=False),
     "DyISRU by the path": Recipe("annealed", path=0.6),
-    "DyISRU, twice the rate": Recipe(lr=2 * Defaults.lr),
+    "DyISRU, twice the rate": Recipe(rate=2.0),
 }
 MODELS = {
     "encoder": "all-MiniLM-L6-v2, 13 LayerNorms",
@@ -106,7 +106,8 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int) -> Subject:
         dynorm.convert_(pretrained.model, sites, recipe.to, per_channel=recipe.per_channel)
         callbacks = [AnnealCallback(start=1, length=recipe.path)]
     distill_(
-        pretrained, subject.original, subject.encoded, steps=steps, seed=seed, lr=recipe.lr, quiet=True,
+        pretrained, subject.original, subject.encoded, steps=steps, seed=seed, quiet=True,
+        lr=recipe.rate * distillation_rate(pretrained.model),
         callbacks=callbacks,
     )  # fmt: skip
     if recipe.path is not None:

@@ -16,7 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import dynorm
 from dynorm.integrations import AnnealCallback
-from dynorm.surgery.path_start import require_equal_ranks
 
 STEPS = 12
 
@@ -163,7 +162,7 @@ _SCRIPT = """
 import json, os, sys, torch
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.integrations.test_anneal import by_hand, by_the_trainer, dynorm, model, require_equal_ranks
+from tests.integrations.test_anneal import by_hand, by_the_trainer, dynorm, model
 torch.set_num_threads(1)
 mode, size, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -176,6 +175,7 @@ if mode == "shapes":
         dynorm.restore_(net)
         sites = dynorm.find_norms(net, torch.zeros(1, 4, dtype=torch.long))
         dynorm.convert_(net, sites, to="annealed", per_channel=True)
+    from dynorm.surgery.path_start import require_equal_ranks
     torch.distributed.init_process_group("gloo")
     require_equal_ranks(net)
 found = by_hand(net, size, rank, ranks) if mode == "fsdp" else by_the_trainer(net, size, folder)

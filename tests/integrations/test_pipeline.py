@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import dynorm
 from dynorm.cli import app
 from dynorm.integrations import AnnealCallback
-from dynorm.integrations.distill import distill_
+from dynorm.integrations.distill import distill_, distillation_rate
 from dynorm.integrations.pipeline import Recipe, convert_pretrained
 from dynorm.integrations.pretrained import encode, load_pretrained, make_batches
 from dynorm.layers import AnnealedNorm
@@ -76,6 +76,11 @@ def test_a_stopped_distillation_goes_on_from_its_checkpoint(encoder: Path, texts
     assert resumed.meta["stages"]["distill"]["steps"] == 6
 
 
+def dynorm_channels(net: torch.nn.Module) -> int:
+    (channels,) = {layer.channels for layer in dynorm_layers(net).values()}
+    return channels
+
+
 def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Path) -> None:
     student = load_pretrained(encoder)
     teacher = copy.deepcopy(student.model)
@@ -95,6 +100,7 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
         distill_(student, teacher, [], steps=1)
     callback = AnnealCallback(start=1, length=0.6)
     found = distill_(student, teacher, encoded, steps=10, batch_size=8, quiet=True, callbacks=[callback])
+    assert found.lr == distillation_rate(student.model) == pytest.approx(1.5e-4 * 384 / dynorm_channels(student.model))
     assert found.steps == 10
     assert {layer.position for layer in student.model.modules() if isinstance(layer, AnnealedNorm)} == {1.0}
     dynorm.finalize_(student.model)

@@ -33,7 +33,7 @@ def convert(
     per_channel: Annotated[
         bool, typer.Option("--per-channel/--per-layer", help="One constant a channel, or one a layer.")
     ] = True,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate of the distillation.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate of the distillation; by the width.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of split, order and training.")] = 0,
     name: Annotated[str | None, typer.Option(help="What the report calls the model; the folder's name.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
@@ -46,7 +46,6 @@ def convert(
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
     quiet_libraries()
-    from dynorm.integrations.distill import DISTILLATION_RATE
     from dynorm.integrations.pipeline import Recipe, convert_pretrained
 
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
@@ -61,7 +60,7 @@ def convert(
         skip=tuple(skip or ()),
         per_channel=per_channel,
         seed=seed,
-        lr=DISTILLATION_RATE if lr is None else lr,
+        lr=lr,
         checkpoints=None if checkpoints is None else str(checkpoints),
     )
     report = convert_pretrained(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from dynorm.surgery.batches import call, token_masks, valid_tokens
 
 # Steps that are timed before the schedule is made, when a time and not a number of steps is given.
 _TIMED = 8
-# Twice as much loses half a hundredth of the rank correlation in 200 steps, half as much nothing: docs/quality.md.
-DISTILLATION_RATE = 1.5e-4
+# Measured at 384 channels (docs/quality.md). A step of Adam changes what a matrix gives in proportion to its width.
+_RATE, _WIDTH = 1.5e-4, 384
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class DistillationReport:
 
     Args:
         steps: how many optimizer steps were taken.
+        lr: the highest learning rate.
         seconds: how long it took.
         texts: how many texts (or blocks) were seen, repeats counted.
         last_loss: the last loss that the Trainer logged.
     """
 
     steps: int
+    lr: float
     seconds: float
     texts: int
     last_loss: float | None
@@ -55,7 +58,7 @@ def distill_(
     steps: int | None = None,
     minutes: float | None = None,
     batch_size: int = 32,
-    lr: float = DISTILLATION_RATE,
+    lr: float | None = None,
     seed: int = 0,
     checkpoints: str | Path | None = None,
     quiet: bool = False,
@@ -74,7 +77,8 @@ def distill_(
         steps: how many steps; or
         minutes: for how long. A few steps are timed first, so that the schedule ends when the time does.
         batch_size: texts a step.
-        lr: the highest learning rate; a twentieth of the steps warm up to it, then it falls to 0 as a cosine.
+        lr: the highest learning rate; a twentieth of the steps warm up to it, then it falls to 0 as a cosine. None
+            takes that of :func:`distillation_rate`.
         seed: of the order of the texts.
         checkpoints: a folder for the Trainer's checkpoints, ten in a run, the last one kept; training goes on from
             one that is there. None keeps none.
@@ -93,7 +97,7 @@ def distill_(
     _check(steps, minutes, batch_size, lr)
     if not encoded:
         raise DataError("there must be at least one text to learn from, got none")
-    layers_to_fit(student.model)
+    rate = distillation_rate(student.model) if lr is None else lr
     started = time.perf_counter()
     teacher.eval().requires_grad_(False)
     if steps is None:
@@ -103,16 +107,29 @@ def distill_(
         arguments = _arguments(Path(checkpoints or scratch), steps, batch_size, seed, checkpoints is not None, quiet)
         arguments.use_cpu = next(student.model.parameters()).device.type == "cpu"
         until = None if minutes is None else started + 60 * minutes
-        trainer = _trainer(student, teacher, encoded, arguments, lr, until, callbacks)
+        trainer = _trainer(student, teacher, encoded, arguments, rate, until, callbacks)
         trainer.train(resume_from_checkpoint=_has_checkpoint(checkpoints))
     student.model.eval()
     student.model.zero_grad(set_to_none=True)
     done = int(trainer.state.global_step)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return DistillationReport(done, time.perf_counter() - started, trainer.texts, losses[-1] if losses else None)
+    seconds = time.perf_counter() - started
+    return DistillationReport(done, rate, seconds, trainer.texts, losses[-1] if losses else None)
 
 
-def _check(steps: int | None, minutes: float | None, batch_size: int, lr: float) -> None:
+def distillation_rate(model: nn.Module) -> float:
+    """Return the learning rate of a distillation by default: 1.5e-4 for 384 channels, and less for more, as 1 / C.
+
+    Args:
+        model: a converted model; C is the median of its point-wise layers' channels.
+
+    Raises:
+        ModelError: it has no point-wise layer that replaced a norm.
+    """
+    return _RATE * _WIDTH / median(layer.channels for layer in layers_to_fit(model).values())
+
+
+def _check(steps: int | None, minutes: float | None, batch_size: int, lr: float | None) -> None:
     if (steps is None) == (minutes is None):
         raise ArgumentError(f"one of steps and minutes must be given, got steps={steps!r}, minutes={minutes!r}")
     for name, count in (("steps", steps), ("batch_size", batch_size)):

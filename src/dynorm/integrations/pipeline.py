@@ -18,7 +18,7 @@ from torch import Tensor
 import dynorm.hub as hub
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import write_text
-from dynorm.integrations.distill import DISTILLATION_RATE, distill_
+from dynorm.integrations.distill import distill_
 from dynorm.integrations.folders import copy_rest, folders_of_modules, require_free
 from dynorm.integrations.pretrained import (
     Pretrained,
@@ -54,7 +54,7 @@ class Recipe:
         skip: globs of the paths to leave alone.
         per_channel: one constant a channel, or one a layer.
         seed: of the split, the order of texts and the training.
-        lr: the highest learning rate of distillation.
+        lr: the highest learning rate of distillation; None goes by the width, see ``distillation_rate``.
         checkpoints: a folder for the Trainer's checkpoints, to go on from after a stop.
     """
 
@@ -68,7 +68,7 @@ class Recipe:
     skip: tuple[str, ...] = ()
     per_channel: bool = True
     seed: int = 0
-    lr: float = DISTILLATION_RATE
+    lr: float | None = None
     checkpoints: str | None = None
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ class Recipe:
             raise ArgumentError(f"steps, minutes and refine must not be negative, got {self}")
         if self.held_out < 2 or self.max_length < 2:
             raise ArgumentError(f"held_out and max_length must be at least 2, got {self.held_out}, {self.max_length}")
-        if not (math.isfinite(self.lr) and self.lr > 0):
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise ArgumentError(f"lr must be positive and finite, got {self.lr}")
 
 
