@@ -43,10 +43,8 @@ def step_of(settings: Settings, data: Data, t: float | None) -> Callable[[], Non
     model = build(settings, data).train()
     batch = draw_batch(data, settings.size_spec.batch)
     if t is not None:
-        start = dynorm.PathStart(model)
-        with torch.no_grad():
+        with dynorm.PathStart(model), torch.no_grad():
             model(**inputs_of(batch))
-        start.finish_()
         dynorm.set_path_(model, t)
     groups = dynorm.param_groups(model, lr=LR, weight_decay=WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, fused=True)

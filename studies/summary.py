@@ -29,10 +29,11 @@ def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> d
         groups.setdefault(settings.group, []).append((settings, record))
     found = {name: summary(runs) for name, runs in sorted(groups.items())}
     for name, runs in groups.items():
-        baseline = groups.get(baseline_of(runs[0][0]).group)
+        norm = baseline_of(runs[0][0]).group
+        baseline = groups.get(norm)
         if baseline is not None and baseline is not runs and found[name]["best_lr"] is not None:
             found[name]["against"] = against(_at_best(runs), _at_best(baseline))
-            found[name]["level"] = level(found[name], found[baseline_of(runs[0][0]).group])
+            found[name]["level"] = level(found[name], found[norm])
     waiting = [item.part for item in missing(results, plan)]
     return {
         "command": "python -m studies.report",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 import dynorm
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.layers import AnnealedNorm
+from dynorm.surgery.path import positions
 from studies.callbacks import WarmUp, Watch
 from studies.data import Data
 from studies.models import constants
@@ -106,9 +107,8 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
             extra: Record = self.watch.times()
             if values := constants(model):
                 extra["beta"] = [float(f"{value:.4g}") for value in values.values()]
-            places = [layer.position for layer in model.modules() if isinstance(layer, AnnealedNorm)]
-            if places:
-                extra["t"] = round(sum(places) / len(places), 4)
+            if self.settings.arm_spec.annealed:
+                extra["t"] = round(fmean(positions(model).values()), 4)
             logs.update(extra)
         super().log(logs, start_time)
 

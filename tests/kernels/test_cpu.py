@@ -228,12 +228,12 @@ def test_slopes_of_large_constants(instructions: str, exponent: int, size: float
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("shape", [(23, 48, 1), (9, 5, 7), (2, 3, 5000)], ids=str)
-def test_what_is_wanted_changes_no_other(function: int, per_channel: bool, shape: tuple[int, ...]) -> None:
+def test_what_is_wanted_changes_no_other(function: int, per_channel: bool, shape: tuple[int, int, int]) -> None:
     parameters = make(shape[1], torch.float32, per_channel=per_channel, everything=True)
     x, grad = torch.randn(shape), torch.randn(shape)
 
     def run(needed: tuple[bool, ...]) -> list[Tensor | None]:
-        return _cpu.gradients(function, grad, x, parameters, needed, 1.3, *shape[1:], False)  # type: ignore[arg-type]
+        return _cpu.gradients(function, grad, x, parameters, needed, 1.3, *shape[1:], False)
 
     whole = run((True,) * 6)
     for needed in itertools.product((False, True), repeat=6):

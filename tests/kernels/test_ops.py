@@ -167,8 +167,9 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     with pytest.raises(TypeError):
         serve(needed=(True,))
     assert serve(constant=torch._neg_view(-one)) is None
+    text: Any = "4"
     with torch.no_grad(), pytest.raises(TypeError):
-        _cpu.serve_gradients(grad, (x, one, None, None, weight, None), (True,) * 7, 1, False, 1.0, "4")  # type: ignore
+        _cpu.serve_gradients(grad, (x, one, None, None, weight, None), (True,) * 7, 1, False, 1.0, text)
 
 
 @needs_kernels
@@ -206,7 +207,8 @@ def test_zeros_without_memory_and_hidden_signs(
     want = layer(x).detach()
     del layer._parameters[name]
     layer.register_parameter(name, None)
-    layer._parameters[name] = torch._neg_view(-constant)  # type: ignore[assignment]
+    hidden: Any = torch._neg_view(-constant)
+    layer._parameters[name] = hidden
     assert_close(layer(x).detach(), want)
 
 

@@ -243,9 +243,10 @@ class TestSchedule:
         for schedule in (PathSchedule(60, 40), PathSchedule(0.8, 0.3), PathSchedule(0.5, 0.5)):
             with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
                 schedule.steps(100)
-        for total in (float("nan"), None, "a", True, 0.5, -1):
+        totals: list[Any] = [float("nan"), None, "a", True, 0.5, -1]
+        for total in totals:
             with pytest.raises(dynorm.ArgumentError, match="must"):
-                PathSchedule().steps(total)  # type: ignore[arg-type]
+                PathSchedule().steps(total)
         # A number is a share or a count by its kind, of whatever library it is.
         assert PathSchedule(np.float32(0.5), np.int64(10)).steps(100) == (50, 10)
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from dynorm.layers import AnnealedNorm
-from dynorm.surgery.path import Order, PathSchedule, Shape
+from dynorm.surgery.path import Order, PathSchedule, Shape, positions
 from dynorm.surgery.path_start import PathStart, require_equal_ranks
 
 
@@ -64,11 +64,10 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any) -> None:
         """Put t beside the loss, for what prints it and in the Trainer's history, which has this entry as its last."""
-        places = [layer.position for layer in model.modules() if isinstance(layer, AnnealedNorm)]
-        if not places:
+        if not any(isinstance(module, AnnealedNorm) for module in model.modules()):
             # Finalized since: an evaluation logs, too.
             return
-        t = {"path": round(fmean(places), 4)}
+        t = {"path": round(fmean(positions(model).values()), 4)}
         if logs is not None:
             logs.update(t)
         if state.log_history:

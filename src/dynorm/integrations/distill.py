@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from torch.nn.functional import cosine_similarity, kl_div, log_softmax
 from dynorm.errors import ArgumentError, DataError
 from dynorm.integrations.pretrained import Pretrained, collate, on_device
 from dynorm.layers import param_groups
+from dynorm.layers._base import check_positive
 from dynorm.surgery.activations import joint_error, layers_to_fit, recorded
 from dynorm.surgery.batches import call, token_masks, valid_tokens
 
@@ -136,8 +136,8 @@ def _check(steps: int | None, minutes: float | None, batch_size: int, lr: float 
         if count is not None and (not isinstance(count, int) or count < 1):
             raise ArgumentError(f"{name} must be a positive integer, got {count!r}")
     for name, value in (("minutes", minutes), ("lr", lr)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ArgumentError(f"{name} must be positive and finite, got {value!r}")
+        if value is not None:
+            check_positive(name, value)
 
 
 def distillation_loss(student: Pretrained, teacher: nn.Module, batch: dict[str, Tensor]) -> Tensor:

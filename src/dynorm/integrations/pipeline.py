@@ -28,7 +28,10 @@ from dynorm.integrations.pretrained import (
     make_batches,
     on_device,
 )
+from dynorm.layers import AnnealedNorm
+from dynorm.layers._base import check_positive
 from dynorm.surgery import ModelReport, calibrate_, convert_, find_norms, measure, refine_
+from dynorm.surgery.plan import layer_class
 from dynorm.texts import read_texts, split_texts, standard_library_docstrings
 
 Say = Callable[[str], None]
@@ -73,7 +76,7 @@ class Recipe:
 
     def check(self) -> None:
         """Raise ArgumentError where a number is outside its domain."""
-        if self.to.startswith("annealed"):
+        if issubclass(layer_class(self.to), AnnealedNorm):
             raise ArgumentError(
                 f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train it with AnnealCallback"
             )
@@ -83,8 +86,8 @@ class Recipe:
             raise ArgumentError(f"steps, minutes and refine must not be negative, got {self}")
         if self.held_out < 2 or self.max_length < 2:
             raise ArgumentError(f"held_out and max_length must be at least 2, got {self.held_out}, {self.max_length}")
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise ArgumentError(f"lr must be positive and finite, got {self.lr}")
+        if self.lr is not None:
+            check_positive("lr", self.lr)
 
 
 @dataclass

@@ -223,7 +223,7 @@ class PointwiseNorm(nn.Module):
             constant: nn.Parameter = getattr(self, name)
             if not constant.is_meta:
                 # Of all of it: where it is sharded, every rank must come to the same rate.
-                found[constant] = float(whole(constant.detach()).abs().mean())
+                found[constant] = float(gathered(constant.detach()).abs().mean())
         return found
 
     def constant_parameters(self) -> list[nn.Parameter]:
@@ -337,7 +337,7 @@ def as_stored(value: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
-def whole(value: Tensor) -> Tensor:
+def gathered(value: Tensor) -> Tensor:
     """Return all of a tensor, where a rank holds a part of it (a DTensor): a collective then, on every rank."""
     full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full

@@ -55,11 +55,20 @@ def require_plain_model(model: nn.Module) -> None:
 
 def _require_plain_module(module: nn.Module, place: str) -> None:
     for origin, name, state, remedy in _WRAPPERS:
-        wrapper = getattr(sys.modules.get(origin), name, None)
-        if wrapper is not None and isinstance(module, wrapper):
+        if _is_a(module, origin, name):
             raise ModelError(f"{place} must be a plain module, but is {state}: {remedy}")
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise ModelError(f"{place} must be a plain module, but is compiled: call .compile() afterwards")
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Tell whether ``fully_shard``, FSDP2, has taken a module."""
+    return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def _is_a(module: nn.Module, origin: str, name: str) -> bool:
+    wrapper = getattr(sys.modules.get(origin), name, None)
+    return wrapper is not None and isinstance(module, wrapper)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ from torch import nn
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.annealed import check_t
+from dynorm.surgery.guard import is_fully_sharded
 from dynorm.surgery.plan import dynorm_layers, remember_, replaced_by, swap_
 from dynorm.surgery.sites import any_match, as_globs
 from dynorm.surgery.tokens import HOOK_TABLES
@@ -111,7 +112,7 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         raise ModelError(
             "a layer must have a parent to be replaced in, but the model is the layer itself: call its end()"
         )
-    if any(is_sharded_by_fsdp(module) for module in model.modules()):
+    if any(is_fully_sharded(module) for module in model.modules()):
         raise ModelError(
             "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: it is point-wise "
             "already; gather its state dict, load it into an unsharded copy, and finalize that"
@@ -127,11 +128,6 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         new[layer] = end
     swap_(model, new)
     return model
-
-
-def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """Tell whether ``fully_shard`` has taken a module; without asking for a part of torch that may not be there."""
-    return any(cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from dynorm.errors import DataError, ModelError
 from dynorm.layers import AnnealedNorm
-from dynorm.layers._base import whole
+from dynorm.layers._base import gathered
 from dynorm.surgery.activations import site_tokens
 from dynorm.surgery.batches import token_masks
 from dynorm.surgery.fit import own_betas
 from dynorm.surgery.path import annealed_layers
-from dynorm.surgery.ranks import Ranks, different
+from dynorm.surgery.ranks import Ranks
 
 
 class PathStart:
@@ -60,7 +60,7 @@ class PathStart:
         # A graph that was compiled before knows nothing of these hooks; until they are gone the model runs eagerly.
         self._stance = torch.compiler.set_stance("force_eager")
         self._handles: list[RemovableHandle] = [
-            *(layer.register_forward_hook(self._add, prepend=True) for layer in self._paths),
+            layer.register_forward_hook(self._add, prepend=True) for layer in self._paths
         ]
         # All of them: what a LightningModule or a wrapper is called with does not say what its model is.
         for module in model.modules():
@@ -176,10 +176,7 @@ def _require_equal_shapes(model: nn.Module) -> None:
         (path, type(layer).__name__, [tuple(p.shape) for p in layer.constant_parameters()])
         for path, layer in annealed_layers(model).items()
     ]
-    digest = int.from_bytes(hashlib.sha256(repr(forms).encode()).digest()[:7], "little")
-    found = Ranks(error=ModelError).all_say(digest)
-    if len(set(found)) > 1:
-        raise ModelError(different(found))
+    Ranks(error=ModelError).require_same(hashlib.sha256(repr(forms).encode()).digest())
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +199,7 @@ def _state(layer: AnnealedNorm) -> Iterator[Tensor]:
     # Not the buffer: DistributedDataParallel has made it the same on all ranks.
     yield torch.full((1,), layer.set_to, dtype=torch.float64, device=layer.t.device)
     for value in layer.constant_parameters():
-        yield whole(value.detach()).double().flatten()
+        yield gathered(value.detach()).double().flatten()
 
 
 def _shaped(value: Tensor, layer: AnnealedNorm) -> Tensor:

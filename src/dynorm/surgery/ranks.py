@@ -116,11 +116,18 @@ class Ranks:
             ModelError: on every rank, if one differs.
             DynormError: another rank failed.
         """
-        if self._over:
-            return
-        # Hashed to one number: ranks with other shapes could not even compare.
-        digest = int.from_bytes(digest_of(layers)[:7], "little")
-        found = self.all_say(digest)
+        if not self._over:
+            self.require_same(digest_of(layers))
+
+    def require_same(self, digest: bytes) -> None:
+        """Check that every rank has the same digest of its layers.
+
+        Raises:
+            ModelError: on every rank, if one differs.
+            DynormError: another rank failed.
+        """
+        # One number: ranks with other shapes could not even compare.
+        found = self.all_say(int.from_bytes(digest[:7], "little"))
         if len(set(found)) > 1:
             self._over = True
             raise ModelError(different(found))
