@@ -17,12 +17,10 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import dynorm
-from benchmarks.quality import rows_so_far
+from benchmarks.rows import Row, rows_so_far, write_rows
 from benchmarks.subjects import BATCH, HELD_OUT, Subject, encoder, fitted, language_model
-from dynorm.files import write_text
 from dynorm.integrations import AnnealCallback
 from dynorm.integrations.distill import distill_, distillation_rate
 from dynorm.integrations.pipeline import Recipe as Defaults
@@ -115,12 +113,12 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int) -> Subject:
     return subject
 
 
-def measured(name: str, model: str, steps: int, seed: int) -> dict[str, Any]:
+def measured(name: str, model: str, steps: int, seed: int) -> Row:
     """Return the figures of one recipe."""
     started = time.perf_counter()
     subject = distilled(RECIPES[name], model, steps, seed)
     seconds = time.perf_counter() - started
-    row: dict[str, Any] = {"recipe": name, "model": model, "steps": steps, "seed": seed}
+    row: Row = {"recipe": name, "model": model, "steps": steps, "seed": seed}
     row["docstrings"] = subject.figures()
     for kind, texts in {"code": code(), "reference": reference()}.items():
         row[kind] = subject.figures(subject.batches(texts))
@@ -141,8 +139,8 @@ def main() -> None:
             continue
         row = measured(*key)
         print(json.dumps(row), flush=True)
-        document = {"models": MODELS, "batch": BATCH, "texts": HELD_OUT, "versions": library_versions()}
-        write_text(RESULTS, json.dumps(document | {"rows": [*rows_so_far(RESULTS), row]}, indent=1) + "\n")
+        about = {"models": MODELS, "batch": BATCH, "texts": HELD_OUT, "versions": library_versions()}
+        write_rows(RESULTS, about, [*rows_so_far(RESULTS), row])
 
 
 if __name__ == "__main__":

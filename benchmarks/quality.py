@@ -8,14 +8,13 @@ change the split of texts and their order.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.rows import Row, rows_so_far, write_rows
 from benchmarks.subjects import BATCH, CALIBRATION_TEXTS, HELD_OUT, REFINE, Subject, encoder, fitted
 from dynorm.integrations.pretrained import library_versions
 
@@ -49,20 +48,16 @@ def main() -> None:
             write(rows)
 
 
-def rows_so_far(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return what earlier runs have measured; delete the file to measure all anew."""
-    return list(json.loads(results.read_text("utf-8"))["rows"]) if results.exists() else []
-
-
 def known(layer: str, per_channel: bool, seed: int) -> bool:
     """Tell whether an earlier run has measured an arm."""
-    return any((row["layer"], row["per_channel"], row["seed"]) == (layer, per_channel, seed) for row in rows_so_far())
+    arm = (layer, per_channel, seed)
+    return any((row["layer"], row["per_channel"], row["seed"]) == arm for row in rows_so_far(RESULTS))
 
 
-def write(new: list[dict[str, Any]]) -> None:
+def write(new: list[Row]) -> None:
     """Add the rows of an arm, so that a run that is stopped goes on from there."""
-    rows = rows_so_far() + new
-    document = {
+    rows = rows_so_far(RESULTS) + new
+    about = {
         "model": "all-MiniLM-L6-v2, 13 LayerNorms",
         "texts": "first paragraphs of the standard library's docstrings",
         "held_out": HELD_OUT,
@@ -71,10 +66,9 @@ def write(new: list[dict[str, Any]]) -> None:
         "batch": BATCH,
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         "versions": library_versions(),
-        "rows": sorted(rows, key=lambda row: (ARMS.index((row["layer"], row["per_channel"])), row["seed"])),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    order = sorted(rows, key=lambda row: (ARMS.index((row["layer"], row["per_channel"])), row["seed"]))
+    write_rows(RESULTS, about, order)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import dynorm
 from dynorm.integrations import AnnealCallback
+from dynorm.surgery.path import positions
 
 STEPS = 12
 
@@ -131,6 +134,21 @@ def test_a_start_that_an_error_broke_off_is_forgotten(tmp_path: Path) -> None:
     # Nothing was set before the path began anew.
     assert run.seen.constants[4:8] == pytest.approx([16.0] * 4)
     assert run.seen.constants[8] != pytest.approx(16.0, rel=1e-2)
+
+
+def test_training_begins_where_the_run_stands() -> None:
+    """With weights alone, a resumed run knows by its step where on the path it is; what was watched is forgotten."""
+    net, callback = model(), AnnealCallback(start=4, length=4)
+    at = partial(SimpleNamespace, max_steps=STEPS)
+    for step, t in ((0, 0.0), (6, 0.5), (8, 1.0), (2, 0.0)):
+        callback.on_train_begin(None, at(global_step=step), None, model=net)
+        assert set(positions(net).values()) == {t}
+    callback.on_step_begin(None, at(global_step=4), None, model=net)
+    assert any(m._forward_hooks for m in net.modules())
+    callback.on_train_begin(None, at(global_step=0), None, model=net)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
+        callback.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=8), None, model=net)
 
 
 def test_gradient_accumulation_sees_the_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,13 @@ def test_in_float16_the_constants_of_many_channels_do_not_overflow() -> None:
     assert layer(torch.randn(2, 16384, dtype=torch.float16)).isfinite().all()
 
 
+def test_in_float16_a_constant_beyond_its_range_is_the_largest_there_is() -> None:
+    layer = AnnealedDyT(8, t=1.0, dtype=torch.float16)
+    layer.fill_constants_(torch.tensor([1e-12]), torch.tensor([0.0]))
+    assert layer.alpha.item() == torch.finfo(torch.float16).max
+    assert layer(torch.tensor([[0.0, 1.0] * 4], dtype=torch.float16)).isfinite().all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("t", [0.0, 0.4, 1.0])
 def test_parameters_in_bfloat16_under_autocast(kind: str, t: float) -> None:

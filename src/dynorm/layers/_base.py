@@ -327,7 +327,12 @@ def check_positive(name: str, value: float) -> float:
 
 
 def as_stored(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value that broadcasts to a parameter as the parameter holds it; of a sharded one, this rank's part."""
+    """Return a value that broadcasts to a parameter as the parameter holds it; of a sharded one, this rank's part.
+
+    What its dtype cannot hold becomes the largest number that it can: an infinite alpha would make NaN of 0.
+    """
+    largest = torch.finfo(parameter.dtype).max
+    value = value.clamp(-largest, largest)
     if not hasattr(parameter, "device_mesh"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -27,7 +27,9 @@ class AnnealedNorm(PointwiseNorm):
     .. math:: y = (1 - t)\,\mathrm{norm}(x) + t\,f(x)
 
     At t = 0 the norm is computed as torch computes it, and the constants of f have no part in it; at t = 1 nothing is
-    reduced over channels. The result is linear in t, so it and its gradients are smooth along the path.
+    reduced over channels. The result is linear in t, so it and its gradients are smooth along the path. What something
+    else than :meth:`set_t_` writes into the buffer ``t`` holds from the next call on, or, in a compiled model, from the
+    next look at :attr:`position`.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.

@@ -92,7 +92,7 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
     except BaseException:
         put_back(before)
         raise
-    beta = {path: float(layer.beta().detach().mean()) for layer, path in paths.items() if path in sigma}
+    beta = {path: float(layer.beta().detach().median()) for layer, path in paths.items() if path in sigma}
     return InitializationReport(beta, sigma, [path for path in paths.values() if path not in sigma])
 
 

@@ -102,10 +102,18 @@ def select_sites(
 
 
 def as_globs(value: str | Iterable[str] | None) -> list[str]:
-    """Return one glob, several or none as a list."""
+    """Return one glob, several or none as a list.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
     if value is None:
         return []
-    return [value] if isinstance(value, str) else list(value)
+    globs = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise ArgumentError(f"globs must be strings such as 'encoder.*', one or a list of them, got {glob!r}")
+    return globs
 
 
 def any_match(paths: Iterable[str], globs: Sequence[str]) -> bool:
