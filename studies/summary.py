@@ -13,6 +13,8 @@ from studies.settings import Settings
 
 # A rate is good when it costs no more than this, in nats, over the arm's best.
 GOOD = 0.05
+# The comparison that the paper leaves open, with constants set from a batch and as published; and the control.
+PAIRS = (("dyisru", "dyt"), ("dyisru_published", "dyt_published"), ("dyisru", "linear"))
 Runs = list[tuple[Settings, Record]]
 
 
@@ -39,6 +41,7 @@ def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> d
         "command": "python -m studies.report",
         "good_within_nats": GOOD,
         "groups": found,
+        "pairs": {part.key: pairs(groups, part) for part in plan},
         "left": {part.title: waiting.count(part.title) for part in plan},
     }
 
@@ -118,6 +121,17 @@ def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
     }
 
 
+def pairs(groups: Mapping[str, Runs], part: Part) -> dict[str, Any]:
+    """Return what point-wise arms of a part lose to one another; below zero the first is the better."""
+    names = {sweep[0].arm: sweep[0].group for sweep in part.sweeps()}
+    found = {}
+    for mine, other in PAIRS:
+        runs, baseline = (_at_best(groups.get(names.get(arm, ""), [])) for arm in (mine, other))
+        if (said := against(runs, baseline)) is not None:
+            found[f"{mine} against {other}"] = said
+    return found
+
+
 def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
     """Return the rates at which a group's runs lose no more than 0.05 nats to the baseline at its best rate."""
     best_loss = min((loss for loss in baseline["rates"].values() if loss is not None), default=float("-inf"))
@@ -145,6 +159,8 @@ def words(group: Mapping[str, Any]) -> str:
 
 def _at_best(runs: Runs) -> Runs:
     """The runs of a group at the best rate of its sweep, lowest seed first."""
+    if not runs:
+        return []
     by_name = {s.name: r for s, r in runs}
     seed = min(s.seed for s, _ in runs)
     chosen = best([s for s, _ in runs if s.seed == seed], by_name)

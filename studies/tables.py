@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from studies.arms import ARMS
 from studies.plan import DIGITS, LONG, SMALL, Part
 from studies.settings import Settings
-from studies.summary import words
+from studies.summary import PAIRS, words
 
 NOT_YET = "not run yet"
 
@@ -74,6 +75,13 @@ def answers(study: Mapping[str, Any]) -> str:
     ):
         group = of(part, arm)
         rows.append(f"| {question} | {NOT_YET if group is None else say(group) or NOT_YET} |")
+    for part in (SMALL, LONG):
+        for mine, other in PAIRS:
+            arms = {sweep[0].arm for sweep in part.sweeps()}
+            if {mine, other} <= arms:
+                found = study["pairs"].get(part.key, {}).get(f"{mine} against {other}")
+                question = f"{ARMS[mine].words} against {ARMS[other].words}, {part.title}"
+                rows.append(f"| {question} | {difference({'against': found}) or NOT_YET} |")
     return "\n".join(rows)
 
 

@@ -60,6 +60,20 @@ def test_rates_that_keep_up_with_the_norm_may_leave_some_out() -> None:
     assert level(group_of(summarize(sweep_of("dyisru", 1.96)), "dyisru")) == ""
 
 
+def test_point_wise_arms_are_compared_each_at_its_best_rate() -> None:
+    runs = sweep_of("dyisru", 1.62, 1.58, 1.7) | sweep_of("dyt", 1.60, 1.65, 1.7) | sweep_of("linear", None)
+    runs |= results((Settings("dyisru", 2e-3, seed=1), 1.55), (Settings("dyt", 1e-3, seed=1), 1.61))
+    study = summarize(runs)
+    assert list(study["pairs"]["small"]) == ["dyisru against dyt"]
+    found = study["pairs"]["small"]["dyisru against dyt"]
+    # Seed by seed: -0.02, -0.06.
+    assert (found["mean"], found["half_range"], found["seeds"]) == (pytest.approx(-0.04), pytest.approx(0.02), 2)
+    said = parts(study)["answers"].splitlines()
+    assert "| DyISRU against scaled DyT, 600 steps | \N{MINUS SIGN}0.040 ± 0.020 (2 seeds) |" in said
+    assert "| DyISRU against linear (control), 600 steps | not run yet |" in said
+    assert not any("linear (control), 3,000 steps" in line for line in said)
+
+
 def test_a_lucky_seed_at_another_rate_does_not_move_the_best() -> None:
     runs = sweep_of("dyisru", 1.6, 1.5, 1.7) | results((Settings("dyisru", 1e-3, seed=1), 1.0))
     assert group_of(summarize(runs), "dyisru")["best_lr"] == 2e-3
