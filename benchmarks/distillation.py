@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dynorm
-from benchmarks.rows import Row, rows_so_far, write_rows
+from benchmarks.rows import Row, add_rows, rows_so_far
 from benchmarks.subjects import BATCH, HELD_OUT, Subject, encoder, fitted, language_model
 from dynorm.integrations import AnnealCallback
 from dynorm.integrations.distill import distill_, distillation_rate
 from dynorm.integrations.pipeline import Recipe as Defaults
-from dynorm.integrations.pretrained import library_versions
+from dynorm.integrations.pretrained import make_batches
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 
@@ -100,7 +100,8 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int) -> Subject:
         for _ in fitted(subject, recipe.to, seed, per_channel=recipe.per_channel):
             pass
     else:
-        sites = dynorm.find_norms(pretrained.model, **subject.tests[0])
+        (probe,) = make_batches(pretrained, subject.encoded[:BATCH], BATCH)
+        sites = dynorm.find_norms(pretrained.model, **probe)
         dynorm.convert_(pretrained.model, sites, recipe.to, per_channel=recipe.per_channel)
         callbacks = [AnnealCallback(start=1, length=recipe.path)]
     distill_(
@@ -139,8 +140,7 @@ def main() -> None:
             continue
         row = measured(*key)
         print(json.dumps(row), flush=True)
-        about = {"models": MODELS, "batch": BATCH, "texts": HELD_OUT, "versions": library_versions()}
-        write_rows(RESULTS, about, [*rows_so_far(RESULTS), row])
+        add_rows(RESULTS, {"models": MODELS, "batch": BATCH, "texts": HELD_OUT}, [row])
 
 
 if __name__ == "__main__":

@@ -8,15 +8,11 @@ change the split of texts and their order.
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from benchmarks.rows import Row, rows_so_far, write_rows
+from benchmarks.rows import Row, add_rows, rows_so_far
 from benchmarks.subjects import BATCH, CALIBRATION_TEXTS, HELD_OUT, REFINE, Subject, encoder, fitted
-from dynorm.integrations.pretrained import library_versions
 
 # Layer, and one constant a channel or one a layer.
 ARMS = tuple((layer, per_channel) for per_channel in (True, False) for layer in ("dyisru", "dyt", "linear", "derf"))
@@ -56,7 +52,6 @@ def known(layer: str, per_channel: bool, seed: int) -> bool:
 
 def write(new: list[Row]) -> None:
     """Add the rows of an arm, so that a run that is stopped goes on from there."""
-    rows = rows_so_far(RESULTS) + new
     about = {
         "model": "all-MiniLM-L6-v2, 13 LayerNorms",
         "texts": "first paragraphs of the standard library's docstrings",
@@ -64,11 +59,8 @@ def write(new: list[Row]) -> None:
         "calibration_texts": CALIBRATION_TEXTS,
         "refine_steps": REFINE,
         "batch": BATCH,
-        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
-        "versions": library_versions(),
     }
-    order = sorted(rows, key=lambda row: (ARMS.index((row["layer"], row["per_channel"])), row["seed"]))
-    write_rows(RESULTS, about, order)
+    add_rows(RESULTS, about, new, order=lambda row: (ARMS.index((row["layer"], row["per_channel"])), row["seed"]))
 
 
 if __name__ == "__main__":

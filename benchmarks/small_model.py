@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ BATCH, LENGTH = 16, 128
 
 def trained(steps: int, texts: list[str]) -> Path:
     """Return the folder of a model that was trained for so many steps on these texts; train it where there is none."""
-    out = ROOT / "build" / f"small-pre-norm-{steps}"
+    # By the texts, too: what one caller trains on another may hold out.
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+    out = ROOT / "build" / f"small-pre-norm-{steps}-{digest}"
     if not (out / "training.json").exists():
         summary = train(steps, texts, out)
         (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")

@@ -84,8 +84,7 @@ class WarmUp(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, settings: Settings, data: Data) -> None:
         self.settings, self.data = settings, data
-        every = max(1, settings.warmup // 10)
-        self.steps = frozenset(range(every, settings.warmup + 1, every))
+        self.steps = frozenset(settings.warmup * time // 10 for time in range(1, 11))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Set them before the step, so that a run resumed here does the same."""

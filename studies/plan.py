@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from studies.arms import ARMS
@@ -163,9 +163,10 @@ def extended(sweep: list[Settings], results: Mapping[str, Record]) -> list[Setti
     """Return a sweep with the rate beyond its edge, as long as the best run stands there."""
     while all(settings.name in results for settings in sweep):
         chosen = best(sweep, results)
-        if chosen is sweep[0] and chosen.lr / 2 >= LOWEST:
-            sweep = [_at(chosen, chosen.lr / 2), *sweep]
-        elif chosen is sweep[-1] and chosen.lr * 2 <= HIGHEST:
+        # Where all diverged a lower rate may not.
+        if (chosen is None or chosen is sweep[0]) and sweep[0].lr / 2 >= LOWEST:
+            sweep = [_at(sweep[0], sweep[0].lr / 2), *sweep]
+        elif chosen is not None and chosen is sweep[-1] and chosen.lr * 2 <= HIGHEST:
             sweep = [*sweep, _at(chosen, chosen.lr * 2)]
         else:
             break
@@ -173,9 +174,19 @@ def extended(sweep: list[Settings], results: Mapping[str, Record]) -> list[Setti
 
 
 def best(sweep: list[Settings], results: Mapping[str, Record]) -> Settings | None:
-    """Return the run of a sweep with the lowest held-out loss, of those that are done and did not diverge."""
-    done = [(results[s.name]["loss"], s) for s in sweep if s.name in results and results[s.name]["loss"] is not None]
-    return min(done, key=lambda item: item[0])[1] if done else None
+    """Return the best run of a sweep, of those that are done and did not diverge, by the items for choosing."""
+    done = [s for s in sweep if s.name in results and results[s.name]["loss"] is not None]
+    return min(done, key=lambda s: fmean(for_choosing(results[s.name])), default=None)
+
+
+def for_choosing(record: Record) -> list[float]:
+    """Return the losses of the parts of the held-out items by which a rate is chosen: the first half."""
+    return list(record["parts"][: len(record["parts"]) // 2])
+
+
+def for_reporting(record: Record) -> list[float]:
+    """Return the losses of the other parts, which no choice has seen."""
+    return list(record["parts"][len(record["parts"]) // 2 :])
 
 
 def seconds(settings: Settings, results: Mapping[str, Record]) -> float | None:

@@ -32,7 +32,7 @@ class RunFiles:
     Args:
         name: the run's name.
         out: the folder of results and logs.
-        scratch: the folder of checkpoints and locks.
+        scratch: the folder of checkpoints.
     """
 
     name: str
@@ -54,17 +54,19 @@ class RunFiles:
         """The folder of the Trainer's checkpoints, deleted when the run is finished."""
         return self.scratch / self.name
 
+    @property
+    def locked(self) -> Path:
+        """The file that says who works on the run; beside the results, which several folders of checkpoints share."""
+        return self.out / ".locks" / f"{self.name}.lock"
+
     def prepare(self) -> None:
         """Make the folders, and refuse before the work what could not be written after it.
 
         Raises:
             StorageError: a folder cannot be made, or a file in it could not be written.
         """
-        for folder in (self.out, self.checkpoints):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except (OSError, ValueError) as error:
-                raise StorageError(f"the folder {str(folder)!r} cannot be made: {error}; give another") from error
+        _make(self.out)
+        _make(self.checkpoints)
         for file in (self.result, self.log, self.checkpoints / "settings.json"):
             require_writable(file)
 
@@ -74,15 +76,20 @@ class RunFiles:
 
         Raises:
             BusyError: another process holds it.
+            StorageError: the folder cannot be made, or knows no locks.
         """
         # Not on Windows; the library itself runs there, the study does not.
         import fcntl
 
-        with open(self.scratch / f"{self.name}.lock", "w", encoding="utf-8") as file:
+        _make(self.locked.parent)
+        require_writable(self.locked)
+        with open(self.locked, "w", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise BusyError(f"{self.name} must be run by one process, but another runs it now: wait") from error
+            except OSError as error:
+                raise StorageError(f"{self.locked} must be lockable: {error}; give a folder on another disk") from error
             yield
 
     def claim(self, settings: Settings) -> None:
@@ -103,8 +110,9 @@ class RunFiles:
         return next((path for path in reversed(found) if _is_whole(path)), None)
 
     def clear(self) -> None:
-        """Delete the checkpoints."""
-        shutil.rmtree(self.checkpoints)
+        """Delete the checkpoints, if there are any."""
+        if self.checkpoints.exists():
+            shutil.rmtree(self.checkpoints)
 
     def read(self) -> Record | None:
         """Return the result, or None while there is none."""
@@ -146,6 +154,13 @@ def read_record(path: Path) -> Record:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} must be a run's result, but is not: {error}; delete it, and run again") from error
     return dict(record)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise StorageError(f"the folder {str(folder)!r} cannot be made: {error}; give another") from error
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

@@ -125,8 +125,10 @@ class Settings:
     def _check_numbers(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ArgumentError(f"the learning rate must be positive and finite, got {self.lr!r}")
-        if float(f"{self.lr:g}") != self.lr:
-            raise ArgumentError(f"the learning rate must have at most six digits, for the run's name, got {self.lr!r}")
+        for name in ("lr", "constants_rate", "path_start", "path_length"):
+            value = getattr(self, name)
+            if math.isfinite(value) and float(f"{value:g}") != value:
+                raise ArgumentError(f"{name} must have at most six digits, for the run's name, got {value!r}")
         if self.steps < 1:
             raise ArgumentError(f"steps must be at least 1, got {self.steps}")
         if not 0 <= self.warmup < self.steps:
@@ -147,6 +149,8 @@ class Settings:
             raise ArgumentError(f"{arm.name} has no constants: leave their options out")
         if self.warmup_constants and arm.start != "batch":
             raise ArgumentError(f"{arm.name} does not set its constants from a batch: leave --warmup-constants out")
+        if self.warmup_constants and self.warmup < 10:
+            raise ArgumentError(f"the constants are set ten times in the warm-up, but it has {self.warmup} steps")
         path = (self.path_start, self.path_length, self.path_shape, self.path_order)
         if not arm.annealed:
             if path != PATH:

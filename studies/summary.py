@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import mean, stdev
+from statistics import fmean, mean, stdev
 from typing import Any
 
 from studies.arms import ARMS
-from studies.plan import PLAN, Part, best, missing
+from studies.plan import PLAN, Part, best, for_reporting, missing
 from studies.runs import Record
 from studies.settings import Settings
 
@@ -41,7 +41,7 @@ def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> d
         "command": "python -m studies.report",
         "good_within_nats": GOOD,
         "groups": found,
-        "pairs": {part.key: pairs(groups, part) for part in plan},
+        "pairs": {part.key: compared(groups, part) for part in plan},
         "left": {part.title: waiting.count(part.title) for part in plan},
     }
 
@@ -50,17 +50,18 @@ def summary(runs: Runs) -> dict[str, Any]:
     """Return what the runs of one group say; they differ in rate and seed only.
 
     The best rate is that of seed 0, and so is the good range, since the sweep is; mean and half the range are over all
-    seeds at the best rate.
+    seeds at the best rate that did not diverge. Losses are those of the held-out items by which no rate was chosen;
+    accuracies are of all of them.
     """
     settings = runs[0][0]
-    first = sorted(((s, r) for s, r in runs if s.seed == 0), key=lambda run: run[0].lr)
+    first = sorted(((s, loss_of(r)) for s, r in runs if s.seed == 0), key=lambda run: run[0].lr)
     at_best = _at_best(runs)
-    losses = {s.seed: r["loss"] for s, r in at_best}
+    losses = {s.seed: loss_of(r) for s, r in at_best}
     values = [loss for loss in losses.values() if loss is not None]
     return {
         **{name: getattr(settings, name) for name in ("task", "model", "size", "steps", "arm", "variant")},
         "parameters": runs[0][1]["parameters"],
-        "rates": {f"{s.lr:g}": r["loss"] for s, r in first},
+        "rates": {f"{s.lr:g}": loss for s, loss in first},
         "runs": len(runs),
         "diverged": sum(r["diverged"] for _, r in runs),
         "best_lr": at_best[0][0].lr if at_best else None,
@@ -68,7 +69,7 @@ def summary(runs: Runs) -> dict[str, Any]:
         "mean": mean(values) if values else None,
         "half_range": (max(values) - min(values)) / 2 if values else None,
         "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
-        **good_range([(s.lr, r["loss"]) for s, r in first]),
+        **good_range([(s.lr, loss) for s, loss in first]),
     }
 
 
@@ -104,24 +105,27 @@ def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
 
     Returns:
         Mean and half the range in nats, the number of seeds, and the standard error that the choice of held-out blocks
-        leaves in the difference, from seed 0; None where no seed is common.
+        leaves in the difference, from the first seed; None where no seed is common.
     """
     theirs = {s.seed: r for s, r in baseline if r["loss"] is not None}
     pairs = {s.seed: (r, theirs[s.seed]) for s, r in runs if s.seed in theirs and r["loss"] is not None}
     if not pairs:
         return None
-    values = [mine["loss"] - other["loss"] for mine, other in pairs.values()]
-    mine, other = pairs[min(pairs)]
-    parts = [a - b for a, b in zip(mine["parts"], other["parts"], strict=True)]
+    parts = {
+        seed: [a - b for a, b in zip(for_reporting(mine), for_reporting(other), strict=True)]
+        for seed, (mine, other) in pairs.items()
+    }
+    values = [fmean(differences) for differences in parts.values()]
+    first = parts[min(parts)]
     return {
         "mean": mean(values),
         "half_range": (max(values) - min(values)) / 2,
         "seeds": len(values),
-        "standard_error": stdev(parts) / len(parts) ** 0.5,
+        "standard_error": stdev(first) / len(first) ** 0.5,
     }
 
 
-def pairs(groups: Mapping[str, Runs], part: Part) -> dict[str, Any]:
+def compared(groups: Mapping[str, Runs], part: Part) -> dict[str, Any]:
     """Return what point-wise arms of a part lose to one another; below zero the first is the better."""
     names = {sweep[0].arm: sweep[0].group for sweep in part.sweeps()}
     found = {}
@@ -157,13 +161,15 @@ def words(group: Mapping[str, Any]) -> str:
     return arm.words + (f", {rest}" if rest else "")
 
 
+def loss_of(record: Record) -> float | None:
+    """Return the loss of a run on what no choice has seen; None where it diverged."""
+    return None if record["loss"] is None else round(fmean(for_reporting(record)), 6)
+
+
 def _at_best(runs: Runs) -> Runs:
-    """The runs of a group at the best rate of its sweep, lowest seed first."""
-    if not runs:
-        return []
+    """The runs of a group at the best rate of its sweep, which is that of seed 0, lowest seed first."""
     by_name = {s.name: r for s, r in runs}
-    seed = min(s.seed for s, _ in runs)
-    chosen = best([s for s, _ in runs if s.seed == seed], by_name)
+    chosen = best([s for s, _ in runs if s.seed == 0], by_name)
     return (
         [] if chosen is None else sorted((run for run in runs if run[0].lr == chosen.lr), key=lambda run: run[0].seed)
     )

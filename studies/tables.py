@@ -10,7 +10,7 @@ from studies.plan import DIGITS, LONG, SMALL, Part
 from studies.settings import Settings
 from studies.summary import PAIRS, words
 
-NOT_YET = "not run yet"
+NOT_YET, DIVERGED = "not run yet", "diverged at every rate"
 
 
 def table(part: Part, study: Mapping[str, Any]) -> str:
@@ -31,19 +31,29 @@ def table(part: Part, study: Mapping[str, Any]) -> str:
 
 def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> list[str]:
     """Return the cells of a row, but the first."""
-    done = sum(f"{settings.lr:g}" in group["rates"] for settings in sweep)
-    so_far = "" if done == len(sweep) else f" ({done} of {len(sweep)} rates so far)"
     diverged = f"{group['diverged']} of {group['runs']}"
     if group["best_lr"] is None:
-        return [f"none{so_far}", "diverged", *([""] if accuracy else []), "", "", diverged]
+        return [f"none{_where(group, sweep)}", DIVERGED, *([""] if accuracy else []), "", "", diverged]
     return [
-        rate(group["best_lr"]) + so_far,
-        spread(group["mean"], group["half_range"], len(group["losses"])),
+        rate(group["best_lr"]) + _where(group, sweep),
+        spread(group),
         *([f"{group['accuracy']:.1%}"] if accuracy else []),
-        difference(group),
+        difference(group, error=accuracy),
         good(group),
         diverged,
     ]
+
+
+def _where(group: Mapping[str, Any], sweep: list[Settings]) -> str:
+    """What a reader has to know of a best rate: that others are not run yet, or that it stands at the sweep's edge."""
+    done = sum(f"{settings.lr:g}" in group["rates"] for settings in sweep)
+    if done < len(sweep):
+        return f" ({done} of {len(sweep)} rates so far)"
+    rates = [float(lr) for lr in group["rates"]]
+    if group["best_lr"] not in (min(rates), max(rates)):
+        return ""
+    edge = "only" if len(rates) == 1 else "lowest" if group["best_lr"] == min(rates) else "highest"
+    return f" (the {edge} run)"
 
 
 def answers(study: Mapping[str, Any]) -> str:
@@ -51,8 +61,10 @@ def answers(study: Mapping[str, Any]) -> str:
     groups = study["groups"]
 
     def of(part: Part, arm: str) -> Mapping[str, Any] | None:
-        found = groups.get(next(sweep[0].group for sweep in part.sweeps() if sweep[0].arm == arm))
-        return found if found is not None and found["best_lr"] is not None else None
+        found: Mapping[str, Any] | None = groups.get(
+            next(sweep[0].group for sweep in part.sweeps() if sweep[0].arm == arm)
+        )
+        return found
 
     rows = ["| question | found |", "|---|---|"]
     for question, part, arm, say in (
@@ -74,15 +86,23 @@ def answers(study: Mapping[str, Any]) -> str:
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
     ):
         group = of(part, arm)
-        rows.append(f"| {question} | {NOT_YET if group is None else say(group) or NOT_YET} |")
+        rows.append(f"| {question} | {_lost(group) or say(group or {}) or NOT_YET} |")
     for part in (SMALL, LONG):
         for mine, other in PAIRS:
             arms = {sweep[0].arm for sweep in part.sweeps()}
             if {mine, other} <= arms:
-                found = study["pairs"].get(part.key, {}).get(f"{mine} against {other}")
+                against = study["pairs"].get(part.key, {}).get(f"{mine} against {other}")
                 question = f"{ARMS[mine].words} against {ARMS[other].words}, {part.title}"
-                rows.append(f"| {question} | {difference({'against': found}) or NOT_YET} |")
+                lost = _lost(of(part, mine)) or _lost(of(part, other)) or NOT_YET
+                rows.append(f"| {question} | {difference({'against': against}) or lost} |")
     return "\n".join(rows)
+
+
+def _lost(group: Mapping[str, Any] | None) -> str:
+    """Return why there is nothing to say of a group, if so."""
+    if group is None:
+        return NOT_YET
+    return DIVERGED if group["best_lr"] is None else ""
 
 
 def left(study: Mapping[str, Any]) -> str:
@@ -101,18 +121,28 @@ def rate(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def spread(value: float, half_range: float, seeds: int) -> str:
-    """Return a loss, with half its range where there are several seeds."""
-    return f"{value:.3f}" + (f" ± {half_range:.3f} ({seeds} seeds)" if seeds > 1 else " (1 seed)")
+def spread(group: Mapping[str, Any]) -> str:
+    """Return a group's loss, with half its range where several seeds did not diverge."""
+    losses = group["losses"].values()
+    done = sum(loss is not None for loss in losses)
+    text = f"{group['mean']:.3f}" + (f" ± {group['half_range']:.3f}" if done > 1 else "")
+    lost = f", {len(losses) - done} diverged" if done < len(losses) else ""
+    return f"{text} ({_seeds(done)}{lost})"
 
 
-def difference(group: Mapping[str, Any]) -> str:
-    """Return a loss less the baseline's, with sign."""
+def difference(group: Mapping[str, Any], *, error: bool = False) -> str:
+    """Return a loss less the baseline's, with sign; and the standard error that the held-out items leave in it."""
     found = group.get("against")
     if found is None:
         return ""
     text = f"{found['mean']:+.3f}".replace("-", "\N{MINUS SIGN}")
-    return text + (f" ± {found['half_range']:.3f} ({found['seeds']} seeds)" if found["seeds"] > 1 else " (1 seed)")
+    text += f" ± {found['half_range']:.3f}" if found["seeds"] > 1 else ""
+    spoken = f", error {found['standard_error']:.3f}" if error else ""
+    return f"{text} ({_seeds(found['seeds'])}{spoken})"
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed" + ("s" if count > 1 else "")
 
 
 def level(group: Mapping[str, Any]) -> str:
@@ -124,6 +154,8 @@ def level(group: Mapping[str, Any]) -> str:
 
 def good(group: Mapping[str, Any]) -> str:
     """Return the good range, and how many times its lowest rate the highest is; open where the sweep ended first."""
+    if group["good"] is None:
+        return ""
     low, high = group["good"]
     at_least = "at least " if group["open"] else ""
     rates = f"only {rate(low)}" if low == high else f"{rate(low)} to {rate(high)}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +17,7 @@ import typer
 import dynorm
 from dynorm.cli._app import quiet_libraries
 from dynorm.errors import ArgumentError
-from studies.runs import RUNS, SCRATCH, Record, RunFiles
+from studies.runs import ROOT, RUNS, SCRATCH, Record, RunFiles
 from studies.settings import Settings
 
 if TYPE_CHECKING:
@@ -68,16 +70,16 @@ def command(
         path_start, path_length, path_shape, path_order, device, bf16,
     )  # fmt: skip
     quiet_libraries()
-    files = RunFiles(settings.name, out, checkpoints)
-    if again:
-        files.result.unlink(missing_ok=True)
-    record = run(settings, out=out, checkpoints=checkpoints, quiet=as_json)
+    record = run(settings, out=out, checkpoints=checkpoints, quiet=as_json, again=again)
     if _is_main():
-        typer.echo(dumps(record, indent=1) if as_json else f"{said(record)}\n{files.result}")
+        result = RunFiles(settings.name, out, checkpoints).result
+        typer.echo(dumps(record, indent=1) if as_json else f"{said(record)}\n{result}")
     _leave_together()
 
 
-def run(settings: Settings, *, out: Path = RUNS, checkpoints: Path = SCRATCH, quiet: bool = True) -> Record:
+def run(
+    settings: Settings, *, out: Path = RUNS, checkpoints: Path = SCRATCH, quiet: bool = True, again: bool = False
+) -> Record:
     """Do one run, or go on with it where it was stopped, or return the result of one that is finished.
 
     Args:
@@ -85,6 +87,7 @@ def run(settings: Settings, *, out: Path = RUNS, checkpoints: Path = SCRATCH, qu
         out: the folder of results and logs.
         checkpoints: the folder of checkpoints.
         quiet: no progress bar.
+        again: do anew what is finished or begun; the old result stays until there is a new one.
 
     Returns:
         What is in the result's file.
@@ -96,14 +99,16 @@ def run(settings: Settings, *, out: Path = RUNS, checkpoints: Path = SCRATCH, qu
     """
     _require_device(settings)
     files = RunFiles(settings.name, out, checkpoints)
-    files.prepare()
     with files.lock() if _is_main() else nullcontext():
-        record = files.read()
+        record = None if again else files.read()
         if record is not None:
             return record
+        if again and _is_main():
+            files.clear()
+        files.prepare()
         if _is_main():
             files.claim(settings)
-        record = _train(settings, files, quiet)
+        record = _train(settings, files, quiet, None if again else files.checkpoint())
         if _is_main():
             files.write_result(record)
             files.clear()
@@ -120,7 +125,7 @@ def said(record: Record) -> str:
     )
 
 
-def _train(settings: Settings, files: RunFiles, quiet: bool) -> Record:
+def _train(settings: Settings, files: RunFiles, quiet: bool, checkpoint: Path | None) -> Record:
     from studies.callbacks import DIVERGED, diverged
     from studies.data import load
     from studies.models import build
@@ -130,7 +135,6 @@ def _train(settings: Settings, files: RunFiles, quiet: bool) -> Record:
     data = load(settings)
     model = build(settings, data)
     trainer = make_trainer(model, data, settings, files, quiet=quiet)
-    checkpoint = files.checkpoint()
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     lost = diverged(trainer.state.log_history)
     record = _record(settings, trainer, model, lost) | {"data": data.words}
@@ -149,17 +153,14 @@ def _record(settings: Settings, trainer: StudyTrainer, model: nn.Module, lost: b
 
     history = trainer.state.log_history
     logged = [entry for entry in history if "loss" in entry]
-    watched = [(entry["eval_mean"], entry["step"]) for entry in history if "eval_mean" in entry]
-    best = (None, None) if lost or not watched else min(watched)
     return {
         "name": settings.name,
         "settings": settings.to_dict(),
+        "size": asdict(settings.size_spec),
         "diverged": lost,
         "loss": None,
         "steps_taken": trainer.state.global_step,
         "train_loss": logged[-1]["loss"],
-        "best": best[0],
-        "best_step": best[1],
         "seconds": logged[-1]["seconds"],
         "seconds_per_step": median(entry["step_seconds"] for entry in logged),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -192,13 +193,25 @@ def _machine(settings: Settings) -> dict[str, Any]:
     return {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
 
 
-def _versions() -> dict[str, str]:
+def _versions() -> dict[str, str | None]:
     import accelerate
     import torch
     import transformers
 
     modules = {"dynorm": dynorm, "torch": torch, "transformers": transformers, "accelerate": accelerate}
-    return {"python": platform.python_version()} | {name: str(m.__version__) for name, m in modules.items()}
+    return {"python": platform.python_version(), "commit": _commit()} | {
+        name: str(m.__version__) for name, m in modules.items()
+    }
+
+
+def _commit() -> str | None:
+    """The commit that runs, with "-dirty" where something is changed; None where git knows of none."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
 
 
 def _require_device(settings: Settings) -> None:

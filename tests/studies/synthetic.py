@@ -17,10 +17,9 @@ def record(settings: Settings, loss: float | None, step: float = 0.2, **more: An
         "loss": loss,
         "steps_taken": settings.steps,
         "train_loss": loss,
-        "best": loss,
-        "best_step": settings.steps,
         "accuracy": None if loss is None else 0.5,
-        "parts": None if loss is None else [loss - 0.1, loss + 0.1],
+        # Four by which a rate is chosen, and four that are reported.
+        "parts": None if loss is None else [*[loss] * 4, *(loss - 0.1, loss + 0.1) * 2],
         "seconds": step * settings.steps,
         "wall_seconds": step * settings.steps + 30,
         "seconds_per_step": step,

@@ -47,8 +47,51 @@ def test_best_spread_and_difference() -> None:
     assert ours["against"]["mean"] == pytest.approx(-0.92 / 3)
     assert ours["against"]["half_range"] == pytest.approx(0.04)
     assert ours["against"]["seeds"] == 3
-    assert ours["against"]["standard_error"] == pytest.approx(0, abs=1e-12)
     assert "against" not in group_of(found, "layernorm")
+
+
+def test_what_is_reported_and_its_error_are_of_the_items_that_no_choice_has_seen() -> None:
+    ours, norm = Settings("dyisru", 1e-3), Settings("layernorm", 1e-3)
+    runs = results((ours, 1.5), (norm, 1.6))
+    runs[ours.name]["parts"] = [*[9.0] * 6, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
+    runs[norm.name]["parts"] = [*[0.0] * 6, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+    found = group_of(summarize(runs), "dyisru")
+    assert found["mean"] == pytest.approx(1.5)
+    assert found["rates"] == {"0.001": 1.5}
+    # Part by part: 0, 0.1, ..., 0.5, whose variance is 0.035.
+    assert found["against"]["mean"] == pytest.approx(0.25)
+    assert found["against"]["standard_error"] == pytest.approx((0.035 / 6) ** 0.5)
+
+
+def test_a_seed_that_diverged_is_not_counted_as_one_that_did_not() -> None:
+    seeds = [(Settings("dyisru", 2e-3, seed=seed), loss) for seed, loss in ((1, None), (2, 1.62))]
+    runs = sweep_of("dyisru", 1.62, 1.58, 1.7) | results(*seeds)
+    (row,) = [line for line in table(SMALL, summarize(runs)).splitlines() if line.startswith("| DyISRU |")]
+    assert "| 1.600 ± 0.020 (2 seeds, 1 diverged) |" in row
+
+
+def test_the_answers_say_what_diverged_and_what_was_not_run() -> None:
+    runs = sweep_of("layernorm", 2.1, 2.0, 1.9) | sweep_of("dyisru", None, None, None)
+    said = parts(summarize(runs))["answers"]
+    assert "| DyISRU from the first step against LayerNorm, 600 steps | diverged at every rate |" in said
+    assert "| DyISRU against scaled DyT, 600 steps | diverged at every rate |" in said
+    assert "| scaled DyT from the first step against LayerNorm, 600 steps | not run yet |" in said
+
+
+def test_a_group_without_seed_0_has_no_best_yet() -> None:
+    study = summarize(results((Settings("dyisru", 1e-3, seed=1), 1.5)))
+    (row,) = [line for line in table(SMALL, study).splitlines() if line.startswith("| DyISRU |")]
+    assert "none (0 of 3 rates so far)" in row
+
+
+def test_a_best_rate_at_the_edge_is_called_so() -> None:
+    def row(*losses: float) -> str:
+        return next(line for line in table(SMALL, summarize(sweep_of("layernorm", *losses))).splitlines()[2:])
+
+    # Its sweep in the plan begins at 2e-3.
+    assert "| 8e-3 (the highest run) |" in row(2.1, 2.0, 1.9, 1.8)
+    assert "| 1e-3 (the lowest run) |" in row(1.7, 1.8, 1.9, 2.0)
+    assert "| 4e-3 |" in row(2.1, 2.0, 1.8, 1.9)
 
 
 def test_rates_that_keep_up_with_the_norm_may_leave_some_out() -> None:
@@ -70,7 +113,7 @@ def test_point_wise_arms_are_compared_each_at_its_best_rate() -> None:
     assert (found["mean"], found["half_range"], found["seeds"]) == (pytest.approx(-0.04), pytest.approx(0.02), 2)
     said = parts(study)["answers"].splitlines()
     assert "| DyISRU against scaled DyT, 600 steps | \N{MINUS SIGN}0.040 ± 0.020 (2 seeds) |" in said
-    assert "| DyISRU against linear (control), 600 steps | not run yet |" in said
+    assert "| DyISRU against linear (control), 600 steps | diverged at every rate |" in said
     assert not any("linear (control), 3,000 steps" in line for line in said)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +20,12 @@ from torch import Tensor, nn
 from dynorm.errors import ArgumentError, DataError, StorageError
 from dynorm.surgery.plan import dynorm_layers
 from studies.arms import ARMS
+from studies.callbacks import WarmUp
 from studies.data import load
-from studies.models import build
+from studies.models import build, constants, remeasure_
 from studies.runs import BusyError, RunFiles, read_all, read_log
 from studies.settings import Settings
+from studies.sizes import size_of
 from studies.train import run
 from studies.trainer import StudyTrainer, logged_every, losses
 
@@ -73,7 +78,7 @@ def test_every_arm_learns_and_leaves_its_files(arm: str, tmp_path: Path) -> None
     log = read_log(settings.name, tmp_path / "runs")
     assert [line["step"] for line in log] == [4, 8, 12, 16, 20]
     assert log[-1]["loss"] < log[0]["loss"]
-    assert record["best"] == pytest.approx(min(line["held_out"] for line in log if "held_out" in line), rel=1e-5)
+    assert [line["step"] for line in log if "held_out" in line] == [16, 20]
     assert all(len(line.get("beta", [])) == len(record["constants"]) for line in log)
     assert [line["t"] for line in log if "t" in line][-1:] == ([1.0] if ARMS[arm].annealed else [])
     assert not RunFiles(settings.name, tmp_path / "runs", tmp_path / "checkpoints").checkpoints.exists()
@@ -149,6 +154,77 @@ def test_a_finished_run_is_not_done_again(tmp_path: Path, killed_at: Callable[[i
     assert go(settings, tmp_path) == record
 
 
+def test_a_run_that_is_done_again_keeps_its_old_result_until_there_is_a_new_one(
+    tmp_path: Path, killed_at: Callable[[int | None], None]
+) -> None:
+    settings, folders = tiny("layernorm"), {"out": tmp_path / "runs", "checkpoints": tmp_path / "checkpoints"}
+    record = go(settings, tmp_path)
+    killed_at(13)
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, **folders, again=True)
+    files = RunFiles(settings.name, folders["out"], folders["checkpoints"])
+    assert files.read() == record
+    assert files.checkpoint() is not None
+    # Anew means from the first step, not from that checkpoint.
+    begun: list[int] = []
+    killed_at(None)
+    step = StudyTrainer.training_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StudyTrainer, "training_step", lambda self, *a, **k: begun.append(1) or step(self, *a, **k))
+        again = run(settings, **folders, again=True)
+    assert len(begun) == STEPS
+    assert timeless(again) == timeless(record)
+    assert files.read() == again
+
+
+def test_a_record_says_what_made_it(tmp_path: Path) -> None:
+    record = go(tiny("layernorm", steps=6, warmup=2), tmp_path)
+    assert record["size"] == asdict(size_of("text", "tiny"))
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = record["versions"]["commit"]
+    assert commit is None if head.returncode else head.stdout.startswith(commit.removesuffix("-dirty"))
+
+
+def test_a_folder_that_knows_no_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(StorageError, match="must be lockable"):
+        go(tiny("layernorm"), tmp_path)
+
+
+def test_the_warm_up_sets_the_constants_ten_times_from_other_batches() -> None:
+    settings = tiny("dyisru", warmup_constants=True, steps=40, warmup=25)
+    data = load(settings)
+    model, callback = build(settings, data), WarmUp(settings, data)
+    assert sorted(callback.steps) == [2, 5, 7, 10, 12, 15, 17, 20, 22, 25]
+    before = constants(model)
+    seen = []
+    for step in range(settings.steps):
+        callback.on_step_begin(None, SimpleNamespace(global_step=step), None, model=model)
+        if constants(model) != before:
+            before = constants(model)
+            seen.append(step)
+    assert seen == sorted(callback.steps)
+    # As from that batch at the begin, but for what the step's own batch is.
+    fresh = build(settings, data)
+    remeasure_(fresh, settings, data, draw=25)
+    assert constants(fresh) == constants(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "centred", "size"),
+    [({}, False, 1), ({"center": True}, True, 1), ({"per_channel": True}, False, 16)],
+    ids=str,
+)
+def test_variants_are_what_they_are_called(options: dict[str, Any], centred: bool, size: int) -> None:
+    settings = tiny("dyisru", **options)
+    for layer in dynorm_layers(build(settings, load(settings))).values():
+        assert (layer.center is not None) == centred
+        assert layer.get_parameter("log_beta").numel() == size
+
+
 @pytest.mark.parametrize("arm", ["linear", "dyisru_annealed"])
 def test_a_run_that_diverges_is_stopped_and_says_so(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = StudyTrainer.compute_loss
@@ -175,7 +251,6 @@ def test_a_run_whose_last_measurement_is_lost_diverged(tmp_path: Path, monkeypat
 def test_one_process_a_run(tmp_path: Path) -> None:
     settings = tiny("layernorm")
     files = RunFiles(settings.name, tmp_path / "runs", tmp_path / "checkpoints")
-    files.prepare()
     with files.lock(), pytest.raises(BusyError, match="another runs it"):
         go(settings, tmp_path)
     assert go(settings, tmp_path)["loss"] is not None
