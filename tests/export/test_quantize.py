@@ -16,7 +16,15 @@ from torch.testing import assert_close
 import dynorm
 from benchmarks.compiled import converted, first, inputs, tiny_model
 from dynorm.layers import PointwiseNorm
-from dynorm.quantize import Reader, find_readers, output_bounds, output_range, quantize_, static_scale
+from dynorm.quantize import (
+    Reader,
+    find_readers,
+    observed_ranges,
+    output_bounds,
+    output_range,
+    quantize_,
+    static_scale,
+)
 
 C = 16
 BOUNDED = [dynorm.DyISRU, dynorm.DyT, dynorm.Derf]
@@ -293,6 +301,57 @@ def test_seen_ranges_serve_as_well() -> None:
     assert_close(whole.c.weight.act_quant_scale, (seen["two"].abs().max() / 127).reshape(1, 1, 1))
     assert_close(channels.one.weight, model.one.weight * 127 / flat["one"].abs().amax(0))
     assert error_of(model, whole, x) < error_of(model, bound, x)
+
+
+def test_ranges_are_what_the_layers_gave() -> None:
+    model, batches = net(), [0.1 * torch.randn(8, 5, C), 3 * torch.randn(2, 7, C)]
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = observed_ranges(model, iter(batches))
+    with torch.no_grad():
+        ones = torch.cat([model.one(x).flatten(0, -2) for x in batches])
+        twos = torch.cat([model.two(model.a(y) * model.b(y)).flatten(0, -2) for y in map(model.one, batches)])
+    for path, y in (("one", ones), ("two", twos)):
+        assert_close(found[path], (y.amin(0), y.amax(0)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_ranges_of_padding_channels_first_and_half_precision() -> None:
+    class Masked(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.layer = dynorm.DyISRU(C, dim=dim)
+
+        def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y
+
+    x, mask = torch.randn(2, 4, C), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    x[mask == 0] = 1e6
+    model = Masked(-1)
+    low, high = observed_ranges(model, [{"x": x, "attention_mask": mask}])["layer"]
+    y = model(x).detach()[mask == 1]
+    assert_close((low, high), (y.amin(0), y.amax(0)))
+    first = observed_ranges(Masked(1), [torch.randn(2, C, 3)])["layer"][0]
+    assert first.shape == (C,)
+    half = observed_ranges(Masked(-1).bfloat16(), [torch.randn(2, 3, C, dtype=torch.bfloat16)])["layer"][0]
+    assert half.dtype == torch.float32
+
+
+def test_ranges_of_nothing_are_refused() -> None:
+    x = torch.randn(2, 5, C)
+    with pytest.raises(dynorm.ModelError, match="point-wise layers"):
+        observed_ranges(nn.Linear(C, C), [x])
+    with pytest.raises(dynorm.DataError, match="at least one batch"):
+        observed_ranges(net(), [])
+    with pytest.raises(dynorm.DataError, match="must be finite"):
+        observed_ranges(net(), [x * math.nan])
+    idle = net()
+    idle.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(dynorm.DataError, match="reached none"):
+        observed_ranges(idle, [x])
 
 
 def assert_refused_unchanged(

@@ -1,11 +1,13 @@
-"""Static int8 scales without data: what a point-wise layer can put out is known from its parameters.
+"""Static int8 scales: what a point-wise layer can put out is known from its parameters, what it does from some data.
 
 :func:`find_readers` says which linear layers read a point-wise layer's output; :func:`quantize_` gives them torchao's
-static int8 quantization with scales from :func:`output_range`. Only :func:`quantize_` imports torchao.
+static int8 quantization with scales from :func:`output_range` or :func:`observed_ranges`. Only :func:`quantize_`
+imports torchao.
 """
 
 from dynorm.quantize.bounds import output_bounds, output_range, static_scale
 from dynorm.quantize.int8 import quantize_
+from dynorm.quantize.ranges import observed_ranges
 from dynorm.quantize.readers import Reader, find_readers
 
-__all__ = ["Reader", "find_readers", "output_bounds", "output_range", "quantize_", "static_scale"]
+__all__ = ["Reader", "find_readers", "observed_ranges", "output_bounds", "output_range", "quantize_", "static_scale"]

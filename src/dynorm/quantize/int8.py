@@ -37,7 +37,8 @@ def quantize_(
         sigmas: clip beyond so many standard deviations, as for :func:`output_range`; None for the bound itself.
         symmetric: as for :func:`static_scale`.
         per_channel: a scale for each channel; symmetric only.
-        ranges: least and largest values that were seen, by path of the point-wise layer, instead of the bound.
+        ranges: least and largest values that were seen, by path of the point-wise layer, instead of the bound; see
+            :func:`observed_ranges`.
 
     Returns:
         The readers that are now quantized.

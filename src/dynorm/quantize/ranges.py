@@ -1,0 +1,65 @@
+"""What the point-wise layers of a model gave for some batches, the ranges that int8 needs to cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.errors import DataError, ModelError
+from dynorm.layers import PointwiseNorm
+from dynorm.quantize.bounds import Range
+from dynorm.surgery.activations import eval_mode, hooked, require_finite, site_tokens
+from dynorm.surgery.batches import call, iterate, token_masks
+from dynorm.surgery.observe import no_trace, slow_path
+from dynorm.surgery.plan import dynorm_layers
+
+
+def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range]:
+    """Return the least and largest value that each channel of each point-wise layer gave, for :func:`quantize_`.
+
+    The model runs in eval mode and is left as it was. Padding is left out, as in ``calibrate_``. A layer that no batch
+    reaches is left out.
+
+    Args:
+        model: a converted model.
+        batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``.
+
+    Returns:
+        By the layer's path, two tensors of shape (C,) in at least float32.
+
+    Raises:
+        ModelError: the model has no point-wise layer.
+        DataError: a batch is of the wrong kind, the model cannot run it, a layer gives what is not finite, or no batch
+            reaches a layer.
+
+    Example:
+        >>> model = nn.Sequential(dynorm.DyISRU(4), nn.Linear(4, 4))
+        >>> low, high = observed_ranges(model, [torch.zeros(1, 4), torch.tensor([[1.0, -1.0, 100.0, 0.0]])])["0"]
+        >>> high.round(decimals=2)
+        tensor([0.8900, 0.0000, 2.0000, 0.0000])
+    """
+    paths = {layer: path for path, layer in dynorm_layers(model).items()}
+    if not paths:
+        raise ModelError("the model must have point-wise layers, but has none: convert it first")
+    found: dict[str, Range] = {}
+    for batch in iterate(batches):
+        masks = token_masks(batch)
+
+        def widen(layer: nn.Module, args: tuple[Any, ...], output: Tensor, masks: list[Tensor] = masks) -> None:
+            assert isinstance(layer, PointwiseNorm)
+            tokens, path = site_tokens(layer, output, masks), paths[layer]
+            tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+            require_finite(tokens, path)
+            if len(tokens):
+                low, high = tokens.aminmax(dim=0)
+                before = found.get(path, (low, high))
+                found[path] = low.minimum(before[0]), high.maximum(before[1])
+
+        with no_trace(model, batch), torch.no_grad(), eval_mode(model), slow_path(), hooked(paths, widen):
+            call(model, batch)
+    if not found:
+        raise DataError("the batches must reach at least one point-wise layer, but reached none: give others")
+    return found
