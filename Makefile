@@ -25,7 +25,7 @@ setup: .venv/setup.stamp .venv/kernels.stamp
 	$(PIP) --editable '.[docs]'
 	touch $@
 
-# The main job on a real model. STEPS=0 calibrates only; MINUTES=10 distils longer.
+# The main job on a real model. STEPS=0 fits the constants only; MINUTES=10 distils longer.
 demo: setup
 	@mkdir -p build
 	$(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/demo \

@@ -106,7 +106,8 @@ def inspection_table() -> str:
             f"DyISRU's error is below DyT's at {summary['core_holds']}; smallest: DyISRU {core['dyisru']}, "
             f"DyT {core['dyt']}, linear {core['linear']}.",
             "",
-            "| norm | largest outlier, σ | spread of ln σ | linear | DyT | DyISRU | linear | DyT | DyISRU |",
+            "| norm | largest outlier, σ | spread of ln σ | outliers: linear | DyT | DyISRU "
+            "| all channels: linear | DyT | DyISRU |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import dynorm
 from benchmarks.tables import PAGES, renewed
 
 ROOT = Path(__file__).parent.parent
+ALL = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
@@ -18,19 +20,32 @@ def test_tables_are_those_of_the_committed_results(page: str) -> None:
     assert renewed(page) == (ROOT / page).read_text("utf-8")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("page", ALL)
 def test_pages_name_only_what_exists(page: str) -> None:
-    text = (ROOT / page).read_text("utf-8")
-    named = set(re.findall(r"dynorm\.([A-Za-z_]+)\(", text))
-    assert named
-    assert named <= set(dir(dynorm))
+    for names in re.findall(r"\bdynorm\.([A-Za-z_.]+)\(", (ROOT / page).read_text("utf-8")):
+        module, _, name = f"dynorm.{names}".rpartition(".")
+        assert hasattr(importlib.import_module(module), name), names
 
 
-@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")))
+def test_the_guide_names_the_main_job() -> None:
+    named = set(re.findall(r"\bdynorm\.([A-Za-z_]+)\(", (ROOT / "docs" / "guide.md").read_text("utf-8")))
+    assert named >= {"find_norms", "convert_", "calibrate_", "refine_", "save", "load", "restore_"}
+
+
+@pytest.mark.parametrize("page", ALL)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text("utf-8")):
-        assert (path.parent / target).exists(), target
+    for target, heading in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", path.read_text("utf-8")):
+        aim = path.parent / target if target else path
+        assert aim.exists(), target
+        if heading:
+            assert heading in headings(aim), f"{target}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """The headings of a page as links have them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -165,6 +165,16 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize("command", [["convert", "a", "b"], ["inspect", "a"], ["fold", "a", "b"]], ids=lambda c: c[0])
+def test_without_transformers_a_command_says_what_to_install(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    error = CliRunner().invoke(app, command).exception
+    assert isinstance(error, dynorm.ArgumentError)
+    assert "pip install 'dynorm[transformers]'" in str(error)
+
+
 def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     quick = ["--texts", texts, "--held-out", 16, "--max-length", 16, "--refine", 2]
     done = command("convert", encoder, tmp_path / "out", *quick, "--json")

@@ -48,13 +48,20 @@ def main() -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers from the network, and its bars and advice out of our output."""
+    """Keep transformers from the network, and its bars and advice out of our output.
+
+    Raises:
+        ArgumentError: it is not installed.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torchao, where it is installed, comes with transformers and reports each CUDA library that does not load.
     for library in ("torch", "torchao"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    from transformers.utils import logging as transformers_logging
+    try:
+        from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise ArgumentError("this command needs transformers: pip install 'dynorm[transformers]'") from error
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -23,7 +23,7 @@ def convert(
         list[Path] | None,
         typer.Option(help="Text files or folders; the standard library's docstrings by default. Repeatable."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Distillation steps; 0 (the default) calibrates only.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Distillation steps; none by default.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Distil for this long instead.")] = None,
     refine: Annotated[int, typer.Option(help="Steps of joint refinement of the constants.")] = 50,
     only: Annotated[list[str] | None, typer.Option(help="Glob of paths to convert. Repeatable.")] = None,
