@@ -49,8 +49,8 @@ class Recipe:
 RECIPES = {
     "DyISRU": Recipe(),
     "linear (control)": Recipe("linear"),
-    "DyT (scaled)": Recipe("dyt"),
-    "Derf (scaled)": Recipe("derf"),
+    "scaled DyT": Recipe("dyt"),
+    "scaled Derf": Recipe("derf"),
     "DyISRU, a constant a layer": Recipe(per_channel=False),
     "DyISRU by the path": Recipe("annealed", path=0.6),
     "DyISRU, twice the rate": Recipe(rate=2.0),

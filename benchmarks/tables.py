@@ -13,7 +13,7 @@ from dynorm.bench import table as speed
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
-NAMES = {"dyisru": "DyISRU", "dyt": "DyT (scaled)", "derf": "Derf (scaled)", "linear": "linear (control)"}
+NAMES = {"dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf", "linear": "linear (control)"}
 STAGES = ("calibrated", "refined")
 DISTILLATION_STEPS = 400
 

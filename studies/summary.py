@@ -14,7 +14,12 @@ from studies.settings import Settings
 # A rate is good when it costs no more than this, in nats, over the arm's best.
 GOOD = 0.05
 # The comparison that the paper leaves open, with constants set from a batch and as published; and the control.
-PAIRS = (("dyisru", "dyt"), ("dyisru_published", "dyt_published"), ("dyisru", "linear"))
+PAIRS = (
+    ("dyisru", "dyt"),
+    ("dyisru_published", "dyt_published"),
+    ("dyisru", "linear"),
+    ("dyisru_annealed", "linear_annealed"),
+)
 Runs = list[tuple[Settings, Record]]
 
 
