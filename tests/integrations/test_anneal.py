@@ -180,7 +180,7 @@ _SCRIPT = """
 import json, os, sys, torch
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.integrations.test_anneal import by_hand, by_the_trainer, dynorm, model
+from tests.integrations.test_anneal import by_hand, by_the_trainer, dynorm, model, shard_by_accelerate
 torch.set_num_threads(1)
 mode, size, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -196,7 +196,11 @@ if mode == "shapes":
     from dynorm.surgery.path_start import require_equal_ranks
     torch.distributed.init_process_group("gloo")
     require_equal_ranks(net)
-found = by_hand(net, size, rank, ranks) if mode == "fsdp" else by_the_trainer(net, size, folder)
+if mode == "fsdp":
+    found = by_hand(net, size, rank, ranks)
+else:
+    options = shard_by_accelerate() if mode == "accelerate" and ranks > 1 else {{}}
+    found = by_the_trainer(net, size, folder, **options)
 if rank == 0:
     print(json.dumps(found), flush=True)
 if ranks > 1:
@@ -205,12 +209,46 @@ if ranks > 1:
 """
 
 
-def by_the_trainer(net: nn.Module, size: int, folder: Path) -> dict[str, Any]:
-    """Losses, path and constants of a run by the Trainer, that is by accelerate."""
+def by_the_trainer(net: nn.Module, size: int, folder: Path, **options: Any) -> dict[str, Any]:
+    """Losses, path and constants of a run by the Trainer, that is by accelerate, and the loss of what it ended as."""
     callback = AnnealCallback(start=4, length=4)
-    run = trainer(net, folder, callback, save_strategy="no", per_device_train_batch_size=size)
+    run = trainer(net, folder, callback, save_strategy="no", per_device_train_batch_size=size, **options)
     run.train()
-    return {"losses": run.seen.losses, "path": run.seen.path, "values": values_of(run.model)}
+    found = {"losses": run.seen.losses, "path": run.seen.path, "values": values_of(run.model)}
+    if options:
+        assert all(hasattr(parameter, "device_mesh") for parameter in run.model.parameters())
+        with pytest.raises(dynorm.ModelError, match="sharded by FSDP2"):
+            dynorm.finalize_(run.model)
+    # As that error says: gathered, loaded into a copy of its own, and finalized there.
+    state = run.accelerator.get_state_dict(run.model)
+    if run.accelerator.is_main_process:
+        copy = model(dropout=0.0)
+        copy.load_state_dict(state)
+        dynorm.finalize_(copy)
+        assert not any(isinstance(module, dynorm.AnnealedNorm) for module in copy.modules())
+        ids = torch.stack([row["input_ids"] for row in rows()])
+        with torch.no_grad():
+            found["final"] = float(copy.eval()(input_ids=ids, labels=ids).loss)
+    return found
+
+
+def shard_by_accelerate() -> dict[str, Any]:
+    """Let accelerate shard on a CPU, which it does on accelerators only, and return what the Trainer needs for it."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    original = PartialState.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_XPU
+
+    PartialState.__init__ = init
+    blocks = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+    # transformers reads the one name of the version, accelerate the other.
+    settings = {"version": 2, "fsdp_version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
+    return {"fsdp": True, "fsdp_config": settings | blocks | {"cpu_ram_efficient_loading": False}}
 
 
 def by_hand(net: nn.Module, size: int, rank: int, ranks: int) -> dict[str, Any]:
@@ -288,13 +326,16 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "accelerate"])
 def test_two_processes_do_what_one_does(tmp_path: Path, mode: str) -> None:
+    """By accelerate with DDP, by hand with FSDP2, and by accelerate with FSDP2."""
     one, two = result(launched(mode, 1, tmp_path)), result(launched(mode, 2, tmp_path))
     assert two["path"] == one["path"]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
     for name, value in one["values"].items():
         assert two["values"][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    if mode != "fsdp":
+        assert two["final"] == pytest.approx(one["final"], rel=1e-4)
 
 
 @pytest.mark.slow
