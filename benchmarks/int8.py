@@ -40,7 +40,7 @@ def study() -> dict[str, Any]:
     more = make_batches(pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, 0)
     model = pretrained.model
     original = embeddings(model, tests)
-    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]))
+    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), per_channel=True)
     dynorm.calibrate_(model, batches)
     dynorm.refine_(model, more, steps=REFINE)
     readers = find_readers(model, **batches[0])
@@ -53,7 +53,7 @@ def study() -> dict[str, Any]:
         rows.append({"way": name, **cosines(embeddings(quantized, tests), want)})
         print(rows[-1], flush=True)
     return {
-        "model": "all-MiniLM-L6-v2, 13 LayerNorms replaced by DyISRU, calibrated and refined",
+        "model": "all-MiniLM-L6-v2, 13 LayerNorms replaced by DyISRU with a constant a channel, calibrated and refined",
         "texts": "first paragraphs of the standard library's docstrings",
         "calibration_texts": CALIBRATION_TEXTS,
         "refine_steps": REFINE,
