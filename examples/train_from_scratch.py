@@ -60,7 +60,7 @@ def main() -> None:
 
     model = Model()
     print(dynorm.init_from_batch_(model, batch()[:, :-1]))
-    groups = dynorm.param_groups(model, lr=3e-3, weight_decay=0.1, constants_lr=1e-2)
+    groups = dynorm.param_groups(model, lr=2e-3, weight_decay=0.1)
     print(f"{len(groups)} groups for the optimizer, rates {[group['lr'] for group in groups]}")
     optimizer = torch.optim.AdamW(groups)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [g["lr"] for g in groups], total_steps=STEPS)
