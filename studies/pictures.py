@@ -11,7 +11,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from studies.arms import ARMS
 from studies.plan import LONG, SMALL, Part
@@ -119,6 +119,13 @@ def constants(moved: list[tuple[str, list[int], list[list[float]]]]) -> Figure:
             panel.plot(steps, values, lw=1.2, color=colormaps["viridis"](0.92 * place / max(1, len(sites) - 1)))
         panel.set_title(title, fontsize=8.5)
         panel.set_yscale("log")
+        # At least a factor of 4, so that there is a tick.
+        values = [value for site in sites for value in site]
+        middle, reach = math.sqrt(min(values) * max(values)), max(2.0, 1.1 * math.sqrt(max(values) / min(values)))
+        panel.set_ylim(middle / reach, middle * reach)
+        panel.yaxis.set_major_locator(LogLocator(subs=(1.0,) if reach > 10 else (1.0, 2.0, 5.0)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_locator(NullLocator())
         panel.tick_params(labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)
     for panel in panels[len(moved) :]:
