@@ -79,7 +79,7 @@ quality: demo
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.picture
 
-# Recipes of distillation side by side, for docs/quality.md: about two core hours; what is measured already stays.
+# Recipes of distillation side by side, for docs/quality.md: about three core hours; what is measured already stays.
 distillation: setup
 	$(BIN)/python -m benchmarks.distillation --steps 1200 --recipes DyISRU
 	$(BIN)/python -m benchmarks.distillation --steps 400

@@ -8,24 +8,18 @@ torchao's dynamic quantization. Everything is compared with the converted model 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import Tensor, nn
 
-import dynorm
-from dynorm.integrations.pretrained import encode, load_pretrained, make_batches
+from benchmarks.subjects import BATCH, CALIBRATION_TEXTS, HELD_OUT, REFINE, encoder, fitted
+from dynorm.integrations.pretrained import make_batches
 from dynorm.layers import PointwiseNorm
-from dynorm.quantize import Reader, find_readers, output_bounds, quantize_
+from dynorm.quantize import Reader, find_readers, observed_ranges, output_bounds, quantize_
 from dynorm.quantize.bounds import Range
-from dynorm.texts import split_texts, standard_library_docstrings
-from tools.demo_model import folder
 
-CALIBRATION_TEXTS, BATCH, HELD_OUT, REFINE = 256, 32, 512, 50
 SIGMAS = (3.0, 4.0, 6.0, 8.0, 12.0)
 QUANTILES = (0.99, 0.999, 0.9999)
 Batches = Sequence[dict[str, Tensor]]
@@ -33,21 +27,17 @@ Batches = Sequence[dict[str, Tensor]]
 
 def study() -> dict[str, Any]:
     """Convert the model, quantize it in every way, and return the figures."""
-    fit, held_out = split_texts(standard_library_docstrings(), HELD_OUT, 0)
-    pretrained = load_pretrained(folder())
-    encoded, tests = encode(pretrained, fit), make_batches(pretrained, encode(pretrained, held_out), BATCH)
-    batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, 0)
-    more = make_batches(pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, 0)
-    model = pretrained.model
+    subject = encoder(0)
+    model, tests = subject.pretrained.model, subject.tests
     original = embeddings(model, tests)
-    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), per_channel=True)
-    dynorm.calibrate_(model, batches)
-    dynorm.refine_(model, more, steps=REFINE)
+    for _ in fitted(subject, "dyisru", 0, per_channel=True):
+        pass
+    batches = make_batches(subject.pretrained, subject.encoded[:CALIBRATION_TEXTS], BATCH, 0)
     readers = find_readers(model, **batches[0])
     seen = outputs(model, {reader.layer for reader in readers}, batches)
     want = embeddings(model, tests)
     rows = []
-    for name, quantize in ways(readers, seen):
+    for name, quantize in ways(readers, seen, observed_ranges(model, batches)):
         quantized = copy.deepcopy(model)
         quantize(quantized)
         rows.append({"way": name, **cosines(embeddings(quantized, tests), want)})
@@ -67,8 +57,10 @@ def study() -> dict[str, Any]:
     }
 
 
-def ways(readers: Sequence[Reader], seen: dict[str, Tensor]) -> list[tuple[str, Callable[[nn.Module], Any]]]:
-    """Return each way to quantize by its name."""
+def ways(
+    readers: Sequence[Reader], seen: dict[str, Tensor], ranges: dict[str, Range]
+) -> list[tuple[str, Callable[[nn.Module], Any]]]:
+    """Return each way to quantize by its name; ``ranges`` are those of each channel."""
     found: list[tuple[str, Callable[[nn.Module], Any]]] = [
         ("weights alone", lambda model: by_torchao(model, readers, dynamic=False)),
         ("dynamic, a scale a token", lambda model: by_torchao(model, readers, dynamic=True)),
@@ -90,7 +82,7 @@ def ways(readers: Sequence[Reader], seen: dict[str, Tensor]) -> list[tuple[str, 
         static(f"data, {q:.4g} quantile", ranges={path: quantile(y, q) for path, y in seen.items()})
     static(
         "data, least and largest, a scale a channel",
-        ranges={path: (y.amin(0), y.amax(0)) for path, y in seen.items()},
+        ranges=ranges,
         per_channel=True,
     )
     return found

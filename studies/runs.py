@@ -55,6 +55,11 @@ class RunFiles:
         return self.scratch / self.name
 
     @property
+    def old(self) -> tuple[Path, Path]:
+        """The result and the log that were set aside, if any."""
+        return self.out / f"{self.name}.json.old", self.out / f"{self.name}.jsonl.old"
+
+    @property
     def locked(self) -> Path:
         """The file that says who works on the run; beside the results, which several folders of checkpoints share."""
         return self.out / ".locks" / f"{self.name}.lock"
@@ -109,6 +114,14 @@ class RunFiles:
         found = sorted(self.checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
         return next((path for path in reversed(found) if _is_whole(path)), None)
 
+    def set_aside(self) -> None:
+        """Keep the result and the log of a finished run under other names, until there is a new result."""
+        if self.result.exists():
+            # The result last: while it has its name, this is done anew.
+            for file, old in ((self.log, self.old[1]), (self.result, self.old[0])):
+                if file.exists():
+                    file.replace(old)
+
     def clear(self) -> None:
         """Delete the checkpoints, if there are any."""
         if self.checkpoints.exists():
@@ -123,8 +136,10 @@ class RunFiles:
         write_text(self.log, "".join(dumps(line) + "\n" for line in lines))
 
     def write_result(self, record: Record) -> None:
-        """Write the result."""
+        """Write the result; what was set aside is deleted."""
         write_text(self.result, dumps(record, indent=1) + "\n")
+        for file in self.old:
+            file.unlink(missing_ok=True)
 
 
 def read_all(out: Path = RUNS) -> dict[str, Record]:

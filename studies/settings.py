@@ -150,7 +150,10 @@ class Settings:
         if self.warmup_constants and arm.start != "batch":
             raise ArgumentError(f"{arm.name} does not set its constants from a batch: leave --warmup-constants out")
         if self.warmup_constants and self.warmup < 10:
-            raise ArgumentError(f"the constants are set ten times in the warm-up, but it has {self.warmup} steps")
+            raise ArgumentError(
+                f"the warm-up must have 10 steps or more to set the constants ten times, got {self.warmup}: give a "
+                "longer --warmup, or leave --warmup-constants out"
+            )
         path = (self.path_start, self.path_length, self.path_shape, self.path_order)
         if not arm.annealed:
             if path != PATH:

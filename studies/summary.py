@@ -40,7 +40,8 @@ def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> d
         baseline = groups.get(norm)
         if baseline is not None and baseline is not runs and found[name]["best_lr"] is not None:
             found[name]["against"] = against(_at_best(runs), _at_best(baseline))
-            found[name]["level"] = level(found[name], found[norm])
+            if found[norm]["best_lr"] is not None:
+                found[name]["level"] = level(found[name], found[norm])
     waiting = [item.part for item in missing(results, plan)]
     return {
         "command": "python -m studies.report",
@@ -143,8 +144,8 @@ def compared(groups: Mapping[str, Runs], part: Part) -> dict[str, Any]:
 
 def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
     """Return the rates at which a group's runs lose no more than 0.05 nats to the baseline at its best rate."""
-    best_loss = min((loss for loss in baseline["rates"].values() if loss is not None), default=float("-inf"))
-    return [float(lr) for lr, loss in group["rates"].items() if loss is not None and loss <= best_loss + GOOD]
+    limit = baseline["rates"][f"{baseline['best_lr']:g}"] + GOOD
+    return [float(lr) for lr, loss in group["rates"].items() if loss is not None and loss <= limit]
 
 
 def baseline_of(settings: Settings) -> Settings:

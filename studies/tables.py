@@ -10,7 +10,7 @@ from studies.plan import DIGITS, LONG, SMALL, Part
 from studies.settings import Settings
 from studies.summary import PAIRS, words
 
-NOT_YET, DIVERGED = "not run yet", "diverged at every rate"
+NOT_YET = "not run yet"
 
 
 def table(part: Part, study: Mapping[str, Any]) -> str:
@@ -32,8 +32,8 @@ def table(part: Part, study: Mapping[str, Any]) -> str:
 def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> list[str]:
     """Return the cells of a row, but the first."""
     diverged = f"{group['diverged']} of {group['runs']}"
-    if group["best_lr"] is None:
-        return [f"none{_where(group, sweep)}", DIVERGED, *([""] if accuracy else []), "", "", diverged]
+    if lost := _lost(group, sweep):
+        return [f"none{_in_brackets(_so_far(group, sweep))}", lost, *([""] if accuracy else []), "", "", diverged]
     return [
         rate(group["best_lr"]) + _where(group, sweep),
         spread(group),
@@ -46,25 +46,48 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
 
 def _where(group: Mapping[str, Any], sweep: list[Settings]) -> str:
     """What a reader has to know of a best rate: that others are not run yet, or that it stands at the sweep's edge."""
-    done = sum(f"{settings.lr:g}" in group["rates"] for settings in sweep)
-    if done < len(sweep):
-        return f" ({done} of {len(sweep)} rates so far)"
+    if so_far := _so_far(group, sweep):
+        return _in_brackets(so_far)
     rates = [float(lr) for lr in group["rates"]]
     if group["best_lr"] not in (min(rates), max(rates)):
         return ""
     edge = "only" if len(rates) == 1 else "lowest" if group["best_lr"] == min(rates) else "highest"
-    return f" (the {edge} run)"
+    return _in_brackets(f"the {edge} run")
+
+
+def _in_brackets(text: str) -> str:
+    return text and f" ({text})"
+
+
+def _so_far(group: Mapping[str, Any], sweep: list[Settings]) -> str:
+    done = sum(f"{settings.lr:g}" in group["rates"] for settings in sweep)
+    return f"{done} of {len(sweep)} rates so far" if done < len(sweep) else ""
+
+
+def _lost(group: Mapping[str, Any] | None, sweep: list[Settings]) -> str:
+    """Return why there is nothing to say of a group, if so."""
+    if group is not None and group["best_lr"] is not None:
+        return ""
+    if group is None or not group["rates"]:
+        return NOT_YET
+    return "diverged so far" if _so_far(group, sweep) else "diverged at every rate"
 
 
 def answers(study: Mapping[str, Any]) -> str:
     """Return the questions of the study with what was found, in a table."""
     groups = study["groups"]
 
-    def of(part: Part, arm: str) -> Mapping[str, Any] | None:
-        found: Mapping[str, Any] | None = groups.get(
-            next(sweep[0].group for sweep in part.sweeps() if sweep[0].arm == arm)
-        )
-        return found
+    def sweep_of(part: Part, arm: str) -> list[Settings]:
+        return next(sweep for sweep in part.sweeps() if sweep[0].arm == arm)
+
+    def lost_of(part: Part, arm: str) -> str:
+        sweep = sweep_of(part, arm)
+        return _lost(groups.get(sweep[0].group), sweep)
+
+    def so_far_of(part: Part, arm: str) -> str:
+        sweep = sweep_of(part, arm)
+        so_far = _so_far(groups[sweep[0].group], sweep)
+        return so_far and f"; {ARMS[arm].words}: {so_far}"
 
     rows = ["| question | found |", "|---|---|"]
     for question, part, arm, say in (
@@ -85,24 +108,22 @@ def answers(study: Mapping[str, Any]) -> str:
         ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
     ):
-        group = of(part, arm)
-        rows.append(f"| {question} | {_lost(group) or say(group or {}) or NOT_YET} |")
+        found = lost_of(part, arm)
+        if not found:
+            found = say(groups[sweep_of(part, arm)[0].group]) or NOT_YET
+            found += so_far_of(part, arm) if found != NOT_YET else ""
+        rows.append(f"| {question} | {found} |")
     for part in (SMALL, LONG):
         for mine, other in PAIRS:
             arms = {sweep[0].arm for sweep in part.sweeps()}
             if {mine, other} <= arms:
                 against = study["pairs"].get(part.key, {}).get(f"{mine} against {other}")
                 question = f"{ARMS[mine].words} against {ARMS[other].words}, {part.title}"
-                lost = _lost(of(part, mine)) or _lost(of(part, other)) or NOT_YET
-                rows.append(f"| {question} | {difference({'against': against}) or lost} |")
+                found = lost_of(part, mine) or lost_of(part, other) or difference({"against": against}) or NOT_YET
+                if against is not None:
+                    found += so_far_of(part, mine) + so_far_of(part, other)
+                rows.append(f"| {question} | {found} |")
     return "\n".join(rows)
-
-
-def _lost(group: Mapping[str, Any] | None) -> str:
-    """Return why there is nothing to say of a group, if so."""
-    if group is None:
-        return NOT_YET
-    return DIVERGED if group["best_lr"] is None else ""
 
 
 def left(study: Mapping[str, Any]) -> str:

@@ -54,7 +54,7 @@ def command(
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the result and the log.")] = RUNS,
     checkpoints: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = SCRATCH,
-    again: Annotated[bool, typer.Option("--again", help="Run anew what is finished.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Do anew what is finished; what is begun goes on.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
 ) -> None:
     """Train one model, and write its result and its log.
@@ -87,7 +87,8 @@ def run(
         out: the folder of results and logs.
         checkpoints: the folder of checkpoints.
         quiet: no progress bar.
-        again: do anew what is finished or begun; the old result stays until there is a new one.
+        again: do anew what is finished. Its result and log are kept beside, as ``.old``, until there is a new result; a
+            run that is begun goes on.
 
     Returns:
         What is in the result's file.
@@ -100,15 +101,16 @@ def run(
     _require_device(settings)
     files = RunFiles(settings.name, out, checkpoints)
     with files.lock() if _is_main() else nullcontext():
+        if again and _is_main():
+            files.set_aside()
+        # The others do not wait for the first to have done so.
         record = None if again else files.read()
         if record is not None:
             return record
-        if again and _is_main():
-            files.clear()
         files.prepare()
         if _is_main():
             files.claim(settings)
-        record = _train(settings, files, quiet, None if again else files.checkpoint())
+        record = _train(settings, files, quiet)
         if _is_main():
             files.write_result(record)
             files.clear()
@@ -125,19 +127,20 @@ def said(record: Record) -> str:
     )
 
 
-def _train(settings: Settings, files: RunFiles, quiet: bool, checkpoint: Path | None) -> Record:
+def _train(settings: Settings, files: RunFiles, quiet: bool) -> Record:
     from studies.callbacks import DIVERGED, diverged
     from studies.data import load
     from studies.models import build
     from studies.trainer import make_trainer
 
-    started = time.perf_counter()
+    started, versions = time.perf_counter(), _versions()
     data = load(settings)
     model = build(settings, data)
     trainer = make_trainer(model, data, settings, files, quiet=quiet)
+    checkpoint = files.checkpoint()
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     lost = diverged(trainer.state.log_history)
-    record = _record(settings, trainer, model, lost) | {"data": data.words}
+    record = _record(settings, trainer, model, lost) | {"data": data.words, "versions": versions}
     if not lost:
         if settings.arm_spec.annealed:
             dynorm.finalize_(model)
@@ -167,7 +170,6 @@ def _record(settings: Settings, trainer: StudyTrainer, model: nn.Module, lost: b
         "constants": {path: float(f"{value:.4g}") for path, value in constants(model).items()},
         "processes": trainer.args.world_size,
         "machine": _machine(settings),
-        "versions": _versions(),
     }
 
 
@@ -205,7 +207,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The commit that runs, with "-dirty" where something is changed; None where git knows of none."""
+    """The commit that this session of a run begins with, and "-dirty" after a change; None where git knows of none."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, check=False)

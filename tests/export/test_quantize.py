@@ -305,16 +305,19 @@ def test_seen_ranges_serve_as_well() -> None:
 
 def test_ranges_are_what_the_layers_gave() -> None:
     model, batches = net(), [0.1 * torch.randn(8, 5, C), 3 * torch.randn(2, 7, C)]
+    # In training mode it would draw numbers.
+    model.a = nn.Sequential(model.a, nn.Dropout(0.5))
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = observed_ranges(model, iter(batches))
+    assert all(module.training for module in model.modules())
+    model.eval()
     with torch.no_grad():
         ones = torch.cat([model.one(x).flatten(0, -2) for x in batches])
         twos = torch.cat([model.two(model.a(y) * model.b(y)).flatten(0, -2) for y in map(model.one, batches)])
     for path, y in (("one", ones), ("two", twos)):
         assert_close(found[path], (y.amin(0), y.amax(0)))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert model.training
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -348,6 +351,8 @@ def test_ranges_of_nothing_are_refused() -> None:
         observed_ranges(net(), [])
     with pytest.raises(dynorm.DataError, match="must be finite"):
         observed_ranges(net(), [x * math.nan])
+    with pytest.raises(dynorm.ModelError, match="plain"):
+        observed_ranges(nn.DataParallel(net()), [x])
     idle = net()
     idle.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(dynorm.DataError, match="reached none"):

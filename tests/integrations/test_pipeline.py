@@ -175,6 +175,17 @@ def test_without_transformers_a_command_says_what_to_install(
     assert "pip install 'dynorm[transformers]'" in str(error)
 
 
+def test_without_matplotlib_nothing_is_begun(
+    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said: list[str] = []
+    with pytest.raises(dynorm.ArgumentError, match=r"pip install 'dynorm\[plots\]'"):
+        convert_pretrained(encoder, tmp_path / "out", QUICK, texts=[texts], say=said.append)
+    assert said == []
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     quick = ["--texts", texts, "--held-out", 16, "--max-length", 16, "--refine", 2]
     done = command("convert", encoder, tmp_path / "out", *quick, "--json")

@@ -239,6 +239,9 @@ def test_in_float16_a_constant_beyond_its_range_is_the_largest_there_is() -> Non
     layer.fill_constants_(torch.tensor([1e-12]), torch.tensor([0.0]))
     assert layer.alpha.item() == torch.finfo(torch.float16).max
     assert layer(torch.tensor([[0.0, 1.0] * 4], dtype=torch.float16)).isfinite().all()
+    double = AnnealedDyT(8, dtype=torch.float64)
+    double.fill_constants_(torch.tensor([4.0]), torch.tensor([0.0]))
+    assert double.beta().item() == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

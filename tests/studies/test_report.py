@@ -11,7 +11,7 @@ import pytest
 from dynorm.errors import DataError
 from studies import report
 from studies.pictures import draw
-from studies.plan import PLAN, SMALL
+from studies.plan import DIRECT_RATES, PLAN, SMALL
 from studies.report import PAGE, STUDY, parts, with_parts
 from studies.runs import dumps, read_all
 from studies.settings import Settings
@@ -71,7 +71,7 @@ def test_a_seed_that_diverged_is_not_counted_as_one_that_did_not() -> None:
 
 
 def test_the_answers_say_what_diverged_and_what_was_not_run() -> None:
-    runs = sweep_of("layernorm", 2.1, 2.0, 1.9) | sweep_of("dyisru", None, None, None)
+    runs = sweep_of("layernorm", 2.1, 2.0, 1.9) | results(*[(Settings("dyisru", lr), None) for lr in DIRECT_RATES])
     said = parts(summarize(runs))["answers"]
     assert "| DyISRU from the first step against LayerNorm, 600 steps | diverged at every rate |" in said
     assert "| DyISRU against scaled DyT, 600 steps | diverged at every rate |" in said
@@ -81,7 +81,9 @@ def test_the_answers_say_what_diverged_and_what_was_not_run() -> None:
 def test_a_group_without_seed_0_has_no_best_yet() -> None:
     study = summarize(results((Settings("dyisru", 1e-3, seed=1), 1.5)))
     (row,) = [line for line in table(SMALL, study).splitlines() if line.startswith("| DyISRU |")]
-    assert "none (0 of 3 rates so far)" in row
+    assert row == "| DyISRU | none (0 of 3 rates so far) | not run yet |  |  | 0 of 1 |"
+    study = summarize(sweep_of("dyisru", None))
+    assert "| none (1 of 3 rates so far) | diverged so far |" in table(SMALL, study)
 
 
 def test_a_best_rate_at_the_edge_is_called_so() -> None:
@@ -112,8 +114,9 @@ def test_point_wise_arms_are_compared_each_at_its_best_rate() -> None:
     # Seed by seed: -0.02, -0.06.
     assert (found["mean"], found["half_range"], found["seeds"]) == (pytest.approx(-0.04), pytest.approx(0.02), 2)
     said = parts(study)["answers"].splitlines()
-    assert "| DyISRU against scaled DyT, 600 steps | \N{MINUS SIGN}0.040 ± 0.020 (2 seeds) |" in said
-    assert "| DyISRU against linear (control), 600 steps | diverged at every rate |" in said
+    so_far = "; DyISRU: 2 of 3 rates so far; scaled DyT: 2 of 3 rates so far"
+    assert f"| DyISRU against scaled DyT, 600 steps | \N{MINUS SIGN}0.040 ± 0.020 (2 seeds){so_far} |" in said
+    assert "| DyISRU against linear (control), 600 steps | diverged so far |" in said
     assert not any("linear (control), 3,000 steps" in line for line in said)
 
 

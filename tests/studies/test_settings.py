@@ -36,7 +36,7 @@ from studies.settings import Settings
         ({"arm": "layernorm", "constants_rate": 10.0}, "no constants"),
         ({"arm": "rmsnorm", "per_channel": True}, "no constants"),
         ({"arm": "dyt_published", "warmup_constants": True}, "from a batch"),
-        ({"warmup_constants": True, "warmup": 9}, "ten times in the warm-up"),
+        ({"warmup_constants": True, "warmup": 9}, "10 steps or more"),
         ({"path_start": 0.5}, "no path"),
         ({"arm": "dyisru_annealed", "path_start": 0.8}, "begin after the first step and end before the last"),
         ({"arm": "dyisru_annealed", "path_length": 0.0}, "begin after the first step and end before the last"),

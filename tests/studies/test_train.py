@@ -159,22 +159,20 @@ def test_a_run_that_is_done_again_keeps_its_old_result_until_there_is_a_new_one(
 ) -> None:
     settings, folders = tiny("layernorm"), {"out": tmp_path / "runs", "checkpoints": tmp_path / "checkpoints"}
     record = go(settings, tmp_path)
+    files = RunFiles(settings.name, folders["out"], folders["checkpoints"])
+    before = files.log.read_text("utf-8")
     killed_at(13)
     with pytest.raises(KeyboardInterrupt):
         run(settings, **folders, again=True)
-    files = RunFiles(settings.name, folders["out"], folders["checkpoints"])
-    assert files.read() == record
-    assert files.checkpoint() is not None
-    # Anew means from the first step, not from that checkpoint.
-    begun: list[int] = []
-    killed_at(None)
-    step = StudyTrainer.training_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StudyTrainer, "training_step", lambda self, *a, **k: begun.append(1) or step(self, *a, **k))
-        again = run(settings, **folders, again=True)
-    assert len(begun) == STEPS
-    assert timeless(again) == timeless(record)
-    assert files.read() == again
+    # What the report reads is of one run: there is no result as long as the log is the new one.
+    assert read_all(folders["out"]) == {}
+    assert json.loads(files.old[0].read_text("utf-8")) == record
+    assert files.old[1].read_text("utf-8") == before
+    # The same command goes on from the checkpoint; so would the one without --again.
+    killed_at(3)
+    assert timeless(run(settings, **folders, again=True)) == timeless(record)
+    assert not any(file.exists() for file in files.old)
+    assert files.read() is not None
 
 
 def test_a_record_says_what_made_it(tmp_path: Path) -> None:

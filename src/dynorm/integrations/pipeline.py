@@ -32,6 +32,7 @@ from dynorm.layers import AnnealedNorm
 from dynorm.layers._base import check_positive
 from dynorm.surgery import ModelReport, calibrate_, convert_, find_norms, measure, refine_
 from dynorm.surgery.plan import layer_class
+from dynorm.surgery.report.picture import require_matplotlib
 from dynorm.texts import read_texts, split_texts, standard_library_docstrings
 
 Say = Callable[[str], None]
@@ -48,7 +49,7 @@ class Recipe:
 
     Args:
         to: the layer that the norms become; none that is still a norm at first.
-        steps: distillation steps, 0 for calibration alone; or
+        steps: distillation steps, 0 for none; or
         minutes: the time for distillation.
         refine: steps of joint refinement of the constants, 0 for none.
         held_out: how many texts to keep for measuring.
@@ -138,6 +139,7 @@ def convert_pretrained(
     """
     recipe = recipe or Recipe()
     recipe.check()
+    require_matplotlib()
     out = Path(out)
     require_free(out, overwrite)
     stages = Stages()

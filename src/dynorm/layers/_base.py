@@ -332,13 +332,13 @@ def as_stored(value: Tensor, parameter: Tensor) -> Tensor:
     What its dtype cannot hold becomes the largest number that it can: an infinite alpha would make NaN of 0.
     """
     largest = torch.finfo(parameter.dtype).max
-    value = value.clamp(-largest, largest)
+    value = value.to(parameter.dtype).clamp(-largest, largest)
     if not hasattr(parameter, "device_mesh"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(parameter, DTensor)
-    whole = value.to(parameter.dtype).expand(parameter.shape).contiguous()
+    whole = value.expand(parameter.shape).contiguous()
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 

@@ -13,6 +13,7 @@ from dynorm.layers import PointwiseNorm
 from dynorm.quantize.bounds import Range
 from dynorm.surgery.activations import eval_mode, hooked, require_finite, site_tokens
 from dynorm.surgery.batches import call, iterate, token_masks
+from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace, slow_path
 from dynorm.surgery.plan import dynorm_layers
 
@@ -31,9 +32,9 @@ def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range
         By the layer's path, two tensors of shape (C,) in at least float32.
 
     Raises:
-        ModelError: the model has no point-wise layer.
-        DataError: a batch is of the wrong kind, the model cannot run it, a layer gives what is not finite, or no batch
-            reaches a layer.
+        ModelError: the model has no point-wise layer, or is wrapped or compiled.
+        DataError: a batch is of the wrong kind, the model cannot run it, a layer gives what is not finite, or no layer
+            is reached at all.
 
     Example:
         >>> model = nn.Sequential(dynorm.DyISRU(4), nn.Linear(4, 4))
@@ -41,6 +42,7 @@ def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range
         >>> high.round(decimals=2)
         tensor([0.8900, 0.0000, 2.0000, 0.0000])
     """
+    require_plain_model(model)
     paths = {layer: path for path, layer in dynorm_layers(model).items()}
     if not paths:
         raise ModelError("the model must have point-wise layers, but has none: convert it first")

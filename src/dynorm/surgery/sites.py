@@ -109,10 +109,10 @@ def as_globs(value: str | Iterable[str] | None) -> list[str]:
     """
     if value is None:
         return []
-    globs = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
-    for glob in globs:
-        if not isinstance(glob, str):
-            raise ArgumentError(f"globs must be strings such as 'encoder.*', one or a list of them, got {glob!r}")
+    globs = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
+    wrong = [glob for glob in globs if not isinstance(glob, str)]
+    if wrong:
+        raise ArgumentError(f"globs must be strings such as 'encoder.*', one or a list of them, got {wrong[0]!r}")
     return globs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import re
@@ -65,11 +66,10 @@ def svg_picture(drawing: Drawing, alternative: str) -> str:
     Raises:
         ArgumentError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ArgumentError("an HTML report needs matplotlib: pip install dynorm[plots]") from error
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     buffer = io.StringIO()
     # The salt makes the ids of this picture differ from those of the others in the page.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawing.path, "path.simplify": False}):
@@ -77,6 +77,18 @@ def svg_picture(drawing: Drawing, alternative: str) -> str:
         draw(figure.add_subplot(), drawing, _OF_THE_PAGE)
         figure.savefig(buffer, format="svg", transparent=True)
     return _inline(buffer.getvalue(), alternative)
+
+
+def require_matplotlib() -> None:
+    """Check that pictures can be made, before the work that they would show.
+
+    Raises:
+        ArgumentError: matplotlib is not installed.
+    """
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ArgumentError("an HTML report needs matplotlib: pip install 'dynorm[plots]'") from error
 
 
 def draw(axes: Axes, drawing: Drawing, colors: Mapping[str, str] = DAYLIGHT) -> None:
