@@ -18,6 +18,7 @@ PAIRS = (
     ("dyisru", "dyt"),
     ("dyisru_published", "dyt_published"),
     ("dyisru", "linear"),
+    ("dyisru_annealed", "dyt_annealed"),
     ("dyisru_annealed", "linear_annealed"),
 )
 Runs = list[tuple[Settings, Record]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from studies.arms import ARMS
-from studies.plan import DIGITS, LONG, SMALL, Part
+from studies.plan import DIGITS, LLAMA, LONG, MEDIUM, SMALL, Part
 from studies.settings import Settings
 from studies.summary import PAIRS, words
 
@@ -84,10 +84,10 @@ def answers(study: Mapping[str, Any]) -> str:
         sweep = sweep_of(part, arm)
         return _lost(groups.get(sweep[0].group), sweep)
 
-    def so_far_of(part: Part, arm: str) -> str:
+    def so_far_of(part: Part, arm: str, name: str = "") -> str:
         sweep = sweep_of(part, arm)
         so_far = _so_far(groups[sweep[0].group], sweep)
-        return so_far and f"; {ARMS[arm].words}: {so_far}"
+        return so_far and f"; {name}{so_far}"
 
     rows = ["| question | found |", "|---|---|"]
     for question, part, arm, say in (
@@ -107,13 +107,16 @@ def answers(study: Mapping[str, Any]) -> str:
         ),
         ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
+        ("Llama: DyISRU from the first step against RMSNorm, 600 steps", LLAMA, "dyisru", difference),
+        ("Llama: annealed DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru_annealed", difference),
+        ("10 M parameters: DyISRU from the first step against LayerNorm, 600 steps", MEDIUM, "dyisru", difference),
     ):
         found = lost_of(part, arm)
         if not found:
             found = say(groups[sweep_of(part, arm)[0].group]) or NOT_YET
             found += so_far_of(part, arm) if found != NOT_YET else ""
         rows.append(f"| {question} | {found} |")
-    for part in (SMALL, LONG):
+    for part in (SMALL, LONG, LLAMA):
         for mine, other in PAIRS:
             arms = {sweep[0].arm for sweep in part.sweeps()}
             if {mine, other} <= arms:
@@ -121,7 +124,7 @@ def answers(study: Mapping[str, Any]) -> str:
                 question = f"{ARMS[mine].words} against {ARMS[other].words}, {part.title}"
                 found = lost_of(part, mine) or lost_of(part, other) or difference({"against": against}) or NOT_YET
                 if against is not None:
-                    found += so_far_of(part, mine) + so_far_of(part, other)
+                    found += "".join(so_far_of(part, arm, f"{ARMS[arm].words}: ") for arm in (mine, other))
                 rows.append(f"| {question} | {found} |")
     return "\n".join(rows)
 
