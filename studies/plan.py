@@ -166,8 +166,8 @@ def extended(sweep: list[Settings], results: Mapping[str, Record]) -> list[Setti
         # Where all diverged a lower rate may not.
         if (chosen is None or chosen is sweep[0]) and sweep[0].lr / 2 >= LOWEST:
             sweep = [_at(sweep[0], sweep[0].lr / 2), *sweep]
-        elif chosen is not None and chosen is sweep[-1] and chosen.lr * 2 <= HIGHEST:
-            sweep = [*sweep, _at(chosen, chosen.lr * 2)]
+        elif chosen is sweep[-1] and sweep[-1].lr * 2 <= HIGHEST:
+            sweep = [*sweep, _at(sweep[-1], sweep[-1].lr * 2)]
         else:
             break
     return sweep

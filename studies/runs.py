@@ -123,9 +123,8 @@ class RunFiles:
                     file.replace(old)
 
     def clear(self) -> None:
-        """Delete the checkpoints, if there are any."""
-        if self.checkpoints.exists():
-            shutil.rmtree(self.checkpoints)
+        """Delete the checkpoints."""
+        shutil.rmtree(self.checkpoints)
 
     def read(self) -> Record | None:
         """Return the result, or None while there is none."""

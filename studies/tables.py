@@ -77,17 +77,9 @@ def answers(study: Mapping[str, Any]) -> str:
     """Return the questions of the study with what was found, in a table."""
     groups = study["groups"]
 
-    def sweep_of(part: Part, arm: str) -> list[Settings]:
-        return next(sweep for sweep in part.sweeps() if sweep[0].arm == arm)
-
-    def lost_of(part: Part, arm: str) -> str:
-        sweep = sweep_of(part, arm)
-        return _lost(groups.get(sweep[0].group), sweep)
-
-    def so_far_of(part: Part, arm: str, name: str = "") -> str:
-        sweep = sweep_of(part, arm)
-        so_far = _so_far(groups[sweep[0].group], sweep)
-        return so_far and f"; {name}{so_far}"
+    def of(part: Part, arm: str) -> tuple[Mapping[str, Any] | None, list[Settings]]:
+        sweep = next(sweep for sweep in part.sweeps() if sweep[0].arm == arm)
+        return groups.get(sweep[0].group), sweep
 
     rows = ["| question | found |", "|---|---|"]
     for question, part, arm, say in (
@@ -111,10 +103,11 @@ def answers(study: Mapping[str, Any]) -> str:
         ("Llama: annealed DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru_annealed", difference),
         ("10 M parameters: DyISRU from the first step against LayerNorm, 600 steps", MEDIUM, "dyisru", difference),
     ):
-        found = lost_of(part, arm)
-        if not found:
-            found = say(groups[sweep_of(part, arm)[0].group]) or NOT_YET
-            found += so_far_of(part, arm) if found != NOT_YET else ""
+        group, sweep = of(part, arm)
+        found = _lost(group, sweep)
+        if group is not None and not found:
+            said = say(group)
+            found = "; ".join(filter(None, (said, _so_far(group, sweep)))) if said else NOT_YET
         rows.append(f"| {question} | {found} |")
     for part in (SMALL, LONG, LLAMA):
         for mine, other in PAIRS:
@@ -122,9 +115,12 @@ def answers(study: Mapping[str, Any]) -> str:
             if {mine, other} <= arms:
                 against = study["pairs"].get(part.key, {}).get(f"{mine} against {other}")
                 question = f"{ARMS[mine].words} against {ARMS[other].words}, {part.title}"
-                found = lost_of(part, mine) or lost_of(part, other) or difference({"against": against}) or NOT_YET
+                both = {arm: of(part, arm) for arm in (mine, other)}
+                found = next(filter(None, (_lost(*each) for each in both.values())), NOT_YET)
                 if against is not None:
-                    found += "".join(so_far_of(part, arm, f"{ARMS[arm].words}: ") for arm in (mine, other))
+                    waiting = {arm: _so_far(group, sweep) for arm, (group, sweep) in both.items() if group is not None}
+                    so_far = (f"{ARMS[arm].words}: {text}" for arm, text in waiting.items() if text)
+                    found = "; ".join((difference({"against": against}), *so_far))
                 rows.append(f"| {question} | {found} |")
     return "\n".join(rows)
 

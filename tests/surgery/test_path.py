@@ -139,9 +139,10 @@ def test_set_path_moves_all_or_some() -> None:
             dynorm.set_path_(model, bad)
     with pytest.raises(dynorm.ArgumentError, match="glob 'nothing'"):
         dynorm.set_path_(model, 0.5, only=["rms", "nothing"])
-    for bad_glob, got in ((5, "5"), (["rms", None], "None"), (b"rms", "b'rms'")):
+    wrong: list[tuple[Any, str]] = [(5, "5"), (["rms", None], "None"), (b"rms", "b'rms'")]
+    for bad_glob, got in wrong:
         with pytest.raises(dynorm.ArgumentError, match=f"globs must be strings.*got {got}"):
-            dynorm.set_path_(model, 0.5, only=bad_glob)  # type: ignore[arg-type]
+            dynorm.set_path_(model, 0.5, only=bad_glob)
     assert positions(model) == {"first": 0.25, "plain": 1.0, "rms": 1.0, "channels": 0.25}
     for call in (lambda: dynorm.set_path_(net(), 0.5), lambda: dynorm.finalize_(net()), lambda: positions(net())):
         with pytest.raises(dynorm.ModelError, match="must have annealed layers"):

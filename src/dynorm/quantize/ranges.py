@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import DataError, ModelError
+from dynorm.errors import DataError
 from dynorm.layers import PointwiseNorm
+from dynorm.layers._base import upcast
 from dynorm.quantize.bounds import Range
 from dynorm.surgery.activations import eval_mode, hooked, require_finite, site_tokens
 from dynorm.surgery.batches import call, iterate, token_masks
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace, slow_path
-from dynorm.surgery.plan import dynorm_layers
+from dynorm.surgery.plan import require_layers
 
 
 def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range]:
@@ -43,17 +44,14 @@ def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range
         tensor([0.8900, 0.0000, 2.0000, 0.0000])
     """
     require_plain_model(model)
-    paths = {layer: path for path, layer in dynorm_layers(model).items()}
-    if not paths:
-        raise ModelError("the model must have point-wise layers, but has none: convert it first")
+    paths = {layer: path for path, layer in require_layers(model).items()}
     found: dict[str, Range] = {}
     for batch in iterate(batches):
         masks = token_masks(batch)
 
         def widen(layer: nn.Module, args: tuple[Any, ...], output: Tensor, masks: list[Tensor] = masks) -> None:
             assert isinstance(layer, PointwiseNorm)
-            tokens, path = site_tokens(layer, output, masks), paths[layer]
-            tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+            tokens, path = upcast(site_tokens(layer, output, masks)), paths[layer]
             require_finite(tokens, path)
             if len(tokens):
                 low, high = tokens.aminmax(dim=0)

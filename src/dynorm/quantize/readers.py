@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dynorm.errors import ModelError
-from dynorm.layers import PointwiseNorm
 from dynorm.surgery.guard import require_plain_model
+from dynorm.surgery.plan import require_layers
 
 # Questions about a tensor that say nothing of its values.
 _HARMLESS = {"__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_contiguous", "__len__", "get_device"}
@@ -66,9 +66,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
         [Reader(linear='1', layer='0', ndim=2, alone=True, refused=None, peers=('1',))]
     """
     require_plain_model(model)
-    layers: dict[nn.Module, str] = {m: path for path, m in model.named_modules() if isinstance(m, PointwiseNorm)}
-    if not layers:
-        raise ModelError("the model must have point-wise layers, but has none: call convert_ first")
+    layers: dict[nn.Module, str] = {layer: path for path, layer in require_layers(model).items()}
     if model.training:
         raise ModelError("the model must be in eval mode, as it will run: call model.eval()")
     linears: dict[nn.Module, str] = {m: path for path, m in model.named_modules() if type(m) is nn.Linear}

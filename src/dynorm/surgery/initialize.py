@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import DataError, ModelError
+from dynorm.errors import DataError
 from dynorm.layers import PointwiseNorm
 from dynorm.surgery.activations import hooked, put_back, site_tokens, snapshot
 from dynorm.surgery.batches import call, iterate, token_masks
 from dynorm.surgery.guard import require_plain_model
 from dynorm.surgery.observe import no_trace, slow_path
-from dynorm.surgery.plan import dynorm_layers
+from dynorm.surgery.plan import require_layers
 from dynorm.surgery.ranks import END, Ranks
 
 
@@ -84,7 +84,7 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
     try:
         with ranks.together():
             require_plain_model(model)
-            paths = {layer: path for path, layer in _layers(model).items()}
+            paths = {layer: path for path, layer in require_layers(model).items()}
             (batch,) = iterate([batch], "the batch")
             before = snapshot(paths)
             ranks.require_alike((path, layer) for layer, path in paths.items())
@@ -94,15 +94,6 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
         raise
     beta = {path: float(layer.beta().detach().median()) for layer, path in paths.items() if path in sigma}
     return InitializationReport(beta, sigma, [path for path in paths.values() if path not in sigma])
-
-
-def _layers(model: nn.Module) -> dict[str, PointwiseNorm]:
-    layers = dynorm_layers(model)
-    if not layers:
-        raise ModelError(
-            "the model must have point-wise layers, but has none: build it with dynorm.DyISRU, or call dynorm.convert_"
-        )
-    return layers
 
 
 def _initialize(

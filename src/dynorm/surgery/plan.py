@@ -108,6 +108,20 @@ def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
     return {path: module for path, module in model.named_modules() if isinstance(module, PointwiseNorm)}
 
 
+def require_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
+    """Return what :func:`dynorm_layers` does.
+
+    Raises:
+        ModelError: there is none.
+    """
+    layers = dynorm_layers(model)
+    if not layers:
+        raise ModelError(
+            "the model must have point-wise layers, but has none: build it with dynorm.DyISRU, or call dynorm.convert_"
+        )
+    return layers
+
+
 def specs_of(model: nn.Module) -> list[LayerSpec]:
     """Return the spec of every point-wise layer of a model, shared ones once with all their paths."""
     paths: dict[PointwiseNorm, list[str]] = {}
