@@ -68,7 +68,7 @@ LONG = Part(
     norm_rates=(2e-3, 4e-3, 8e-3),
     direct_rates=(5e-4, 1e-3),
     # A run takes half an hour: the range is asked for where the answer is in doubt.
-    rates={"dyisru": (5e-4, 1e-3, 2e-3, 4e-3), "dyisru_annealed": (4e-3,)},
+    rates={"dyisru": (5e-4, 1e-3, 2e-3, 4e-3), "dyisru_annealed": (4e-3,), "dyt_published": (1e-3, 2e-3)},
     extend=False,
 )
 RECIPES = Part(
