@@ -193,9 +193,9 @@ if mode == "shapes":
         dynorm.restore_(net)
         sites = dynorm.find_norms(net, torch.zeros(1, 4, dtype=torch.long))
         dynorm.convert_(net, sites, to="annealed", per_channel=True)
-    from dynorm.surgery.path_start import require_equal_ranks
+    from dynorm.surgery.path_start import require_equal_paths
     torch.distributed.init_process_group("gloo")
-    require_equal_ranks(net)
+    require_equal_paths(net)
 if mode == "fsdp":
     found = by_hand(net, size, rank, ranks)
 else:

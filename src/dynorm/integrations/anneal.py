@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from dynorm.layers import AnnealedNorm
 from dynorm.surgery.path import Order, PathSchedule, Shape, positions
-from dynorm.surgery.path_start import PathStart, require_equal_ranks
+from dynorm.surgery.path_start import PathStart, require_equal_paths
 
 
 class AnnealCallback(TrainerCallback):  # type: ignore[misc]
@@ -46,7 +46,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Check that the path fits, and go to where a resumed run stands."""
         self._cancel()
-        require_equal_ranks(model)
+        require_equal_paths(model)
         self.schedule.apply_(model, state.global_step, state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:

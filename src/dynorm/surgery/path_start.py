@@ -149,34 +149,25 @@ class PathStart:
         return sums[1] / sums[0], center
 
 
-def require_equal_ranks(model: nn.Module) -> None:
-    """Check that every rank has the same t and the same constants.
+def require_equal_paths(model: nn.Module) -> None:
+    """Check that every rank has the same annealed layers, with the same t and the same constants.
 
     Raises:
         ModelError: on every rank, if one differs.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    ranks = Ranks(error=ModelError)
+    if ranks.size == 1:
         return
-    layers = annealed_layers(model).values()
-    _require_equal_shapes(model)
-    mine = torch.cat([value for layer in layers for value in _state(layer)])
-    high, low = mine.clone(), mine.clone()
-    torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX)
-    torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
-    if not torch.equal(high, low):
-        raise ModelError(
-            "all ranks must have the same t and the same constants, but they differ: build the model from one seed or "
-            "checkpoint, and call dynorm.set_path_ and dynorm.calibrate_ alike on every rank"
-        )
-
-
-def _require_equal_shapes(model: nn.Module) -> None:
-    """Values of other shapes cannot be compared: the backend would abort."""
-    forms = [
-        (path, type(layer).__name__, [tuple(p.shape) for p in layer.constant_parameters()])
-        for path, layer in annealed_layers(model).items()
-    ]
-    Ranks(error=ModelError).require_same(hashlib.sha256(repr(forms).encode()).digest())
+    with ranks.together():
+        layers = annealed_layers(model)
+        forms = [
+            (path, type(layer).__name__, [tuple(p.shape) for p in layer.constant_parameters()])
+            for path, layer in layers.items()
+        ]
+        # Forms first: sharded values are gathered, which only ranks of the same shapes can do.
+        ranks.require_same(hashlib.sha256(repr(forms).encode()).digest())
+        values = torch.cat([value.cpu() for layer in layers.values() for value in _state(layer)])
+        ranks.require_same(hashlib.sha256(values.numpy().tobytes()).digest(), "t and the same constants")
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

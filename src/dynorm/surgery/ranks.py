@@ -119,8 +119,12 @@ class Ranks:
         if not self._over:
             self.require_same(digest_of(layers))
 
-    def require_same(self, digest: bytes) -> None:
+    def require_same(self, digest: bytes, what: str = "point-wise layers with the same constants") -> None:
         """Check that every rank has the same digest of its layers.
+
+        Args:
+            digest: of this rank's; its first 7 bytes count.
+            what: that is the same where the digest is, for the message.
 
         Raises:
             ModelError: on every rank, if one differs.
@@ -130,7 +134,7 @@ class Ranks:
         found = self.all_say(int.from_bytes(digest[:7], "little"))
         if len(set(found)) > 1:
             self._over = True
-            raise ModelError(different(found))
+            raise ModelError(different(found, what))
 
     @contextmanager
     def _or_over(self) -> Iterator[None]:
@@ -155,12 +159,12 @@ def digest_of(layers: Iterable[tuple[str, PointwiseNorm]]) -> bytes:
     return seen.digest()
 
 
-def different(found: Sequence[object]) -> str:
+def different(found: Sequence[object], what: str) -> str:
     """Say which ranks differ from the first."""
     odd = [rank for rank, each in enumerate(found) if each != found[0]]
     return (
-        "all ranks must have the same point-wise layers with the same constants, but those of rank "
-        f"{', '.join(map(str, odd[:8]))} differ from rank 0's: build the model from one seed or checkpoint everywhere"
+        f"all ranks must have the same {what}, but those of rank {', '.join(map(str, odd[:8]))} differ from rank 0's: "
+        "build the model from one seed or checkpoint everywhere, and change it alike on every rank"
     )
 
 
