@@ -52,7 +52,7 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
     Args:
         model: Any module of plain torch; train or eval mode is kept.
         *args: What one call of the model takes; a short input will do.
-        **kwargs: The same, by keyword.
+        **kwargs: The same, by keyword. A cache among them grows, as in any call.
 
     Returns:
         The norms in call order. Modules that are named norms, or are norms of torch, but cannot be replaced are
