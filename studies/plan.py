@@ -79,11 +79,29 @@ RECIPES = Part(
     extend=False,
     variants=(
         {"constants_rate": 1.0},
-        {"constants_rate": 100.0},
+        {"constants_rate": 15.0},
         {"per_channel": True},
         {"center": True},
         {"warmup_constants": True},
     ),
+)
+# So that no function is ahead because only its constants were given a fit rate.
+OTHERS = Part(
+    "others",
+    "Scaled DyT with a higher rate of the constants, 600 steps",
+    ("dyt",),
+    direct_rates=(1e-3, 2e-3),
+    extend=False,
+    variants=({"constants_rate": 15.0},),
+)
+RATES = Part(
+    "constants_rate",
+    "Another rate of the constants, 3,000 steps",
+    ("dyisru",),
+    steps=3000,
+    direct_rates=(2.5e-4, 5e-4, 1e-3, 2e-3),
+    extend=False,
+    variants=({"constants_rate": 15.0},),
 )
 PATHS = Part(
     "paths",
@@ -115,7 +133,7 @@ LLAMA = Part(
     ("rmsnorm", "dyisru", "dyt", "dyisru_annealed"),
     fixed={"model": "llama"},
 )
-PLAN = (SMALL, LONG, RECIPES, PATHS, DIGITS, MEDIUM, LLAMA)
+PLAN = (SMALL, LONG, RECIPES, OTHERS, RATES, PATHS, DIGITS, MEDIUM, LLAMA)
 
 
 @dataclass(frozen=True)
