@@ -21,6 +21,8 @@ from studies.tables import rate
 COLOURS = {"layernorm": "#111111", "rmsnorm": "#8a8a8a", "dyisru": "#c0392b", "dyt": "#1f5fa8", "derf": "#16907a"}
 COLOURS |= {"linear": "#d98200", "annealed": "#c0392b", "annealed_dyt": "#1f5fa8", "annealed_linear": "#d98200"}
 STYLES = {None: "-", "batch": "-", "published": ":", "path": "--"}
+# A single run has no line to tell it by.
+MARKERS = {None: "o", "batch": "o", "published": "s", "path": "D"}
 # The arms whose constants are drawn.
 SHOWN = ("dyisru", "dyt", "dyisru_annealed", "dyt_published")
 # How far above the best of a panel its top is, in nats; what lies higher is drawn at the top.
@@ -62,7 +64,8 @@ def rates(panels: list[tuple[Part, dict[str, dict[str, Any]]]]) -> Figure:
         top = lowest + TALL if lost else min(lowest + TALL, max(y for y in known if y is not None) + 0.05)
         for group in groups.values():
             points = [(float(lr), math.inf if y is None else y) for lr, y in group["rates"].items()]
-            panel.plot(*zip(*[(x, min(y, top)) for x, y in points], strict=True), marker="o", ms=3.5, **_look(group))
+            drawn = zip(*[(x, min(y, top)) for x, y in points], strict=True)
+            panel.plot(*drawn, marker=MARKERS[ARMS[group["arm"]].start], ms=3.5, **_look(group))
             for x in (x for x, y in points if y > top):
                 (mark,) = panel.plot(x, top, marker="^", ms=7, color=_look(group)["color"], clip_on=False)
                 mark.set_in_layout(False)

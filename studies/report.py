@@ -21,8 +21,8 @@ STUDY = ROOT / "studies" / "results" / "study.json"
 PAGE = ROOT / "docs" / "study.md"
 IMAGES = ROOT / "docs" / "images"
 CAPTIONS = {
-    "study-rates": "Held-out loss of each arm over its learning rate, seed 0. A triangle at the top lies above the "
-    "panel, or diverged.",
+    "study-rates": "Held-out loss of each arm over its learning rate, seed 0: squares as published, diamonds "
+    "annealed. A triangle at the top lies above the panel, or diverged.",
     "study-curves": "Held-out loss over the steps, each arm at its best rate, seed 0.",
     "study-constants": "The constant of every norm's site as it moved, at the arm's best rate, seed 0; the first site "
     "is dark, the last light.",
