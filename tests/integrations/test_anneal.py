@@ -193,6 +193,9 @@ if mode == "shapes":
         dynorm.restore_(net)
         sites = dynorm.find_norms(net, torch.zeros(1, 4, dtype=torch.long))
         dynorm.convert_(net, sites, to="annealed", per_channel=True)
+if mode == "bare" and rank == 1:
+    dynorm.restore_(net)
+if mode in ("shapes", "bare"):
     from dynorm.surgery.path_start import require_equal_paths
     torch.distributed.init_process_group("gloo")
     require_equal_paths(net)
@@ -346,3 +349,11 @@ def test_ranks_that_disagree_stop(tmp_path: Path, mode: str, words: str) -> None
     done = launched(mode, 2, tmp_path)
     assert done.returncode != 0
     assert done.stderr.count(f"all ranks {words}") >= 2
+
+
+@pytest.mark.slow
+def test_a_rank_without_annealed_layers_stops_the_others_too(tmp_path: Path) -> None:
+    done = launched("bare", 2, tmp_path)
+    assert done.returncode != 0
+    assert "must have annealed layers" in done.stderr
+    assert "rank 1 raised an error" in done.stderr
