@@ -38,7 +38,7 @@ test: setup
 
 # The hundred architectures that take longest, beside those of `make test`.
 architectures: setup
-	OMP_NUM_THREADS=1 DYNORM_EXHAUSTIVE=1 $(BIN)/python -m pytest --numprocesses 2 tests/surgery/test_architectures.py
+	OMP_NUM_THREADS=1 DYNORM_EXHAUSTIVE=1 $(BIN)/python -m pytest --numprocesses 2 tests/find/test_architectures.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -21,11 +21,11 @@ from matplotlib.figure import Figure
 
 import dynorm
 from benchmarks.small_model import LENGTH, trained
-from dynorm.integrations.inspection import inspect_pretrained
-from dynorm.surgery.report.inspection_html import drawing
-from dynorm.surgery.report.picture import DAYLIGHT, draw
-from dynorm.surgery.report.text import short_path
-from dynorm.texts import split_texts, standard_library_docstrings
+from dynorm.distill.inspection import inspect_pretrained
+from dynorm.distill.texts import split_texts, standard_library_docstrings
+from dynorm.report.inspection_html import drawing
+from dynorm.report.picture import DAYLIGHT, draw
+from dynorm.report.text import short_path
 from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent

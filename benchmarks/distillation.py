@@ -21,10 +21,10 @@ from pathlib import Path
 import dynorm
 from benchmarks.rows import Row, add_rows, rows_so_far
 from benchmarks.subjects import BATCH, HELD_OUT, Subject, encoder, fitted, language_model
-from dynorm.integrations import AnnealCallback
-from dynorm.integrations.distill import distill_, distillation_rate
-from dynorm.integrations.pipeline import Recipe as Defaults
-from dynorm.integrations.pretrained import make_batches
+from dynorm.distill import AnnealCallback
+from dynorm.distill.distill import distill_, distillation_rate
+from dynorm.distill.pipeline import Recipe as Defaults
+from dynorm.distill.pretrained import make_batches
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 

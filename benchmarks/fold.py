@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fold_models import NAMES, build, inputs
-from dynorm.surgery.fold import FoldReport, fold_
+from dynorm.fold import FoldReport, fold_
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fold.json"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from dynorm.distill.pretrained import library_versions
 from dynorm.files import write_text
-from dynorm.integrations.pretrained import library_versions
 
 Row = dict[str, Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from dynorm.integrations.pretrained import Pretrained, encode
+from dynorm.distill.pretrained import Pretrained, encode
 
 ROOT = Path(__file__).parent.parent
 BATCH, LENGTH = 16, 128

@@ -43,9 +43,9 @@ def step_of(settings: Settings, data: Data, t: float | None) -> Callable[[], Non
     model = build(settings, data).train()
     batch = draw_batch(data, settings.size_spec.batch)
     if t is not None:
-        with dynorm.PathStart(model), torch.no_grad():
+        with dynorm.AnnealStart(model), torch.no_grad():
             model(**inputs_of(batch))
-        dynorm.set_path_(model, t)
+        dynorm.set_anneal_(model, t)
     groups = dynorm.param_groups(model, lr=LR, weight_decay=WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, fused=True)
 

@@ -17,8 +17,8 @@ from torch.nn.functional import kl_div, log_softmax, nll_loss
 
 import dynorm
 from benchmarks.small_model import trained
-from dynorm.integrations.pretrained import Pretrained, encode, load_pretrained, make_batches
-from dynorm.texts import split_texts, standard_library_docstrings
+from dynorm.distill.pretrained import Pretrained, encode, load_pretrained, make_batches
+from dynorm.distill.texts import split_texts, standard_library_docstrings
 from tools.demo_model import folder
 
 CALIBRATION_TEXTS, BATCH, HELD_OUT, REFINE = 256, 32, 512, 50

@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import dynorm
-from dynorm.integrations import AnnealCallback
+from dynorm.distill import AnnealCallback
 
 STEPS, LENGTH = 120, 24
 

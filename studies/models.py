@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.surgery.plan import dynorm_layers, swap_
+from dynorm.replace.specs import dynorm_layers, swap_
 from studies.arms import Arm
 from studies.data import Data, draw_batch
 from studies.settings import Settings

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import dynorm
+from dynorm.anneal.schedule import positions
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.surgery.path import positions
 from studies.callbacks import WarmUp, Watch
 from studies.data import Data
 from studies.models import constants
@@ -31,7 +31,7 @@ def make_trainer(model: nn.Module, data: Data, settings: Settings, files: RunFil
     arguments = _arguments(settings, files.checkpoints, quiet)
     callbacks: list[TrainerCallback] = [Watch(files)]
     if settings.arm_spec.annealed:
-        from dynorm.integrations.anneal import AnnealCallback
+        from dynorm.distill.anneal import AnnealCallback
 
         path = (settings.path_start, settings.path_length, settings.path_shape, settings.path_order)
         callbacks.append(AnnealCallback(*path))  # type: ignore[arg-type]

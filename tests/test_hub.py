@@ -22,7 +22,7 @@ from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.hub import _atomic, load, plain, save
 from dynorm.hub._after_import import AfterImport, after_import
 from dynorm.hub._atomic import replaced_directory
-from dynorm.surgery.plan import dynorm_layers
+from dynorm.replace.specs import dynorm_layers
 
 KINDS = ("dyisru", "dyt", "derf", "linear")
 

@@ -1,7 +1,19 @@
 """Normalization without statistics: point-wise counterparts of LayerNorm and RMSNorm for PyTorch."""
 
 from dynorm import functional, theory
+from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
+from dynorm.find import find_norms
+from dynorm.fit import (
+    CalibrationReport,
+    CalibrationWarning,
+    InitializationReport,
+    RefinementReport,
+    calibrate_,
+    init_from_batch_,
+    refine_,
+)
+from dynorm.fold import FoldedSite, FoldReport, fold_
 from dynorm.hub import load, save
 from dynorm.kernels import backend
 from dynorm.layers import (
@@ -18,39 +30,16 @@ from dynorm.layers import (
     PointwiseNorm,
     param_groups,
 )
-from dynorm.surgery import (
-    CalibrationReport,
-    CalibrationWarning,
-    ConversionReport,
-    FoldedSite,
-    FoldReport,
-    InitializationReport,
-    InspectedSite,
-    InspectionReport,
-    ModelReport,
-    NormSite,
-    OutputReport,
-    PathSchedule,
-    PathStart,
-    RefinementReport,
-    SiteReport,
-    calibrate_,
-    convert_,
-    finalize_,
-    find_norms,
-    fold_,
-    init_from_batch_,
-    inspect_norms,
-    measure,
-    refine_,
-    restore_,
-    set_path_,
-)
+from dynorm.replace import ConversionReport, convert_, restore_
+from dynorm.report import InspectedSite, InspectionReport, ModelReport, OutputReport, SiteReport, inspect_norms, measure
+from dynorm.site import NormSite
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ELN",
+    "AnnealSchedule",
+    "AnnealStart",
     "AnnealedDerf",
     "AnnealedDyISRU",
     "AnnealedDyT",
@@ -75,8 +64,6 @@ __all__ = [
     "ModelReport",
     "NormSite",
     "OutputReport",
-    "PathSchedule",
-    "PathStart",
     "PointwiseNorm",
     "RefinementReport",
     "SiteReport",
@@ -96,6 +83,6 @@ __all__ = [
     "refine_",
     "restore_",
     "save",
-    "set_path_",
+    "set_anneal_",
     "theory",
 ]

@@ -132,7 +132,7 @@ def test_an_average_follows_the_path(use_buffers: bool) -> None:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=use_buffers)
     average.update_parameters(model)
     for t in (0.25, 1.0):
-        dynorm.set_path_(model, t)
+        dynorm.set_anneal_(model, t)
         for _ in range(40 if use_buffers else 1):
             average.update_parameters(model)
         torch.testing.assert_close(average(x), model(x), rtol=1e-4, atol=1e-5)
@@ -276,7 +276,7 @@ def test_a_model_too_large_for_memory_is_dispatched(tmp_path: Path) -> None:
 def test_an_empty_model_is_filled_and_dispatched(tmp_path: Path, to: str) -> None:
     model, x = mlp(to), torch.randn(4, 6)
     if to == "annealed":
-        dynorm.set_path_(model, 0.25)
+        dynorm.set_anneal_(model, 0.25)
     accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
     with accelerate.init_empty_weights(include_buffers=True):
         shell = mlp_of_layers(model)

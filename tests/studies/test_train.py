@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, StorageError
-from dynorm.surgery.plan import dynorm_layers
+from dynorm.replace.specs import dynorm_layers
 from studies.arms import ARMS
 from studies.callbacks import WarmUp
 from studies.data import load

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
+from dynorm import calibrate_, convert_, find_norms
 from dynorm.bench.check import WrongResultError
 from dynorm.errors import ArgumentError
-from dynorm.surgery import calibrate_, convert_, find_norms
 
 __all__ = ["VARIANTS", "WholeModel", "calls", "check_model", "gpt2_block", "pretrained"]
 
@@ -62,7 +62,7 @@ def pretrained(
         StorageError: the folder holds no model.
         ModelError: the model has no norm that can be replaced.
     """
-    from dynorm.integrations.pretrained import load_pretrained
+    from dynorm.distill.pretrained import load_pretrained
 
     loaded = load_pretrained(folder, device)
     generator = torch.Generator().manual_seed(0)

@@ -46,7 +46,7 @@ def convert(
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
     quiet_libraries()
-    from dynorm.integrations.pipeline import Recipe, convert_pretrained
+    from dynorm.distill.pipeline import Recipe, convert_pretrained
 
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     recipe = Recipe(

@@ -31,7 +31,7 @@ def fold(
     Example: dynorm fold ./gpt2 ./folded --untie
     """
     quiet_libraries()
-    from dynorm.integrations.fold import fold_pretrained
+    from dynorm.distill.fold import fold_pretrained
 
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     report = fold_pretrained(

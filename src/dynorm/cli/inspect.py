@@ -36,7 +36,7 @@ def inspect(
     Example: dynorm inspect ./all-MiniLM-L6-v2 --html inspection.html
     """
     quiet_libraries()
-    from dynorm.integrations.inspection import inspect_pretrained
+    from dynorm.distill.inspection import inspect_pretrained
 
     if html is not None:
         require_writable(html)

@@ -12,10 +12,10 @@ from types import ModuleType
 from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError
+from dynorm.guard import require_plain_model
 from dynorm.hub._after_import import after_import
 from dynorm.hub._atomic import replaced_directory
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
-from dynorm.surgery.guard import require_plain_model
 
 _TRANSFORMERS_CONFIG = "config.json"
 _MODELING = "transformers.modeling_utils"

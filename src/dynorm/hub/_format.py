@@ -10,9 +10,9 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
-from dynorm.surgery.fold.marks import added_biases
-from dynorm.surgery.fold.specs import RMSNORM, RMSNormSpec, rms_specs
-from dynorm.surgery.plan import LAYERS, LayerSpec, dynorm_layers, specs_of
+from dynorm.fold.marks import added_biases
+from dynorm.fold.specs import RMSNORM, RMSNormSpec, rms_specs
+from dynorm.replace.specs import LAYERS, LayerSpec, dynorm_layers, specs_of
 
 FORMAT_VERSION = 1
 

@@ -12,10 +12,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynorm.errors import ModelError, StorageError
+from dynorm.fold.specs import give_bias_
 from dynorm.hub._format import is_list_of_str, read_specs, require_version
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.surgery.fold.specs import give_bias_
-from dynorm.surgery.plan import LayerSpec, apply_specs_, dynorm_layers
+from dynorm.replace.specs import LayerSpec, apply_specs_, dynorm_layers
 
 METHOD = "dynorm"
 # Of torch's own allocations on the CPU, in bytes.

@@ -22,11 +22,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
 from dynorm.errors import DynormError, ModelError, StorageError
+from dynorm.fold.marks import added_biases
+from dynorm.fold.specs import rms_specs
 from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, saved_specs
 from dynorm.hub._quantizer import METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
-from dynorm.surgery.fold.marks import added_biases
-from dynorm.surgery.fold.specs import rms_specs
-from dynorm.surgery.plan import LAYERS, LayerSpec, dynorm_layers, replaced_by
+from dynorm.replace.specs import LAYERS, LayerSpec, dynorm_layers, replaced_by
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.fold.marks import added_biases, untied
+from dynorm.fold.specs import give_bias_, untie_
 from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, read_specs, require_version, saved_specs
-from dynorm.surgery.fold.marks import added_biases, untied
-from dynorm.surgery.fold.specs import give_bias_, untie_
-from dynorm.surgery.plan import LayerSpec, apply_specs_, swap_
+from dynorm.replace.specs import LayerSpec, apply_specs_, swap_
 
 CONFIG = "dynorm.json"
 WEIGHTS = "model.safetensors"

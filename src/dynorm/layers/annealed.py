@@ -36,7 +36,7 @@ class AnnealedNorm(PointwiseNorm):
         *args: as for the point-wise layer that it ends as.
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: what that norm adds to the variance, or to the mean square.
-        t: where on the path it stands, from 0 to 1; :func:`dynorm.set_path_` moves it.
+        t: where on the path it stands, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
         place: where it comes in the order of calls, for a path that takes one layer after another.
         **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C - 1), or sqrt(C)
             for "rmsnorm".

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dynorm.errors import ModelError
-from dynorm.surgery.plan import dynorm_layers
-from dynorm.surgery.ranks import Ranks
+from dynorm.fit.ranks import Ranks
+from dynorm.replace.specs import dynorm_layers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

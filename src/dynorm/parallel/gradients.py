@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dynorm.surgery.plan import dynorm_layers
+from dynorm.replace.specs import dynorm_layers
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dynorm.errors import ArgumentError, ModelError
+from dynorm.fit.ranks import Ranks
 from dynorm.layers import PointwiseNorm
 from dynorm.parallel.shards import on_shards, require_pointwise, share
-from dynorm.surgery.ranks import Ranks
 
 
 class PointwiseParallel(ParallelStyle):
@@ -92,7 +92,7 @@ class PointwiseParallel(ParallelStyle):
         )
         # Its norm is whole and cannot come back.
         module.__dict__.pop("replaced", None)
-        # On the instance: the class is what saving and surgery know the layer by.
+        # On the instance: the class is what saving and folding know the layer by.
         module.__dict__["pointwise"] = partial(_pointwise, module)
         return module
 

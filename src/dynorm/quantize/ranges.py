@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dynorm.errors import DataError
+from dynorm.fit.activations import require_finite, site_tokens
+from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.layers._base import upcast
 from dynorm.quantize.bounds import Range
-from dynorm.surgery.activations import eval_mode, hooked, require_finite, site_tokens
-from dynorm.surgery.batches import call, iterate, token_masks
-from dynorm.surgery.guard import require_plain_model
-from dynorm.surgery.observe import no_trace, slow_path
-from dynorm.surgery.plan import require_layers
+from dynorm.replace.specs import require_layers
+from dynorm.watch import call, hooked, iterate, token_masks, undisturbed
 
 
 def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range]:
@@ -58,7 +56,7 @@ def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range
                 before = found.get(path, (low, high))
                 found[path] = low.minimum(before[0]), high.maximum(before[1])
 
-        with no_trace(model, batch), torch.no_grad(), eval_mode(model), slow_path(), hooked(paths, widen):
+        with undisturbed(model, batch, evaluate=True), hooked(paths, widen):
             call(model, batch)
     if not found:
         raise DataError("the batches must reach at least one point-wise layer, but reached none: give others")

@@ -1,0 +1,222 @@
+"""Moving a model along the path from its norms to point-wise functions, and leaving it at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Literal
+
+from torch import nn
+
+from dynorm.errors import ArgumentError, ModelError
+from dynorm.find.tokens import HOOK_TABLES
+from dynorm.guard import is_fully_sharded
+from dynorm.layers import AnnealedNorm
+from dynorm.layers.annealed import check_t
+from dynorm.replace.specs import dynorm_layers, remember_, replaced_by, swap_
+from dynorm.site import any_match, as_globs
+
+Shape = Literal["linear", "cosine"]
+Order = Literal["together", "last_first", "first_last"]
+
+
+def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
+    """Return the layers of a model that stand on a path, by their first path in the model, in call order.
+
+    Raises:
+        ModelError: there is none.
+    """
+    found = {path: layer for path, layer in dynorm_layers(model).items() if isinstance(layer, AnnealedNorm)}
+    if not found:
+        raise ModelError(
+            "the model must have annealed layers, but has none: call dynorm.convert_(model, sites, to='annealed') first"
+        )
+    return dict(sorted(found.items(), key=lambda item: item[1].place))
+
+
+def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None = None) -> None:
+    """Move the annealed layers of a model to a place on the path, in place.
+
+    Args:
+        model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``; wrapped or compiled is fine.
+        t: 0 is the norm each layer replaced, exactly, 1 the point-wise function.
+        only: globs of the paths to move; None means all.
+
+    Raises:
+        ArgumentError: ``t`` is outside [0, 1], or a glob matches no annealed layer.
+        ModelError: the model has no annealed layer.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> x = torch.randn(4, 8)
+        >>> before = model(x)
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, x), to="annealed")
+        >>> torch.equal(model(x), before)
+        True
+        >>> dynorm.set_anneal_(model, 0.3)
+        >>> model[1].position
+        0.3
+
+    Reference:
+        Closed form 4: with each token's own constants DyISRU is the norm, with learned ones it needs no statistic.
+    """
+    layers = annealed_layers(model)
+    check_t(t)
+    globs = ["*"] if only is None else as_globs(only)
+    for glob in globs:
+        if not any_match(layers, [glob]):
+            raise ArgumentError(
+                f"the glob {glob!r} must match the path of an annealed layer, but matches none of {', '.join(layers)}"
+            )
+    for path, layer in layers.items():
+        if any_match([path], globs):
+            layer.set_t_(t)
+
+
+def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
+    """Replace annealed layers at the end of the path by plain point-wise ones, in place.
+
+    The new layers hold the very parameters of the old ones, so an optimizer goes on as it was.
+
+    Args:
+        model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``.
+        force: do it wherever on the path the layers are. What was left of the norm is then lost at once: the outputs
+            change by as much as a :func:`set_anneal_` to 1 would change them.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: the model has no annealed layer, is one itself, or is sharded by FSDP2; or a layer is not at t = 1
+            and ``force`` is not set.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)), to="annealed")
+        >>> dynorm.set_anneal_(model, 1.0)
+        >>> type(dynorm.finalize_(model)[1]).__name__
+        'DyISRU'
+    """
+    layers = annealed_layers(model)
+    early = {path: layer.position for path, layer in layers.items() if layer.position < 1}
+    if early and not force:
+        path, t = next(iter(early.items()))
+        raise ModelError(
+            f"every layer must be at t = 1 to be finalized, but {len(early)} of {len(layers)} are not ({path!r} is at "
+            f"{t:g}): train on to the end of the path, or pass force=True, which takes what is left of the norms away "
+            "at once and changes the outputs as dynorm.set_anneal_(model, 1.0) does"
+        )
+    if "" in layers:
+        raise ModelError(
+            "a layer must have a parent to be replaced in, but the model is the layer itself: call its end()"
+        )
+    if any(is_fully_sharded(module) for module in model.modules()):
+        raise ModelError(
+            "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: it is point-wise "
+            "already; gather its state dict, load it into an unsharded copy, and finalize that"
+        )
+    new: dict[nn.Module, nn.Module] = {}
+    for layer in layers.values():
+        end = layer.end()
+        for name in (*HOOK_TABLES, "_is_full_backward_hook"):
+            setattr(end, name, getattr(layer, name))
+        replaced = replaced_by(layer)
+        if replaced is not None:
+            remember_(end, replaced)
+        new[layer] = end
+    swap_(model, new)
+    return model
+
+
+@dataclass(frozen=True)
+class AnnealSchedule:
+    """Where on the path each layer stands at each step of training.
+
+    Args:
+        start: the last step at t = 0, at which the constants are set; a float is a share of the run, up to 1.
+        length: how many steps the path takes after it; a float is a share of the run. t = 1 from ``start + length`` on.
+        shape: how t rises: "linear", or "cosine", which begins and ends slowly.
+        order: all layers "together", or one after another, from the last ("last_first") or the first ("first_last").
+
+    Raises:
+        ArgumentError: ``start`` or ``length`` is no number, negative, or a share above 1; ``length`` is 0; or a name is
+            unknown.
+
+    Example:
+        >>> schedule = AnnealSchedule(start=0.6, length=0.3)
+        >>> [round(schedule.at(step, 100), 2) for step in (0, 60, 75, 90, 99)]
+        [0.0, 0.0, 0.5, 1.0, 1.0]
+    """
+
+    start: float = 0.6
+    length: float = 0.3
+    shape: Shape = "linear"
+    order: Order = "together"
+
+    def __post_init__(self) -> None:
+        """Check what does not depend on the run."""
+        if not (_is_place(self.start) and _is_place(self.length) and self.length > 0):
+            raise ArgumentError(
+                "start and length must be steps (integers) or shares of the run (floats from 0 to 1), and length "
+                f"positive, got {self.start!r} and {self.length!r}"
+            )
+        if self.shape not in ("linear", "cosine") or self.order not in ("together", "last_first", "first_last"):
+            raise ArgumentError(
+                "shape must be linear or cosine and order together, last_first or first_last, got "
+                f"{self.shape!r} and {self.order!r}"
+            )
+
+    def steps(self, total: int) -> tuple[int, int]:
+        """Return start and length in steps, for a run of ``total`` steps.
+
+        Raises:
+            ArgumentError: ``total`` is no number of steps; or the path would not end within the run, and a step be left
+                to train at t = 1.
+        """
+        if not (_is_place(total) and isinstance(total, Integral)):
+            raise ArgumentError(f"a run must have a number of steps, got {total!r}: give how many it takes in all")
+        start, length = (int(v) if isinstance(v, Integral) else round(v * total) for v in (self.start, self.length))
+        length = max(length, 1)
+        if start + length >= total:
+            raise ArgumentError(
+                f"the path must end before the run does, but step {start} + {length} steps >= {total}: start "
+                "earlier, take a shorter path, or train longer"
+            )
+        return start, length
+
+    def at(self, step: int, total: int, place: int = 0, places: int = 1) -> float:
+        """Return t at a step (counted from 0) of ``total``, for the layer at ``place`` of ``places`` in call order."""
+        start, length = self.steps(total)
+        progress = (step - start) / length
+        if self.order != "together":
+            turn = place if self.order == "first_last" else places - 1 - place
+            progress = progress * places - turn
+        progress = min(max(progress, 0.0), 1.0)
+        return progress if self.shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * progress)
+
+    def apply_(self, model: nn.Module, step: int, total: int) -> None:
+        """Move the annealed layers of a model to where they stand at a step: the line for a training loop of your own.
+
+        Raises:
+            ArgumentError: the schedule does not fit the run.
+            ModelError: the model has no annealed layer.
+        """
+        layers = list(annealed_layers(model).values())
+        start, length = self.steps(total)
+        blend = self.order != "together" and start < step < start + length
+        for place, layer in enumerate(layers):
+            layer.set_t_(self.at(step, total, place, len(layers)), blend=blend)
+
+
+def _is_place(value: object) -> bool:
+    """Whether it is a number of steps, or a share of a run."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return float(value) >= 0 if isinstance(value, Integral) else 0 <= float(value) <= 1
+
+
+def positions(model: nn.Module) -> Mapping[str, float]:
+    """Return t of each annealed layer by its path."""
+    return {path: layer.position for path, layer in annealed_layers(model).items()}

@@ -1,0 +1,197 @@
+"""The begin of the path: constants from the activations of one training step, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dynorm.anneal.schedule import annealed_layers
+from dynorm.errors import DataError, ModelError
+from dynorm.fit.activations import site_tokens
+from dynorm.fit.ranks import Ranks
+from dynorm.fit.site_fit import own_betas
+from dynorm.layers import AnnealedNorm
+from dynorm.layers._base import gathered
+from dynorm.watch import token_masks
+
+
+class AnnealStart:
+    r"""Watches the annealed layers of a model and then sets their constants in closed form.
+
+    .. math:: \log \beta = \langle \log b_i \rangle, \quad c = \langle x_i \rangle
+
+    with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` of LayerNorm or :math:`s_i + C \varepsilon` of RMSNorm (whose
+    centre is 0), over all tokens that go by until :meth:`finish_`, on all ranks. With one constant a channel, each
+    channel takes its own mean. Padding is left out where a module of the model is called with a mask of two dimensions
+    under its usual name (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or in a dict.
+
+    As a context it finishes at the end, or, if an error is raised inside, watches no more and changes nothing.
+
+    Args:
+        model: with annealed layers.
+
+    Raises:
+        ModelError: it has none.
+
+    Example:
+        >>> model = nn.Sequential(dynorm.AnnealedDyISRU(64, center=True))
+        >>> with AnnealStart(model):
+        ...     _ = model(3 + 2 * torch.randn(100, 64))
+        >>> 3 * 64 < model[0].beta().item() < 5 * 64
+        True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {layer: path for path, layer in annealed_layers(model).items()}
+        self._sums = {
+            layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device) for layer in self._paths
+        }
+        self._masks: list[Tensor] = []
+        # The modules that are running, and the one whose masks hold for all that it calls.
+        self._running: list[nn.Module] = []
+        self._owner: nn.Module | None = None
+        self._watching = True
+        # A graph that was compiled before knows nothing of these hooks; until they are gone the model runs eagerly.
+        self._stance = torch.compiler.set_stance("force_eager")
+        self._handles: list[RemovableHandle] = [
+            layer.register_forward_hook(self._add, prepend=True) for layer in self._paths
+        ]
+        # All of them: what a LightningModule or a wrapper is called with does not say what its model is.
+        for module in model.modules():
+            if module not in self._paths:
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+                    module.register_forward_hook(self._leave, always_call=True),
+                ]
+
+    def __enter__(self) -> AnnealStart:
+        """Watch until the context is left."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Set the constants, or, where there was an error, leave them."""
+        if kind is None:
+            self.finish_()
+        else:
+            self.cancel_()
+
+    def cancel_(self) -> None:
+        """Watch no more, and change nothing; nothing happens where it is over already."""
+        if not self._watching:
+            return
+        self._watching = False
+        for handle in self._handles:
+            handle.remove()
+        self._stance.__exit__(None, None, None)
+
+    def finish_(self) -> None:
+        """Set the constants from what was seen, and watch no more.
+
+        Raises:
+            DataError: a layer was not reached, or its activations are not finite; no constant is changed then.
+            ModelError: it is over already, finished or cancelled.
+        """
+        if not self._watching:
+            raise ModelError("the begin of a path is finished once, but this one is over: make another AnnealStart")
+        self.cancel_()
+        ranks = Ranks()
+        found = {layer: self._constants(layer, ranks.summed(sums)) for layer, sums in self._sums.items()}
+        for layer, (log_beta, center) in found.items():
+            layer.fill_constants_(_shaped(log_beta.exp(), layer), _shaped(center, layer))
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _in_backward():
+            return
+        found = [] if self._owner is not None else token_masks(_named(module, args, kwargs))
+        if found:
+            self._owner = module
+        if found or not self._running:
+            self._masks = found
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if _in_backward():
+            return
+        # One that raised may have left others on the list.
+        while self._running and self._running.pop() is not module:
+            pass
+        if self._owner is module:
+            self._owner = None
+
+    def _add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        assert isinstance(layer, AnnealedNorm)
+        if _in_backward():
+            return
+        with torch.no_grad():
+            x = site_tokens(layer, args[0].detach(), self._masks).double()
+            beta = own_betas(x, layer.kind, layer.norm_eps)
+            # Where all other channels are the same and there is no eps, no constant is asked for.
+            counts = (beta != 0).to(x)
+            sums = torch.stack([counts.sum(0), beta.where(beta != 0, 1.0).log().sum(0), (x * counts).sum(0)])
+            self._sums[layer] += sums
+
+    def _constants(self, layer: AnnealedNorm, sums: Tensor) -> tuple[Tensor, Tensor]:
+        if not bool(sums.isfinite().all() and sums[0].min() > 0):
+            saw = "NaN or inf" if sums[0].min() > 0 else "none"
+            raise DataError(
+                f"the path must begin with finite activations at every norm, but {self._paths[layer]!r} saw {saw}: "
+                "look for an overflow, or for a layer that is not used"
+            )
+        if not layer.per_channel:
+            sums = sums.sum(1, keepdim=True)
+        center = torch.zeros_like(sums[2]) if layer.kind == "rmsnorm" else sums[2] / sums[0]
+        return sums[1] / sums[0], center
+
+
+def require_equal_paths(model: nn.Module) -> None:
+    """Check that every rank has the same annealed layers, with the same t and the same constants.
+
+    Raises:
+        ModelError: on every rank, if one differs.
+    """
+    ranks = Ranks(error=ModelError)
+    if ranks.size == 1:
+        return
+    with ranks.together():
+        layers = annealed_layers(model)
+        forms = [
+            (path, type(layer).__name__, [tuple(p.shape) for p in layer.constant_parameters()])
+            for path, layer in layers.items()
+        ]
+        # Forms first: sharded values are gathered, which only ranks of the same shapes can do.
+        ranks.require_same(hashlib.sha256(repr(forms).encode()).digest())
+        values = torch.cat([value.cpu() for layer in layers.values() for value in _state(layer)])
+        ranks.require_same(hashlib.sha256(values.numpy().tobytes()).digest(), "t and the same constants")
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a module is called with by name: keywords, positional arguments, and what a dict among them holds."""
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    # A forward without a readable signature, or a call that will fail anyway.
+    except (TypeError, ValueError):
+        bound = dict(kwargs)
+    inner = [value for value in (*args, *kwargs.values()) if isinstance(value, Mapping)]
+    return {name: value for each in (*inner, bound, kwargs) for name, value in each.items()}
+
+
+def _in_backward() -> bool:
+    """Whether a module runs again for its gradients, as activation checkpointing lets it: it has been counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _state(layer: AnnealedNorm) -> Iterator[Tensor]:
+    # Not the buffer: DistributedDataParallel has made it the same on all ranks.
+    yield torch.full((1,), layer.set_to, dtype=torch.float64, device=layer.t.device)
+    for value in layer.constant_parameters():
+        yield gathered(value.detach()).double().flatten()
+
+
+def _shaped(value: Tensor, layer: AnnealedNorm) -> Tensor:
+    return value.reshape(layer.normalized_shape) if layer.per_channel else value

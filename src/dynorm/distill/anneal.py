@@ -1,0 +1,80 @@
+"""The path as a callback of transformers' Trainer: constants from the activations where it begins, t step by step."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from dynorm.anneal.schedule import AnnealSchedule, Order, Shape, positions
+from dynorm.anneal.start import AnnealStart, require_equal_paths
+from dynorm.layers import AnnealedNorm
+
+
+class AnnealCallback(TrainerCallback):  # type: ignore[misc]
+    """Anneals the norms of a model while the Trainer trains it.
+
+    Convert the model with ``to="annealed"`` (or ``"annealed_linear"``, ...) first. Up to step ``start`` it trains with
+    its norms. The activations of step ``start`` itself set the constants, over all ranks and without padding. Then t
+    rises to 1 over ``length`` steps, and the rest of the run trains the point-wise model; call
+    :func:`dynorm.finalize_` when it is over. A run that is resumed from a checkpoint goes on where it was.
+
+    Args:
+        start: the last step at t = 0; a float is a share of the run.
+        length: how many steps the path takes; a float is a share of the run.
+        shape: "linear", or "cosine", which begins and ends slowly.
+        order: all layers "together", or one after another: "last_first" or "first_last".
+
+    Raises:
+        ArgumentError: an argument is outside its domain; at the begin of training, if the path does not fit the run.
+        ModelError: at the begin of training, if the model has no annealed layer, or ranks disagree.
+
+    Example:
+        >>> callback = AnnealCallback(start=0.6, length=0.3)
+        >>> callback.schedule.steps(1000)
+        (600, 300)
+    """
+
+    def __init__(
+        self, start: float = 0.6, length: float = 0.3, shape: Shape = "linear", order: Order = "together"
+    ) -> None:
+        self.schedule = AnnealSchedule(start, length, shape, order)
+        self._start: AnnealStart | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Check that the path fits, and go to where a resumed run stands."""
+        self._cancel()
+        require_equal_paths(model)
+        self.schedule.apply_(model, state.global_step, state.max_steps)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Move t, and watch the activations of the step at which the path begins."""
+        self._cancel()
+        self.schedule.apply_(model, state.global_step, state.max_steps)
+        if state.global_step == self.schedule.steps(state.max_steps)[0]:
+            self._start = AnnealStart(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Set the constants when the path begins."""
+        if self._start is not None:
+            self._start.finish_()
+            self._start = None
+
+    def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any) -> None:
+        """Put t beside the loss, for what prints it and in the Trainer's history, which has this entry as its last."""
+        if not any(isinstance(module, AnnealedNorm) for module in model.modules()):
+            # Finalized since: an evaluation logs, too.
+            return
+        t = {"path": round(fmean(positions(model).values()), 4)}
+        if logs is not None:
+            logs.update(t)
+        if state.log_history:
+            state.log_history[-1].update(t)
+
+    def _cancel(self) -> None:
+        """Forget a step that raised an error: its activations are no longer those of this model."""
+        if self._start is not None:
+            self._start.cancel_()
+            self._start = None

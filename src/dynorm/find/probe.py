@@ -1,0 +1,239 @@
+"""Which modules of a model are norms: found by what they do with their input, not by what they are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynorm.find.affine import affine_of, channel_axes, plain_arithmetic
+from dynorm.find.formula import HALF_TOLERANCE, core
+from dynorm.find.observe import ANOTHER_TENSOR, Observation, observe
+from dynorm.find.recover import NotANormError, Recovery, recover
+from dynorm.find.tokens import Packing
+from dynorm.guard import require_plain_model
+from dynorm.site import NormSite
+from dynorm.watch import undisturbed
+
+__all__ = ["affine_of", "find_norms"]
+
+_NEVER_CALLED = "never called by the example input; give an example that reaches it, if anything does"
+_SEVERAL_WIDTHS = "several widths: it is called with different numbers of channels"
+_MATRICES = "holds matrices: its parameters are more than a scale and a shift"
+_RETURNS_INPUT = "returns its input: it computes nothing, or in place"
+_DIFFERS = "differs in the run: the formula fits a copy, but not what it gave for the example"
+
+_OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
+    (nn.modules.batchnorm._BatchNorm, "batchnorm", "batch norm: its statistics are the batch's, or fixed"),
+    (nn.modules.instancenorm._InstanceNorm, "instancenorm", "instance norm: its statistics span positions"),
+    (nn.GroupNorm, "groupnorm", "group norm: its statistics span positions and groups of channels"),
+    (nn.LocalResponseNorm, "responsenorm", "local response norm: it looks at neighbouring channels only"),
+)
+# Class names that end in norm but for what tells variants apart: RMSNormGated does, NormedEmbedding not. What is named
+# after a norm of weights does not normalize activations.
+_NORM_NAME = re.compile(
+    r"(?<!weight)(?<!spectral)norm(alization)?(layer|activation|perhead|gated|zero|single|final|1p|\dd|_)*$|adaln(zero|single|_)*$"
+)
+
+_MODULE_TABLES = frozenset(nn.Module().__dict__)
+
+
+def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
+    """Finds the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
+
+    The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one of the same
+    shape and holds no matrices is then tried as a copy on tokens of our own. It is a norm if, for every token
+    alone, y = core(x) * weight + bias with core(x) = (x - mean) / sqrt(var + eps) or x / sqrt(mean(x^2) + eps).
+    Mode, hooks, buffers and random states of the model stay as they are.
+
+    Args:
+        model: Any module of plain torch; train or eval mode is kept.
+        *args: What one call of the model takes; a short input will do.
+        **kwargs: The same, by keyword. A cache among them grows, as in any call.
+
+    Returns:
+        The norms in call order. Modules that are named norms, or are norms of torch, but cannot be replaced are
+        among them, with `refused` saying why; those never called come last. Empty for a model without norms.
+
+    Raises:
+        ArgumentError: If the model is no module.
+        ModelError: If it is compiled, wrapped, scripted, sharded or on the meta device.
+        DataError: If the model raises on the example.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.RMSNorm(8, eps=1e-6))
+        >>> for site in find_norms(model, torch.randn(2, 6)):
+        ...     print(site.path, site.kind, site.dim, site.normalized_shape, site.eps)
+        1 layernorm -1 (8,) 1e-05
+        3 rmsnorm -1 (8,) 1e-06
+    """
+    require_plain_model(model)
+    observations = observe(model, args, kwargs)
+    search = _Search()
+    with undisturbed(model), plain_arithmetic():
+        for seen in sorted((s for s in observations if s.calls), key=lambda s: s.first):
+            search.consider(seen)
+    search.add_uncalled(observations)
+    return [replace(site, order=order) for order, site in enumerate(search.found.values())]
+
+
+class _Search:
+    """The sites found so far, by module."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, NormSite] = {}
+        self._known: dict[Hashable, Recovery | NotANormError] = {}
+        self._outputs: dict[int, int] = {}
+
+    def consider(self, seen: Observation) -> None:
+        """Adds the site of a module, unless one inside says it all: inner modules return, and come, first."""
+        parts = [part for part in seen.module.modules() if id(part) in self.found]
+        norms = [part for part in parts if _is_settled(part, self.found[id(part)])]
+        if norms:
+            self._consider_around(seen, norms)
+        # An annealed layer of ours is a norm at first, and so would be what contains it.
+        if norms or any(getattr(part, "_dynorm_layer", False) for part in seen.module.modules()):
+            return
+        site = self._site_of(seen)
+        if site is None or (site.refused is not None and parts):
+            return
+        for part in parts:
+            del self.found[id(part)]
+        self.found[id(seen.module)] = site
+        self._outputs[id(seen.module)] = seen.output_at
+
+    def _consider_around(self, seen: Observation, norms: list[nn.Module]) -> None:
+        """Names a module that modulates the one norm inside it; passing the norm's output on is no modulation."""
+        if seen.problem == ANOTHER_TENSOR and _is_named_norm(seen.module) and len(norms) == 1:
+            key = id(norms[0])
+            if seen.output_at == 0 or seen.output_at != self._outputs.get(key):
+                self._refuse(seen, f"{ANOTHER_TENSOR}; the norm inside stands at {self.found[key].path!r}")
+
+    def add_uncalled(self, observations: list[Observation]) -> None:
+        """Adds what is called a norm but was not reached, the innermost only."""
+        known = {id(p) for seen in observations if id(seen.module) in self.found for p in seen.module.modules()}
+        named = [s for s in observations if not s.calls and _is_named_norm(s.module) and id(s.module) not in known]
+        ids = known | {id(seen.module) for seen in named}
+        for seen in named:
+            if not any(id(part) in ids for part in seen.module.modules() if part is not seen.module):
+                self._refuse(seen, _family(seen.module, by_class=True) or _NEVER_CALLED)
+
+    def _refuse(self, seen: Observation, reason: str) -> None:
+        self.found[id(seen.module)] = replace(_blank_site(seen), refused=reason)
+
+    def _site_of(self, seen: Observation) -> NormSite | None:
+        """The site of a module that was called; None if it neither is a norm nor is named one."""
+        reason = _family(seen.module, by_class=True) or seen.problem
+        reason = reason or (None if seen.is_light() else _MATRICES) or (None if seen.samples else _RETURNS_INPUT)
+        if reason is None:
+            try:
+                return _checked_site(seen, self._recover(seen))
+            except NotANormError as error:
+                reason = _family(seen.module) or str(error)
+        return replace(_blank_site(seen), refused=reason) if _is_named_norm(seen.module) else None
+
+    def _recover(self, seen: Observation) -> Recovery:
+        """Recovers one of several like modules for all: the hundred norms of a large model are of two sorts."""
+        sort = (seen.shapes[0], seen.dtype, seen.device, *_sort_of(seen.module))
+        if sort not in self._known:
+            try:
+                self._known[sort] = recover(seen.module, seen.shapes[0], seen.dtype, seen.device)
+            except NotANormError as error:
+                self._known[sort] = error
+        known = self._known[sort]
+        if isinstance(known, NotANormError):
+            raise known
+        return known
+
+
+def _sort_of(module: nn.Module) -> Iterator[Hashable]:
+    """What decides how a module computes, but for the values of its tensors."""
+    for part in module.modules():
+        yield type(part), part.training
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            yield name, tensor.shape, tensor.dtype
+        for name in sorted(part.__dict__.keys() - _MODULE_TABLES):
+            value = part.__dict__[name]
+            yield name, value if _is_plain(value) else id(value)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether values that are equal mean the same, as those of numbers do; objects may change."""
+    if isinstance(value, tuple):
+        return all(_is_plain(part) for part in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def _is_settled(module: nn.Module, site: NormSite) -> bool:
+    """Whether what contains this module is no norm of its own: the module is one, of this or another family."""
+    return site.refused is None or _family(module, by_class=True) is not None
+
+
+def _blank_site(seen: Observation) -> NormSite:
+    return NormSite(
+        path=seen.paths[0],
+        aliases=tuple(seen.paths[1:]),
+        class_name=type(seen.module).__qualname__,
+        calls=seen.calls,
+        input_shape=seen.shapes[0] if seen.shapes else (),
+    )
+
+
+def _checked_site(seen: Observation, recovery: Recovery) -> NormSite:
+    """The site, once the whole run agrees with what was recovered from a copy."""
+    rank = len(seen.shapes[0])
+    is_last = recovery.axes[-1] == rank - 1
+    dims = tuple(axis - rank if is_last else axis for axis in recovery.axes)
+    if any(_sizes(shape, dims) != recovery.normalized_shape for shape in seen.shapes):
+        raise NotANormError(_SEVERAL_WIDTHS)
+    family = _family(seen.module)
+    if recovery.weight_name is None and family is not None:
+        raise NotANormError(family)
+    site = replace(
+        _blank_site(seen),
+        kind=recovery.kind,
+        dim=dims if len(dims) > 1 else dims[0],
+        normalized_shape=recovery.normalized_shape,
+        eps=recovery.eps,
+        has_weight=recovery.has_weight,
+        has_bias=recovery.has_bias,
+        weight_name=recovery.weight_name,
+        bias_name=recovery.bias_name,
+        weight_offset=recovery.weight_offset,
+    )
+    _require_agreement(seen, site)
+    return site
+
+
+def _sizes(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(shape[dim] if -len(shape) <= dim < len(shape) else 0 for dim in dims)
+
+
+def _require_agreement(seen: Observation, site: NormSite) -> None:
+    axes = channel_axes(site)
+    packing = Packing(site.input_shape, axes)
+    given, output = (packing.unpack(sample.cpu().double()) for sample in seen.samples[axes])
+    expected = core(given, site.kind, site.eps)
+    weight, bias = affine_of(seen.module, site)
+    expected = expected if weight is None else expected * weight.cpu().double().flatten()
+    expected = expected if bias is None else expected + bias.cpu().double().flatten()
+    error, size = float((output - expected).square().sum()), float(expected.square().sum())
+    # Activations that are not finite say nothing of the formula: NaN passes this comparison.
+    if error > (HALF_TOLERANCE if seen.rounded else 1e-3) ** 2 * size:
+        raise NotANormError(_DIFFERS)
+
+
+def _family(module: nn.Module, by_class: bool = False) -> str | None:
+    """The reason that names a family of norms other than LayerNorm and RMSNorm, or None."""
+    name = "" if by_class else type(module).__name__.lower()
+    return next((reason for cls, part, reason in _OTHER_NORMS if isinstance(module, cls) or part in name), None)
+
+
+def _is_named_norm(module: nn.Module) -> bool:
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module, by_class=True) is not None:
+        return True
+    return _NORM_NAME.search(type(module).__name__.lower()) is not None

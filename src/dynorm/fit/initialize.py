@@ -1,0 +1,132 @@
+"""Constants for training from the first step: by theory, from one batch (closed form 5)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.errors import DataError
+from dynorm.fit.activations import put_back, site_tokens, snapshot
+from dynorm.fit.ranks import END, Ranks
+from dynorm.guard import require_plain_model
+from dynorm.layers import PointwiseNorm
+from dynorm.replace.specs import require_layers
+from dynorm.watch import call, hooked, iterate, token_masks, undisturbed
+
+
+@dataclass(frozen=True)
+class InitializationReport:
+    """What ``init_from_batch_`` did, by path.
+
+    Args:
+        beta: the constant of each layer, as DyISRU's.
+        sigma: the size of what it saw: the root of its mean square about the layer's centre.
+        unreached: the layers that the batch did not reach; they keep their constants.
+    """
+
+    beta: dict[str, float]
+    sigma: dict[str, float]
+    unreached: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON knows."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the report as a table."""
+        width = max(map(len, self.beta), default=0)
+        lines = [f"{len(self.beta)} layers initialized from one batch"]
+        lines += [f"  {path:<{width}}  sigma {self.sigma[path]:<10.4g}  beta {b:.4g}" for path, b in self.beta.items()]
+        return "\n".join(lines + [f"  {path}  not reached" for path in self.unreached])
+
+
+def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
+    r"""Set the constants of point-wise layers for training from the first step, from one batch, in place.
+
+    .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
+
+    with s the layer's scale, :math:`\sigma^2` the mean square of what the layer sees, and c its centre, set to the mean
+    of it where the layer has one. Every function then has the slope :math:`1 / \sigma` at 0, as a norm would; with the
+    default scale sqrt(C) that is :math:`\beta_0 = C \sigma^2`, and the same slope for DyT, Derf and the linear control.
+    The model is run once; each layer is set as it is reached, so that what follows sees what it will see.
+    Weights and biases stay. Under torch.distributed with an initialized group, call it on every rank, each with its own
+    share of the batch: all get the same constants.
+
+    Args:
+        model: a model with point-wise layers, built so or converted; plain, neither compiled nor wrapped.
+        batch: a tensor, tuple or dict, for ``model(x)``, ``model(*x)`` or ``model(**x)``; its padding is left out.
+
+    Returns:
+        The constants, by path.
+
+    Raises:
+        ModelError: the model has no point-wise layer, is compiled, wrapped or sharded, or another rank's layers differ.
+        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, what a layer sees is
+            not finite or all 0, or another rank failed or reached other layers. The constants are then as they were,
+            on every rank.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), dynorm.DyISRU(8), nn.Linear(8, 8), dynorm.DyT(8, scale=8**0.5))
+        >>> report = dynorm.init_from_batch_(model, torch.randn(64, 8))
+        >>> list(report.beta)
+        ['1', '3']
+
+    Reference:
+        Eq. 14 for many channels of like size (closed form 5).
+    """
+    ranks = Ranks()
+    before: dict[nn.Parameter, Tensor] = {}
+    sigma: dict[str, float] = {}
+    try:
+        with ranks.together():
+            require_plain_model(model)
+            paths = {layer: path for path, layer in require_layers(model).items()}
+            (batch,) = iterate([batch], "the batch")
+            before = snapshot(paths)
+            ranks.require_alike((path, layer) for layer, path in paths.items())
+            _initialize(model, batch, paths, sigma, ranks)
+    except BaseException:
+        put_back(before)
+        raise
+    beta = {path: float(layer.beta().detach().median()) for layer, path in paths.items() if path in sigma}
+    return InitializationReport(beta, sigma, [path for path in paths.values() if path not in sigma])
+
+
+def _initialize(
+    model: nn.Module, batch: Any, paths: dict[PointwiseNorm, str], sigma: dict[str, float], ranks: Ranks
+) -> None:
+    """Run the batch, setting each layer as it is reached; ``sigma`` takes their sizes."""
+    masks, names = token_masks(batch), list(paths.values())
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert isinstance(layer, PointwiseNorm)
+        if paths[layer] not in sigma:
+            ranks.meet(names.index(paths[layer]), names)
+            sigma[paths[layer]] = _set_constants_(layer, site_tokens(layer, args[0], masks), paths[layer], ranks)
+        return layer.forward(args[0])
+
+    with undisturbed(model, batch), hooked(paths, hook):
+        call(model, batch)
+    ranks.meet(END, names)
+    if not sigma:
+        raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
+
+
+def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, ranks: Ranks) -> float:
+    """Set a layer's constants by what it sees, (tokens, C), and return its size."""
+    x = x.double()
+    own = torch.stack([torch.tensor(float(x.numel()), device=x.device).double(), x.sum(), x.square().sum()])
+    sums = ranks.summed(own)
+    count, mean, square = float(sums[0]), float(sums[1] / sums[0]), float(sums[2] / sums[0])
+    variance = square - mean * mean if layer.center is not None else square
+    if not (count > 0 and variance > 0 and layer.scale**2 * variance < float("inf")):
+        raise DataError(
+            f"what a layer sees must be finite and not all the same, but {path!r} has mean {mean:g} and mean square "
+            f"{square:g} over {int(count)} values: look for an overflow or an empty batch"
+        )
+    beta, center = x.new_tensor([layer.scale**2 * variance, mean])
+    layer.fill_constants_(beta, center)
+    return float(variance**0.5)

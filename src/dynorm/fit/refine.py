@@ -1,0 +1,187 @@
+"""Joint refinement: the constants of all layers together, by gradient steps on every site's squared error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.fit.activations import joint_error, layers_to_fit, norm_outputs, put_back, recorded, snapshot
+from dynorm.fit.ranks import Ranks
+from dynorm.guard import require_plain_model
+from dynorm.layers import AnnealedNorm
+from dynorm.layers._base import upcast
+from dynorm.watch import call, iterate, token_masks, undisturbed
+
+
+@dataclass(frozen=True)
+class RefinementReport:
+    """What ``refine_`` did.
+
+    Args:
+        steps: how many gradient steps were taken.
+        first_error: the mean relative error of the sites before the first step.
+        last_error: the same at the last step.
+    """
+
+    steps: int
+    first_error: float
+    last_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON knows."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the report as a line."""
+        return (
+            f"{self.steps} steps of joint refinement: mean site error {self.first_error:.3f} -> {self.last_error:.3f}"
+        )
+
+
+def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float = 3e-3) -> RefinementReport:
+    r"""Refine the constants, weights and biases of all point-wise layers together, in place.
+
+    :func:`calibrate_` fits one site at a time and cannot know what an error costs further on. Here all sites are
+    fitted at once: the loss is the mean over the sites of ``|f(x) - y|^2 / |y - mean y|^2``, where y is what the
+    norm gave in the original model, and each batch is one step of Adam on the point-wise layers' parameters
+    alone. No other weight moves and no label is needed, so this is still calibration, but each step costs a
+    forward pass of the original and a forward and backward pass of the converted model.
+
+    Args:
+        model: a model that :func:`convert_` converted and :func:`calibrate_` calibrated.
+        batches: tensors, tuples or dicts, as for :func:`calibrate_`; gone through again when ``steps`` asks for more.
+        steps: how many gradient steps.
+        lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a cosine.
+
+    Returns:
+        The number of steps and the mean relative error before and after.
+
+    Raises:
+        ArgumentError: ``steps`` is no positive integer, or ``lr`` not positive.
+        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model), or one that is still
+            the norm (annealed, at t = 0), whose constants have no part in the outputs; or there are
+            several processes, each of which would find constants of its own.
+        DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a loss that is not
+            finite. The parameters are then as they were.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+        >>> data = [torch.randn(64, 8) for _ in range(4)]
+        >>> _ = dynorm.calibrate_(model, data)
+        >>> dynorm.refine_(model, data, steps=8).steps
+        8
+    """
+    if not isinstance(steps, int) or steps < 1 or not (math.isfinite(lr) and lr > 0):
+        raise ArgumentError(f"steps must be an integer of at least 1 and lr positive, got steps={steps!r}, lr={lr!r}")
+    if (size := Ranks().size) > 1:
+        raise ModelError(
+            f"refine_ must run in one process, but the process group has {size}: call it before the group is "
+            "initialized, and hand the constants on as any weights"
+        )
+    require_plain_model(model)
+    layers = list(layers_to_fit(model).values())
+    if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
+        raise ModelError(
+            "a layer must be point-wise for its constants to be refined, but some are annealed ones at t = 0, which is "
+            "the norm: convert_ to the layer they end as, or call set_anneal_ first"
+        )
+    parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+    before = snapshot(layers)
+    try:
+        with undisturbed(model, evaluate=True, grad=True), _trained(model, parameters):
+            rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
+            errors = _descend(model, parameters, rates, batches, steps, lr)
+    except BaseException:
+        put_back(before)
+        raise
+    return RefinementReport(steps, errors[0], errors[-1])
+
+
+@contextmanager
+def _trained(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Let only these parameters require gradients, as long as the context lasts."""
+    before = {p: p.requires_grad for p in model.parameters()}
+    try:
+        for p in before:
+            p.requires_grad_(False)
+        for p in parameters:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p, trained in before.items():
+            p.requires_grad_(trained)
+
+
+def _descend(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    rates: Mapping[nn.Parameter, float],
+    batches: Iterable[Any],
+    steps: int,
+    lr: float,
+) -> list[float]:
+    # In half precision small steps would be lost, and Adam's eps would be 0.
+    masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
+    groups = [{"params": [m], "lr": lr * rates.get(p, 1.0)} for p, m in zip(parameters, masters, strict=True)]
+    optimizer = torch.optim.Adam(groups, lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: _rate(k, steps))
+    errors: list[float] = []
+    for batch in _cycle(batches, steps):
+        with torch.enable_grad():
+            loss = _loss(model, batch)
+        _require_finite("loss", loss, len(errors))
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+        _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), len(errors))
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+        errors.append(math.sqrt(loss.item()))
+    return errors
+
+
+def _require_finite(what: str, value: Tensor, step: int) -> None:
+    if not value.isfinite():
+        raise DataError(
+            f"the {what} must be finite, but is {value.item()} in step {step}: lower lr, call calibrate_ first, or "
+            "look for NaN in the batch"
+        )
+
+
+def _rate(step: int, steps: int) -> float:
+    warm_up = max(1, steps // 10)
+    return min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _cycle(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """The batches, from the start again until there were ``steps`` of them."""
+    count = 0
+    while count < steps:
+        for batch in iterate(batches):
+            yield batch
+            count += 1
+            if count == steps:
+                return
+        if iter(batches) is batches:
+            raise DataError(
+                f"a one-shot iterator must hold a batch for each step, got {count} for {steps} steps: pass a list"
+            )
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    with torch.no_grad():
+        targets = norm_outputs(model, batch)
+    with recorded({layer: layer for layer in targets}) as outputs:
+        call(model, batch)
+    return joint_error(targets, outputs, token_masks(batch))

@@ -1,0 +1,256 @@
+"""Proof by numbers: the outputs before and after, on the example and on inputs that the model has not seen."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dynorm.errors import DataError, DynormError, ModelError
+from dynorm.fold.capture import attributes_kept
+from dynorm.fold.fresh import Inputs, fresh, is_same
+from dynorm.fold.nested import copied, mapped, tensors_in
+from dynorm.watch import undisturbed
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+_HALVES = (torch.float16, torch.bfloat16)
+# The folded weights are rounded once more than the original's, as its activations are: sqrt(2) of its noise, and room.
+_NOISE = 2.0
+# Of one output alone, which may have a few numbers only.
+_NOISE_OF_ONE = 4.0
+# Beyond, nothing is left that a wrong fold could not hide behind.
+_LARGEST_NOISE = 0.1
+
+
+class Wide(TorchFunctionMode):
+    """Compute in float64 what a float64 model computes in float32: norms, softmax, rotations, by their own casts.
+
+    Example:
+        >>> with Wide():
+        ...     torch.ones(2, dtype=torch.float64).float().dtype
+        torch.float64
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+class Check:
+    """What a model gave for the example and for fresh inputs, to compare what it gives later with.
+
+    Args:
+        model: in eval mode.
+        args: of one call.
+        kwargs: of one call.
+        tolerance: the relative error to allow; by dtype if None.
+        samples: how many fresh inputs to try; a model may take none but the example.
+
+    Raises:
+        DataError: the model cannot be run on the example, or its outputs hold nothing finite to compare.
+        ModelError: its outputs cannot all be seen; or, in half precision and without a tolerance, its own error
+            against float32 is too large, or cannot be measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tolerance: float | None = None,
+        samples: int = 2,
+    ) -> None:
+        self.dtype = _dtype_of(model)
+        self.inputs = [copied((tuple(args), dict(kwargs)))]
+        self._before = [self._of_example(model)]
+        for seed in range(1, samples + 1):
+            self._add_fresh(model, seed)
+        self.fresh = len(self.inputs) - 1
+        self.noise: float | None = None
+        self._noises: list[float] = []
+        self._each: list[float] = []
+        if self.dtype in _HALVES:
+            self._widen(model, tolerance)
+        self._given = tolerance
+        self.tolerance = tolerance if tolerance is not None else self._default()
+
+    def error(self, model: nn.Module) -> float:
+        """Return the largest relative error of any output now."""
+        errors = [_errors(self._outputs(model, x), y) for x, y in zip(self.inputs, self._before, strict=True)]
+        self._each = _largest(errors)
+        return max(self._each, default=0.0)
+
+    def require_same(self, model: nn.Module) -> float:
+        """Return the error, if it is allowed.
+
+        Raises:
+            ModelError: it is not; or, in half precision, that of one output is far beyond this output's own noise.
+        """
+        error = self.error(model)
+        excess = error if not error <= self.tolerance else None
+        if self._given is None:
+            room = 2 * torch.finfo(self.dtype).eps
+            pairs = itertools.zip_longest(self._each, self._noises, fillvalue=0.0) if self._noises else ()
+            excess = next((e for e, noise in pairs if not e <= max(_NOISE_OF_ONE * noise, room)), excess)
+        if excess is not None:
+            raise ModelError(
+                f"the folded model's outputs must be the original's to {self.tolerance:.1e}, but differ by "
+                f"{excess:.1e} on {'fresh random inputs' if self.fresh else 'the example'}; everything was put back. A "
+                "branch that the example does not take may read a norm, or rounding needs a larger tolerance=; only= "
+                "and skip= help to find the site"
+            )
+        return error
+
+    def _of_example(self, model: nn.Module) -> list[Tensor]:
+        try:
+            found = self._outputs(model, self.inputs[0])
+        except DynormError:
+            raise
+        except Exception as error:
+            raise DataError(
+                "the model must run on a copy of the example, to be checked, but it raised "
+                f"{type(error).__name__}: {error}; check=False does without"
+            ) from error
+        if not any(tensor.numel() for tensor in found):
+            raise DataError("the model must return floating-point tensors to be checked, but its outputs hold none")
+        if not _all_comparable(found):
+            raise DataError(
+                "the model's outputs must hold finite numbers to be checked, but for the example one is all NaN or "
+                "infinite: pass another example"
+            )
+        return found
+
+    def _add_fresh(self, model: nn.Module, seed: int) -> None:
+        """Add the first inputs that the model takes: all random, or with integers or constants as in the example."""
+        example, whole = self.inputs[0], _all_finite(self._before[0])
+        for integers, constants in itertools.product((True, False), (True, False)):
+            inputs = fresh(example, seed, integers, constants)
+            if is_same(inputs, example):
+                continue
+            try:
+                outputs = self._outputs(model, inputs)
+            # Random numbers may be no input of this model: a token that marks an image, a range that it checks.
+            except Exception:
+                continue
+            if _all_comparable(outputs) and (_all_finite(outputs) or not whole):
+                self.inputs.append(inputs)
+                self._before.append(outputs)
+                return
+
+    def _widen(self, model: nn.Module, tolerance: float | None) -> None:
+        """Take what the model gives in float32 for the truth, and its own distance from that for its noise."""
+        try:
+            exact = copy.deepcopy(model).float()
+            wide = [self._outputs(exact, mapped(inputs, _float)) for inputs in self.inputs]
+        except Exception as error:
+            if tolerance is not None:
+                # What it gave in half precision stays what it is compared with.
+                return
+            raise ModelError(
+                "the model must have a float32 copy that runs, from which its own rounding error is measured, but that "
+                f"raised {type(error).__name__}: {error}; pass tolerance= to compare in half precision"
+            ) from error
+        self._noises = _largest([_errors(a, b) for a, b in zip(self._before, wide, strict=True)])
+        self.noise = max(self._noises)
+        if tolerance is None and not self.noise <= _LARGEST_NOISE:
+            raise ModelError(
+                f"the model's outputs must be within {_LARGEST_NOISE} of its float32 copy's for a check in half "
+                f"precision to mean something, but differ by {self.noise:.1e}: fold it in float32 and cast it then, or "
+                "pass tolerance="
+            )
+        self._before = wide
+
+    def _default(self) -> float:
+        return TOLERANCES.get(self.dtype, 1e-5) if self.noise is None else _NOISE * self.noise
+
+    def _outputs(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
+        with attributes_kept(model), undisturbed(model, inputs), _wide_if(self.dtype == torch.float64):
+            torch.manual_seed(0)
+            args, kwargs = copied(inputs)
+            found = [tensor.detach().clone() for tensor in tensors_in(model(*args, **kwargs))]
+        return [_plain(tensor) for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
+
+
+def run(model: nn.Module, inputs: Inputs) -> None:
+    """Run a model once, to see that it does."""
+    with attributes_kept(model), undisturbed(model, inputs):
+        args, kwargs = copied(inputs)
+        model(*args, **kwargs)
+
+
+def relative_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the largest of |given - exact| / |exact| over several tensors, in the Euclidean norm.
+
+    What is infinite or no number in one must be the same in the other, else the error is infinite.
+
+    Example:
+        >>> relative_error([torch.tensor([3.0, 4.5])], [torch.tensor([3.0, 4.0])])
+        0.1
+    """
+    return max(_errors(given, exact), default=0.0)
+
+
+def _errors(given: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    if [t.shape for t in given] != [t.shape for t in exact]:
+        return [math.inf]
+    return [_relative(a, b) for a, b in zip(given, exact, strict=True)]
+
+
+def _largest(errors: Sequence[Sequence[float]]) -> list[float]:
+    """The largest error of each output over the samples."""
+    return [max(column) for column in itertools.zip_longest(*errors, fillvalue=0.0)]
+
+
+def _all_comparable(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().any()) for tensor in tensors if tensor.numel())
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """One dense float64 tensor with all the numbers."""
+    if tensor.is_nested:
+        tensor = torch.nested.to_padded_tensor(tensor, 0.0)
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def _relative(given: Tensor, exact: Tensor) -> float:
+    finite = exact.isfinite()
+    if not torch.equal(finite, given.isfinite()) or not torch.equal(
+        given[~finite].nan_to_num(), exact[~finite].nan_to_num()
+    ):
+        return math.inf
+    size = float(exact[finite].norm())
+    error = float((given[finite] - exact[finite]).norm())
+    return error / size if size else (math.inf if error else 0.0)
+
+
+def _float(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().float() if tensor.dtype in _HALVES else tensor.detach().clone()
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The narrowest dtype among the parameters."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return min(dtypes, key=lambda dtype: (torch.finfo(dtype).bits, -torch.finfo(dtype).eps), default=torch.float32)
+
+
+@contextmanager
+def _wide_if(wide: bool) -> Iterator[None]:
+    if not wide:
+        yield
+        return
+    with Wide():
+        yield

@@ -1,0 +1,235 @@
+"""Replace the norms of a model by point-wise layers, and put them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dynorm.errors import ModelError
+from dynorm.find.probe import affine_of
+from dynorm.find.tokens import HOOK_TABLES
+from dynorm.guard import require_plain_model
+from dynorm.layers import PointwiseNorm
+from dynorm.replace.specs import (
+    LayerSpec,
+    Replaced,
+    dynorm_layers,
+    layer_class,
+    layer_for,
+    original_,
+    remember_,
+    replaced_by,
+    swap_,
+    tensor_like,
+)
+from dynorm.site import NormSite, select_sites
+
+Globs = str | Iterable[str] | None
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What ``convert_`` did, a row a site.
+
+    Args:
+        to: the layer that the norms became.
+        converted: the sites that were replaced, in call order.
+        refused: the chosen sites that were left alone; ``site.refused`` says why.
+
+    Example:
+        >>> site = dynorm.NormSite("norm", kind="rmsnorm", normalized_shape=(8,))
+        >>> print(dynorm.ConversionReport("dyisru", [site], []))
+        1 norm replaced by dyisru, 0 left alone
+          norm  rmsnorm(8) -> dyisru
+    """
+
+    to: str
+    converted: list[NormSite]
+    refused: list[NormSite]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON knows."""
+        return {
+            "to": self.to,
+            "converted": [site.to_dict() for site in self.converted],
+            "refused": [site.to_dict() for site in self.refused],
+        }
+
+    def __str__(self) -> str:
+        """Return the report as a table."""
+        count = len(self.converted)
+        lines = [f"{count} norm{'s' * (count != 1)} replaced by {self.to}, {len(self.refused)} left alone"]
+        for site in self.converted:
+            size = ", ".join(map(str, site.normalized_shape))
+            lines.append(f"  {site.path}  {site.kind}({size}) -> {self.to}")
+        lines += [f"  {site.path}  {site.class_name} kept: {site.refused}" for site in self.refused]
+        return "\n".join(lines)
+
+
+def convert_(
+    model: nn.Module,
+    sites: Sequence[NormSite],
+    to: str = "dyisru",
+    *,
+    only: Globs = None,
+    skip: Globs = None,
+    filter_fn: Callable[[NormSite], bool] | None = None,
+    per_channel: bool = False,
+    center: bool = True,
+) -> ConversionReport:
+    """Replace norms by point-wise layers, in place.
+
+    Weight, bias, dtype, device, ``requires_grad``, train or eval, hooks, path, order and sharing stay as they were.
+    The constants are defaults until :func:`calibrate_` sets them. All layers are built before the first is put
+    in, so an error leaves the model as it was; :func:`restore_` undoes it.
+
+    Args:
+        model: any module; plain, neither compiled nor wrapped.
+        sites: what :func:`find_norms` found in this very model.
+        to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed" (towards DyISRU),
+            "annealed_dyt", "annealed_derf", "annealed_linear": the norm still, until :func:`set_anneal_` moves it.
+        only: globs of the paths to convert; None means all.
+        skip: globs of the paths to leave alone.
+        filter_fn: called with each remaining site; False leaves it alone.
+        per_channel: one constant a channel instead of one a layer.
+        center: give each layer a centre.
+
+    Returns:
+        A report with a row a site. Refused sites are left alone and listed.
+
+    Raises:
+        ArgumentError: ``to`` is unknown, or a glob matches no site.
+        ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or on the meta
+            device, or the sites are another model's.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> sites = dynorm.find_norms(model, torch.randn(4, 8))
+        >>> print(dynorm.convert_(model, sites))
+        1 norm replaced by dyisru, 0 left alone
+          1  layernorm(8) -> dyisru
+        >>> model[1]
+        DyISRU(8, scale=2.646, center=True, elementwise_affine=True, bias=True)
+    """
+    layer_class(to)
+    require_plain_model(model)
+    _require_some(model, sites)
+    chosen = select_sites(sites, only, skip, filter_fn)
+    willing = [site for site in chosen if site.refused is None]
+    if not willing:
+        reasons = "; ".join(f"{site.path}: {site.refused}" for site in chosen) or "the filter left none"
+        raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
+    copies: dict[int, nn.Parameter] = {}
+    new: dict[nn.Module, nn.Module] = {}
+    for site in willing:
+        module = _module_of(model, site)
+        spec = layer_for(site, to, per_channel=per_channel, center=center)
+        new[module] = _layer(model, module, site, spec, copies)
+    swap_(model, new)
+    return ConversionReport(to, willing, [site for site in chosen if site.refused is not None])
+
+
+def restore_(model: nn.Module) -> nn.Module:
+    """Put the original norms back, bit for bit: the undo of :func:`convert_` and :func:`calibrate_`.
+
+    Args:
+        model: a converted model. Its other weights are not touched: what training changed stays changed.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: the model has no point-wise layer, or one whose original is not known (a loaded model).
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+        >>> type(dynorm.restore_(model)[1]).__name__
+        'LayerNorm'
+    """
+    layers = dynorm_layers(model)
+    if not layers:
+        raise ModelError("the model must be converted, but it has no point-wise layer: there is nothing to restore")
+    lost = [path for path, layer in layers.items() if replaced_by(layer) is None]
+    if lost:
+        raise ModelError(
+            f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the model was loaded, or "
+            "built with these layers; load the original model instead"
+        )
+    swap_(model, {layer: original_(layer).train(layer.training) for layer in layers.values()})
+    return model
+
+
+def _require_some(model: nn.Module, sites: Sequence[NormSite]) -> None:
+    if sites:
+        return
+    if dynorm_layers(model):
+        raise ModelError(
+            "the model must have norms, but those it had are converted already: call dynorm.restore_(model) first"
+        )
+    raise ModelError(
+        "the model must have norms, but find_norms saw none: check that the example input reaches them, or print "
+        "dynorm.find_norms(model, ...)"
+    )
+
+
+def _module_of(model: nn.Module, site: NormSite) -> nn.Module:
+    if not site.path:
+        raise ModelError("a norm must have a parent to be replaced in, but the model is the norm itself: wrap it first")
+    try:
+        module = model.get_submodule(site.path)
+    except AttributeError as error:
+        raise ModelError(
+            f"the sites must be this model's, but it has no {site.path!r}: call find_norms again"
+        ) from error
+    if isinstance(module, PointwiseNorm):
+        raise ModelError(f"{site.path!r} must be a norm, but is converted already: call dynorm.restore_(model) first")
+    if type(module).__qualname__ != site.class_name:
+        raise ModelError(
+            f"the sites must be this model's, but {site.path!r} is a {type(module).__qualname__} and not a "
+            f"{site.class_name}: call find_norms again"
+        )
+    if "forward" in module.__dict__:
+        raise ModelError(
+            f"{site.path!r} must keep its class's forward, but an instance attribute stands for it (accelerate's "
+            "device hooks do so): remove it first, with accelerate.hooks.remove_hook_from_submodules(model)"
+        )
+    return module
+
+
+def _layer(
+    model: nn.Module, module: nn.Module, site: NormSite, spec: LayerSpec, copies: dict[int, nn.Parameter]
+) -> PointwiseNorm:
+    weight, bias = affine_of(module, site)
+    like = tensor_like(module, model)
+    layer = spec.build(like.device, like.dtype)
+    trained = [p.requires_grad for p in module.parameters()]
+    layer.requires_grad_(any(trained) or not trained)
+    if layer.weight is not None and weight is not None:
+        layer.weight = _carry(_tensor(module, site.weight_name), weight, layer.weight, copies)
+    if layer.bias is not None and bias is not None:
+        layer.bias = _carry(_tensor(module, site.bias_name), bias, layer.bias, copies)
+    for name in (*HOOK_TABLES, "_is_full_backward_hook"):
+        # The same dict, not a copy: a handle that the user holds removes its hook here too.
+        setattr(layer, name, getattr(module, name))
+    layer.train(module.training)
+    remember_(layer, Replaced(module, site))
+    return layer
+
+
+def _carry(source: Tensor | None, value: Tensor, like: nn.Parameter, copies: dict[int, nn.Parameter]) -> nn.Parameter:
+    """A parameter with the norm's values, of its source's dtype; tensors that norms shared stay shared."""
+    if source is None:
+        return nn.Parameter(value.to(like.dtype), requires_grad=like.requires_grad)
+    if id(source) not in copies:
+        copies[id(source)] = nn.Parameter(value.to(source.dtype), requires_grad=source.requires_grad)
+    return copies[id(source)]
+
+
+def _tensor(module: nn.Module, name: str | None) -> Tensor | None:
+    if name is None:
+        return None
+    return dict(module.named_parameters()).get(name, dict(module.named_buffers()).get(name))

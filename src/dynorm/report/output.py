@@ -1,0 +1,275 @@
+"""How far the outputs of two models lie apart: sentence embeddings, next-token losses, or plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy, normalize
+
+from dynorm.errors import ArgumentError, DataError
+from dynorm.watch import token_masks
+
+Kind = Literal["encoder", "language", "tensor"]
+
+# All pairs of so many samples are two million, which takes a second; of more samples an even choice is taken.
+_MOST_PAIRED = 2000
+# What rounding may change in the logits before a token that was exchanged, relative to the largest logit.
+_CAUSAL_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class OutputReport:
+    """The output of a converted model beside the original's; None for what does not apply.
+
+    Args:
+        kind: "encoder" (samples are compared by their mask-mean-pooled, L2-normalized embeddings), "language" (by their
+            logits, and as next-token predictors) or "tensor" (by their flattened outputs, padding left out).
+        samples: how many were compared.
+        cosine_mean: mean cosine of a sample's two outputs.
+        cosine_min: the worst.
+        cosine_p05: the 5th percentile.
+        cosine_median: the median.
+        spearman: rank correlation of the similarities of all pairs of samples, of at most 2,000 samples.
+        tokens: how many tokens were predicted.
+        loss_original: mean next-token cross-entropy of the original, in nats.
+        loss_now: the same of the converted model.
+        loss_difference: the latter less the former.
+        kl: mean Kullback-Leibler divergence of the converted model's prediction from the original's, in nats a token.
+    """
+
+    kind: Kind
+    samples: int
+    cosine_mean: float | None = None
+    cosine_min: float | None = None
+    cosine_p05: float | None = None
+    cosine_median: float | None = None
+    spearman: float | None = None
+    tokens: int | None = None
+    loss_original: float | None = None
+    loss_now: float | None = None
+    loss_difference: float | None = None
+    kl: float | None = None
+
+
+class OutputComparison:
+    """Compares two models' outputs batch by batch; of an encoder, the N x D embeddings are kept.
+
+    Args:
+        pick: finds the tensor to compare in a model's output; None takes its ``logits``, ``last_hidden_state``, or
+            first tensor.
+    """
+
+    def __init__(self, pick: Callable[[Any], Tensor] | None = None) -> None:
+        self._pick = pick
+        self.kind: Kind | None = None
+        self.batches = 0
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._cosines: list[Tensor] = []
+        self._tokens = 0
+        self._losses = torch.zeros(3, dtype=torch.float64)
+
+    def add(self, batch: Any, original: Any, now: Any, run_again: Callable[[Any], Any]) -> None:
+        """Add a batch.
+
+        Args:
+            batch: the input.
+            original: what the original model returned.
+            now: what the converted model returned.
+            run_again: the original model, to be tried once on a batch in which a token was exchanged.
+
+        Raises:
+            DataError: an output is not finite, or there is no tensor in it.
+        """
+        first, second = self._tensor(original), self._tensor(now)
+        second = second.to(first.device)
+        if first.shape != second.shape:
+            shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
+            raise DataError(f"both models must give outputs of one shape, got {shapes}: is `original` the same model?")
+        if self.kind is None:
+            self.kind = self._kind(batch, original, first, run_again)
+        a, b = (_vectors(t, batch, pooled=self.kind == "encoder") for t in (first, second))
+        for vectors, which in ((a, "original"), (b, "converted")):
+            if not vectors.isfinite().all():
+                raise DataError(f"outputs must be finite, but the {which} model gave NaN or inf: look for an overflow")
+        self.batches += 1
+        self._cosines.append(cosine_similarity(a, b, dim=1).cpu())
+        if self.kind == "encoder":
+            self._kept.append((a.cpu(), b.cpu()))
+        elif self.kind == "language":
+            self._add_predictions(batch, first, second)
+
+    def report(self) -> OutputReport:
+        """Return what the batches so far gave."""
+        kind = self.kind or "tensor"
+        cosines = torch.cat(self._cosines).double()
+        if not len(cosines):
+            return OutputReport(kind, 0)
+        low, median = cosines.quantile(torch.tensor([0.05, 0.5], dtype=torch.float64)).tolist()
+        losses: list[float] = (self._losses / self._tokens).tolist() if self._tokens else []
+        return OutputReport(
+            kind,
+            samples=len(cosines),
+            cosine_mean=float(cosines.mean()),
+            cosine_min=float(cosines.min()),
+            cosine_p05=low,
+            cosine_median=median,
+            spearman=pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))) if self._kept else None,
+            tokens=self._tokens or None,
+            loss_original=losses[0] if losses else None,
+            loss_now=losses[1] if losses else None,
+            loss_difference=losses[1] - losses[0] if losses else None,
+            kl=losses[2] if losses else None,
+        )
+
+    def _tensor(self, output: Any) -> Tensor:
+        tensor = _first_tensor(output) if self._pick is None else self._pick(output)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise DataError(f"the output must hold a floating point tensor to compare, got {got}: pass output=")
+        return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor
+
+    def _kind(self, batch: Any, output: Any, tensor: Tensor, run_again: Callable[[Any], Any]) -> Kind:
+        is_logits = self._pick is None and tensor is _named(output, "logits")
+        if is_logits:
+            ids = _input_ids(batch, tensor)
+            causal = ids is not None and self._is_causal(batch, ids, tensor, run_again)
+            return "language" if causal else "tensor"
+        is_hidden = self._pick is None and tensor is _named(output, "last_hidden_state")
+        return "encoder" if tensor.ndim == 3 and (is_hidden or _valid(tensor, batch) is not None) else "tensor"
+
+    def _is_causal(self, batch: Any, ids: Tensor, logits: Tensor, run_again: Callable[[Any], Any]) -> bool:
+        """Whether another last token leaves the logits before it as they were."""
+        place = torch.arange(ids.shape[1], device=ids.device)
+        last = (_valid_or_ones(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
+        other = torch.where(place == last, (ids + 1) % logits.shape[-1], ids)
+        again = self._tensor(run_again({**batch, "input_ids": other}))
+        before = (_valid_or_ones(logits, batch).to(ids.device) & (place < last)).to(logits.device)
+        if again.shape != logits.shape or not before.any():
+            return False
+        change = (again[before] - logits[before]).abs().max()
+        return bool(change <= _CAUSAL_TOLERANCE * logits[before].abs().max())
+
+    def _add_predictions(self, batch: Any, original: Tensor, now: Tensor) -> None:
+        """Add the loss of each model and the divergence; sample after sample, for logits are large."""
+        valid = _valid_or_ones(original, batch).to(original.device)
+        ids = batch["input_ids"].to(original.device)
+        for sample, target, p, q in zip(valid, ids, original, now, strict=True):
+            known = sample[:-1] & sample[1:]
+            p, q, target = p[:-1][known].float(), q[:-1][known].float(), target[1:][known]
+            self._tokens += len(target)
+            log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+            sums = (
+                cross_entropy(p, target, reduction="sum"),
+                cross_entropy(q, target, reduction="sum"),
+                (log_p.exp() * (log_p - log_q)).sum(),
+            )
+            self._losses += torch.stack(sums).double().cpu()
+
+
+def spearman(a: Tensor, b: Tensor) -> float | None:
+    """Spearman's rank correlation, ties with their average rank.
+
+    Args:
+        a: numbers, of any shape.
+        b: as many numbers.
+
+    Returns:
+        A number from -1 to 1; None where one of the two does not vary.
+
+    Raises:
+        ArgumentError: the two do not hold the same number of values.
+
+    Example:
+        >>> round(spearman(torch.tensor([1.0, 2.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 2.0, 9.0])), 4)
+        0.9487
+    """
+    if a.numel() != b.numel():
+        raise ArgumentError(f"a and b must hold equally many values, got {a.numel()} and {b.numel()}")
+    if a.numel() < 2:
+        return None
+    x, y = average_ranks(a), average_ranks(b)
+    x, y = x - x.mean(), y - y.mean()
+    size = x.norm() * y.norm()
+    return float(((x @ y) / size).clamp(-1, 1)) if size > 0 else None
+
+
+def average_ranks(values: Tensor) -> Tensor:
+    """The ranks of values from 1 on, equal values sharing the mean of theirs, in float64.
+
+    Example:
+        >>> average_ranks(torch.tensor([5.0, 1.0, 5.0]))
+        tensor([2.5000, 1.0000, 2.5000], dtype=torch.float64)
+    """
+    _, group, count = torch.unique(values, return_inverse=True, return_counts=True)
+    ranks: Tensor = count.cumsum(0).double() - (count - 1) / 2
+    return ranks[group.flatten()]
+
+
+def pair_spearman(a: Tensor, b: Tensor) -> float | None:
+    """Spearman's correlation of the similarities of all pairs of rows, each row of length 1, (N, D).
+
+    Args:
+        a: embeddings.
+        b: other embeddings of the same samples.
+
+    Returns:
+        A number from -1 to 1; None for fewer than 3 samples. Of more than 2,000, an even choice of 2,000 is compared.
+
+    Example:
+        >>> a = normalize(torch.eye(4) + 0.1 * torch.arange(16.0).reshape(4, 4), dim=1)
+        >>> round(pair_spearman(a, a), 6)
+        1.0
+    """
+    if len(a) > _MOST_PAIRED:
+        chosen = torch.linspace(0, len(a) - 1, _MOST_PAIRED, dtype=torch.float64).long()
+        a, b = a[chosen], b[chosen]
+    rows, columns = torch.triu_indices(len(a), len(a), 1)
+    a, b = a.double(), b.double()
+    return spearman((a @ a.T)[rows, columns], (b @ b.T)[rows, columns])
+
+
+def _named(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _first_tensor(output: Any) -> Any:
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(found := _named(output, name), Tensor):
+            return found
+    values = output.values() if isinstance(output, Mapping) else output
+    if isinstance(output, (Mapping, tuple, list)):
+        return next((value for value in values if isinstance(value, Tensor)), None)
+    return output
+
+
+def _input_ids(batch: Any, logits: Tensor) -> Tensor | None:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    fits = isinstance(ids, Tensor) and ids.ndim == 2 and logits.ndim == 3 and ids.shape == logits.shape[:2]
+    return ids if fits else None
+
+
+def _valid(tensor: Tensor, batch: Any) -> Tensor | None:
+    """Which places of the first two axes hold a token, or None where no mask fits; the decoder's mask goes first."""
+    masks = [mask for mask in token_masks(batch) if tensor.ndim == 3 and mask.shape == tensor.shape[:2]]
+    return masks[-1] if masks else None
+
+
+def _valid_or_ones(tensor: Tensor, batch: Any) -> Tensor:
+    valid = _valid(tensor, batch)
+    return torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device) if valid is None else valid
+
+
+def _vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
+    """One vector a sample, (B, D), without padding; samples that are padding only are left out."""
+    tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
+    if tensor.ndim != 3:
+        return tensor.reshape(len(tensor), -1)
+    valid = _valid_or_ones(tensor, batch).to(tensor.device)
+    tensor = torch.where(valid[:, :, None], tensor, 0)[valid.any(1)]
+    if not pooled:
+        return tensor.flatten(1)
+    return normalize(tensor.sum(1) / valid[valid.any(1)].sum(1, keepdim=True), dim=-1)

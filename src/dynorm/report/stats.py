@@ -1,0 +1,323 @@
+"""What the report keeps of one site: sums and histograms of fixed size, however many tokens go by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dynorm import functional, theory
+from dynorm.site import NormSite
+
+# Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003 sigma wide at the
+# origin, 1.6 % of u far from it. They end at a billion sigmas.
+_PER_OCTAVE = 44
+_KNEE = 8.0
+_HALF = 33 * _PER_OCTAVE
+# Bins of log2(sigma), 1.1 % wide, from 2^-128 to 2^128.
+_SIGMAS_PER_OCTAVE = 64
+_OCTAVES = 128
+# Where the axis of the picture goes over from linear to logarithmic, in typical sigmas.
+PICTURE_KNEE = 2.0
+# The picture's error bars: how many there may be, and how many values each must stand for.
+_BARS, _LEAST_VALUES = 25, 8
+_CHUNK = 1 << 20
+
+
+def _linear(x: Tensor, beta: Tensor, center: float, scale: float) -> Tensor:
+    return functional.linear(x, theory.linear_slope(beta, scale), center=center)
+
+
+def _dyt(x: Tensor, beta: Tensor, center: float, scale: float) -> Tensor:
+    return functional.dyt(x, theory.scaled_dyt_alpha(beta), center=center, scale=scale)
+
+
+def _dyisru(x: Tensor, beta: Tensor, center: float, scale: float) -> Tensor:
+    return functional.dyisru_general(x, beta, center, scale=scale)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    "linear": _linear,
+    "dyt": _dyt,
+    "dyisru": _dyisru,
+}
+"""What every site is compared with: functions of (x, beta, center, scale), all of slope scale / sqrt(beta) at 0."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The values of one interval of x.
+
+    Args:
+        x: their mean.
+        mean: the mean of the norm's core there.
+        std: its standard deviation.
+        count: how many they are.
+    """
+
+    x: float
+    mean: float
+    std: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What the picture of a site is drawn from, all of it held-out.
+
+    Args:
+        x: sampled inputs of the norm, sorted; those far from the centre are drawn more often.
+        y: the norm's core at each.
+        bins: mean and spread of the core by intervals of x, from all held-out values.
+        sigma: the typical sigma of the site, the unit of its axis.
+    """
+
+    x: list[float]
+    y: list[float]
+    bins: list[Bin]
+    sigma: float
+
+
+class Histogram:
+    r"""Pairs (x, y) binned by x, from which the distance of y from any smooth function of x follows.
+
+    A bin keeps its count and the sums of u, u^2, y, y^2 and u y, with ``u = (x - origin) / unit``. For a function f it
+    stands for two points at one standard deviation from its mean, with y on its regression line:
+
+    .. math:: \sum (y - f)^2 = \sum y^2 - 2 \sum_\pm \tfrac n2 (\bar y \pm \tfrac{\mathrm{cov}(u, y)}{s})
+        f(\bar u \pm s) + \sum_\pm \tfrac n2 f(\bar u \pm s)^2
+
+    This is exact for a straight line, and right to the third order of a bin's width otherwise.
+
+    Args:
+        origin: where the bins are finest.
+        unit: the typical size of ``x - origin``.
+        device: where the sums live.
+
+    Example:
+        >>> histogram = Histogram(origin=0.0, unit=1.0)
+        >>> x = torch.randn(1000, dtype=torch.float64)
+        >>> histogram.add(x, 0.5 * x)
+        >>> histogram.error("linear", torch.tensor([4.0]), center=0.0, scale=1.0).item() < 1e-6
+        True
+    """
+
+    def __init__(self, origin: float, unit: float, device: torch.device | str = "cpu") -> None:
+        self.origin = origin
+        self.unit = unit
+        self._sums = torch.zeros(6, 2 * _HALF + 1, dtype=torch.float64, device=device)
+
+    def __len__(self) -> int:
+        """How many values were added."""
+        return int(self._sums[0].sum())
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add values; x and y have the same shape."""
+        u = ((x.double() - self.origin) / self.unit).flatten()
+        y = y.double().flatten()
+        # Which bin takes a value need not be exact, what it adds there must.
+        rough = u.float()
+        index = (torch.log2(1 + _KNEE * rough.abs()) * _PER_OCTAVE).round().clamp_max(_HALF)
+        place = (index * rough.sign()).long() + _HALF
+        for row, value in zip(self._sums, (torch.ones_like(u), u, u * u, y, y * y, u * y), strict=True):
+            row.scatter_add_(0, place, value)
+
+    def mean(self) -> float:
+        """Return the mean of x."""
+        return self.origin + self.unit * float(self._sums[1].sum() / self._sums[0].sum())
+
+    def error(self, name: str, betas: Tensor, center: float, scale: float) -> Tensor:
+        """Return ``|y - f| / |y|`` for each beta of one of :data:`FUNCTIONS`."""
+        n, u, uu, y, yy, uy = self._sums[:, self._sums[0] > 0]
+        middle, level = u / n, y / n
+        width = (uu / n - middle * middle).clamp_min(0).sqrt()
+        tilt = (uy / n - middle * level) / width.clamp_min(1e-12)
+        residual = yy.sum()
+        for sign in (1, -1):
+            x = (self.origin + self.unit * (middle + sign * width)).expand(len(betas), -1)
+            f = FUNCTIONS[name](x, betas.to(x)[:, None], center, scale)
+            residual = residual + (n / 2 * f * (f - 2 * (level + sign * tilt))).sum(1)
+        error: Tensor = (residual.clamp_min(0) / yy.sum().clamp_min(1e-300)).sqrt()
+        return error
+
+    def bins(self, most: int, least: int) -> list[Bin]:
+        """Return at most ``most`` intervals, equally wide on the picture's axis, that hold ``least`` values or more."""
+        n, u, _, y, yy, _ = self._sums[:, self._sums[0] > 0].cpu()
+        place = torch.asinh(u / n / PICTURE_KNEE)
+        low, high = place.min(), place.max()
+        index = ((place - low) / (high - low).clamp_min(1e-12) * most).long().clamp_max(most - 1)
+        count, x, mean, square = (torch.bincount(index, weights=v, minlength=most) for v in (n, u, y, yy))
+        full = count >= least
+        count, x, mean, square = (v[full] for v in (count, x, mean, square))
+        std = (square / count - (mean / count) ** 2).clamp_min(0).sqrt()
+        columns = (self.origin + self.unit * x / count, mean / count, std, count)
+        return [Bin(a, b, c, int(d)) for a, b, c, d in zip(*(v.tolist() for v in columns), strict=True)]
+
+
+@dataclass(frozen=True)
+class CoreFit:
+    """A norm's core as one function of one number, for each of :data:`FUNCTIONS`.
+
+    Args:
+        scale: the bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm.
+        center: the mean of the activations where the norm centres, else 0.
+        betas: the constant of least squares for each function, as the inverse square of its slope at 0 over ``scale``.
+        errors: the relative error of each on the held-out tokens.
+    """
+
+    scale: float
+    center: float
+    betas: dict[str, float]
+    errors: dict[str, float]
+
+
+def fit_core(fitted: Histogram, held_out: Histogram, scale: float, centred: bool) -> CoreFit:
+    """Fit each function to one histogram and say how well it does on another."""
+    center = fitted.mean() if centred else 0.0
+    betas, errors = {}, {}
+    for name in FUNCTIONS:
+        betas[name] = best_beta(partial(fitted.error, name, center=center, scale=scale), (scale * fitted.unit) ** 2)
+        errors[name] = float(held_out.error(name, torch.tensor([betas[name]], dtype=torch.float64), center, scale))
+    return CoreFit(scale, center, betas, errors)
+
+
+def best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
+    """The beta of least error: a grid of twelve decades about ``start``, then four finer ones around the best."""
+    low, high, count = math.log10(start) - 4, math.log10(start) + 8, 97
+    for _ in range(5):
+        grid = torch.linspace(low, high, count, dtype=torch.float64)
+        best = int(error(10**grid).argmin())
+        low, high, count = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, count - 1)]), 17
+    return float(10 ** grid[best])
+
+
+class Reservoir:
+    """A sample without replacement of fixed size, in which x far from the origin is drawn more often.
+
+    Each value gets the key ``log(random) / weight``; the largest keys stay (Efraimidis and Spirakis, 2006).
+
+    Args:
+        size: how many pairs to keep.
+        seed: of the generator.
+        device: where the pairs live.
+    """
+
+    def __init__(self, size: int, seed: int, device: torch.device | str = "cpu") -> None:
+        self.size = size
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._kept = torch.empty(3, 0, dtype=torch.float64, device=device)
+
+    def __len__(self) -> int:
+        """How many pairs are kept now."""
+        return self._kept.shape[1]
+
+    def add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
+        """Add values with their weights."""
+        random = torch.rand(x.numel(), generator=self._generator, device=x.device).clamp_min(1e-30)
+        key, index = (random.log() / weight.flatten()).topk(min(self.size, x.numel()))
+        new = torch.stack([part.double() for part in (key, x.flatten()[index], y.flatten()[index])])
+        both = torch.cat([self._kept, new], dim=1)
+        self._kept = both[:, both[0].topk(min(self.size, both.shape[1])).indices]
+
+    def points(self) -> tuple[list[float], list[float]]:
+        """Return the sample, sorted by x, as two lists."""
+        _, x, y = self._kept[:, self._kept[1].argsort()].tolist()
+        return x, y
+
+
+class SiteStats:
+    """The running statistics of what one norm sees in the original model.
+
+    Args:
+        site: the norm.
+        seed: of the sample.
+        points: size of the sample.
+    """
+
+    def __init__(self, site: NormSite, seed: int, points: int) -> None:
+        self.site = site
+        self.tokens = 0
+        channels = math.prod(site.normalized_shape)
+        self.scale = math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1))
+        self._seed, self._points = seed, points
+        self._started = False
+        self._peak = self._core_peak = 0.0
+        self._log_sum = self._log_square_sum = 0.0
+
+    def add_fitted(self, x: Tensor) -> None:
+        """Add tokens (tokens, C) to those that the functions are fitted on, and to nothing else."""
+        for part in self._parts(x):
+            self.fitted.add(part, self._normalized(part)[1])
+
+    def add(self, x: Tensor, fitted: int) -> None:
+        """Add tokens (tokens, C): the functions are fitted on the first of them, and measured on the others."""
+        for is_fitted, tokens in ((True, x[:fitted]), (False, x[fitted:])):
+            for part in self._parts(tokens):
+                sigma, y, peak = self._normalized(part)
+                self._add_sizes(sigma, peak, y)
+                (self.fitted if is_fitted else self.held_out).add(part, y)
+                if not is_fitted:
+                    weight = 1 + (part - self.fitted.origin).abs() / self.fitted.unit
+                    self.sample.add(part, y, weight)
+
+    def _add_sizes(self, sigma: Tensor, peak: Tensor, y: Tensor) -> None:
+        self.tokens += len(sigma)
+        log_sigma = sigma.double().log()
+        self._log_sum += float(log_sigma.sum())
+        self._log_square_sum += float(log_sigma.square().sum())
+        index = ((log_sigma / math.log(2) + _OCTAVES) * _SIGMAS_PER_OCTAVE).long().clamp(0, len(self._sigmas) - 1)
+        self._sigmas += torch.bincount(index, minlength=len(self._sigmas))
+        self._peak = max(self._peak, float(peak))
+        self._core_peak = max(self._core_peak, float(y.abs().max()))
+
+    def fit(self) -> CoreFit:
+        """Fit the functions and measure their errors; where one of the two has no tokens, on those of the other."""
+        fitted = self.fitted if len(self.fitted) else self.held_out
+        held_out = self.held_out if len(self.held_out) else self.fitted
+        return fit_core(fitted, held_out, self.scale, self.site.kind == "layernorm")
+
+    def typical_sigma(self) -> float:
+        """Return the geometric mean of the tokens' sigmas."""
+        return math.exp(self._log_sum / self.tokens)
+
+    def outliers(self) -> tuple[float, float]:
+        """Return the largest deviation, in sigmas of its own token and in typical sigmas of the site."""
+        return self._core_peak, self._peak / self.typical_sigma()
+
+    def picture(self) -> Picture:
+        """Return what the picture of the site is drawn from."""
+        return Picture(*self.sample.points(), self.held_out.bins(_BARS, _LEAST_VALUES), self.typical_sigma())
+
+    def spread(self) -> tuple[float, float]:
+        """Return the standard deviation of log sigma, and its 99th over its 1st percentile."""
+        mean = self._log_sum / self.tokens
+        deviation = math.sqrt(max(self._log_square_sum / self.tokens - mean * mean, 0.0))
+        shares = self._sigmas.cumsum(0).double() / self.tokens
+        low, high = (int((shares < q).sum()) for q in (0.01, 0.99))
+        return deviation, 2.0 ** ((high - low) / _SIGMAS_PER_OCTAVE)
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not len(x):
+            return ()
+        if not self._started:
+            self._start(x)
+        return torch.split(x, max(1, _CHUNK // x.shape[1]))
+
+    def _start(self, x: Tensor) -> None:
+        """Lay the bins by the first tokens; that only touches how finely the sums resolve."""
+        self._started = True
+        origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
+        unit = float(self._normalized(x)[0].double().log().mean().exp())
+        self.fitted, self.held_out = (Histogram(origin, unit, x.device) for _ in range(2))
+        self.sample = Reservoir(self._points, self._seed, x.device)
+        self._sigmas = torch.zeros(2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device)
+
+    def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the norm divides each token by, what comes out, and the largest deviation."""
+        deviation = x - x.mean(-1, keepdim=True) if self.site.kind == "layernorm" else x
+        sigma = (deviation.square().mean(-1) + self.site.eps).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+        return sigma, deviation / sigma[:, None], deviation.abs().max()

@@ -1,6 +1,0 @@
-"""Fold: what is linear in a norm into its neighbours, exactly, on the graph of any model."""
-
-from dynorm.surgery.fold.fold import fold_
-from dynorm.surgery.fold.report import FoldedSite, FoldReport, Rewrite
-
-__all__ = ["FoldReport", "FoldedSite", "Rewrite", "fold_"]

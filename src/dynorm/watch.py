@@ -1,0 +1,195 @@
+"""Run a model on batches and watch it: nothing of the run stays, and padding is told apart."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dynorm.errors import DataError
+
+# What a 2-dimensional mask is called, and whether its ones are tokens (True) or padding (False).
+_MASKS = {
+    "attention_mask": True,
+    "decoder_attention_mask": True,
+    "src_key_padding_mask": False,
+    "tgt_key_padding_mask": False,
+}
+
+
+def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
+    """Yield the batches, each checked.
+
+    Raises:
+        DataError: ``batches`` is no iterable of tensors, tuples or dicts, or is empty.
+    """
+    if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
+        raise DataError(
+            f"{what} must be an iterable of tensors, tuples or dicts, got a {type(batches).__name__}: "
+            "for a single batch, pass a list of it"
+        )
+    count = 0
+    for count, batch in enumerate(batches, start=1):
+        if not isinstance(batch, (Tensor, tuple, list, Mapping)) or not _has_tensor(batch):
+            raise DataError(
+                f"each of {what} must be a tensor, or a tuple or dict with tensors, "
+                f"got {type(batch).__name__} at {count - 1}"
+            )
+        yield batch
+    if not count:
+        raise DataError(f"{what} must hold at least one batch, got none: an exhausted generator, or no texts?")
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Call the model as the batch's form says: ``model(x)``, ``model(*x)`` or ``model(**x)``, on its own device.
+
+    Raises:
+        DataError: the model raises.
+    """
+    args, kwargs = arguments(model, batch)
+    try:
+        return model(*args, **kwargs)
+    except DataError:
+        raise
+    # Whatever the model's code raises: the batch is what it was given.
+    except Exception as error:
+        raise DataError(f"the model must run on each batch, but {type(error).__name__}: {error}") from error
+
+
+def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with for a batch, its tensors where the model's parameters are."""
+    device = next((p.device for p in model.parameters()), None)
+    if isinstance(batch, Mapping):
+        return (), {name: _to(value, device) for name, value in batch.items()}
+    values = batch if isinstance(batch, (tuple, list)) else (batch,)
+    return tuple(_to(value, device) for value in values), {}
+
+
+def token_masks(batch: Any) -> list[Tensor]:
+    """Return the batch's padding masks, True where there is a token."""
+    if not isinstance(batch, Mapping):
+        return []
+    found = []
+    for name, ones_are_tokens in _MASKS.items():
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            found.append((mask != 0) if ones_are_tokens else (mask == 0))
+    return found
+
+
+def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) -> Tensor | None:
+    """Return which tokens of an input of ``shape`` are no padding, flat, or None where no mask fits.
+
+    A mask (B, T) fits an input whose axes, without the channels ``dims``, are (B, T), (T, B), (B, T, H), (B, H, T),
+    (B * T) or (B * T, H). Where sizes agree by chance, so that several masks or axes fit, a token counts if all
+    of them say so: that may leave out a token, but never takes padding in.
+    """
+    rest = tuple(size for axis, size in enumerate(shape) if axis not in {d % len(shape) for d in dims})
+    found = [fit.expand(rest).flatten() for mask in masks for fit in _fits(rest, mask)]
+    return torch.stack(found).all(0) if found else None
+
+
+def _fits(rest: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
+    """The mask in every form that broadcasts to a layout of ``rest``."""
+    batch, length = mask.shape
+    ones = (1,) * (len(rest) - 2)
+    if rest[:2] == (batch, length):
+        yield mask.reshape(batch, length, *ones)
+    if rest[:2] == (length, batch):
+        yield mask.t().reshape(length, batch, *ones)
+    if len(rest) == 3 and rest[::2] == (batch, length):
+        yield mask[:, None, :]
+    if rest[:1] == (batch * length,) and len(rest) <= 2:
+        yield mask.reshape(-1, *(1,) * (len(rest) - 1))
+
+
+def _has_tensor(batch: Any) -> bool:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return isinstance(batch, Tensor) or any(isinstance(value, Tensor) for value in values)
+
+
+def _to(value: Any, device: torch.device | None) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
+
+@contextmanager
+def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, grad: bool = False) -> Iterator[None]:
+    """Run a model so that nothing of it stays: random states, buffers and modes are put back, whatever happens inside.
+
+    ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling them.
+
+    Args:
+        model: the model whose buffers are watched, and whose devices' random states are.
+        inputs: further tensors, nested in tuples, lists or dicts, whose devices count too.
+        evaluate: put the model in eval mode; else every module keeps its mode.
+        grad: leave gradients as they are; else they are off.
+
+    Example:
+        >>> model = nn.BatchNorm1d(3)
+        >>> with undisturbed(model):
+        ...     _ = model(torch.randn(4, 3))
+        >>> model.num_batches_tracked.item()
+        0
+    """
+    saved = [(module._buffers, dict(module._buffers), _clones(module)) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
+    python, numpy, fast = random.getstate(), np.random.get_state(), torch.backends.mha.get_fastpath_enabled()
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+    cuda = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
+    try:
+        if evaluate:
+            model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.random.fork_rng(devices=sorted(cuda)), torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for buffers, before, clones in saved:
+            _restore(buffers, before, clones)
+        if evaluate:
+            for module in training:
+                module.training = True
+
+
+@torch.no_grad()
+def _clones(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None}
+
+
+@torch.no_grad()
+def _restore(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None], clones: dict[str, Tensor]) -> None:
+    buffers.clear()
+    buffers.update(before)
+    for name, clone in clones.items():
+        buffer = before[name]
+        if buffer is not None and not torch.equal(buffer, clone):
+            buffer.copy_(clone)
+
+
+@contextmanager
+def hooked(layers: Iterable[nn.Module], hook: Any) -> Iterator[None]:
+    """Give every layer a forward hook that runs before any other, for as long as the context lasts."""
+    handles = [layer.register_forward_hook(hook, prepend=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)

@@ -1,0 +1,55 @@
+"""Tiny pretrained models in folders, with real tokenizers, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from dynorm.distill.texts import standard_library_docstrings
+
+WORDS = ["the", "a", "of", "to", "is", "and", "return", "in", "if", "for", "an", "object", "file", "string", "class"]
+SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
+
+
+def save(model: Any, folder: Path) -> Path:
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL.values(), *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif "embeddings" in name or "wte" in name:
+                parameter.mul_(20)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return save(BertModel(config), tmp_path_factory.mktemp("models") / "tiny-bert")
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=2, n_positions=32, eos_token_id=2, bos_token_id=2)
+    return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("models") / "tiny-gpt2")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("texts") / "texts.txt"
+    file.write_text("\n\n".join(standard_library_docstrings()[:160]), "utf-8")
+    return file

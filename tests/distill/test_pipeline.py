@@ -1,0 +1,224 @@
+"""The main job on tiny models: what it writes, what it says, and that bad input writes nothing."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dynorm
+from dynorm.cli import app
+from dynorm.distill import AnnealCallback
+from dynorm.distill.distill import distill_, distillation_rate
+from dynorm.distill.pipeline import Recipe, convert_pretrained
+from dynorm.distill.pretrained import encode, load_pretrained, make_batches
+from dynorm.layers import AnnealedNorm
+from dynorm.replace.specs import dynorm_layers
+
+QUICK = Recipe(refine=4, held_out=16, max_length=16)
+
+
+def test_writes_a_loadable_model_and_its_report(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    report = convert_pretrained(encoder, tmp_path / "out", QUICK, texts=[texts])
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert written == json.loads(json.dumps(report.to_dict()))
+    assert len(written["sites"]) == 5
+    assert written["output"]["samples"] == 16
+    assert written["meta"]["stages"]["refine"]["steps"] == 4
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(site["path"] in page for site in written["sites"])
+    again = load_pretrained(tmp_path / "out" / "model")
+    assert len(dynorm_layers(again.model)) == 5
+    batch = again.tokenizer(["return the string"], return_tensors="pt")
+    assert again.model(**batch).last_hidden_state.isfinite().all()
+
+
+def test_the_report_is_the_same_for_the_same_seed(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    first, second = (convert_pretrained(encoder, tmp_path / name, QUICK, texts=[texts]) for name in "ab")
+    for report in (first, second):
+        report.meta.clear()
+    assert first.to_dict() == second.to_dict()
+    other = convert_pretrained(encoder, tmp_path / "c", Recipe(**{**vars(QUICK), "seed": 1}), texts=[texts])
+    assert other.output != first.output
+
+
+@pytest.mark.parametrize("stop", [{"steps": 60}, {"minutes": 1.0}])
+def test_distillation_lessens_the_loss(
+    encoder: Path, texts: Path, tmp_path: Path, stop: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A clock that goes on by a second each time it is asked, once a step: a busy machine fits no fewer steps in.
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr("dynorm.distill.distill.time", clock)
+    plain = convert_pretrained(encoder, tmp_path / "plain", QUICK, texts=[texts])
+    recipe = Recipe(**{**vars(QUICK), "lr": 3e-3, **stop})
+    distilled = convert_pretrained(encoder, tmp_path / "distilled", recipe, texts=[texts], quiet=True)
+    assert 50 <= distilled.meta["stages"]["distill"]["steps"] <= 60
+    now, before = ([site.error_now for site in report.sites] for report in (distilled, plain))
+    assert sum(now) < 0.95 * sum(before)
+
+
+def test_language_models_are_measured_by_their_loss(language_model: Path, texts: Path, tmp_path: Path) -> None:
+    recipe = Recipe(**{**vars(QUICK), "steps": 2})
+    report = convert_pretrained(language_model, tmp_path / "out", recipe, texts=[texts], quiet=True)
+    assert report.output.kind == "language"
+    assert report.output.loss_difference is not None
+    assert len(report.sites) == 5
+
+
+def test_a_stopped_distillation_goes_on_from_its_checkpoint(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    recipe = Recipe(**{**vars(QUICK), "steps": 4, "checkpoints": str(tmp_path / "checkpoints")})
+    whole = convert_pretrained(encoder, tmp_path / "whole", recipe, texts=[texts], quiet=True)
+    assert list((tmp_path / "checkpoints").glob("checkpoint-*"))
+    longer = Recipe(**{**vars(recipe), "steps": 6})
+    resumed = convert_pretrained(encoder, tmp_path / "resumed", longer, texts=[texts], quiet=True)
+    assert whole.meta["stages"]["distill"]["steps"] == 4
+    assert resumed.meta["stages"]["distill"]["steps"] == 6
+
+
+def dynorm_channels(net: torch.nn.Module) -> int:
+    (channels,) = {layer.channels for layer in dynorm_layers(net).values()}
+    return channels
+
+
+def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Path) -> None:
+    student = load_pretrained(encoder)
+    teacher = copy.deepcopy(student.model)
+    encoded = encode(student, texts.read_text("utf-8").split("\n\n"))
+    batch = make_batches(student, encoded, 8)[0]
+    dynorm.convert_(student.model, dynorm.find_norms(student.model, **batch), to="annealed")
+    for bad in (
+        {"lr": -1e-3},
+        {"lr": float("nan")},
+        {"batch_size": 0},
+        {"steps": 1.5},
+        {"steps": None, "minutes": 0.0},
+    ):
+        with pytest.raises(dynorm.ArgumentError, match=f"{list(bad)[-1]} must be"):
+            distill_(student, teacher, encoded, **{"steps": 10, **bad})
+    with pytest.raises(dynorm.DataError, match="at least one text"):
+        distill_(student, teacher, [], steps=1)
+    callback = AnnealCallback(start=1, length=0.6)
+    found = distill_(student, teacher, encoded, steps=10, batch_size=8, quiet=True, callbacks=[callback])
+    assert found.lr == distillation_rate(student.model) == pytest.approx(1.5e-4 * 384 / dynorm_channels(student.model))
+    assert found.steps == 10
+    assert {layer.position for layer in student.model.modules() if isinstance(layer, AnnealedNorm)} == {1.0}
+    dynorm.finalize_(student.model)
+    assert len(dynorm_layers(student.model)) == 5
+    assert dynorm.measure(student.model, [batch], original=teacher).output.cosine_mean > 0.5
+
+
+def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    recipe = Recipe(**{**vars(QUICK), "only": ("encoder.*",), "skip": ("*.attention.*",)})
+    report = convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts])
+    assert [site.path for site in report.sites] == [f"encoder.layer.{i}.output.LayerNorm" for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"to": "softmax"}, dynorm.ArgumentError, "dyisru"),
+        ({"to": "annealed_dyt"}, dynorm.ArgumentError, "must be point-wise"),
+        ({"steps": -1}, dynorm.ArgumentError, "negative"),
+        ({"steps": 1, "minutes": 1.0}, dynorm.ArgumentError, "not both"),
+        ({"lr": 0.0}, dynorm.ArgumentError, "lr must be a positive finite number"),
+        ({"lr": float("nan")}, dynorm.ArgumentError, "lr must be a positive finite number"),
+        ({"held_out": 1}, dynorm.ArgumentError, "held_out"),
+        ({"held_out": 5000}, dynorm.DataError, "give more"),
+        ({"only": ("nowhere.*",)}, dynorm.ArgumentError, "nowhere"),
+    ],
+)
+def test_bad_recipes_write_nothing(
+    encoder: Path, texts: Path, tmp_path: Path, changes: dict[str, object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        convert_pretrained(encoder, tmp_path / "out", Recipe(**{**vars(QUICK), **changes}), texts=[texts])
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_folders_are_refused_before_the_work(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(dynorm.StorageError, match="can"):
+            convert_pretrained(encoder, out, QUICK, texts=[texts])
+    (tmp_path / "old" / "model").mkdir(parents=True)
+    with pytest.raises(dynorm.StorageError, match="--overwrite"):
+        convert_pretrained(encoder, tmp_path / "old", QUICK, texts=[texts])
+    (tmp_path / "empty").mkdir()
+    for model in (tmp_path / "nowhere", tmp_path / "empty"):
+        with pytest.raises(dynorm.StorageError, match=r"config\.json"):
+            convert_pretrained(model, tmp_path / "out", QUICK, texts=[texts])
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    with pytest.raises(dynorm.StorageError, match="transformers"):
+        convert_pretrained(tmp_path / "empty", tmp_path / "out", QUICK, texts=[texts])
+
+
+def test_overwrite_replaces_the_old_model(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    convert_pretrained(encoder, tmp_path, QUICK, texts=[texts])
+    convert_pretrained(encoder, tmp_path, Recipe(**{**vars(QUICK), "to": "dyt"}), texts=[texts], overwrite=True)
+    kinds = {type(layer) for layer in dynorm_layers(load_pretrained(tmp_path / "model").model).values()}
+    assert kinds == {dynorm.DyT}
+
+
+def command(*words: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "dynorm", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", [["convert", "a", "b"], ["inspect", "a"], ["fold", "a", "b"]], ids=lambda c: c[0])
+def test_without_transformers_a_command_says_what_to_install(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    error = CliRunner().invoke(app, command).exception
+    assert isinstance(error, dynorm.ArgumentError)
+    assert "pip install 'dynorm[transformers]'" in str(error)
+
+
+def test_without_matplotlib_nothing_is_begun(
+    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said: list[str] = []
+    with pytest.raises(dynorm.ArgumentError, match=r"pip install 'dynorm\[plots\]'"):
+        convert_pretrained(encoder, tmp_path / "out", QUICK, texts=[texts], say=said.append)
+    assert said == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    quick = ["--texts", texts, "--held-out", 16, "--max-length", 16, "--refine", 2]
+    done = command("convert", encoder, tmp_path / "out", *quick, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert len(report["sites"]) == 5
+    assert report["meta"]["recipe"]["per_channel"]
+    layers = dynorm_layers(load_pretrained(tmp_path / "out" / "model").model).values()
+    assert {layer.get_parameter("log_beta").numel() for layer in layers} == {layer.channels for layer in layers}
+    done = command("convert", encoder, tmp_path / "out", *quick)
+    assert done.returncode == 1
+    assert done.stderr.startswith("dynorm: ")
+    assert "--overwrite" in done.stderr
+    done = command("convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--lr", 1e-3, "--json")
+    recipe = json.loads(done.stdout)["meta"]["recipe"]
+    assert (recipe["per_channel"], recipe["lr"]) == (False, 1e-3)
+    assert command("convert", encoder, tmp_path / "new", *quick, "--to", "x").returncode == 2
+    assert command("convert", encoder).returncode == 2
+
+
+def test_help_has_an_example() -> None:
+    assert "Example: dynorm convert" in CliRunner().invoke(app, ["convert", "--help"]).output
+    assert dynorm.__version__ in CliRunner().invoke(app, ["--version"]).output
+
+
+def test_torch_is_left_as_it_was(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    convert_pretrained(encoder, tmp_path / "out", QUICK, texts=[texts])
+    assert (torch.is_grad_enabled(), torch.get_num_threads()) == (grad, threads)

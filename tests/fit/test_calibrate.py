@@ -1,0 +1,638 @@
+"""calibrate_: the truth where it is known, least squares elsewhere, padding without influence, errors without trace."""
+
+import copy
+import math
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynorm
+from dynorm import CalibrationWarning
+from dynorm.errors import DataError, ModelError
+from dynorm.fit import site_fit as fit
+from dynorm.layers import PointwiseNorm
+from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
+
+C = 16
+LAYERS = ("dyisru", "dyt", "derf", "linear")
+
+
+class Block(nn.Module):
+    """Attention and MLP, norms first, with dropout."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(channels), nn.RMSNorm(channels, eps=1e-6)
+        self.attention = nn.MultiheadAttention(channels, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(channels, 2 * channels), nn.GELU(), nn.Linear(2 * channels, channels))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.dropout(self.attention(y, y, y, need_weights=False)[0])
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def transformer(depth: int = 3, channels: int = C) -> nn.Sequential:
+    model = nn.Sequential(*(Block(channels) for _ in range(depth)), nn.LayerNorm(channels))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_((0.5 if "norm" in name else 0.2) * torch.randn_like(parameter))
+    return model
+
+
+def site(norm: nn.Module) -> nn.Sequential:
+    """A model that is nothing but a norm."""
+    return nn.Sequential(norm)
+
+
+def scaled_tokens(tokens: int, channels: int = C) -> Tensor:
+    """Tokens of many sizes, with an outlier channel."""
+    x = torch.randn(tokens, channels) * torch.rand(tokens, 1).add(0.5)
+    x[:, 3] *= 6
+    return x + 0.3
+
+
+def converted(model: nn.Module, *args: Any, to: str = "dyisru", **options: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dynorm.convert_(model, dynorm.find_norms(model, *args), to=to, **options)
+    return model
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    layers = {path: m for path, m in model.named_modules() if isinstance(m, PointwiseNorm)}
+    return {f"{path}.{name}": p.detach().clone() for path, m in layers.items() for name, p in m.named_parameters()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_truth_is_found_where_an_rms_norm_is_a_dyisru() -> None:
+    """One channel never moves and one other is not 0: the others' sum of squares is the same for all tokens."""
+    truth = 25.0
+    x = torch.zeros(600, C)
+    x[:, 0] = math.sqrt(truth)
+    x[torch.arange(600), torch.randint(1, C, (600,))] = 4 * torch.randn(600)
+    norm = nn.RMSNorm(C, eps=1e-12)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2.0)
+    model = converted(site(norm), x)
+    dynorm.calibrate_(model, [x])
+    step = math.log(10) / 4
+    assert abs(math.log(model[0].beta().item() / truth)) < step
+    given, wanted = model(x)[:, 1:], norm(x)[:, 1:]
+    assert (given - wanted).norm() < 0.08 * wanted.norm()
+    assert torch.allclose(model[0].weight[1:], norm.weight[1:], rtol=0.3)
+
+
+@pytest.mark.parametrize("to", LAYERS)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_layer_that_is_the_norm_is_recovered(to: str, per_channel: bool) -> None:
+    """The norm's outputs are made by a layer with constants of the grid: they, weight and bias come back."""
+    x = scaled_tokens(500).double()
+    model = converted(site(nn.LayerNorm(C).double()), x, to=to, per_channel=per_channel)
+    layer = model[0]
+    fitted = fit.SiteFit(layer, "layernorm", 1e-5)
+    fitted.update(x, x)
+    truth = copy.deepcopy(layer)
+    with torch.no_grad():
+        truth.fill_slope_(fitted._betas[min(6, len(fitted._betas) - 1)])
+        truth.weight.uniform_(0.5, 2.0)
+        truth.bias.normal_()
+    again = fit.SiteFit(layer, "layernorm", 1e-5)
+    again.update(x, truth(x).detach())
+    again.solve_()
+    assert again.error < 1e-6
+    for name, p in truth.named_parameters():
+        assert torch.allclose(dict(layer.named_parameters())[name], p, atol=1e-5, rtol=1e-5), name
+
+
+def function(to: str, x: Tensor, beta: Tensor, scale: float) -> Tensor:
+    """The four functions written out."""
+    u = x / beta.sqrt()
+    if to == "dyisru":
+        return scale * u / (1 + u * u).sqrt()
+    if to == "dyt":
+        return scale * u.tanh()
+    return scale * (torch.erf(math.sqrt(math.pi) / 2 * u) if to == "derf" else u)
+
+
+def dense(to: str, x: Tensor, y: Tensor, norm: nn.Module, center: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Beta, weight and bias by ``torch.linalg.lstsq`` on all activations, candidate by candidate, in float64."""
+    is_layer_norm = isinstance(norm, nn.LayerNorm)
+    scale = math.sqrt(C - 1 if is_layer_norm else C)
+    loo = leave_one_out_beta if is_layer_norm else leave_one_out_square_sum
+    beta0 = loo(x, eps=norm.eps).log().mean().exp()
+    centred = x - x.mean() if center and is_layer_norm else x
+    has_bias = getattr(norm, "bias", None) is not None
+    best: tuple[float, Any] = (math.inf, None)
+    for k in range(1 if to == "linear" else 17):
+        beta = beta0 * (1.0 if to == "linear" else 10 ** (-1 + k / 4))
+        f = function(to, centred, beta, scale)
+        weight, bias, residual = torch.empty(C).double(), torch.zeros(C).double(), 0.0
+        for c in range(C):
+            columns = [f[:, c], torch.ones(len(f)).double()] if has_bias else [f[:, c]]
+            matrix = torch.stack(columns, 1)
+            solution = torch.linalg.lstsq(matrix, y[:, c : c + 1], driver="gelsd").solution[:, 0]
+            residual += float((matrix @ solution - y[:, c]).square().sum())
+            fc, yc = (t - t.mean() if has_bias else t for t in (f[:, c], y[:, c]))
+            correlation = float((fc @ yc).abs() / (fc.norm() * yc.norm()))
+            weight[c] = solution[0] * correlation**-0.5
+            if has_bias:
+                bias[c] = y[:, c].mean() - weight[c] * f[:, c].mean()
+        if residual < best[0]:
+            best = (residual, (beta, weight, bias))
+    beta, weight, bias = best[1]
+    return beta, weight, bias
+
+
+@pytest.mark.parametrize("to", LAYERS)
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(C), nn.LayerNorm(C, bias=False), nn.RMSNorm(C, eps=1e-6)])
+def test_one_batch_equals_dense_least_squares(to: str, center: bool, norm: nn.Module) -> None:
+    norm = copy.deepcopy(norm).double()
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.add_(0.4 * torch.randn_like(p))
+    x = scaled_tokens(200).double()
+    beta, weight, bias = dense(to, x, norm(x).detach(), norm, center)
+    layer = converted(site(norm), x, to=to, center=center)
+    report = dynorm.calibrate_(layer, [x])
+    assert layer[0].beta().item() == pytest.approx(float(beta), rel=1e-9)
+    assert torch.allclose(layer[0].weight, weight, rtol=1e-7)
+    if layer[0].bias is not None:
+        assert torch.allclose(layer[0].bias, bias, rtol=1e-7, atol=1e-9)
+    assert report.sites[0].tokens == 200
+    assert 0 < report.sites[0].error < 0.7
+
+
+@pytest.mark.parametrize("to", LAYERS)
+def test_affine_free_layers_take_the_best_candidate(to: str) -> None:
+    x = scaled_tokens(200).double()
+    norm = nn.LayerNorm(C, elementwise_affine=False)
+    y = norm(x)
+    model = converted(site(norm), x, to=to)
+    dynorm.calibrate_(model, [x])
+    candidates = leave_one_out_beta(x, eps=1e-5).log().mean().exp() * torch.logspace(-1, 3, 17, dtype=torch.float64)
+    errors = [(function(to, x - x.mean(), b, math.sqrt(C - 1)) - y).square().sum() for b in candidates]
+    # An affine-free layer in a model without parameters is made in float32.
+    assert model[0].beta().item() == pytest.approx(float(candidates[torch.stack(errors).argmin()]), rel=1e-5)
+
+
+@pytest.mark.parametrize("to", LAYERS)
+@pytest.mark.parametrize("options", [{}, {"per_channel": True}, {"center": False}])
+def test_every_site_improves_on_the_default_constants(to: str, options: dict[str, bool]) -> None:
+    model = transformer().eval()
+    batches = [2 * torch.randn(4, 10, C) + 0.5 for _ in range(4)]
+    converted(model, batches[0], to=to, **options)
+    exact = original_inputs(model, batches)
+    before = site_errors(model, exact)
+    report = dynorm.calibrate_(model, batches)
+    after = site_errors(model, exact)
+    assert [s.path for s in report.sites] == list(exact)
+    assert list(exact) == ["0.norm1", "0.norm2", "1.norm1", "1.norm2", "2.norm1", "2.norm2", "3"]
+    for path in exact:
+        assert after[path] < before[path], path
+        assert after[path] < 0.6, path
+
+
+def original_inputs(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    """What each norm sees in the original model, by path, in call order."""
+    twin, seen = dynorm.restore_(copy.deepcopy(model)), {}
+    norms = {path: m for path, m in twin.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm))}
+    for path, norm in norms.items():
+        norm.register_forward_hook(lambda _, args, output, path=path: seen.setdefault(path, []).append(args[0]))
+    with torch.no_grad():
+        for batch in batches:
+            twin(batch)
+    return {path: torch.cat(parts) for path, parts in seen.items()}
+
+
+def site_errors(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, float]:
+    twin = dynorm.restore_(copy.deepcopy(model))
+    errors = {}
+    with torch.no_grad():
+        for path, x in inputs.items():
+            y = twin.get_submodule(path)(x)
+            errors[path] = float((model.get_submodule(path)(x) - y).norm() / (y - y.mean((0, 1))).norm())
+    return errors
+
+
+def test_streaming_is_close_to_one_big_batch() -> None:
+    x = scaled_tokens(4000)
+    model = converted(site(nn.LayerNorm(C)), x[:5])
+    other = copy.deepcopy(model)
+    dynorm.calibrate_(model, [x])
+    dynorm.calibrate_(other, x.split(400))
+    assert (model[0].beta() / other[0].beta()).item() == pytest.approx(1, rel=0.1)
+    assert torch.allclose(model[0].weight, other[0].weight, rtol=0.1)
+    assert torch.allclose(model[0].bias, other[0].bias, atol=0.1)
+
+
+class Masked(nn.Module):
+    """Token embeddings, normalized in some layout of the axes; attention_mask is not used otherwise."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, C)
+        self.norm = nn.LayerNorm(C // 4 if "H" in layout else C)
+        self.layout = layout
+
+    def forward(self, input_ids: Tensor, **masks: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        if "H" in self.layout:
+            x = x.unflatten(-1, (4, -1))
+        if self.layout == "BHTD":
+            return self.norm(x.transpose(1, 2))
+        if self.layout == "TBC":
+            return self.norm(x.transpose(0, 1))
+        return self.norm(x.flatten(0, 1) if self.layout.startswith("(BT)") else x)
+
+
+@pytest.mark.parametrize("length", [6, 4, 3])  # 4 is the number of heads, 3 that of sequences.
+@pytest.mark.parametrize("layout", ["BTC", "TBC", "BTHD", "BHTD", "(BT)C", "(BT)HD"])
+@pytest.mark.parametrize("name", ["attention_mask", "src_key_padding_mask"])
+def test_what_stands_at_padding_has_no_influence(layout: str, name: str, length: int) -> None:
+    model = Masked(layout)
+    ids = torch.randint(0, 50, (3, length))
+    is_token = torch.arange(length) < torch.tensor([[length], [length - 1], [length - 2]])
+    mask = is_token.long() if name == "attention_mask" else ~is_token
+    converted(model, ids)
+    other = copy.deepcopy(model)
+    changed = torch.where(is_token, ids, torch.randint(0, 50, ids.shape))
+    report = dynorm.calibrate_(model, [{"input_ids": ids, name: mask}] * 2)
+    dynorm.calibrate_(other, [{"input_ids": changed, name: mask}] * 2)
+    assert not torch.equal(ids, changed)
+    assert same(parameters(model), parameters(other))
+    tokens = 2 * int(is_token.sum()) * (4 if "H" in layout else 1)
+    by_chance = (layout == "BTHD" and length == 4) or (layout == "BHTD" and length == 4)
+    by_chance = by_chance or (length == 3 and layout in ("BTC", "TBC"))
+    assert report.sites[0].tokens == tokens or (by_chance and report.sites[0].tokens < tokens)
+
+
+def test_an_encoder_with_src_key_padding_mask() -> None:
+    layer = nn.TransformerEncoderLayer(C, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    x, padding = torch.randn(3, 5, C), torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5])
+    converted(model, x)
+    other = copy.deepcopy(model)
+    dynorm.calibrate_(model, [{"src": x, "src_key_padding_mask": padding}])
+    y = torch.where(padding[..., None], torch.randn_like(x), x)
+    report = dynorm.calibrate_(other, [{"src": y, "src_key_padding_mask": padding}])
+    assert same(parameters(model), parameters(other))
+    assert [s.tokens for s in report.sites] == [13] * 4
+
+
+def test_iterables_and_forms_of_batches() -> None:
+    model = converted(transformer(1), torch.randn(2, 3, C))
+    batches = [torch.randn(2, 3, C) for _ in range(3)]
+    results = []
+    for feed in (
+        batches,
+        tuple(batches),
+        iter(batches),
+        (x for x in batches),
+        [(x,) for x in batches],
+        [[x] for x in batches],
+        [{"input": x} for x in batches],
+        torch.utils.data.DataLoader(torch.stack(batches), batch_size=None),
+    ):
+        twin = copy.deepcopy(model)
+        assert dynorm.calibrate_(twin, feed).batches == 3
+        results.append(parameters(twin))
+    assert all(same(results[0], result) for result in results)
+
+
+def test_two_forward_passes_a_batch() -> None:
+    model, calls = transformer(2), []
+    model[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    converted(model, torch.randn(2, 3, C))
+    calls.clear()
+    dynorm.calibrate_(model, [torch.randn(2, 3, C) for _ in range(5)])
+    assert len(calls) == 10
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text() -> None:
+    """Ten times the batches, peak resident memory in a process of its own."""
+    program = """
+import resource, sys, torch, dynorm
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(256, 256), nn.LayerNorm(256))])
+dynorm.convert_(model, dynorm.find_norms(model, torch.randn(2, 256)))
+dynorm.calibrate_(model, (torch.randn(2048, 256) for _ in range(int(sys.argv[1]))))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    peaks = []
+    for batches in ("3", "30"):
+        run = subprocess.run([sys.executable, "-c", program, batches], capture_output=True, text=True, check=True)
+        peaks.append(int(run.stdout))
+    assert peaks[1] <= 1.05 * peaks[0]
+
+
+def test_nothing_of_the_run_stays_behind() -> None:
+    model = converted(transformer(2), torch.randn(2, 3, C))
+    model[1].eval()
+    model[0].norm1.weight.grad = torch.ones(C)
+    modes = [m.training for m in model.modules()]
+    others = {name: p.clone() for name, p in model.named_parameters() if "norm" not in name and name[0] != "2"}
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    dynorm.calibrate_(model, [torch.zeros(2, 3, C).normal_(generator=torch.Generator()) for _ in range(2)])
+    assert torch.equal(torch.rand(1), expected)
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(p, others[name]) for name, p in model.named_parameters() if name in others)
+    assert all(p.requires_grad for p in model.parameters())
+    assert torch.equal(model[0].norm1.weight.grad, torch.ones(C))
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+class Drawing(nn.Module):
+    """Hides random positions in eval mode too, as masked autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x[:, torch.randperm(x.shape[1])[:2]])
+
+
+def test_both_passes_draw_the_same_numbers() -> None:
+    """Otherwise the targets would be those of other positions, and the error that of a guess."""
+    x = torch.randn(64, 8, C)
+    model = converted(Drawing(), x)
+    assert dynorm.calibrate_(model, [x]).sites[0].error < 0.3
+
+
+class Writing(nn.Module):
+    """Goes on in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(C), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x).relu_())
+
+
+def test_models_that_write_into_a_norms_output() -> None:
+    x = scaled_tokens(200)
+    model, plain = converted(Writing(), x), converted(site(nn.LayerNorm(C)), x)
+    dynorm.calibrate_(model, [x])
+    dynorm.calibrate_(plain, [x])
+    assert torch.equal(model.norm.weight, plain[0].weight)
+    dynorm.refine_(model, [x], steps=2)
+    dynorm.refine_(plain, [x], steps=2)
+    assert torch.equal(model.norm.weight, plain[0].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("to", LAYERS)
+def test_half_precision(dtype: torch.dtype, to: str) -> None:
+    model = transformer(2).eval()
+    x = torch.randn(4, 10, C)
+    half = converted(copy.deepcopy(model).to(dtype), x.to(dtype), to=to)
+    full = converted(model, x, to=to)
+    errors = [
+        [s.error for s in dynorm.calibrate_(m, [x.to(kind)] * 2).sites]
+        for m, kind in ((half, dtype), (full, torch.float32))
+    ]
+    assert {p.dtype for p in half.parameters()} == {dtype}
+    assert errors[0] == pytest.approx(errors[1], rel=0.1, abs=0.01)
+    assert torch.isfinite(half(x.to(dtype))).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_huge_means(dtype: torch.dtype) -> None:
+    """The centre is fitted as the layer's dtype holds it, however coarsely."""
+    x = (1000.7 + 30 * torch.randn(300, C)).to(dtype)
+    model = converted(site(nn.LayerNorm(C).to(dtype)), x)
+    assert dynorm.calibrate_(model, [x]).sites[0].error < 0.4
+    y = dynorm.restore_(copy.deepcopy(model))(x).float()
+    assert (model(x).float() - y).norm() < 0.45 * y.norm()
+
+
+def test_the_model_may_move_after_its_conversion() -> None:
+    x = torch.randn(20, C)
+    model = converted(site(nn.LayerNorm(C)), x).double()
+    dynorm.calibrate_(model, [x.double()])
+    assert isinstance(dynorm.restore_(model)[0], nn.LayerNorm)
+    assert model[0].weight.dtype == torch.float64
+
+
+def test_dead_channels_keep_their_weight() -> None:
+    """A channel that never moves says nothing of its slope; its bias makes the mean right."""
+    x = scaled_tokens(300)
+    x[:, 5] = 0.7
+    x[:, 6] = 0.0
+    norm = nn.LayerNorm(C)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+    model = converted(site(norm), x)
+    dynorm.calibrate_(model, [x, x])
+    assert torch.equal(model[0].weight[[5, 6]], norm.weight[[5, 6]])
+    assert not torch.equal(model[0].weight[:5], norm.weight[:5])
+    assert torch.allclose(model(x).mean(0), norm(x).mean(0), atol=1e-4)
+
+
+# To an RMSNorm only zeros are without spread.
+@pytest.mark.parametrize(
+    ("norm", "value"),
+    [
+        (nn.LayerNorm(C), 0.0),
+        (nn.LayerNorm(C), 3.3),
+        (nn.LayerNorm(C, eps=0.0), 0.0),
+        (nn.LayerNorm(C, eps=0.0), 3.3),
+        (nn.RMSNorm(C, eps=1e-6), 0.0),
+    ],
+)
+def test_inputs_without_spread_keep_the_constants(norm: nn.Module, value: float) -> None:
+    x = torch.full((10, C), value)
+    model = converted(site(norm), torch.randn(4, C))
+    before = parameters(model)
+    if norm.eps == 0 and isinstance(norm, nn.LayerNorm):
+        with pytest.raises(DataError, match="the norm at '0' saw NaN"):
+            dynorm.calibrate_(model, [x])
+    else:
+        with pytest.warns(CalibrationWarning, match="kept the constants of 0: no batch reached"):
+            assert dynorm.calibrate_(model, [x]).unreached == ["0"]
+    assert same(parameters(model), before)
+
+
+@pytest.mark.parametrize("to", LAYERS)
+def test_tokens_of_zeros_do_not_move_the_candidates(to: str) -> None:
+    x = scaled_tokens(300)
+    model = converted(site(nn.LayerNorm(C, eps=1e-12)), x, to=to)
+    other = copy.deepcopy(model)
+    dynorm.calibrate_(model, [x])
+    dynorm.calibrate_(other, [torch.cat([x, torch.zeros(300, C)])])
+    assert (other[0].beta() / model[0].beta()).item() == pytest.approx(1, abs=0.9)
+
+
+def test_a_single_token() -> None:
+    x = torch.randn(1, C)
+    model = converted(site(nn.LayerNorm(C)), x)
+    before = model[0].weight.clone()
+    dynorm.calibrate_(model, [x])
+    assert torch.allclose(model(x), dynorm.restore_(copy.deepcopy(model))(x), atol=1e-5)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_constants_that_are_not_fitted_are_reset() -> None:
+    x = scaled_tokens(200)
+    model = converted(site(nn.LayerNorm(C)), x, to="derf")
+    dynorm.calibrate_(model, [x])
+    fitted = parameters(model)
+    with torch.no_grad():
+        model[0].shift.fill_(2.0)
+    dynorm.calibrate_(model, [x])
+    assert same(parameters(model), fitted)
+
+
+class Twice(nn.Module):
+    """Calls a norm at two places, another at none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.other = nn.Linear(C, C), nn.LayerNorm(C), nn.LayerNorm(C)
+
+    def forward(self, x: Tensor, all_of_it: Tensor | None = None) -> Tensor:
+        y = self.norm(self.linear(self.norm(x)))
+        return y if all_of_it is None else self.other(y)
+
+
+def test_a_norm_called_twice_and_one_that_is_not_reached() -> None:
+    x = torch.randn(20, C)
+    model = converted(Twice(), x, x)
+    before = parameters(model)
+    with pytest.warns(CalibrationWarning, match="kept the constants of other: no batch reached") as caught:
+        report = dynorm.calibrate_(model, [x, x])
+    assert [warning.filename for warning in caught] == [__file__]
+    assert [(s.path, s.tokens) for s in report.sites] == [("norm", 80)]
+    assert report.unreached == ["other"]
+    assert "  other  not reached" in str(report)
+    after = parameters(model)
+    assert all(torch.equal(after[name], before[name]) == name.startswith("other") for name in after if "bias" in name)
+
+
+def test_the_report() -> None:
+    x = torch.randn(20, C)
+    model = converted(transformer(1), x[None])
+    report = dynorm.calibrate_(model, [x[None]])
+    assert str(report).splitlines()[0] == "3 sites calibrated on 1 batch"
+    assert len(str(report).splitlines()) == 4
+    assert report.to_dict()["sites"][0]["path"] == "0.norm1"
+    assert report.sites[0].beta == pytest.approx(model[0].norm1.beta().item())
+    lost = converted(site(nn.LayerNorm(C)), x)
+    with pytest.warns(CalibrationWarning):
+        lines = str(dynorm.calibrate_(lost, [torch.zeros(2, C)])).splitlines()
+    assert lines == ["0 sites calibrated on 1 batch", "  0  not reached, or by constant inputs only"]
+
+
+def test_sites_come_in_call_order() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.LayerNorm(C), nn.LayerNorm(C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))
+
+    x = torch.randn(20, C)
+    assert [s.path for s in dynorm.calibrate_(converted(Backwards(), x), [x]).sites] == ["first", "last"]
+
+
+def fails(model: nn.Module, batches: Any, match: str, error: type[Exception] = DataError) -> None:
+    before, modes = parameters(model), [m.training for m in model.modules()]
+    with pytest.raises(error, match=match):
+        dynorm.calibrate_(model, batches)
+    assert same(parameters(model), before)
+    assert [m.training for m in model.modules()] == modes
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("batches", "match"),
+    [
+        ([], "must hold at least one batch, got none"),
+        (iter([]), "must hold at least one batch, got none"),
+        (torch.randn(2, 3, C), "got a Tensor: for a single batch, pass a list of it"),
+        ({"input": torch.randn(2, 3, C)}, "got a dict: for a single batch"),
+        ("some text", "got a str"),
+        (7, "got a int"),
+        (None, "got a NoneType"),
+        ([7], "got int at 0"),
+        ([torch.randn(2, 3, C), "text"], "got str at 1"),
+        ([{}], "got dict at 0"),
+        ([{"input": [1, 2]}], "got dict at 0"),
+        ([()], "got tuple at 0"),
+        ([torch.randn(2, 3, C + 1)], "the model must run on each batch, but ArgumentError"),
+        ([torch.randn(2, 3, C), {"wrong": torch.randn(2)}], "the model must run on each batch, but TypeError"),
+    ],
+)
+def test_wrong_batches(batches: Any, match: str) -> None:
+    fails(converted(transformer(1), torch.randn(2, 3, C)), batches, match)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_activations_that_are_not_finite(value: float) -> None:
+    x = torch.randn(2, 3, C)
+    model = converted(transformer(1), x)
+    bad = x.clone()
+    bad[0, 0, 0] = value
+    fails(model, [x, bad], r"the norm at '0\.norm1' saw NaN, inf or values whose squares overflow in batch 1")
+
+
+def test_a_failure_in_the_second_pass() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            if not torch.allclose(y.mean(-1), torch.zeros(()), atol=1e-5):
+                raise ValueError("not normalized")
+            return y
+
+    model = Picky()
+    x = scaled_tokens(5)
+    fails(converted(model, x), [x], "the model must run on each batch, but ValueError: not normalized")
+
+
+def test_batches_that_break_off() -> None:
+    def feed() -> Iterator[Tensor]:
+        yield torch.randn(2, 3, C)
+        raise KeyboardInterrupt("stopped")
+
+    fails(converted(transformer(1), torch.randn(2, 3, C)), feed(), "stopped", KeyboardInterrupt)
+
+
+def loaded() -> nn.Module:
+    return nn.Sequential(dynorm.DyISRU(C))
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: transformer(1), r"has none: call dynorm\.convert_"),
+        (loaded, r"the layer '0' must have replaced a norm .* calibrate right after convert_"),
+        (lambda: torch.compile(loaded(), backend="eager"), r"compiled: pass model\._orig_mod"),
+        (lambda: loaded().to("meta"), "meta device"),
+    ],
+)
+def test_models_that_cannot_be_calibrated(build: Callable[[], nn.Module], match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        dynorm.calibrate_(build(), [torch.randn(2, C)])

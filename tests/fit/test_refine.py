@@ -1,0 +1,235 @@
+"""refine_: the joint error falls, nothing but the point-wise layers moves, and errors leave no trace."""
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynorm
+from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.fit.activations import joint_error, norm_outputs, recorded
+from dynorm.layers import PointwiseNorm
+from dynorm.watch import call
+
+C = 16
+
+
+class Block(nn.Module):
+    """A residual branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(C), nn.Linear(C, C), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.linear(self.norm(x)).relu())
+
+
+def model_and_batches(to: str = "dyisru") -> tuple[nn.Module, list[Tensor]]:
+    model = nn.Sequential(*(Block() for _ in range(4)), nn.RMSNorm(C))
+    batches = [torch.randn(16, 8, C) * torch.rand(16, 8, 1).add(0.3) for _ in range(4)]
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]), to=to)
+    dynorm.calibrate_(model, batches)
+    return model, batches
+
+
+def is_ours(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), PointwiseNorm)
+
+
+def error(model: nn.Module, batches: list[Any]) -> float:
+    total = 0.0
+    twin = copy.deepcopy(model).eval()
+    for batch in batches:
+        with torch.no_grad():
+            wanted = norm_outputs(twin, batch)
+            with recorded({layer: layer for layer in wanted}) as given:
+                call(twin, batch)
+        total += float(joint_error(wanted, given, []))
+    return total / len(batches)
+
+
+@pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
+def test_the_joint_error_falls(to: str) -> None:
+    model, batches = model_and_batches(to)
+    before = error(model, batches)
+    report = dynorm.refine_(model, batches, steps=41)
+    assert error(model, batches) < 0.98 * before
+    assert report.steps == 41
+    # Both of the same batch.
+    assert report.last_error < report.first_error
+    assert report.to_dict() == {"steps": 41, "first_error": report.first_error, "last_error": report.last_error}
+    assert str(report).startswith("41 steps of joint refinement: mean site error 0.")
+
+
+def test_only_point_wise_layers_move() -> None:
+    model, batches = model_and_batches()
+    model[1].linear.weight.requires_grad_(False)
+    model[2].norm.requires_grad_(False)
+    model[0].linear.weight.grad, model[0].norm.weight.grad = torch.ones(C, C), torch.ones(C)
+    model[3].eval()
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    modes = [m.training for m in model.modules()]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    dynorm.refine_(model, batches, steps=3)
+    assert torch.equal(torch.rand(1), expected)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) != is_ours(model, name), name
+        assert p.requires_grad == flags[name]
+    assert [m.training for m in model.modules()] == modes
+    grads = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert grads == {"0.linear.weight", "0.norm.weight"}
+    assert torch.equal(model[0].norm.weight.grad, torch.ones(C))
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_it_is_deterministic_and_needs_no_grad_mode() -> None:
+    model, batches = model_and_batches()
+    twin = copy.deepcopy(model)
+    dynorm.refine_(model, batches, steps=5)
+    with torch.no_grad():
+        dynorm.refine_(twin, iter(batches + batches), steps=5)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_are_refined_in_float32(dtype: torch.dtype) -> None:
+    model, batches = model_and_batches()
+    model.to(dtype)
+    batches = [batch.to(dtype) for batch in batches]
+    before = error(model, batches)
+    dynorm.refine_(model, batches, steps=30)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert error(model, batches) < 0.99 * before
+
+
+def test_a_site_with_one_token_a_batch() -> None:
+    """Its target has no spread, which must not make the loss infinite."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(C), nn.LayerNorm(C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(x)[:, 0])
+
+    model, batches = Pooled(), [torch.randn(1, 5, C) for _ in range(6)]
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    dynorm.calibrate_(model, batches)
+    before = error(model, batches)
+    dynorm.refine_(model, batches, steps=30)
+    assert error(model, batches) < before < 100
+
+
+def test_padding_has_no_influence() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(C)
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.norm(x)
+
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    x = torch.randn(2, 4, C)
+    y = torch.where(mask[..., None] == 0, torch.randn_like(x), x)
+    model = Masked()
+    dynorm.convert_(model, dynorm.find_norms(model, x, mask))
+    twin = copy.deepcopy(model)
+    dynorm.refine_(model, [{"x": x, "attention_mask": mask}], steps=5)
+    dynorm.refine_(twin, [{"x": y, "attention_mask": mask}], steps=5)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def fails(
+    model: nn.Module, batches: Any, match: str, kind: type[Exception] = DataError, steps: Any = 6, **options: Any
+) -> None:
+    before = [(p, p.detach().clone(), p.requires_grad, p.dtype) for p in model.parameters()]
+    with pytest.raises(kind, match=match):
+        dynorm.refine_(model, batches, steps=steps, **options)
+    after = list(model.parameters())
+    assert all(
+        p is q and torch.equal(p, v) and p.requires_grad == r for q, (p, v, r, _) in zip(after, before, strict=True)
+    )
+    assert all(p.dtype == dtype and p.grad is None for p, _, _, dtype in before)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_wrong_batches() -> None:
+    model, batches = model_and_batches()
+    fails(model, iter(batches), "a one-shot iterator must hold a batch for each step, got 4 for 6 steps: pass a list")
+    fails(model, [], "must hold at least one batch")
+    fails(model, "text", "got a str")
+    fails(model, [*batches, 3], "got int at 4")
+    fails(model, [torch.randn(2, C + 1)], "must run on each batch")
+    fails(model, [*batches, batches[0] * math.nan], "the loss must be finite, but is nan in step 4: lower lr")
+    fails(
+        model.bfloat16(), [*(b.bfloat16() for b in batches), batches[0].bfloat16() * math.nan], "but is nan in step 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"steps": -3}, "steps=-3"),
+        ({"steps": 2.5}, r"steps=2\.5"),
+        ({"lr": 0.0}, r"lr=0\.0"),
+        ({"lr": -1.0}, r"lr=-1\.0"),
+        ({"lr": math.nan}, "lr=nan"),
+        ({"lr": math.inf}, "lr=inf"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
+    model, batches = model_and_batches()
+    fails(
+        model,
+        batches,
+        f"steps must be an integer of at least 1 and lr positive, got .*{match}",
+        ArgumentError,
+        **options,
+    )
+
+
+def test_a_batch_that_reaches_no_site() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(C)
+
+        def forward(self, x: Tensor, reach: bool = True) -> Tensor:
+            return self.norm(x) if reach else x
+
+    model = Sometimes()
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
+    fails(model, [(torch.randn(4, C), False)], "must reach at least one point-wise layer")
+
+
+def test_models_that_cannot_be_refined() -> None:
+    x = [torch.randn(2, C)]
+    with pytest.raises(ModelError, match=r"has none: call dynorm\.convert_"):
+        dynorm.refine_(nn.Sequential(nn.LayerNorm(C)), x, steps=1)
+    with pytest.raises(ModelError, match="must have replaced a norm"):
+        dynorm.refine_(nn.Sequential(dynorm.DyT(C)), x, steps=1)
+    model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
+    dynorm.convert_(model, dynorm.find_norms(model, x[0]), to="annealed")
+    with pytest.raises(ModelError, match="annealed ones at t = 0"):
+        dynorm.refine_(model, x, steps=1)
+    dynorm.set_anneal_(model, 1.0)
+    assert dynorm.refine_(model, x, steps=1).steps == 1
+
+
+def test_an_endless_iterator_is_read_as_far_as_needed() -> None:
+    model, batches = model_and_batches()
+    feed = itertools.cycle(batches)
+    assert dynorm.refine_(model, feed, steps=5).steps == 5
+    assert next(feed) is batches[1]

@@ -1,0 +1,133 @@
+"""The report's page: whole, self-contained, escaped, and written at once or not at all."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter, OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dynorm import calibrate_, convert_, find_norms
+from dynorm.errors import DynormError, StorageError
+from dynorm.report.html import save_html
+from dynorm.report.measure import ModelReport, measure
+from dynorm.report.output import OutputReport
+from tests.pages import Page
+
+pytest.importorskip("matplotlib")
+
+
+def odd_report() -> ModelReport:
+    """A report with names that are markup."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        OrderedDict(
+            [("first", nn.Linear(8, 8)), ('<img src=x onerror="alert(1)">&', nn.LayerNorm(8)), ("2", nn.RMSNorm(8))]
+        )
+    )
+    meta = {
+        "model": "<script>alert(1)</script>",
+        "loss": math.nan,
+        "path": Path("a&b"),
+        "seeds": (1, 2),
+        "v": {"<b>": 1.5},
+    }
+    batches = [torch.randn(50, 8) for _ in range(3)]
+    convert_(model, find_norms(model, batches[0]))
+    calibrate_(model, batches)
+    return measure(model, batches, meta=meta)
+
+
+class TestPage:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+        path = tmp_path_factory.mktemp("report") / "report.html"
+        odd_report().to_html(path)
+        return path.read_text(encoding="utf-8")
+
+    def test_it_holds_a_picture_a_site(self, text: str) -> None:
+        page = Page(text)
+        assert page.tags["figure"] == page.tags["svg"] == 2
+        assert page.tags["tr"] == 3
+        labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
+        assert all("DyISRU 0." in label for label in labels)
+        assert all(f"var(--{name})" in text for name in ("dyisru", "dyt", "linear", "point", "bar"))
+        assert "#0101" not in text
+
+    def test_it_loads_nothing(self, text: str) -> None:
+        page = Page(text)
+        assert "http" not in text
+        assert not page.tags.keys() & {"script", "link", "img", "iframe", "object"}
+        links = [value for _, name, value in page.attributes if name in ("src", "href", "xlink:href")]
+        assert all(link.startswith("#") for link in links)
+        assert "@import" not in text
+
+    def test_what_it_refers_to_is_there_once(self, text: str) -> None:
+        page = Page(text)
+        ids = Counter(value for _, name, value in page.attributes if name == "id")
+        used = {value[1:] for _, name, value in page.attributes if name == "xlink:href"}
+        used |= set(re.findall(r"url\(#([^)]+)\)", text))
+        assert used
+        assert {name: ids[name] for name in used} == dict.fromkeys(used, 1)
+
+    def test_names_are_escaped(self, text: str) -> None:
+        page = Page(text)
+        assert not page.tags.keys() & {"img", "script", "b>"}
+        assert any('<img src=x onerror="alert(1)">&' in piece for piece in page.texts)
+        assert any("<script>alert(1)</script> without" in piece for piece in page.texts)
+        assert any("a&b" in piece for piece in page.texts)
+
+    def test_the_same_report_gives_the_same_page(self, text: str, tmp_path: Path) -> None:
+        odd_report().to_html(tmp_path / "again.html")
+        assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
+
+    def test_an_encoder_and_a_language_model_have_their_cards(self, tmp_path: Path) -> None:
+        outputs = {
+            "of sentence embeddings": OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, spearman=0.123),
+            "nats a token: 2.000 to 2.500": OutputReport(
+                "language", 8, 0.9, 0.8, 0.85, 0.92, None, 70, 2.0, 2.5, 0.5, 0.6
+            ),
+        }
+        for words, output in outputs.items():
+            save_html(replace(odd_report(), output=output), tmp_path / "page.html")
+            text = (tmp_path / "page.html").read_text(encoding="utf-8")
+            Page(text)
+            assert words in text
+            assert {"encoder": "0.123", "language": "+0.500"}[output.kind] in text
+
+    def test_it_is_written_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        report, path = odd_report(), tmp_path / "report.html"
+        path.write_text("old")
+
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.replace", fail)
+            with pytest.raises(StorageError, match="No space left"):
+                report.to_html(path)
+        assert (path.read_text(), [p.name for p in tmp_path.iterdir()]) == ("old", ["report.html"])
+        report.to_html(path)
+        assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+        assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+    def test_paths_that_cannot_be_written(self, tmp_path: Path) -> None:
+        report = odd_report()
+        for path in (tmp_path, tmp_path / "missing" / "report.html", str(tmp_path / "null\0byte")):
+            with pytest.raises(StorageError, match="cannot be written"):
+                report.to_html(path)
+
+    def test_without_matplotlib(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        report = odd_report()
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(DynormError, match=r"pip install 'dynorm\[plots\]'"):
+            report.to_html(tmp_path / "report.html")
+        assert list(tmp_path.iterdir()) == []
