@@ -1,0 +1,117 @@
+"""The one table that every report prints, shows in a page, or hands on as plain values."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+WIDTH = 80
+# Signs of ours that a console which is not UTF-8 cannot print.
+_ASCII = str.maketrans({"−": "-", "–": "-", "·": "|", "…": "..", "√": "sqrt", "σ": "sigma", "β": "beta", "α": "alpha"})
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Args:
+        title: its head.
+        form: turns a value into text: a format specification like ".3f", or a function. None always becomes "-".
+        note: its meaning, for the reader of a page.
+        group: a head above neighbouring columns that are compared; a page marks the least value of each row.
+        page_only: whether to leave it out of plain text, which has no room for all.
+    """
+
+    title: str
+    form: str | Callable[[Any], str] = ""
+    note: str = ""
+    group: str = ""
+    page_only: bool = False
+
+    def text(self, value: Any) -> str:
+        """Return the text of a value."""
+        if value is None:
+            return "-"
+        return self.form(value) if callable(self.form) else format(value, self.form)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns, with a title above and notes below; ``str`` gives plain text of 80 columns.
+
+    Numbers stand right. Where a line would be too long, the words of its first cell are shortened, as in
+    "e.l.0.a.LayerNorm", and at last cut.
+
+    Args:
+        columns: each a :class:`Column`, or its title alone.
+        rows: one value for each column.
+        notes: sentences below the table; long ones are wrapped.
+        title: one or more lines above it.
+
+    Example:
+        >>> print(Table(["site", Column("beta", ".3g")], [("block.0.norm", 12.3456), ("head", None)], title="2 sites"))
+        2 sites
+        <BLANKLINE>
+        site          beta
+        block.0.norm  12.3
+        head             -
+    """
+
+    columns: Sequence[str | Column]
+    rows: Sequence[Sequence[Any]]
+    notes: Sequence[str] = ()
+    title: str = ""
+
+    def head(self) -> list[Column]:
+        """Return the columns, each as a :class:`Column`."""
+        return [Column(column) if isinstance(column, str) else column for column in self.columns]
+
+    def __str__(self) -> str:
+        """Return the table as plain text."""
+        notes = [textwrap.fill(note, WIDTH, subsequent_indent="  ", break_long_words=False) for note in self.notes]
+        parts = (self.title, "\n".join(self._lines()), "\n".join(notes))
+        return "\n\n".join(part for part in parts if part).translate(_ASCII)
+
+    def _lines(self) -> list[str]:
+        if not self.rows:
+            return []
+        shown = [(c, values) for c, *values in zip(self.head(), *self.rows, strict=True) if not c.page_only]
+        cells = [[text.translate(_ASCII) for text in (c.title, *map(c.text, values))] for c, values in shown]
+        widths = [max(map(len, column)) for column in cells]
+        gap = "  " if sum(widths) + 2 * len(widths) - 2 <= WIDTH else " "
+        widths[0] = min(widths[0], max(WIDTH - sum(widths[1:]) - len(gap) * (len(widths) - 1), 12))
+        cells[0] = [_shortened(text, widths[0]) for text in cells[0]]
+        for i, (_, values) in enumerate(shown):
+            side = ">" if all(isinstance(value, (int, float, type(None))) for value in values) else "<"
+            cells[i] = [f"{text:{side}{widths[i]}}" for text in cells[i]]
+        groups = groupby(zip((column.group for column, _ in shown), widths, strict=True), key=itemgetter(0))
+        above = gap.join(f"{group:>{sum(width + len(gap) for _, width in part) - len(gap)}}" for group, part in groups)
+        lines = [above, *map(gap.join, zip(*cells, strict=True))]
+        return [line.rstrip().translate(_ASCII) for line in lines if line.strip()]
+
+
+def _shortened(text: str, width: int) -> str:
+    """Return text with as few words as needed cut down to a letter and their digits, from the left."""
+    words = re.split(r"([._])", text)
+    for place, word in enumerate(words):
+        if len("".join(words)) > width and place < len(words) - 1:
+            words[place] = word[:1] + re.sub(r"\D", "", word[1:])
+    short = "".join(words)
+    return short if len(short) <= width else short[: width - 2] + ".."
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON knows it: what is not finite becomes None, what is unknown its text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
