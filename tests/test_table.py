@@ -37,8 +37,16 @@ def test_groups_stand_above_their_columns_and_a_page_has_more() -> None:
 
 def test_it_prints_where_the_console_is_not_utf8() -> None:
     table = Table([Column("σ", lambda value: f"−{value}…")], [(1,)], notes=["√(C−1) · β"], title="– α")
-    assert str(table).encode("ascii").decode() == "- alpha\n\nsigma\n -1..\n\nsqrt(C-1) | beta"
+    assert str(table).encode("ascii").decode() == "- alpha\n\nsigma\n -1..\n\nsqrt(C-1) * beta"
 
 
 def test_without_rows_the_title_and_the_notes_are_left() -> None:
     assert str(Table(["site"], [], ["head  not reached"], "0 sites")) == "0 sites\n\nhead  not reached"
+
+
+def test_columns_say_what_they_mean_in_wrapped_lines() -> None:
+    columns = ["site", Column("beta", note="the constant " * 9 + "²"), Column("C", note="channels", page_only=True)]
+    text = str(Table(columns, [("a", 1.0, 2)], ["b  not reached"], "a title " * 12))
+    assert max(map(len, text.splitlines())) <= 80
+    assert [part.split()[0] for part in text.split("\n\n")] == ["a", "site", "b", "beta:"]
+    assert text.endswith("constant ^2")

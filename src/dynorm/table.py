@@ -13,7 +13,9 @@ from typing import Any
 
 WIDTH = 80
 # Signs of ours that a console which is not UTF-8 cannot print.
-_ASCII = str.maketrans({"−": "-", "–": "-", "·": "|", "…": "..", "√": "sqrt", "σ": "sigma", "β": "beta", "α": "alpha"})
+_ASCII = str.maketrans(
+    {"−": "-", "–": "-", "·": "*", "…": "..", "²": "^2", "√": "sqrt", "σ": "sigma", "β": "beta", "α": "alpha"}
+)
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class Column:
 
     Args:
         title: its head.
-        form: turns a value into text: a format specification like ".3f", or a function. None always becomes "-".
-        note: its meaning, for the reader of a page.
+        form: turns a value into text: a format specification like ".3f", or a function. None always becomes a dash.
+        note: its meaning, said below the table.
         group: a head above neighbouring columns that are compared; a page marks the least value of each row.
         page_only: whether to leave it out of plain text, which has no room for all.
     """
@@ -37,7 +39,7 @@ class Column:
     def text(self, value: Any) -> str:
         """Return the text of a value."""
         if value is None:
-            return "-"
+            return "–"
         return self.form(value) if callable(self.form) else format(value, self.form)
 
 
@@ -51,8 +53,8 @@ class Table:
     Args:
         columns: each a :class:`Column`, or its title alone.
         rows: one value for each column.
-        notes: sentences below the table; long ones are wrapped.
-        title: one or more lines above it.
+        notes: lines below the table.
+        title: lines above it. Long lines are wrapped, here as there.
 
     Example:
         >>> print(Table(["site", Column("beta", ".3g")], [("block.0.norm", 12.3456), ("head", None)], title="2 sites"))
@@ -74,8 +76,9 @@ class Table:
 
     def __str__(self) -> str:
         """Return the table as plain text."""
-        notes = [textwrap.fill(note, WIDTH, subsequent_indent="  ", break_long_words=False) for note in self.notes]
-        parts = (self.title, "\n".join(self._lines()), "\n".join(notes))
+        shown = [column for column in self.head() if column.note and not column.page_only] if self.rows else []
+        meanings = "; ".join(f"{column.title}: {column.note}" for column in shown)
+        parts = (_wrapped(self.title.splitlines()), "\n".join(self._lines()), _wrapped(self.notes), _wrapped([meanings]))
         return "\n\n".join(part for part in parts if part).translate(_ASCII)
 
     def _lines(self) -> list[str]:
@@ -86,7 +89,7 @@ class Table:
         widths = [max(map(len, column)) for column in cells]
         gap = "  " if sum(widths) + 2 * len(widths) - 2 <= WIDTH else " "
         widths[0] = min(widths[0], max(WIDTH - sum(widths[1:]) - len(gap) * (len(widths) - 1), 12))
-        cells[0] = [_shortened(text, widths[0]) for text in cells[0]]
+        cells[0] = [shortened(text, widths[0]) for text in cells[0]]
         for i, (_, values) in enumerate(shown):
             side = ">" if all(isinstance(value, (int, float, type(None))) for value in values) else "<"
             cells[i] = [f"{text:{side}{widths[i]}}" for text in cells[i]]
@@ -96,7 +99,11 @@ class Table:
         return [line.rstrip().translate(_ASCII) for line in lines if line.strip()]
 
 
-def _shortened(text: str, width: int) -> str:
+def _wrapped(lines: Sequence[str]) -> str:
+    return "\n".join(textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines)
+
+
+def shortened(text: str, width: int) -> str:
     """Return text with as few words as needed cut down to a letter and their digits, from the left."""
     words = re.split(r"([._])", text)
     for place, word in enumerate(words):
