@@ -77,8 +77,9 @@ class Table:
     def __str__(self) -> str:
         """Return the table as plain text."""
         shown = [column for column in self.head() if column.note and not column.page_only] if self.rows else []
-        meanings = "; ".join(f"{column.title}: {column.note}" for column in shown)
-        parts = (_wrapped(self.title.splitlines()), "\n".join(self._lines()), _wrapped(self.notes), _wrapped([meanings]))
+        meanings = ["; ".join(f"{column.title}: {column.note}" for column in shown)]
+        title, notes, below = map(_wrapped, (self.title.splitlines(), self.notes, meanings))
+        parts = (title, "\n".join(self._lines()), notes, below)
         return "\n\n".join(part for part in parts if part).translate(_ASCII)
 
     def _lines(self) -> list[str]:
@@ -100,7 +101,7 @@ class Table:
 
 
 def _wrapped(lines: Sequence[str]) -> str:
-    return "\n".join(textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines)
+    return "\n".join(textwrap.fill(line, WIDTH, break_long_words=False) for line in lines)
 
 
 def shortened(text: str, width: int) -> str:
