@@ -14,9 +14,8 @@ from torch import Tensor
 import dynorm
 from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.distill.texts import standard_library_docstrings
-from dynorm.fit.activations import site_tokens
 from dynorm.fit.site_fit import SiteFit
-from dynorm.watch import call, token_masks
+from dynorm.watch import call, site_tokens, token_masks
 from tools.demo_model import folder
 
 SITE = "encoder.layer.4.output.LayerNorm"

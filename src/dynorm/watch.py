@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import DataError
+from dynorm.layers import PointwiseNorm
+from dynorm.site import NormSite
 
 # What a 2-dimensional mask is called, and whether its ones are tokens (True) or padding (False).
 _MASKS = {
@@ -94,6 +97,30 @@ def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) 
     return torch.stack(found).all(0) if found else None
 
 
+def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) -> Tensor:
+    """Return a norm's or layer's input or output as (tokens, C), without padding, in at least float32."""
+    dims = (site.dim,) if isinstance(site.dim, int) else tuple(site.dim)
+    last = torch.movedim(x, dims, tuple(range(-len(dims), 0)))
+    tokens = last.reshape(-1, math.prod(last.shape[-len(dims) :]))
+    valid = valid_tokens(x.shape, dims, masks)
+    tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+    return tokens if valid is None else tokens[valid.to(tokens.device)]
+
+
+def require_finite(path: str, *tokens: Tensor, where: str = "") -> None:
+    """Check the inputs or outputs of the norm at ``path``, each (tokens, C).
+
+    Raises:
+        DataError: a value is not finite, or its square overflows.
+    """
+    # One number at the end: a GPU is waited for once.
+    if not torch.stack([each.square().sum(-1).isfinite().all() for each in tokens]).all():
+        raise DataError(
+            f"activations must be finite, but the norm at {path!r} saw NaN, inf or values whose squares overflow"
+            f"{where}: look for an overflow (float16?) or bad inputs"
+        )
+
+
 def _fits(rest: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
     """The mask in every form that broadcasts to a layout of ``rest``."""
     batch, length = mask.shape
@@ -171,6 +198,19 @@ def _restore(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]
         buffer = before[name]
         if buffer is not None and not torch.equal(buffer, clone):
             buffer.copy_(clone)
+
+
+@contextmanager
+def unchanged_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Give the parameters of layers their values back where an error is raised inside."""
+    before = {p: p.detach().clone() for layer in layers for p in layer.parameters()}
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in before.items():
+                parameter.copy_(value)
+        raise
 
 
 @contextmanager

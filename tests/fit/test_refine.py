@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fit.activations import joint_error, norm_outputs, recorded
+from dynorm.fit.calibrate import norm_outputs
+from dynorm.fit.refine import joint_error, recorded
 from dynorm.layers import PointwiseNorm
 from dynorm.watch import call
 

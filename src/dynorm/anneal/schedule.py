@@ -11,11 +11,10 @@ from typing import Literal
 from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError
-from dynorm.find.tokens import HOOK_TABLES
 from dynorm.guard import is_fully_sharded
-from dynorm.layers import AnnealedNorm
+from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.annealed import check_t
-from dynorm.replace.specs import dynorm_layers, remember_, replaced_by, swap_
+from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
 from dynorm.site import any_match, as_globs
 
 Shape = Literal["linear", "cosine"]
@@ -117,15 +116,10 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
             "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: it is point-wise "
             "already; gather its state dict, load it into an unsharded copy, and finalize that"
         )
-    new: dict[nn.Module, nn.Module] = {}
+    new: dict[nn.Module, PointwiseNorm] = {}
     for layer in layers.values():
-        end = layer.end()
-        for name in (*HOOK_TABLES, "_is_full_backward_hook"):
-            setattr(end, name, getattr(layer, name))
-        replaced = replaced_by(layer)
-        if replaced is not None:
-            remember_(end, replaced)
-        new[layer] = end
+        new[layer] = layer.end()
+        take_over_(new[layer], layer, replaced_by(layer))
     swap_(model, new)
     return model
 

@@ -13,12 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from dynorm.anneal.schedule import annealed_layers
 from dynorm.errors import DataError, ModelError
-from dynorm.fit.activations import site_tokens
 from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import own_betas
 from dynorm.layers import AnnealedNorm
 from dynorm.layers._base import gathered
-from dynorm.watch import token_masks
+from dynorm.watch import site_tokens, token_masks
 
 
 class AnnealStart:

@@ -16,9 +16,10 @@ from torch.nn.functional import cosine_similarity, kl_div, log_softmax
 
 from dynorm.distill.pretrained import Pretrained, collate, on_device
 from dynorm.errors import ArgumentError, DataError
-from dynorm.fit.activations import joint_error, layers_to_fit, recorded
+from dynorm.fit.refine import joint_error, recorded
 from dynorm.layers import param_groups
 from dynorm.layers._base import check_positive
+from dynorm.replace.specs import require_layers
 from dynorm.watch import call, token_masks, valid_tokens
 
 # Steps that are timed before the schedule is made, when a time and not a number of steps is given.
@@ -126,7 +127,7 @@ def distillation_rate(model: nn.Module) -> float:
     Raises:
         ModelError: it has no point-wise layer that replaced a norm.
     """
-    return _RATE * _WIDTH / median(layer.channels for layer in layers_to_fit(model).values())
+    return _RATE * _WIDTH / median(layer.channels for layer in require_layers(model, with_norms=True).values())
 
 
 def _check(steps: int | None, minutes: float | None, batch_size: int, lr: float | None) -> None:
@@ -142,7 +143,7 @@ def _check(steps: int | None, minutes: float | None, batch_size: int, lr: float 
 
 def distillation_loss(student: Pretrained, teacher: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the hidden-state loss plus the embedding or logit loss of one batch; see :func:`distill_`."""
-    layers = layers_to_fit(student.model)
+    layers = require_layers(student.model, with_norms=True)
     counterparts = {layer: teacher.get_submodule(path) for path, layer in layers.items()}
     with torch.no_grad(), recorded(counterparts) as wanted:
         target = call(teacher, batch)

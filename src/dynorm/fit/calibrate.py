@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import DataError
-from dynorm.fit.activations import (
-    layers_to_fit,
-    norm_outputs,
-    original_forward,
-    put_back,
-    site_tokens,
-    snapshot,
-)
-from dynorm.fit.ranks import BATCH, END, OVER, Ranks
-from dynorm.fit.site_fit import AnnealFit, SiteFit
+from dynorm.fit.ranks import BATCH, OVER, Ranks
+from dynorm.fit.site_fit import SiteFit
 from dynorm.guard import require_plain_model
-from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.replace.specs import replaced_by
-from dynorm.watch import call, hooked, iterate, token_masks, undisturbed
+from dynorm.layers import PointwiseNorm
+from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers
+from dynorm.watch import (
+    call,
+    hooked,
+    iterate,
+    require_finite,
+    site_tokens,
+    token_masks,
+    unchanged_on_error,
+    undisturbed,
+)
 
+Outputs = dict[PointwiseNorm, list[Tensor]]
 # How much the target leans on the original model's activations rather than on the norm applied to what the
 # converted part feeds it: the first undoes earlier errors, the second is easier to fit. Measured on all-MiniLM-L6-v2.
 _LEAN = 0.7
@@ -131,35 +132,32 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
         [256]
     """
     ranks = Ranks()
-    before: dict[nn.Parameter, Tensor] = {}
-    try:
-        with ranks.together():
-            require_plain_model(model)
-            paths = {layer: path for path, layer in layers_to_fit(model).items()}
-            fits = _fits(paths, ranks)
-            before = snapshot(fits)
-            ranks.require_alike((path, layer) for layer, path in paths.items())
-            with undisturbed(model, evaluate=True):
-                number = _calibrate(model, fits, paths, batches, ranks)
-    except BaseException:
-        put_back(before)
-        raise
-    return _report(fits, paths, number)
+    with ranks.together():
+        require_plain_model(model)
+        layers = require_layers(model, with_norms=True)
+        ranks.require_alike(layers.items())
+        norms = {path: replaced.site for path, layer in layers.items() if (replaced := replaced_by(layer)) is not None}
+        paths = {layers[path]: path for path in sorted(norms, key=lambda path: norms[path].order)}
+        fits = {layer: SiteFit(layer, norms[path].kind, norms[path].eps, ranks) for layer, path in paths.items()}
+        with unchanged_on_error(fits), undisturbed(model, evaluate=True):
+            used = _stream(model, fits, paths, batches, ranks)
+    unreached = [paths[layer] for layer, fit in fits.items() if not fit.tokens]
+    if unreached:
+        warnings.warn(
+            f"kept the constants of {', '.join(unreached)}: no batch reached them, or only with inputs that are the "
+            "same in every channel; give batches that use them",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+    sites = [
+        SiteCalibration(paths[layer], fit.tokens, float(layer.beta().detach().median()), fit.error)
+        for layer, fit in fits.items()
+        if fit.tokens
+    ]
+    return CalibrationReport(sites, used, unreached)
 
 
-def _fits(layers: Iterable[PointwiseNorm], ranks: Ranks) -> dict[PointwiseNorm, SiteFit]:
-    """A fit for each layer, in call order."""
-    sites = {layer: replaced.site for layer in layers if (replaced := replaced_by(layer)) is not None}
-    ordered = sorted(sites.items(), key=lambda item: item[1].order)
-    return {
-        layer: AnnealFit(layer, ranks)
-        if isinstance(layer, AnnealedNorm)
-        else SiteFit(layer, site.kind, site.eps, ranks)
-        for layer, site in ordered
-    }
-
-
-def _calibrate(
+def _stream(
     model: nn.Module,
     fits: dict[PointwiseNorm, SiteFit],
     paths: dict[PointwiseNorm, str],
@@ -167,72 +165,59 @@ def _calibrate(
     ranks: Ranks,
 ) -> int:
     """Go through the batches, and return how many there were on all ranks."""
-    given, batch, own = iterate(batches), None, 0
-    for weight in count(start=1):
-        new = next(given, None)
-        if set(ranks.all_say(OVER if new is None else BATCH)) == {OVER}:
-            break
-        own += new is not None
+    given, batch, used, number = iterate(batches), None, 0, 0
+    while set(ranks.all_say(OVER if (new := next(given, None)) is None else BATCH)) != {OVER}:
+        number += 1
+        used += new is not None
         # A rank that has no batch left runs its last one again, for the others' sums, and adds nothing.
         batch = batch if new is None else new
-        _calibrate_batch(model, fits, paths, batch, weight, ranks, counts=new is not None)
-    return int(ranks.summed(torch.tensor([own], device=ranks.device)))
+        _fit_batch(model, fits, paths, batch, number, ranks, counts=new is not None)
+    return ranks.total(used)
 
 
-def _calibrate_batch(
+def _fit_batch(
     model: nn.Module,
     fits: dict[PointwiseNorm, SiteFit],
     paths: dict[PointwiseNorm, str],
     batch: Any,
-    weight: int,
+    number: int,
     ranks: Ranks,
     *,
     counts: bool,
 ) -> None:
-    masks = token_masks(batch)
-    targets = norm_outputs(model, batch)
-    names = [paths[layer] for layer in fits]
-    places = {layer: place for place, layer in enumerate(fits)}
+    masks, targets, names = token_masks(batch), norm_outputs(model, batch), list(paths.values())
+
+    def fit(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert isinstance(layer, PointwiseNorm)
+        own = original_forward(layer, *args)
+        first = targets[layer].pop(0) if targets[layer] else own
+        target = torch.lerp(own, first, _LEAN) if first.shape == own.shape else own
+        x, y = site_tokens(layer, args[0], masks), site_tokens(layer, target, masks)
+        require_finite(paths[layer], x, y, where=f" in batch {number - 1}")
+        ranks.meet(names, paths[layer])
+        counted = len(x) if counts else 0
+        # The later a batch, the better the constants that fed it: its tokens count more.
+        fits[layer].update(x[:counted], y[:counted], weight=number)
+        fits[layer].solve_()
+        return layer.forward(args[0])
+
+    with hooked(fits, fit):
+        call(model, batch)
+    ranks.meet(names)
+
+
+def norm_outputs(model: nn.Module, batch: Any) -> Outputs:
+    """Run a batch through the original model and return its norms' outputs, a list per layer in call order."""
+    outputs: Outputs = defaultdict(list)
 
     def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         assert isinstance(layer, PointwiseNorm)
-        x = args[0]
-        own = original_forward(layer, x)
-        first = targets[layer].pop(0) if targets[layer] else own
-        target = torch.lerp(own, first, _LEAN) if first.shape == own.shape else own
-        tokens, wanted = site_tokens(layer, x, masks), site_tokens(layer, target, masks)
-        if not _are_finite(tokens, wanted):
-            raise DataError(
-                f"activations must be finite, but the norm at {paths[layer]!r} saw NaN, inf or values whose squares "
-                f"overflow in batch {weight - 1}: look for an overflow (float16?) or bad inputs"
-            )
-        ranks.meet(places[layer], names)
-        fits[layer].update(tokens if counts else tokens[:0], wanted if counts else wanted[:0], weight)
-        fits[layer].solve_()
-        return layer.forward(x)
+        original = original_forward(layer, *args)
+        # A copy: the model may go on to write into its own.
+        outputs[layer].append(original.clone())
+        return original
 
-    with hooked(fits, hook):
+    # The random state comes back, so that a model which draws numbers draws the same ones when it is run again.
+    with undisturbed(model, batch, grad=True), hooked(dynorm_layers(model).values(), hook):
         call(model, batch)
-    ranks.meet(END, names)
-
-
-def _are_finite(*tensors: Tensor) -> bool:
-    # One number at the end: a GPU is waited for once.
-    return bool(torch.stack([tensor.square().sum(-1).isfinite().all() for tensor in tensors]).all())
-
-
-def _report(fits: dict[PointwiseNorm, SiteFit], paths: dict[PointwiseNorm, str], batches: int) -> CalibrationReport:
-    unreached = [paths[layer] for layer, fit in fits.items() if not fit.tokens]
-    if unreached:
-        warnings.warn(
-            f"kept the constants of {', '.join(unreached)}: no batch reached them, or only with inputs that are the "
-            "same in every channel; give batches that use them",
-            CalibrationWarning,
-            stacklevel=3,
-        )
-    sites = [
-        SiteCalibration(paths[layer], fit.tokens, float(layer.beta().detach().median()), fit.error)
-        for layer, fit in fits.items()
-        if fit.tokens
-    ]
-    return CalibrationReport(sites, batches, unreached)
+    return outputs

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import DataError
-from dynorm.fit.activations import put_back, site_tokens, snapshot
-from dynorm.fit.ranks import END, Ranks
+from dynorm.fit.ranks import Ranks
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import require_layers
-from dynorm.watch import call, hooked, iterate, token_masks, undisturbed
+from dynorm.watch import call, hooked, iterate, site_tokens, token_masks, unchanged_on_error, undisturbed
 
 
 @dataclass(frozen=True)
@@ -78,48 +77,44 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
         Eq. 14 for many channels of like size (closed form 5).
     """
     ranks = Ranks()
-    before: dict[nn.Parameter, Tensor] = {}
     sigma: dict[str, float] = {}
-    try:
-        with ranks.together():
-            require_plain_model(model)
-            paths = {layer: path for path, layer in require_layers(model).items()}
-            (batch,) = iterate([batch], "the batch")
-            before = snapshot(paths)
-            ranks.require_alike((path, layer) for layer, path in paths.items())
-            _initialize(model, batch, paths, sigma, ranks)
-    except BaseException:
-        put_back(before)
-        raise
-    beta = {path: float(layer.beta().detach().median()) for layer, path in paths.items() if path in sigma}
-    return InitializationReport(beta, sigma, [path for path in paths.values() if path not in sigma])
+    with ranks.together():
+        require_plain_model(model)
+        layers = require_layers(model)
+        (batch,) = iterate([batch], "the batch")
+        ranks.require_alike(layers.items())
+        with unchanged_on_error(layers.values()):
+            _initialize(model, batch, layers, sigma, ranks)
+    beta = {path: float(layer.beta().detach().median()) for path, layer in layers.items() if path in sigma}
+    return InitializationReport(beta, sigma, [path for path in layers if path not in sigma])
 
 
 def _initialize(
-    model: nn.Module, batch: Any, paths: dict[PointwiseNorm, str], sigma: dict[str, float], ranks: Ranks
+    model: nn.Module, batch: Any, layers: dict[str, PointwiseNorm], sigma: dict[str, float], ranks: Ranks
 ) -> None:
     """Run the batch, setting each layer as it is reached; ``sigma`` takes their sizes."""
-    masks, names = token_masks(batch), list(paths.values())
+    masks, names = token_masks(batch), list(layers)
+    paths = {layer: path for path, layer in layers.items()}
 
     def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         assert isinstance(layer, PointwiseNorm)
-        if paths[layer] not in sigma:
-            ranks.meet(names.index(paths[layer]), names)
-            sigma[paths[layer]] = _set_constants_(layer, site_tokens(layer, args[0], masks), paths[layer], ranks)
+        path = paths[layer]
+        if path not in sigma:
+            ranks.meet(names, path)
+            sigma[path] = _set_constants_(layer, site_tokens(layer, args[0], masks), path, ranks)
         return layer.forward(args[0])
 
     with undisturbed(model, batch), hooked(paths, hook):
         call(model, batch)
-    ranks.meet(END, names)
+    ranks.meet(names)
     if not sigma:
         raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
 
 
 def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, ranks: Ranks) -> float:
-    """Set a layer's constants by what it sees, (tokens, C), and return its size."""
+    """Set a layer's constants by its input, (tokens, C), and return the input's size."""
     x = x.double()
-    own = torch.stack([torch.tensor(float(x.numel()), device=x.device).double(), x.sum(), x.square().sum()])
-    sums = ranks.summed(own)
+    sums = ranks.summed(torch.stack([x.new_tensor(x.numel()), x.sum(), x.square().sum()]))
     count, mean, square = float(sums[0]), float(sums[1] / sums[0]), float(sums[2] / sums[0])
     variance = square - mean * mean if layer.center is not None else square
     if not (count > 0 and variance > 0 and layer.scale**2 * variance < float("inf")):

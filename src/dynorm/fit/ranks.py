@@ -65,41 +65,45 @@ class Ranks:
                 torch.distributed.all_reduce(values, group=self._group)
         return values
 
-    def all_say(self, place: int) -> list[int]:
-        """Tell the others where this rank stands, and return where each does.
+    def total(self, count: int) -> int:
+        """Return the sum of a number over the ranks."""
+        return int(self.summed(torch.tensor([count], device=self.device)))
+
+    def all_say(self, word: int) -> list[int]:
+        """Tell the others how far this rank is, and return how far each is.
 
         Raises:
             DynormError: another rank failed; of the class that was given.
         """
         if self._over:
-            return [place]
-        mine = torch.tensor([place], dtype=torch.int64, device=self.device)
+            return [word]
+        mine = torch.tensor([word], dtype=torch.int64, device=self.device)
         all_of_them = [torch.empty_like(mine) for _ in range(self.size)]
         with self._or_over():
             torch.distributed.all_gather(all_of_them, mine, group=self._group)
         found = [int(each) for each in all_of_them]
         if FAILED in found:
             self._over = True
-            if place != FAILED:
+            if word != FAILED:
                 raise self._error(
                     f"every rank must get through, but rank {found.index(FAILED)} raised an error: see its message; "
                     "the model is as it was on all ranks"
                 )
         return found
 
-    def meet(self, place: int, paths: Sequence[str]) -> None:
-        """Wait until every rank stands at the same place.
+    def meet(self, paths: Sequence[str], path: str | None = None) -> None:
+        """Wait until every rank has reached the same layer.
 
         Args:
-            place: the number of a layer, or one of the words.
-            paths: of the layers, for the message.
+            paths: of all layers, the same on every rank.
+            path: of the layer that this rank has reached; None stands for the end of a batch.
 
         Raises:
-            DataError: a rank has reached another place.
+            DataError: a rank has reached another layer.
             DynormError: another rank failed.
         """
-        found = self.all_say(place)
-        if set(found) == {place}:
+        found = self.all_say(END if path is None else paths.index(path))
+        if len(set(found)) == 1:
             return
         self._over = True
         there = [paths[each] if each >= 0 else _WORDS[each] for each in found]

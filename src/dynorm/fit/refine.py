@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fit.activations import joint_error, layers_to_fit, norm_outputs, put_back, recorded, snapshot
+from dynorm.fit.calibrate import Outputs, norm_outputs
 from dynorm.fit.ranks import Ranks
 from dynorm.guard import require_plain_model
-from dynorm.layers import AnnealedNorm
+from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers._base import upcast
-from dynorm.watch import call, iterate, token_masks, undisturbed
+from dynorm.replace.specs import require_layers
+from dynorm.watch import call, hooked, iterate, site_tokens, token_masks, unchanged_on_error, undisturbed
 
 
 @dataclass(frozen=True)
@@ -87,33 +89,25 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
             "initialized, and hand the constants on as any weights"
         )
     require_plain_model(model)
-    layers = list(layers_to_fit(model).values())
+    layers = list(require_layers(model, with_norms=True).values())
     if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
         raise ModelError(
             "a layer must be point-wise for its constants to be refined, but some are annealed ones at t = 0, which is "
             "the norm: convert_ to the layer they end as, or call set_anneal_ first"
         )
-    parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
-    before = snapshot(layers)
-    try:
-        with undisturbed(model, evaluate=True, grad=True), _trained(model, parameters):
-            rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
-            errors = _descend(model, parameters, rates, batches, steps, lr)
-    except BaseException:
-        put_back(before)
-        raise
+    with unchanged_on_error(layers), undisturbed(model, evaluate=True, grad=True), _only_trained(model, layers):
+        errors = _descend(model, layers, batches, steps, lr)
     return RefinementReport(steps, errors[0], errors[-1])
 
 
 @contextmanager
-def _trained(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Let only these parameters require gradients, as long as the context lasts."""
+def _only_trained(model: nn.Module, layers: list[PointwiseNorm]) -> Iterator[None]:
+    """Let only the layers' parameters require gradients, as long as the context lasts."""
     before = {p: p.requires_grad for p in model.parameters()}
     try:
-        for p in before:
-            p.requires_grad_(False)
-        for p in parameters:
-            p.requires_grad_(True)
+        model.requires_grad_(False)
+        for layer in layers:
+            layer.requires_grad_(True)
         yield
     finally:
         for p, trained in before.items():
@@ -121,22 +115,26 @@ def _trained(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]
 
 
 def _descend(
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    rates: Mapping[nn.Parameter, float],
-    batches: Iterable[Any],
-    steps: int,
-    lr: float,
+    model: nn.Module, layers: list[PointwiseNorm], batches: Iterable[Any], steps: int, lr: float
 ) -> list[float]:
+    """Take the steps of Adam, and return the root of the loss before each."""
+    parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+    rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
     # In half precision small steps would be lost, and Adam's eps would be 0.
     masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
     groups = [{"params": [m], "lr": lr * rates.get(p, 1.0)} for p, m in zip(parameters, masters, strict=True)]
     optimizer = torch.optim.Adam(groups, lr=lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: _rate(k, steps))
+    warm_up = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda k: min(1.0, (k + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * k / steps))
+    )
     errors: list[float] = []
     for batch in _cycle(batches, steps):
-        with torch.enable_grad():
-            loss = _loss(model, batch)
+        with torch.no_grad():
+            wanted = norm_outputs(model, batch)
+        with torch.enable_grad(), recorded({layer: layer for layer in wanted}) as given:
+            call(model, batch)
+            loss = joint_error(wanted, given, token_masks(batch))
         _require_finite("loss", loss, len(errors))
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for master, gradient in zip(masters, gradients, strict=True):
@@ -159,13 +157,8 @@ def _require_finite(what: str, value: Tensor, step: int) -> None:
         )
 
 
-def _rate(step: int, steps: int) -> float:
-    warm_up = max(1, steps // 10)
-    return min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
 def _cycle(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """The batches, from the start again until there were ``steps`` of them."""
+    """Yield the batches, from the start again until there were ``steps`` of them."""
     count = 0
     while count < steps:
         for batch in iterate(batches):
@@ -179,9 +172,44 @@ def _cycle(batches: Iterable[Any], steps: int) -> Iterator[Any]:
             )
 
 
-def _loss(model: nn.Module, batch: Any) -> Tensor:
-    with torch.no_grad():
-        targets = norm_outputs(model, batch)
-    with recorded({layer: layer for layer in targets}) as outputs:
-        call(model, batch)
-    return joint_error(targets, outputs, token_masks(batch))
+@contextmanager
+def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
+    """Record the outputs of modules, a list per layer in call order, for as long as the context lasts.
+
+    Args:
+        modules: the module to watch for each layer: the layer itself, or its counterpart in another model.
+    """
+    outputs: Outputs = defaultdict(list)
+    layers = {module: layer for layer, module in modules.items()}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        outputs[layers[module]].append(output.clone())
+
+    with hooked(layers, keep):
+        yield outputs
+
+
+def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
+    r"""Return the mean over the sites of ``|f - y|^2 / |y - mean y|^2``, padding left out.
+
+    Args:
+        wanted: y, the right outputs of each layer.
+        given: f, its outputs.
+        masks: the batch's padding masks.
+
+    Raises:
+        DataError: no site has both.
+    """
+    errors = []
+    for layer, wanted_of_layer in wanted.items():
+        for whole, output in zip(wanted_of_layer, given[layer], strict=False):
+            if whole.shape == output.shape:
+                y, f = site_tokens(layer, whole, masks), site_tokens(layer, output, masks)
+                # A single token has no spread: a hundredth of the size stands for it.
+                floor = (0.01 * y.square().sum()).clamp_min(torch.finfo(y.dtype).tiny)
+                errors.append((f - y).square().sum() / torch.maximum((y - y.mean(0)).square().sum(), floor))
+    if not errors:
+        raise DataError(
+            "a batch must reach at least one point-wise layer, but reached none: give batches that use them"
+        )
+    return torch.stack(errors).mean()

@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynorm.errors import DataError
-from dynorm.fit.activations import require_finite, site_tokens
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.layers._base import upcast
 from dynorm.quantize.bounds import Range
 from dynorm.replace.specs import require_layers
-from dynorm.watch import call, hooked, iterate, token_masks, undisturbed
+from dynorm.watch import call, hooked, iterate, require_finite, site_tokens, token_masks, undisturbed
 
 
 def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range]:
@@ -50,7 +49,7 @@ def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range
         def widen(layer: nn.Module, args: tuple[Any, ...], output: Tensor, masks: list[Tensor] = masks) -> None:
             assert isinstance(layer, PointwiseNorm)
             tokens, path = upcast(site_tokens(layer, output, masks)), paths[layer]
-            require_finite(tokens, path)
+            require_finite(path, tokens)
             if len(tokens):
                 low, high = tokens.aminmax(dim=0)
                 before = found.get(path, (low, high))

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dynorm.errors import ModelError
 from dynorm.find.probe import affine_of
-from dynorm.find.tokens import HOOK_TABLES
 from dynorm.guard import require_plain_model
-from dynorm.layers import PointwiseNorm
+from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
-    LayerSpec,
     Replaced,
     dynorm_layers,
     layer_class,
-    layer_for,
     original_,
-    remember_,
     replaced_by,
     swap_,
+    take_over_,
     tensor_like,
 )
 from dynorm.site import NormSite, select_sites
@@ -114,7 +112,7 @@ def convert_(
         >>> model[1]
         DyISRU(8, scale=2.646, center=True, elementwise_affine=True, bias=True)
     """
-    layer_class(to)
+    kind = layer_class(to)
     require_plain_model(model)
     _require_some(model, sites)
     chosen = select_sites(sites, only, skip, filter_fn)
@@ -125,9 +123,13 @@ def convert_(
     copies: dict[int, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     for site in willing:
-        module = _module_of(model, site)
-        spec = layer_for(site, to, per_channel=per_channel, center=center)
-        new[module] = _layer(model, module, site, spec, copies)
+        norm = _module_of(model, site)
+        like = tensor_like(norm, model)
+        options = _options(site, kind, per_channel=per_channel, center=center)
+        layer = kind(**options, device=like.device, dtype=like.dtype)
+        _fill_(layer, norm, site, copies)
+        take_over_(layer, norm, Replaced(norm, site))
+        new[norm] = layer
     swap_(model, new)
     return ConversionReport(to, willing, [site for site in chosen if site.refused is not None])
 
@@ -164,16 +166,15 @@ def restore_(model: nn.Module) -> nn.Module:
 
 
 def _require_some(model: nn.Module, sites: Sequence[NormSite]) -> None:
-    if sites:
-        return
-    if dynorm_layers(model):
+    if not sites and dynorm_layers(model):
         raise ModelError(
             "the model must have norms, but those it had are converted already: call dynorm.restore_(model) first"
         )
-    raise ModelError(
-        "the model must have norms, but find_norms saw none: check that the example input reaches them, or print "
-        "dynorm.find_norms(model, ...)"
-    )
+    if not sites:
+        raise ModelError(
+            "the model must have norms, but find_norms saw none: check that the example input reaches them, or print "
+            "dynorm.find_norms(model, ...)"
+        )
 
 
 def _module_of(model: nn.Module, site: NormSite) -> nn.Module:
@@ -200,36 +201,37 @@ def _module_of(model: nn.Module, site: NormSite) -> nn.Module:
     return module
 
 
-def _layer(
-    model: nn.Module, module: nn.Module, site: NormSite, spec: LayerSpec, copies: dict[int, nn.Parameter]
-) -> PointwiseNorm:
-    weight, bias = affine_of(module, site)
-    like = tensor_like(module, model)
-    layer = spec.build(like.device, like.dtype)
-    trained = [p.requires_grad for p in module.parameters()]
+def _options(site: NormSite, kind: type[PointwiseNorm], *, per_channel: bool, center: bool) -> dict[str, Any]:
+    """Return the arguments of the layer that a site becomes: its shape, axis and affine map, and its norm's bound."""
+    channels = math.prod(site.normalized_shape)
+    options: dict[str, Any] = {
+        "normalized_shape": site.normalized_shape,
+        "elementwise_affine": site.has_weight or site.has_bias,
+        "bias": site.has_bias,
+        "per_channel": per_channel,
+        "center": center,
+        # No value of a norm is larger: closed form 2 (eq. 13) for LayerNorm, closed form 3 for RMSNorm.
+        "scale": math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1)),
+        "dim": site.dim,
+    }
+    if issubclass(kind, AnnealedNorm):
+        options |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
+    return options
+
+
+def _fill_(layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[int, nn.Parameter]) -> None:
+    """Give a layer the norm's weight and bias, in their own dtypes; tensors that norms shared stay shared."""
+    trained = [p.requires_grad for p in norm.parameters()]
     layer.requires_grad_(any(trained) or not trained)
-    if layer.weight is not None and weight is not None:
-        layer.weight = _carry(_tensor(module, site.weight_name), weight, layer.weight, copies)
-    if layer.bias is not None and bias is not None:
-        layer.bias = _carry(_tensor(module, site.bias_name), bias, layer.bias, copies)
-    for name in (*HOOK_TABLES, "_is_full_backward_hook"):
-        # The same dict, not a copy: a handle that the user holds removes its hook here too.
-        setattr(layer, name, getattr(module, name))
-    layer.train(module.training)
-    remember_(layer, Replaced(module, site))
-    return layer
-
-
-def _carry(source: Tensor | None, value: Tensor, like: nn.Parameter, copies: dict[int, nn.Parameter]) -> nn.Parameter:
-    """A parameter with the norm's values, of its source's dtype; tensors that norms shared stay shared."""
-    if source is None:
-        return nn.Parameter(value.to(like.dtype), requires_grad=like.requires_grad)
-    if id(source) not in copies:
-        copies[id(source)] = nn.Parameter(value.to(source.dtype), requires_grad=source.requires_grad)
-    return copies[id(source)]
-
-
-def _tensor(module: nn.Module, name: str | None) -> Tensor | None:
-    if name is None:
-        return None
-    return dict(module.named_parameters()).get(name, dict(module.named_buffers()).get(name))
+    tensors = dict(norm.named_buffers()) | dict(norm.named_parameters())
+    names = {"weight": site.weight_name, "bias": site.bias_name}
+    for (name, source_name), value in zip(names.items(), affine_of(norm, site), strict=True):
+        own, source = getattr(layer, name), tensors.get(source_name or "")
+        if own is None or value is None:
+            continue
+        if source is None:
+            own.data.copy_(value)
+            continue
+        if id(source) not in copies:
+            copies[id(source)] = nn.Parameter(value.to(source.dtype), requires_grad=source.requires_grad)
+        setattr(layer, name, copies[id(source)])

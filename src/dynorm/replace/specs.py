@@ -1,9 +1,8 @@
-"""What stands where in a converted model: the layer of a site, its serial form, and the swap itself."""
+"""What stands where in a converted model: its layers, the norms they replaced, their serial form, and the swap."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
+from dynorm.find.tokens import HOOK_TABLES
 from dynorm.layers import (
     AnnealedDerf,
     AnnealedDyISRU,
     AnnealedDyT,
     AnnealedLinear,
-    AnnealedNorm,
     Derf,
     DyISRU,
     DyT,
@@ -35,13 +34,12 @@ LAYERS: dict[str, type[PointwiseNorm]] = {
     "annealed_derf": AnnealedDerf,
     "annealed_linear": AnnealedLinear,
 }
-_NAMES = {layer: name for name, layer in LAYERS.items()}
 _NESTED = "_dynorm_use_nested_tensor"
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """The norm that a layer stands for, kept on the layer (out of the state dict) so that it can come back.
+    """The norm that a layer stands for, kept on the layer so that it can come back.
 
     Args:
         module: the original norm, untouched.
@@ -108,114 +106,29 @@ def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
     return {path: module for path, module in model.named_modules() if isinstance(module, PointwiseNorm)}
 
 
-def require_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
-    """Return what :func:`dynorm_layers` does.
+def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, PointwiseNorm]:
+    """Return the same as :func:`dynorm_layers`, at least one layer.
+
+    Args:
+        model: a converted model, or, without ``with_norms``, one that was built with our layers.
+        with_norms: check that the norm which each layer replaced is still known.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or a layer did not replace a norm.
     """
     layers = dynorm_layers(model)
     if not layers:
         raise ModelError(
-            "the model must have point-wise layers, but has none: build it with dynorm.DyISRU, or call dynorm.convert_"
+            "the model must have point-wise layers, but has none: call dynorm.convert_(model, sites) first, or build "
+            "it with dynorm.DyISRU"
         )
-    return layers
-
-
-def specs_of(model: nn.Module) -> list[LayerSpec]:
-    """Return the spec of every point-wise layer of a model, shared ones once with all their paths."""
-    paths: dict[PointwiseNorm, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, PointwiseNorm):
-            paths.setdefault(module, []).append(path)
-    return [LayerSpec(_NAMES[type(layer)], layer.config(), tuple(found)) for layer, found in paths.items()]
-
-
-def layer_for(site: NormSite, to: str, *, per_channel: bool, center: bool) -> LayerSpec:
-    """Return the layer that a site becomes: its shape, axis and affine map, and the bound of its norm.
-
-    The bound is sqrt(C - 1) for LayerNorm (closed form 2, eq. 13) and sqrt(C) for RMSNorm (closed form 3).
-    """
-    channels = math.prod(site.normalized_shape)
-    config = {
-        "normalized_shape": list(site.normalized_shape),
-        "elementwise_affine": site.has_weight or site.has_bias,
-        "bias": site.has_bias,
-        "per_channel": per_channel,
-        "center": center,
-        "scale": math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1)),
-        "dim": site.dim if isinstance(site.dim, int) else list(site.dim),
-    }
-    if issubclass(layer_class(to), AnnealedNorm):
-        config |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
-    return LayerSpec(to, config, (site.path, *site.aliases))
-
-
-def swap_(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
-    """Put each value where its key stands, at every path, keeping the order of the children.
-
-    nn.TransformerEncoder packs padded batches into nested tensors for the fused layers only, so it is told not
-    to as long as it holds a point-wise layer.
-    """
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and child in new:
-                parent._modules[name] = new[child]
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            _allow_nested_tensor(module, not any(isinstance(m, PointwiseNorm) for m in module.modules()))
-
-
-def _allow_nested_tensor(encoder: nn.TransformerEncoder, allow: bool) -> None:
-    if not allow and not hasattr(encoder, _NESTED):
-        setattr(encoder, _NESTED, encoder.use_nested_tensor)
-        encoder.use_nested_tensor = False
-    elif allow and hasattr(encoder, _NESTED):
-        encoder.use_nested_tensor = getattr(encoder, _NESTED)
-        delattr(encoder, _NESTED)
-
-
-def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:
-    """Put empty point-wise layers where the specs say, for a state dict to fill; all of them or none.
-
-    Args:
-        model: an unconverted model of the class that the specs were made from; meta tensors are fine.
-        specs: what :func:`specs_of` returned.
-
-    Raises:
-        ModelError: the model has no module at a path.
-    """
-    new: dict[nn.Module, nn.Module] = {}
-    for spec in specs:
-        modules = list(_at(model, spec))
-        like = tensor_like(modules[0], model)
-        layer = spec.build(like.device, like.dtype)
-        layer.train(modules[0].training)
-        new.update(dict.fromkeys(modules, layer))
-    swap_(model, new)
-
-
-def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
-    """Return a tensor whose device and dtype suit a layer in place of ``module``: its own, or the model's first."""
-    tensors = (t for m in (module, model) for t in (*m.parameters(), *m.buffers()))
-    # One byte is a weight quantized to float8: no dtype to compute in.
-    return next((t for t in tensors if t.is_floating_point() and t.element_size() > 1), torch.empty(0))
-
-
-def _at(model: nn.Module, spec: LayerSpec) -> Iterator[nn.Module]:
-    for path in spec.paths:
-        try:
-            yield model.get_submodule(path)
-        except AttributeError as error:
+    for path, layer in layers.items():
+        if with_norms and replaced_by(layer) is None:
             raise ModelError(
-                f"the model must have a norm at {path!r}, where the saved model has a {spec.layer} layer, but "
-                f"{type(model).__name__} has no such module: load it into the class of model that was saved"
-            ) from error
-
-
-def remember_(layer: PointwiseNorm, replaced: Replaced) -> None:
-    """Keep the norm on the layer that replaces it; out of the state dict, but copied and pickled with it."""
-    layer.__dict__["replaced"] = replaced
+                f"the layer {path!r} must have replaced a norm to be fitted to it, but it was loaded or built so: "
+                "calibrate right after convert_, before saving"
+            )
+    return layers
 
 
 def replaced_by(layer: PointwiseNorm) -> Replaced | None:
@@ -224,7 +137,7 @@ def replaced_by(layer: PointwiseNorm) -> Replaced | None:
 
 
 def original_(layer: PointwiseNorm) -> nn.Module:
-    """Return the norm that ``layer`` replaced, moved to where the model, and the layer with it, was moved since."""
+    """Return the norm that ``layer`` replaced, moved to the device and dtype that the layer has by now."""
     replaced = replaced_by(layer)
     assert replaced is not None
     like = next(layer.parameters())
@@ -232,3 +145,78 @@ def original_(layer: PointwiseNorm) -> nn.Module:
     if (own.device, own.dtype) != (like.device, like.dtype):
         replaced.module.to(device=like.device, dtype=like.dtype)
     return replaced.module
+
+
+def original_forward(layer: PointwiseNorm, *args: Any) -> Tensor:
+    """Return the output of the norm that ``layer`` replaced."""
+    # forward, not a call: layer and norm share their hooks, ours among them.
+    output: Tensor = original_(layer).forward(*args)
+    return output
+
+
+def take_over_(layer: PointwiseNorm, before: nn.Module, replaced: Replaced | None) -> None:
+    """Let ``layer`` stand for the module ``before``: its hooks, its mode, and the norm to put back one day."""
+    for name in (*HOOK_TABLES, "_is_full_backward_hook"):
+        # The same dict, not a copy: a handle that the user holds removes its hook here too.
+        setattr(layer, name, getattr(before, name))
+    layer.train(before.training)
+    if replaced is not None:
+        # Out of the state dict, but copied and pickled with the layer.
+        layer.__dict__["replaced"] = replaced
+
+
+def swap_(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
+    """Put each value where its key stands, at every path, keeping the order of the children."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in new:
+                parent._modules[name] = new[child]
+    # nn.TransformerEncoder packs padded batches into nested tensors, which only the fused layers know.
+    for encoder in (m for m in model.modules() if isinstance(m, nn.TransformerEncoder)):
+        if not any(isinstance(m, PointwiseNorm) for m in encoder.modules()):
+            encoder.use_nested_tensor = encoder.__dict__.pop(_NESTED, encoder.use_nested_tensor)
+        elif not hasattr(encoder, _NESTED):
+            setattr(encoder, _NESTED, encoder.use_nested_tensor)
+            encoder.use_nested_tensor = False
+
+
+def specs_of(model: nn.Module) -> list[LayerSpec]:
+    """Return the spec of every point-wise layer of a model, shared ones once with all their paths."""
+    paths: dict[PointwiseNorm, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, PointwiseNorm):
+            paths.setdefault(module, []).append(path)
+    names = {layer: name for name, layer in LAYERS.items()}
+    return [LayerSpec(names[type(layer)], layer.config(), tuple(found)) for layer, found in paths.items()]
+
+
+def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:
+    """Put empty point-wise layers where the specs say, for a state dict to fill; all of them or none.
+
+    Args:
+        model: an unconverted model of the class that the specs were made from; meta tensors are fine.
+        specs: the result of :func:`specs_of`.
+
+    Raises:
+        ModelError: the model has no module at a path.
+    """
+    new: dict[nn.Module, nn.Module] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for spec in specs:
+        if lost := [path for path in spec.paths if path not in modules]:
+            raise ModelError(
+                f"the model must have a norm at {lost[0]!r}, where the saved model has a {spec.layer} layer, but "
+                f"{type(model).__name__} has no such module: load it into the class of model that was saved"
+            )
+        first = modules[spec.paths[0]]
+        like = tensor_like(first, model)
+        layer = spec.build(like.device, like.dtype).train(first.training)
+        new |= {modules[path]: layer for path in spec.paths}
+    swap_(model, new)
+
+
+def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
+    """Return a tensor whose device and dtype suit a layer in place of ``module``: its own, or the model's first."""
+    tensors = (t for m in (module, model) for t in (*m.parameters(), *m.buffers()))
+    # One byte is a weight quantized to float8: no dtype to compute in.
+    return next((t for t in tensors if t.is_floating_point() and t.element_size() > 1), torch.empty(0))

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.probe import find_norms
-from dynorm.fit.activations import require_finite, site_tokens
 from dynorm.guard import require_plain_model
 from dynorm.report.outliers import OutlierFit, Outliers
 from dynorm.report.stats import CoreFit, Picture, SiteStats
 from dynorm.site import NormSite
-from dynorm.watch import arguments, call, iterate, token_masks, undisturbed
+from dynorm.watch import arguments, call, iterate, require_finite, site_tokens, token_masks, undisturbed
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ class _Watched:
 
     def see(self, x: Tensor, fitted: float) -> None:
         """Add tokens (tokens, C), a share of which is fitted on, and the rest measured on."""
-        require_finite(x, self.site.path)
+        require_finite(self.site.path, x)
         if fitted == 1.0:
             self.stats.add_fitted(x)
         split = int(len(x) * fitted)

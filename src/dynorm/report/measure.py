@@ -13,18 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fit.activations import (
-    layers_to_fit,
-    original_forward,
-    require_finite,
-    site_tokens,
-)
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import LAYERS, dynorm_layers, replaced_by
+from dynorm.replace.specs import LAYERS, dynorm_layers, original_forward, replaced_by, require_layers
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.stats import CoreFit, Picture, SiteStats
-from dynorm.watch import call, hooked, iterate, token_masks, undisturbed
+from dynorm.watch import call, hooked, iterate, require_finite, site_tokens, token_masks, undisturbed
 
 # A value is saturated when the function gives more than this share of its bound: beyond 3 sqrt(beta) for DyISRU.
 SATURATION = 0.95
@@ -179,7 +173,7 @@ def measure(
         raise ArgumentError(f"points must be at least 1, got {points}")
     require_plain_model(model)
     pair = _Pair(model, original)
-    sites = {layer: _Site(path, layer, seed, points) for path, layer in layers_to_fit(model).items()}
+    sites = {layer: _Site(path, layer, seed, points) for path, layer in require_layers(model, with_norms=True).items()}
     comparison = OutputComparison(output)
     with ExitStack() as stack:
         for each in pair.models:
@@ -257,7 +251,7 @@ class _Site:
     def tokens(self, x: Tensor, masks: list[Tensor]) -> Tensor:
         """Return the tokens of x, (tokens, C), without padding, after a look at them."""
         tokens = site_tokens(self.layer, x, masks)
-        require_finite(tokens, self.path)
+        require_finite(self.path, tokens)
         return tokens
 
     def compare(self, now: Tensor, wanted: Tensor) -> None:
