@@ -465,11 +465,12 @@ def linear(
     bias: Tensor | None = None,
     *,
     center: float | Tensor | None = None,
+    scale: float | Tensor = 1.0,
     dim: int | tuple[int, ...] = -1,
 ) -> Tensor:
     r"""The control of every study: the same slope at the centre, without a bound.
 
-    .. math:: y = \mathrm{weight} \cdot \mathrm{slope} \cdot (x - \mathrm{center}) + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \mathrm{slope} \cdot (x - \mathrm{center}) + \mathrm{bias}
 
     Args:
         x: Floating point tensor of any shape.
@@ -477,6 +478,7 @@ def linear(
         weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         center: Where the function is 0; a constant, or None for 0.
+        scale: Factor before ``weight``; a constant.
         dim: The normalised dimension, or several.
 
     Returns:
@@ -494,7 +496,7 @@ def linear(
     """
     z, axes = _resolve(x, dim)
     slope = _constant("slope", slope, z, axes)
-    gain, offset = _gain_and_offset(slope, weight, bias, z, axes)
+    gain, offset = _gain_and_offset(slope * _constant("scale", scale, z, axes), weight, bias, z, axes)
     return _affine(_shifted(z, center, axes), gain, offset).to(x.dtype)
 
 

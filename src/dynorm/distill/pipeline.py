@@ -28,13 +28,13 @@ from dynorm.distill.pretrained import (
 )
 from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
 from dynorm.errors import ArgumentError, StorageError
+from dynorm.family import layer_class
 from dynorm.files import write_text
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.layers import AnnealedNorm
 from dynorm.layers._base import check_positive
 from dynorm.replace import convert_
-from dynorm.replace.specs import layer_class
 from dynorm.report import ModelReport, measure
 from dynorm.report.picture import require_matplotlib
 

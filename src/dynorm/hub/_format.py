@@ -10,9 +10,10 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.family import LAYERS, NAMES
 from dynorm.fold.marks import added_biases
 from dynorm.fold.specs import RMSNORM, RMSNormSpec, rms_specs
-from dynorm.replace.specs import LAYERS, LayerSpec, dynorm_layers, specs_of
+from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 
 FORMAT_VERSION = 1
 
@@ -61,7 +62,7 @@ def saved_specs(model: nn.Module) -> list[LayerSpec]:
     if "" in layers:
         raise ModelError("the model must hold its point-wise layers, but is one itself: wrap it in nn.Sequential")
     for path, layer in layers.items():
-        if type(layer) not in LAYERS.values():
+        if type(layer) not in NAMES:
             raise ModelError(
                 f"the layer {path!r} must be one of dynorm's ({', '.join(LAYERS)}), but is a {type(layer).__name__}: "
                 "save such a model with torch's own means"

@@ -22,11 +22,12 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
 from dynorm.errors import DynormError, ModelError, StorageError
+from dynorm.family import NAMES
 from dynorm.fold.marks import added_biases
 from dynorm.fold.specs import rms_specs
 from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, saved_specs
 from dynorm.hub._quantizer import METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
-from dynorm.replace.specs import LAYERS, LayerSpec, dynorm_layers, replaced_by
+from dynorm.replace.specs import LayerSpec, dynorm_layers, replaced_by
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -65,7 +66,7 @@ def described(model: Any) -> Iterator[None]:
     method = _method(model)
     layers = dynorm_layers(model).values()
     # A class of model that builds layers of its own needs no description.
-    converted = any(type(layer) in LAYERS.values() for layer in layers)
+    converted = any(type(layer) in NAMES for layer in layers)
     converted = converted or bool(rms_specs(model)) or bool(added_biases(model))
     if method not in (None, METHOD):
         if any(replaced_by(layer) is not None for layer in layers):

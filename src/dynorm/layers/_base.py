@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
@@ -52,6 +52,8 @@ class PointwiseNorm(nn.Module):
     """
 
     _dynorm_layer: ClassVar[bool] = True
+    kernel: ClassVar[int]
+    function: ClassVar[Callable[..., Tensor]]
     constants: ClassVar[tuple[str, ...]] = ()
     relative_constants: ClassVar[tuple[str, ...]] = ()
 
@@ -136,27 +138,41 @@ class PointwiseNorm(nn.Module):
         return y.contiguous() if self.dim == -1 or self._dims()[-1] == -1 else y
 
     def pointwise(self, x: Tensor) -> Tensor:
-        """Return the function of ``x``, whose sizes have been checked."""
-        raise NotImplementedError
-
-    def _by_kernel(
-        self, function: int, x: Tensor, *, shift: str | None = None, logarithmic: bool = False
-    ) -> Tensor | None:
-        """Return the function of ``x`` by a fused kernel, or None where the plain definition has to serve."""
-        own = self._parameters
+        """Return the function of ``x``, whose sizes have been checked: by a fused kernel, or by its definition."""
+        own, first = self._parameters, self.constants[0]
+        shift = None
         try:
             # A tenth of the time of attributes, which nn.Module looks up in three dictionaries.
-            first, center, weight, bias = own[self.constants[0]], own["center"], own["weight"], own["bias"]
-            second = None if shift is None else own[shift]
+            constant, center, weight, bias = own[first], own["center"], own["weight"], own["bias"]
+            if len(self.constants) > 1:
+                shift = own[self.constants[1]]
         except KeyError:
             # A parametrization keeps a parameter elsewhere.
-            first, center, weight, bias = getattr(self, self.constants[0]), self.center, self.weight, self.bias
-            second = None if shift is None else getattr(self, shift)
-        assert first is not None
-        parameters = (first, second, center, weight, bias)
-        return kernels.pointwise(
-            function, x, parameters, self.scale, self.normalized_shape, self.dim, logarithmic=logarithmic
+            constant, center, weight, bias = getattr(self, first), self.center, self.weight, self.bias
+            if len(self.constants) > 1:
+                shift = getattr(self, self.constants[1])
+        assert constant is not None
+        parameters = (constant, shift, center, weight, bias)
+        logarithmic = first == "log_beta"
+        y = kernels.pointwise(
+            self.kernel, x, parameters, self.scale, self.normalized_shape, self.dim, logarithmic=logarithmic
         )
+        if y is not None:
+            return y
+        constants = (constant,) if shift is None else (constant, shift)
+        return self.function(
+            x, *self.arguments(*constants), weight=weight, bias=bias, center=center, scale=self.scale, dim=self.dim
+        )
+
+    @staticmethod
+    def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
+        """Return the arguments of :attr:`function` after x, from the constants as the layer holds them."""
+        return constants
+
+    @classmethod
+    def curve(cls, x: Tensor, beta: Tensor, center: float, scale: float) -> Tensor:
+        """Return ``scale * f(x - center)``, with the constant that gives f the slope ``1 / sqrt(beta)`` at 0."""
+        return cls.function(x, *cls.arguments(cls.constant_from(beta)), center=center, scale=scale)
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
@@ -197,7 +213,7 @@ class PointwiseNorm(nn.Module):
         """Do what :meth:`set_slope_` does without its check, which makes the CPU wait for a GPU."""
         with torch.no_grad():
             constant = getattr(self, self.constants[0])
-            constant.copy_(as_stored(self._constant_from(beta), constant))
+            constant.copy_(as_stored(self.constant_from(beta), constant))
 
     def fill_constants_(self, beta: Tensor, center: Tensor) -> None:
         """Do what :meth:`fill_slope_` does, set the centre, where there is one, and every other constant to 0."""
@@ -234,7 +250,9 @@ class PointwiseNorm(nn.Module):
     def _initial_constants(self) -> dict[str, float]:
         raise NotImplementedError
 
-    def _constant_from(self, beta: Tensor) -> Tensor:
+    @staticmethod
+    def constant_from(beta: Tensor) -> Tensor:
+        """Return the first constant, as the layer holds it, for a slope of ``1 / sqrt(beta)``."""
         raise NotImplementedError
 
     def _forward_nested(self, x: Tensor) -> Tensor:
@@ -309,8 +327,15 @@ class LogBetaNorm(PointwiseNorm):
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
         return super().config() | {"beta_init": self.beta_init}
 
-    def _constant_from(self, beta: Tensor) -> Tensor:
+    @staticmethod
+    def constant_from(beta: Tensor) -> Tensor:
+        """Return ``log(beta)``."""
         return beta.log()
+
+    @staticmethod
+    def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
+        """Return beta."""
+        return (upcast(constants[0]).exp(),)
 
     def _initial_constants(self) -> dict[str, float]:
         return {"log_beta": math.log(self.channels if self.beta_init is None else self.beta_init)}

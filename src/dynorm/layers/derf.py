@@ -42,6 +42,8 @@ class Derf(PointwiseNorm):
         M. Chen et al., "Stronger Normalization-Free Transformers", arXiv 2512.10938.
     """
 
+    kernel = kernels.DERF
+    function = staticmethod(functional.derf)
     constants = ("alpha", "shift")
     relative_constants = ("alpha",)
     alpha: nn.Parameter
@@ -67,22 +69,6 @@ class Derf(PointwiseNorm):
         """As for every layer; a step of shift moves all outputs by ``scale`` times as much."""
         return {**super().constant_rates(), self.shift: 1 / abs(self.scale)}
 
-    def pointwise(self, x: Tensor) -> Tensor:
-        """Return the function of ``x``."""
-        y = self._by_kernel(kernels.DERF, x, shift="shift")
-        if y is not None:
-            return y
-        return functional.derf(
-            x,
-            self.alpha,
-            self.shift,
-            self.weight,
-            self.bias,
-            center=self.center,
-            scale=self.scale,
-            dim=self.dim,
-        )
-
     def beta(self) -> Tensor:
         """Return the DyISRU constant of the same slope at 0, for shift 0: ``pi / (4 alpha^2)``."""
         return math.pi / 4 * upcast(self.alpha) ** -2
@@ -91,7 +77,9 @@ class Derf(PointwiseNorm):
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
         return super().config() | {"alpha_init": self.alpha_init, "shift_init": self.shift_init}
 
-    def _constant_from(self, beta: Tensor) -> Tensor:
+    @staticmethod
+    def constant_from(beta: Tensor) -> Tensor:
+        """Return the alpha of that slope."""
         return theory.derf_alpha(beta)
 
     def _initial_constants(self) -> dict[str, float]:

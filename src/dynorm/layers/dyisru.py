@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from dynorm import functional, kernels
 from dynorm.layers._base import LogBetaNorm
 
@@ -44,11 +42,5 @@ class DyISRU(LogBetaNorm):
         Functions", arXiv 2503.21708, eq. 13 and 15.
     """
 
-    def pointwise(self, x: Tensor) -> Tensor:
-        """Return the function of ``x``."""
-        y = self._by_kernel(kernels.DYISRU, x, logarithmic=True)
-        if y is not None:
-            return y
-        return functional.dyisru_general(
-            x, self.beta(), self.center, self.weight, self.bias, scale=self.scale, dim=self.dim
-        )
+    kernel = kernels.DYISRU
+    function = staticmethod(functional.dyisru_general)

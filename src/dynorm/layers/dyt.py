@@ -40,6 +40,8 @@ class DyT(PointwiseNorm):
         J. Zhu et al., "Transformers without Normalization", arXiv 2503.10622; arXiv 2503.21708, eq. 4 and 11.
     """
 
+    kernel = kernels.DYT
+    function = staticmethod(functional.dyt)
     constants = ("alpha",)
     relative_constants = ("alpha",)
     alpha: nn.Parameter
@@ -55,13 +57,6 @@ class DyT(PointwiseNorm):
         self.alpha_init = check_positive("alpha_init", alpha_init)
         super().__init__(normalized_shape, elementwise_affine, bias, **options)
 
-    def pointwise(self, x: Tensor) -> Tensor:
-        """Return the function of ``x``."""
-        y = self._by_kernel(kernels.DYT, x)
-        if y is not None:
-            return y
-        return functional.dyt(x, self.alpha, self.weight, self.bias, center=self.center, scale=self.scale, dim=self.dim)
-
     def beta(self) -> Tensor:
         """Return ``alpha ** -2``, the DyISRU constant of the same slope at 0."""
         return upcast(self.alpha) ** -2
@@ -70,7 +65,9 @@ class DyT(PointwiseNorm):
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
         return super().config() | {"alpha_init": self.alpha_init}
 
-    def _constant_from(self, beta: Tensor) -> Tensor:
+    @staticmethod
+    def constant_from(beta: Tensor) -> Tensor:
+        """Return the alpha of that slope."""
         return theory.scaled_dyt_alpha(beta)
 
     def _initial_constants(self) -> dict[str, float]:

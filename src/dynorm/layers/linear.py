@@ -34,10 +34,10 @@ class LinearControl(LogBetaNorm):
         tensor([   0.,    2.,  100., -100.])
     """
 
-    def pointwise(self, x: Tensor) -> Tensor:
-        """Return the map of ``x``."""
-        y = self._by_kernel(kernels.LINEAR, x, logarithmic=True)
-        if y is not None:
-            return y
-        slope = self.scale * (-0.5 * upcast(self.log_beta)).exp()
-        return functional.linear(x, slope, self.weight, self.bias, center=self.center, dim=self.dim)
+    kernel = kernels.LINEAR
+    function = staticmethod(functional.linear)
+
+    @staticmethod
+    def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
+        """Return the slope, ``1 / sqrt(beta)``."""
+        return ((-0.5 * upcast(constants[0])).exp(),)

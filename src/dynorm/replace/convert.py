@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from dynorm.errors import ModelError
+from dynorm.family import layer_class
 from dynorm.find.probe import affine_of
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
     Replaced,
     dynorm_layers,
-    layer_class,
     original_,
     replaced_by,
     swap_,

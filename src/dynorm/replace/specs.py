@@ -10,30 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
+from dynorm.family import NAMES, layer_class
 from dynorm.find.tokens import HOOK_TABLES
-from dynorm.layers import (
-    AnnealedDerf,
-    AnnealedDyISRU,
-    AnnealedDyT,
-    AnnealedLinear,
-    Derf,
-    DyISRU,
-    DyT,
-    LinearControl,
-    PointwiseNorm,
-)
+from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
 
-LAYERS: dict[str, type[PointwiseNorm]] = {
-    "dyisru": DyISRU,
-    "dyt": DyT,
-    "derf": Derf,
-    "linear": LinearControl,
-    "annealed": AnnealedDyISRU,
-    "annealed_dyt": AnnealedDyT,
-    "annealed_derf": AnnealedDerf,
-    "annealed_linear": AnnealedLinear,
-}
 _NESTED = "_dynorm_use_nested_tensor"
 
 
@@ -55,7 +36,7 @@ class LayerSpec:
     """One point-wise layer of a model as plain values: where it stands and how to build it empty.
 
     Args:
-        layer: a name of :data:`LAYERS`.
+        layer: a name of :data:`dynorm.family.LAYERS`.
         config: the constructor's arguments.
         paths: every path of the layer, the first one leading.
     """
@@ -88,17 +69,6 @@ class LayerSpec:
             return layer_class(self.layer)(**self.config, device=device, dtype=dtype)
         except TypeError as error:
             raise ArgumentError(f"{self.layer} cannot be built from {dict(self.config)!r}: {error}") from error
-
-
-def layer_class(name: str) -> type[PointwiseNorm]:
-    """Return the layer of a name.
-
-    Raises:
-        ArgumentError: no layer has that name.
-    """
-    if name not in LAYERS:
-        raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
-    return LAYERS[name]
 
 
 def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
@@ -186,8 +156,7 @@ def specs_of(model: nn.Module) -> list[LayerSpec]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PointwiseNorm):
             paths.setdefault(module, []).append(path)
-    names = {layer: name for name, layer in LAYERS.items()}
-    return [LayerSpec(names[type(layer)], layer.config(), tuple(found)) for layer, found in paths.items()]
+    return [LayerSpec(NAMES[type(layer)], layer.config(), tuple(found)) for layer, found in paths.items()]
 
 
 def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.measure import ModelReport, SiteReport
 from dynorm.report.page import (
@@ -21,8 +22,6 @@ from dynorm.report.page import (
 )
 from dynorm.report.picture import Drawing, svg_picture
 from dynorm.report.text import constant, number, share, short_kind
-
-_NAMES = {"dyisru": "DyISRU", "dyt": "DyT", "derf": "Derf", "linear": "linear"}
 
 # Title and meaning of each column of the table.
 _COLUMNS = (
@@ -95,7 +94,7 @@ def render(report: ModelReport) -> str:
 
 
 def _lead(report: ModelReport) -> str:
-    layers = sorted({_NAMES.get(site.layer, site.layer) for site in report.sites})
+    layers = sorted({FAMILY[site.layer].title if site.layer in FAMILY else site.layer for site in report.sites})
     count = len(report.sites)
     what = f"{count} norm{'s' * (count != 1)} replaced by {' and '.join(layers)}, "
     return f"{what}and compared with the original on {report.output.samples:,} held-out samples."

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.family import NAMES
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import LAYERS, dynorm_layers, original_forward, replaced_by, require_layers
+from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.stats import CoreFit, Picture, SiteStats
 from dynorm.watch import call, hooked, iterate, require_finite, site_tokens, token_masks, undisturbed
@@ -275,7 +276,7 @@ class _Site:
         return SiteReport(
             path=self.path,
             kind=stats.site.kind,
-            layer=next((name for name, cls in LAYERS.items() if type(layer) is cls), type(layer).__name__),
+            layer=NAMES.get(type(layer), type(layer).__name__),
             channels=layer.channels,
             tokens=stats.tokens,
             outlier=outlier,

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dynorm import functional, theory
+from dynorm.family import FAMILY
 from dynorm.site import NormSite
 
 # Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003 sigma wide at the
@@ -28,23 +28,7 @@ _BARS, _LEAST_VALUES = 25, 8
 _CHUNK = 1 << 20
 
 
-def _linear(x: Tensor, beta: Tensor, center: float, scale: float) -> Tensor:
-    return functional.linear(x, theory.linear_slope(beta, scale), center=center)
-
-
-def _dyt(x: Tensor, beta: Tensor, center: float, scale: float) -> Tensor:
-    return functional.dyt(x, theory.scaled_dyt_alpha(beta), center=center, scale=scale)
-
-
-def _dyisru(x: Tensor, beta: Tensor, center: float, scale: float) -> Tensor:
-    return functional.dyisru_general(x, beta, center, scale=scale)
-
-
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
-    "linear": _linear,
-    "dyt": _dyt,
-    "dyisru": _dyisru,
-}
+FUNCTIONS = {name: FAMILY[name].curve for name in ("linear", "dyt", "dyisru")}
 """What every site is compared with: functions of (x, beta, center, scale), all of slope scale / sqrt(beta) at 0."""
 
 

@@ -1,0 +1,88 @@
+"""The one table of the family: every point-wise function with its names, its layers and its kernel.
+
+A new function takes one row here, one layer file and one kernel functor; everything else reads this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dynorm.errors import ArgumentError
+from dynorm.layers import (
+    AnnealedDerf,
+    AnnealedDyISRU,
+    AnnealedDyT,
+    AnnealedLinear,
+    AnnealedNorm,
+    Derf,
+    DyISRU,
+    DyT,
+    LinearControl,
+    PointwiseNorm,
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """One row of the table.
+
+    Args:
+        name: in code, in saved folders and on the command line.
+        title: in prose, tables and pictures.
+        layer: the layer that computes it.
+        annealed: the layer that begins as a norm and ends as that one.
+        color: of its curve on white paper.
+    """
+
+    name: str
+    title: str
+    layer: type[PointwiseNorm]
+    annealed: type[AnnealedNorm]
+    color: str
+
+    @property
+    def kernel(self) -> int:
+        """The number by which the kernels know the function."""
+        return self.layer.kernel
+
+    @property
+    def annealed_name(self) -> str:
+        """The name of the annealed layer; DyISRU's is the short one."""
+        return "annealed" if self.layer is DyISRU else f"annealed_{self.name}"
+
+    def curve(self, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:
+        """Return ``scale * f(x - center)``, with the constant that gives f the slope ``1 / sqrt(beta)`` at 0."""
+        return self.layer.curve(x, beta, center, scale)
+
+
+FAMILY: dict[str, Function] = {
+    row.name: row
+    for row in (
+        Function("dyisru", "DyISRU", DyISRU, AnnealedDyISRU, "#0072B2"),
+        Function("dyt", "DyT", DyT, AnnealedDyT, "#D55E00"),
+        Function("derf", "Derf", Derf, AnnealedDerf, "#009E73"),
+        Function("linear", "linear", LinearControl, AnnealedLinear, "#CC79A7"),
+    )
+}
+"""The functions by name."""
+
+LAYERS: dict[str, type[PointwiseNorm]] = {row.name: row.layer for row in FAMILY.values()} | {
+    row.annealed_name: row.annealed for row in FAMILY.values()
+}
+"""The layers by the name that ``convert_`` takes and that saved folders hold."""
+
+NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}
+"""The names of :data:`LAYERS` by layer."""
+
+
+def layer_class(name: str) -> type[PointwiseNorm]:
+    """Return the layer of a name.
+
+    Raises:
+        ArgumentError: no layer has that name.
+    """
+    if name not in LAYERS:
+        raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
+    return LAYERS[name]
