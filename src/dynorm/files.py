@@ -8,22 +8,9 @@ from pathlib import Path
 
 from dynorm.errors import StorageError
 
-__all__ = ["require_writable", "write_bytes", "write_text"]
-
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all; one that exists is replaced.
-
-    Args:
-        path: the file; its folder must exist.
-        text: what it holds afterwards.
-
-    Raises:
-        StorageError: the file cannot be written; an old one stands untouched.
-
-    Example:
-        >>> write_text(getfixture("tmp_path") / "a.txt", "sigma")
-    """
+    """Write a text file in UTF-8, as `write_bytes` does."""
     write_bytes(path, text.encode())
 
 
@@ -32,7 +19,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
     Args:
         path: the file; its folder must exist.
-        data: what it holds afterwards.
+        data: its contents.
 
     Raises:
         StorageError: the file cannot be written; an old one stands untouched.
@@ -48,10 +35,12 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        # mkstemp makes files that only their owner can read.
-        os.chmod(temporary, 0o666 & ~_umask())
+        # mkstemp makes files that only their owner can read; the mask of others cannot be read without being set.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
-    # ValueError is what a path with a null byte gives.
+    # A path with a null byte gives ValueError.
     except (OSError, ValueError) as error:
         raise StorageError(f"{str(target)!r} cannot be written: {error}; give a path that can be") from error
     finally:
@@ -60,7 +49,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Make the folder of a file, and refuse before the work what could not be written after it.
+    """Make the folder of a file, or refuse the path now, before hours of work are lost for it.
 
     Args:
         path: the file; neither it nor its folder need exist.
@@ -87,10 +76,3 @@ def require_writable(path: str | os.PathLike[str]) -> None:
         raise StorageError(
             f"the output must be a file that can be written, but {str(target)!r} cannot be written: {error}"
         ) from error
-
-
-def _umask() -> int:
-    """The mask of new files; it cannot be read without being set."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

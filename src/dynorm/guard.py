@@ -1,15 +1,15 @@
-"""Models that cannot be worked on: compiled, exported, wrapped, scripted, or without values in their tensors."""
+"""Refuse models that cannot be worked on: compiled, exported, wrapped, scripted, or without values."""
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError
 
-# Where a class lives, its name, the state it means, and what to do. Looked up only among modules that are
+# Module and name of a class, the state it means, and the remedy. Looked up only among modules that are
 # loaded already: a model cannot be of a class that nobody imported, and torch.distributed takes its time.
 _WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "compiled", "pass model._orig_mod, compile afterwards"),
@@ -24,7 +24,7 @@ _WRAPPERS = (
 
 
 def require_plain_model(model: nn.Module) -> None:
-    """Checks that a model is plain modules with real tensors, so that its parts can be watched and replaced.
+    """Check that a model is plain modules with real tensors, so that its parts can be watched and replaced.
 
     Args:
         model: Any module.
@@ -48,42 +48,30 @@ def require_plain_model(model: nn.Module) -> None:
             raise ModelError("the model must be a plain module, but is exported: pass the module that was exported")
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     for path, module in model.named_modules():
-        _require_plain_module(module, f"the part {path!r} of the model" if path else "the model")
-    for name, tensor in _named_tensors(model):
-        _require_values(tensor, name)
-
-
-def _require_plain_module(module: nn.Module, place: str) -> None:
-    for origin, name, state, remedy in _WRAPPERS:
-        if _is_a(module, origin, name):
-            raise ModelError(f"{place} must be a plain module, but is {state}: {remedy}")
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        raise ModelError(f"{place} must be a plain module, but is compiled: call .compile() afterwards")
+        place = f"the part {path!r} of the model" if path else "the model"
+        for origin, name, state, remedy in _WRAPPERS:
+            if _is_a(module, origin, name):
+                raise ModelError(f"{place} must be a plain module, but is {state}: {remedy}")
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise ModelError(f"{place} must be a plain module, but is compiled: call .compile() afterwards")
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ModelError(f"the model's tensors must hold values, but {name!r} is lazy: run the model once first")
+        if tensor.is_meta:
+            raise ModelError(
+                f"the model's tensors must hold values, but {name!r} is on the meta device: "
+                "call model.to_empty(device=...) and load its weights first"
+            )
+        # By name, for importing DTensor takes time, and no other tensor is called so.
+        if type(tensor).__name__ == "DTensor":
+            raise ModelError(f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards")
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Tell whether ``fully_shard``, FSDP2, has taken a module."""
+    """Whether ``fully_shard``, FSDP2, has taken a module."""
     return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def _is_a(module: nn.Module, origin: str, name: str) -> bool:
     wrapper = getattr(sys.modules.get(origin), name, None)
     return wrapper is not None and isinstance(module, wrapper)
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _require_values(tensor: Tensor, name: str) -> None:
-    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-        raise ModelError(f"the model's tensors must hold values, but {name!r} is lazy: run the model once first")
-    if tensor.is_meta:
-        raise ModelError(
-            f"the model's tensors must hold values, but {name!r} is on the meta device: "
-            "call model.to_empty(device=...) and load its weights first"
-        )
-    # By name, for importing DTensor takes time, and no other tensor is called so.
-    if type(tensor).__name__ == "DTensor":
-        raise ModelError(f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards")

@@ -21,7 +21,7 @@ class NormSite:
         dim: The channel axis: -1 when it is the last one, else counted from the front (1 for channels-first);
             a tuple of negative axes when several trailing ones are normalized together.
         normalized_shape: Sizes of these axes, as `torch.nn.LayerNorm` names them.
-        eps: What stands beside the variance, or the mean square, inside the root.
+        eps: The number added to the variance, or to the mean square, inside the root.
         has_weight: Whether it scales its channels.
         has_bias: Whether it shifts them.
         refused: Why it cannot be replaced, or None.
@@ -57,7 +57,7 @@ class NormSite:
     input_shape: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The site as plain values that JSON knows; tuples become lists."""
+        """Return the site as plain values that JSON knows; tuples become lists."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
 
@@ -67,13 +67,13 @@ def select_sites(
     skip: str | Iterable[str] | None = None,
     filter_fn: Callable[[NormSite], bool] | None = None,
 ) -> list[NormSite]:
-    """The sites that match a glob of `only`, none of `skip`, and that `filter_fn` accepts; their order is kept.
+    """Return the sites that match a glob of `only`, match none of `skip`, and pass `filter_fn`, in their order.
 
     A glob is compared with every path of a site, aliases too; `*` also spans dots. Refused sites stay refused: they are
     chosen like the others, so that a report can name them.
 
     Args:
-        sites: What `find_norms` returned.
+        sites: The sites that `find_norms` returned.
         only: One glob or several; None chooses all.
         skip: One glob or several to leave out.
         filter_fn: Called with each remaining site.
@@ -90,23 +90,28 @@ def select_sites(
         ['layers.0.norm']
     """
     only_globs, skip_globs = as_globs(only), as_globs(skip)
+
+    def matches(site: NormSite, globs: list[str]) -> bool:
+        return any_match((site.path, *site.aliases), globs)
+
     for glob in only_globs + skip_globs:
-        _require_match(glob, sites)
+        if not any(matches(site, [glob]) for site in sites):
+            known = ", ".join(site.path for site in sites[:5]) or "none"
+            more = f" and {len(sites) - 5} more" if len(sites) > 5 else ""
+            raise ArgumentError(
+                f"the glob {glob!r} must match the path of a norm, but matches none; the norms are: {known}{more}"
+            )
     return [
         site
         for site in sites
-        if (only is None or _matches(site, only_globs))
-        and not _matches(site, skip_globs)
+        if (only is None or matches(site, only_globs))
+        and not matches(site, skip_globs)
         and (filter_fn is None or filter_fn(site))
     ]
 
 
 def as_globs(value: str | Iterable[str] | None) -> list[str]:
-    """Return one glob, several or none as a list.
-
-    Raises:
-        ArgumentError: it is something else.
-    """
+    """Return one glob, several or none as a list."""
     if value is None:
         return []
     globs = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
@@ -117,19 +122,5 @@ def as_globs(value: str | Iterable[str] | None) -> list[str]:
 
 
 def any_match(paths: Iterable[str], globs: Sequence[str]) -> bool:
-    """Say whether a path matches a glob."""
+    """Whether a path matches a glob."""
     return any(fnmatchcase(path, glob) for path in paths for glob in globs)
-
-
-def _matches(site: NormSite, globs: list[str]) -> bool:
-    return any_match((site.path, *site.aliases), globs)
-
-
-def _require_match(glob: str, sites: Sequence[NormSite]) -> None:
-    if any(_matches(site, [glob]) for site in sites):
-        return
-    known = ", ".join(site.path for site in sites[:5]) or "none"
-    more = f" and {len(sites) - 5} more" if len(sites) > 5 else ""
-    raise ArgumentError(
-        f"the glob {glob!r} must match the path of a norm, but matches none; the norms are: {known}{more}"
-    )

@@ -11,18 +11,29 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dynorm.errors import DataError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
 
-# What a 2-dimensional mask is called, and whether its ones are tokens (True) or padding (False).
+# Common names of two-dimensional masks, and whether their ones are tokens (True) or padding (False).
 _MASKS = {
     "attention_mask": True,
     "decoder_attention_mask": True,
     "src_key_padding_mask": False,
     "tgt_key_padding_mask": False,
 }
+
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
@@ -38,7 +49,8 @@ def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
         )
     count = 0
     for count, batch in enumerate(batches, start=1):
-        if not isinstance(batch, (Tensor, tuple, list, Mapping)) or not _has_tensor(batch):
+        values = tuple(batch.values()) if isinstance(batch, Mapping) else batch
+        if not any(isinstance(value, Tensor) for value in (values if isinstance(values, (tuple, list)) else [batch])):
             raise DataError(
                 f"each of {what} must be a tensor, or a tuple or dict with tensors, "
                 f"got {type(batch).__name__} at {count - 1}"
@@ -59,30 +71,31 @@ def call(model: nn.Module, batch: Any) -> Any:
         return model(*args, **kwargs)
     except DataError:
         raise
-    # Whatever the model's code raises: the batch is what it was given.
+    # The model's code may raise anything: it was given the batch.
     except Exception as error:
         raise DataError(f"the model must run on each batch, but {type(error).__name__}: {error}") from error
 
 
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model is called with for a batch, its tensors where the model's parameters are."""
+    """Return the arguments for calling a model on a batch, their tensors where the model's parameters are."""
     device = next((p.device for p in model.parameters()), None)
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
     if isinstance(batch, Mapping):
-        return (), {name: _to(value, device) for name, value in batch.items()}
-    values = batch if isinstance(batch, (tuple, list)) else (batch,)
-    return tuple(_to(value, device) for value in values), {}
+        return (), {name: moved(value) for name, value in batch.items()}
+    return tuple(moved(value) for value in (batch if isinstance(batch, (tuple, list)) else (batch,))), {}
 
 
 def token_masks(batch: Any) -> list[Tensor]:
     """Return the batch's padding masks, True where there is a token."""
-    if not isinstance(batch, Mapping):
-        return []
-    found = []
-    for name, ones_are_tokens in _MASKS.items():
-        mask = batch.get(name)
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            found.append((mask != 0) if ones_are_tokens else (mask == 0))
-    return found
+    named = [(batch.get(name), ones) for name, ones in _MASKS.items()] if isinstance(batch, Mapping) else []
+    return [
+        (mask != 0) if ones_are_tokens else (mask == 0)
+        for mask, ones_are_tokens in named
+        if isinstance(mask, Tensor) and mask.dim() == 2
+    ]
 
 
 def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) -> Tensor | None:
@@ -122,7 +135,7 @@ def require_finite(path: str, *tokens: Tensor, where: str = "") -> None:
 
 
 def _fits(rest: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
-    """The mask in every form that broadcasts to a layout of ``rest``."""
+    """Yield the mask in every form that broadcasts to a layout of ``rest``."""
     batch, length = mask.shape
     ones = (1,) * (len(rest) - 2)
     if rest[:2] == (batch, length):
@@ -133,15 +146,6 @@ def _fits(rest: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
         yield mask[:, None, :]
     if rest[:1] == (batch * length,) and len(rest) <= 2:
         yield mask.reshape(-1, *(1,) * (len(rest) - 1))
-
-
-def _has_tensor(batch: Any) -> bool:
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return isinstance(batch, Tensor) or any(isinstance(value, Tensor) for value in values)
-
-
-def _to(value: Any, device: torch.device | None) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and device is not None else value
 
 
 @contextmanager
@@ -163,11 +167,14 @@ def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, g
         >>> model.num_batches_tracked.item()
         0
     """
-    saved = [(module._buffers, dict(module._buffers), _clones(module)) for module in model.modules()]
+    # Both the tables and the values: a model may write into a buffer, or put another tensor in its place.
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = [buffer for _, table in tables for buffer in table.values() if buffer is not None]
+    values = [buffer.detach().clone() for buffer in buffers]
     training = [module for module in model.modules() if module.training]
     python, numpy, fast = random.getstate(), np.random.get_state(), torch.backends.mha.get_fastpath_enabled()
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
-    cuda = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
+    cuda = {tensor.get_device() for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
     try:
         if evaluate:
             model.eval()
@@ -178,26 +185,16 @@ def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, g
         torch.backends.mha.set_fastpath_enabled(fast)
         random.setstate(python)
         np.random.set_state(numpy)
-        for buffers, before, clones in saved:
-            _restore(buffers, before, clones)
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        with torch.no_grad():
+            for buffer, value in zip(buffers, values, strict=True):
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
         if evaluate:
             for module in training:
                 module.training = True
-
-
-@torch.no_grad()
-def _clones(module: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None}
-
-
-@torch.no_grad()
-def _restore(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None], clones: dict[str, Tensor]) -> None:
-    buffers.clear()
-    buffers.update(before)
-    for name, clone in clones.items():
-        buffer = before[name]
-        if buffer is not None and not torch.equal(buffer, clone):
-            buffer.copy_(clone)
 
 
 @contextmanager
@@ -222,14 +219,3 @@ def hooked(layers: Iterable[nn.Module], hook: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)

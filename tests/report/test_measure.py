@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dynorm import calibrate_, convert_, find_norms
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.find.formula import core
+from dynorm.find.recover import core
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, replaced_by
 from dynorm.report.measure import ModelReport, measure

@@ -1,35 +1,31 @@
-"""The weight and the bias of a site, read from the tensors that hold them or else from its outputs."""
+"""The weight and the bias of a site, read from the tensors that hold them or else measured from its outputs."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
 from dynorm.find.recover import NotANormError, measured_affine
-from dynorm.find.tokens import Packing
+from dynorm.find.tokens import Packing, TokenFunction, named_tensors, plain_arithmetic
 from dynorm.site import NormSite
-from dynorm.watch import undisturbed
 
 
 def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias that a norm applies to its normalized channels.
+    """Return the weight and the bias that a norm applies to its normalized channels.
 
     A named parameter is copied as it is. 1 + w comes in float32 at least: layers that scale so add in float32,
-    and rounded to bfloat16 1 + w would lose most digits of a small w; whoever wants fewer can round. What no
-    tensor of the module holds, such as the 1/sqrt(C) of a division by the L2 norm, is measured.
+    and rounded to bfloat16 1 + w would lose most digits of a small w. A factor that no tensor of the module holds,
+    such as the 1/sqrt(C) of a division by the L2 norm, is measured.
 
     Args:
         module: The module at the site's path.
-        site: What `find_norms` said of it.
+        site: The site, as `find_norms` returned it.
 
     Returns:
-        Detached copies of shape `site.normalized_shape` on the module's device, or None for what it has not.
+        Detached copies of shape `site.normalized_shape` on the module's device; None for a missing one.
 
     Raises:
         ModelError: If the site was refused, or the module is not the norm that was found.
@@ -42,10 +38,9 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
     """
     if site.refused is not None:
         raise ModelError(f"the site {site.path!r} must be a norm, but was refused: {site.refused}")
-    weight = _held(module, site, site.weight_name)
+    weight, bias = (_held(module, site, name) for name in (site.weight_name, site.bias_name))
     if weight is not None and site.weight_offset:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + site.weight_offset
-    bias = _held(module, site, site.bias_name)
     if (site.has_weight and weight is None) or (site.has_bias and bias is None):
         measured = _measured(module, site)
         weight = measured[0] if site.has_weight and weight is None else weight
@@ -54,7 +49,7 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
 
 
 def channel_axes(site: NormSite) -> tuple[int, ...]:
-    """The axes of the site's channels in its input, counted from the front.
+    """Return the axes of the site's channels in its input, counted from the front.
 
     Example:
         >>> channel_axes(NormSite("norm", dim=-1, input_shape=(2, 5, 8)))
@@ -64,32 +59,10 @@ def channel_axes(site: NormSite) -> tuple[int, ...]:
     return tuple(dim % len(site.input_shape) for dim in dims)
 
 
-@contextmanager
-def plain_arithmetic() -> Iterator[None]:
-    """No gradients, no autocast, and no warnings about the odd inputs that copies are tried with.
-
-    Example:
-        >>> with plain_arithmetic():
-        ...     torch.is_grad_enabled()
-        False
-    """
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    before = [torch.is_autocast_enabled(device) for device in devices]
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        try:
-            for device in devices:
-                torch.set_autocast_enabled(device, False)
-            yield
-        finally:
-            for device, enabled in zip(devices, before, strict=True):
-                torch.set_autocast_enabled(device, enabled)
-
-
 def _held(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
     if name is None:
         return None
-    tensor = {**dict(module.named_parameters()), **dict(module.named_buffers())}.get(name)
+    tensor = named_tensors(module).get(name)
     if tensor is None:
         raise ModelError(f"the module at {site.path!r} must hold {name!r}, as when it was found, but does not")
     if tensor.numel() != math.prod(site.normalized_shape):
@@ -101,12 +74,12 @@ def _held(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
 
 
 def _measured(module: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
-    tensors = [*module.parameters(), *module.buffers(), torch.empty(0)]
+    tensors = [*named_tensors(module).values(), torch.empty(0)]
     like = next(tensor for tensor in tensors if tensor.is_floating_point())
-    packing = Packing(site.input_shape, channel_axes(site))
+    given = TokenFunction(module, Packing(site.input_shape, channel_axes(site)), like.dtype, like.device)
     try:
-        with undisturbed(module), plain_arithmetic():
-            flat = measured_affine(module, packing, site.kind, like.dtype, like.device)
+        with plain_arithmetic(module):
+            flat = measured_affine(given, site.kind)
     except NotANormError as error:
         raise ModelError(f"the module at {site.path!r} must be the norm found there, but: {error}") from error
     weight, bias = (part.reshape(site.normalized_shape).to(like.device, like.dtype) for part in flat)

@@ -1,18 +1,18 @@
-"""One watched run of a model: who was called, with what, and what came out; nothing of the run stays."""
+"""One watched run of a model: which modules were called, with what, and with what result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_leaves
 
 from dynorm.errors import DataError
 from dynorm.find.recover import candidate_axes
-from dynorm.watch import tensors_in, undisturbed
+from dynorm.watch import undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 OTHER_ARGUMENTS = "other arguments: a point-wise layer takes one tensor, by position"
@@ -25,7 +25,7 @@ _KEPT = 2
 
 @dataclass
 class Observation:
-    """What a run showed of one module.
+    """One module, as a run showed it.
 
     Args:
         module: The module itself.
@@ -55,22 +55,55 @@ class Observation:
 
     def is_light(self) -> bool:
         """Whether every parameter could be the scale or the shift of a norm: no matrices."""
-        return all(_is_vector(p, shape) for p in self.module.parameters() for shape in self.shapes[:1])
+
+        def fits(p: Tensor, shape: tuple[int, ...]) -> bool:
+            tail = zip(p.shape, shape[-p.ndim :], strict=False)
+            return p.numel() <= max(shape) or (p.ndim <= len(shape) and all(own in (1, size) for own, size in tail))
+
+        return all(fits(p, shape) for p in self.module.parameters() for shape in self.shapes[:1])
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Take down one call."""
+        self.calls += 1
+        self.output_at = output.data_ptr() if _is_plain(output) else 0
+        self.problem = self.problem or _problem(args, kwargs, output)
+        if self.problem is not None:
+            return
+        given = args[0]
+        if tuple(given.shape) not in self.shapes:
+            self.shapes.append(tuple(given.shape))
+        if self.calls > 1 or output is given:
+            return
+        self.dtype, self.device = given.dtype, given.device
+        halves = {torch.float16, torch.bfloat16} & {given.dtype, output.dtype}
+        self.rounded = bool(halves) or torch.is_autocast_enabled(given.device.type)
+        for axes in candidate_axes(self.module, tuple(given.shape)) if self.is_light() else []:
+            part = tuple(slice(None) if axis in axes else slice(_KEPT) for axis in range(given.ndim))
+            # Cloned at once: later parts of the model may write into either of them.
+            self.samples[axes] = (given[part].detach().clone(), output[part].detach().clone())
 
 
-def _is_vector(parameter: Tensor, shape: tuple[int, ...]) -> bool:
-    if parameter.numel() <= max(shape, default=0):
-        return True
-    rank = parameter.ndim
-    return rank <= len(shape) and all(p in (1, s) for p, s in zip(parameter.shape, shape[-rank:], strict=True))
+def _problem(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> str | None:
+    extras = (*args[1:], *kwargs.values())
+    if args and any(isinstance(leaf, Tensor) for leaf in tree_leaves(extras)):
+        return ANOTHER_TENSOR
+    if extras or not args:
+        return OTHER_ARGUMENTS
+    if not (_is_plain(args[0]) and _is_plain(output)):
+        return NOT_ONE_TENSOR
+    return None if args[0].shape == output.shape else OTHER_SHAPE
+
+
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
+        return False
+    return value.is_floating_point() and value.ndim > 0 and value.numel() > 0
 
 
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Observation]:
-    """Runs the model once and tells what it did with each of its modules.
+    """Run the model once and watch each of its modules; nothing of the run stays, also when the model raises.
 
-    Random state, buffers and hooks are afterwards as they were before, also when the model raises. Layers of
-    dynorm, and what is in them, are left out. The eval fast path of `torch.nn.TransformerEncoder` is off for
-    the run: it would compute the norms without calling them.
+    Layers of dynorm, and the modules in them, are left out.
 
     Args:
         model: The model, in train or eval mode; the mode is kept.
@@ -88,8 +121,19 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         >>> [(seen.paths[0], seen.calls) for seen in observe(model, (torch.ones(2, 4),), {})]
         [('', 1), ('0', 1), ('1', 1)]
     """
-    observations = _modules_to_watch(model)
-    handles = _watch(observations)
+    ours = {id(part) for m in model.modules() if getattr(m, "_dynorm_layer", False) for part in m.modules()}
+    found: dict[int, Observation] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) not in ours:
+            found.setdefault(id(module), Observation(module, [])).paths.append(path)
+    returned = itertools.count()
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen = found[id(module)]
+        seen.first = seen.first if seen.calls else next(returned)
+        seen.record(args, kwargs, output)
+
+    handles = [seen.module.register_forward_hook(hook, with_kwargs=True) for seen in found.values()]
     try:
         with undisturbed(model, (args, kwargs)):
             model(*args, **kwargs)
@@ -101,71 +145,4 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     finally:
         for handle in handles:
             handle.remove()
-    return observations
-
-
-def _modules_to_watch(model: nn.Module) -> list[Observation]:
-    ours = {id(part) for m in model.modules() if getattr(m, "_dynorm_layer", False) for part in m.modules()}
-    found: dict[int, Observation] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if id(module) not in ours:
-            found.setdefault(id(module), Observation(module, [])).paths.append(path)
     return list(found.values())
-
-
-def _watch(observations: list[Observation]) -> list[RemovableHandle]:
-    returned = 0
-
-    def hook_of(observation: Observation) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            nonlocal returned
-            if observation.calls == 0:
-                observation.first = returned
-                returned += 1
-            _record(observation, args, kwargs, output)
-
-        return hook
-
-    return [o.module.register_forward_hook(hook_of(o), with_kwargs=True) for o in observations]
-
-
-def _record(seen: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    seen.calls += 1
-    seen.output_at = output.data_ptr() if _is_plain(output) else 0
-    seen.problem = seen.problem or _problem(args, kwargs, output)
-    if seen.problem is not None:
-        return
-    shape = tuple(args[0].shape)
-    if shape not in seen.shapes:
-        seen.shapes.append(shape)
-    if seen.calls == 1 and output is not args[0]:
-        _keep(seen, args[0], output)
-
-
-def _problem(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> str | None:
-    extras = (*args[1:], *kwargs.values())
-    if args and any(True for _ in tensors_in(extras)):
-        return ANOTHER_TENSOR
-    if extras or not args:
-        return OTHER_ARGUMENTS
-    if not (_is_plain(args[0]) and _is_plain(output)):
-        return NOT_ONE_TENSOR
-    return None if args[0].shape == output.shape else OTHER_SHAPE
-
-
-def _is_plain(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
-        return False
-    return value.is_floating_point() and value.ndim > 0 and value.numel() > 0
-
-
-def _keep(seen: Observation, given: Tensor, output: Tensor) -> None:
-    seen.dtype, seen.device = given.dtype, given.device
-    halves = {torch.float16, torch.bfloat16} & {given.dtype, output.dtype}
-    seen.rounded = bool(halves) or torch.is_autocast_enabled(given.device.type)
-    if not seen.is_light():
-        return
-    for axes in candidate_axes(seen.module, tuple(given.shape)):
-        part = tuple(slice(None) if axis in axes else slice(_KEPT) for axis in range(given.ndim))
-        # Cloned at once: what follows in the model may write into either of them.
-        seen.samples[axes] = (given[part].detach().clone(), output[part].detach().clone())

@@ -1,4 +1,4 @@
-"""Which modules of a model are norms: found by what they do with their input, not by what they are called."""
+"""Which modules of a model are norms: found by their behaviour, not by their names."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynorm.find.affine import affine_of, channel_axes, plain_arithmetic
-from dynorm.find.formula import HALF_TOLERANCE, core
+from dynorm.find.affine import affine_of, channel_axes
 from dynorm.find.observe import ANOTHER_TENSOR, Observation, observe
-from dynorm.find.recover import NotANormError, Recovery, recover
-from dynorm.find.tokens import Packing
+from dynorm.find.recover import HALF_TOLERANCE, NotANormError, core, recover
+from dynorm.find.tokens import Packing, plain_arithmetic
 from dynorm.guard import require_plain_model
 from dynorm.site import NormSite
-from dynorm.watch import undisturbed
-
-__all__ = ["affine_of", "find_norms"]
 
 _NEVER_CALLED = "never called by the example input; give an example that reaches it, if anything does"
 _SEVERAL_WIDTHS = "several widths: it is called with different numbers of channels"
 _MATRICES = "holds matrices: its parameters are more than a scale and a shift"
 _RETURNS_INPUT = "returns its input: it computes nothing, or in place"
-_DIFFERS = "differs in the run: the formula fits a copy, but not what it gave for the example"
+_DIFFERS = "differs in the run: the formula fits a copy, but not its output for the example"
 
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
     (nn.modules.batchnorm._BatchNorm, "batchnorm", "batch norm: its statistics are the batch's, or fixed"),
@@ -33,8 +29,8 @@ _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
     (nn.GroupNorm, "groupnorm", "group norm: its statistics span positions and groups of channels"),
     (nn.LocalResponseNorm, "responsenorm", "local response norm: it looks at neighbouring channels only"),
 )
-# Class names that end in norm but for what tells variants apart: RMSNormGated does, NormedEmbedding not. What is named
-# after a norm of weights does not normalize activations.
+# Class names that end in norm, apart from the marks of variants: RMSNormGated does, NormedEmbedding not. A norm of
+# weights does not normalize activations.
 _NORM_NAME = re.compile(
     r"(?<!weight)(?<!spectral)norm(alization)?(layer|activation|perhead|gated|zero|single|final|1p|\dd|_)*$|adaln(zero|single|_)*$"
 )
@@ -43,7 +39,7 @@ _MODULE_TABLES = frozenset(nn.Module().__dict__)
 
 
 def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
-    """Finds the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
+    """Find the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
 
     The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one of the same
     shape and holds no matrices is then tried as a copy on tokens of our own. It is a norm if, for every token
@@ -52,7 +48,7 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
 
     Args:
         model: Any module of plain torch; train or eval mode is kept.
-        *args: What one call of the model takes; a short input will do.
+        *args: The arguments of one call of the model; a short input will do.
         **kwargs: The same, by keyword. A cache among them grows, as in any call.
 
     Returns:
@@ -74,7 +70,7 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
     require_plain_model(model)
     observations = observe(model, args, kwargs)
     search = _Search()
-    with undisturbed(model), plain_arithmetic():
+    with plain_arithmetic(model):
         for seen in sorted((s for s in observations if s.calls), key=lambda s: s.first):
             search.consider(seen)
     search.add_uncalled(observations)
@@ -86,16 +82,20 @@ class _Search:
 
     def __init__(self) -> None:
         self.found: dict[int, NormSite] = {}
-        self._known: dict[Hashable, Recovery | NotANormError] = {}
+        self._known: dict[Hashable, NormSite | NotANormError] = {}
         self._outputs: dict[int, int] = {}
 
     def consider(self, seen: Observation) -> None:
-        """Adds the site of a module, unless one inside says it all: inner modules return, and come, first."""
+        """Add the site of a module, unless one inside says it all: inner modules return, and come, first."""
         parts = [part for part in seen.module.modules() if id(part) in self.found]
-        norms = [part for part in parts if _is_settled(part, self.found[id(part)])]
-        if norms:
-            self._consider_around(seen, norms)
-        # An annealed layer of ours is a norm at first, and so would be what contains it.
+        # A part settles the matter if it is a norm, of this or another family.
+        norms = [p for p in parts if self.found[id(p)].refused is None or _family(p, by_class=True) is not None]
+        if len(norms) == 1 and seen.problem == ANOTHER_TENSOR and _is_named_norm(seen.module):
+            key = id(norms[0])
+            # It modulates the norm inside; passing the norm's output on is no modulation.
+            if seen.output_at == 0 or seen.output_at != self._outputs.get(key):
+                self._refuse(seen, f"{ANOTHER_TENSOR}; the norm inside stands at {self.found[key].path!r}")
+        # An annealed layer of ours is a norm at first, and so would be its parent.
         if norms or any(getattr(part, "_dynorm_layer", False) for part in seen.module.modules()):
             return
         site = self._site_of(seen)
@@ -106,15 +106,8 @@ class _Search:
         self.found[id(seen.module)] = site
         self._outputs[id(seen.module)] = seen.output_at
 
-    def _consider_around(self, seen: Observation, norms: list[nn.Module]) -> None:
-        """Names a module that modulates the one norm inside it; passing the norm's output on is no modulation."""
-        if seen.problem == ANOTHER_TENSOR and _is_named_norm(seen.module) and len(norms) == 1:
-            key = id(norms[0])
-            if seen.output_at == 0 or seen.output_at != self._outputs.get(key):
-                self._refuse(seen, f"{ANOTHER_TENSOR}; the norm inside stands at {self.found[key].path!r}")
-
     def add_uncalled(self, observations: list[Observation]) -> None:
-        """Adds what is called a norm but was not reached, the innermost only."""
+        """Add the modules named norms that were not reached, the innermost only."""
         known = {id(p) for seen in observations if id(seen.module) in self.found for p in seen.module.modules()}
         named = [s for s in observations if not s.calls and _is_named_norm(s.module) and id(s.module) not in known]
         ids = known | {id(seen.module) for seen in named}
@@ -123,21 +116,23 @@ class _Search:
                 self._refuse(seen, _family(seen.module, by_class=True) or _NEVER_CALLED)
 
     def _refuse(self, seen: Observation, reason: str) -> None:
-        self.found[id(seen.module)] = replace(_blank_site(seen), refused=reason)
+        self.found[id(seen.module)] = _placed(NormSite("", refused=reason), seen)
 
     def _site_of(self, seen: Observation) -> NormSite | None:
-        """The site of a module that was called; None if it neither is a norm nor is named one."""
+        """Return the site of a module that was called; None if it neither is a norm nor is named one."""
         reason = _family(seen.module, by_class=True) or seen.problem
         reason = reason or (None if seen.is_light() else _MATRICES) or (None if seen.samples else _RETURNS_INPUT)
         if reason is None:
             try:
-                return _checked_site(seen, self._recover(seen))
+                site = _placed(self._recover(seen), seen)
+                _require_agreement(seen, site)
+                return site
             except NotANormError as error:
                 reason = _family(seen.module) or str(error)
-        return replace(_blank_site(seen), refused=reason) if _is_named_norm(seen.module) else None
+        return _placed(NormSite("", refused=reason), seen) if _is_named_norm(seen.module) else None
 
-    def _recover(self, seen: Observation) -> Recovery:
-        """Recovers one of several like modules for all: the hundred norms of a large model are of two sorts."""
+    def _recover(self, seen: Observation) -> NormSite:
+        """Recover one of several like modules for all: the hundred norms of a large model are of two sorts."""
         sort = (seen.shapes[0], seen.dtype, seen.device, *_sort_of(seen.module))
         if sort not in self._known:
             try:
@@ -151,7 +146,7 @@ class _Search:
 
 
 def _sort_of(module: nn.Module) -> Iterator[Hashable]:
-    """What decides how a module computes, but for the values of its tensors."""
+    """Yield all that decides how a module computes, except the values of its tensors."""
     for part in module.modules():
         yield type(part), part.training
         for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
@@ -168,13 +163,10 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def _is_settled(module: nn.Module, site: NormSite) -> bool:
-    """Whether what contains this module is no norm of its own: the module is one, of this or another family."""
-    return site.refused is None or _family(module, by_class=True) is not None
-
-
-def _blank_site(seen: Observation) -> NormSite:
-    return NormSite(
+def _placed(site: NormSite, seen: Observation) -> NormSite:
+    """Return a site with the place of a module in the model, and its calls."""
+    return replace(
+        site,
         path=seen.paths[0],
         aliases=tuple(seen.paths[1:]),
         class_name=type(seen.module).__qualname__,
@@ -183,37 +175,15 @@ def _blank_site(seen: Observation) -> NormSite:
     )
 
 
-def _checked_site(seen: Observation, recovery: Recovery) -> NormSite:
-    """The site, once the whole run agrees with what was recovered from a copy."""
-    rank = len(seen.shapes[0])
-    is_last = recovery.axes[-1] == rank - 1
-    dims = tuple(axis - rank if is_last else axis for axis in recovery.axes)
-    if any(_sizes(shape, dims) != recovery.normalized_shape for shape in seen.shapes):
-        raise NotANormError(_SEVERAL_WIDTHS)
-    family = _family(seen.module)
-    if recovery.weight_name is None and family is not None:
-        raise NotANormError(family)
-    site = replace(
-        _blank_site(seen),
-        kind=recovery.kind,
-        dim=dims if len(dims) > 1 else dims[0],
-        normalized_shape=recovery.normalized_shape,
-        eps=recovery.eps,
-        has_weight=recovery.has_weight,
-        has_bias=recovery.has_bias,
-        weight_name=recovery.weight_name,
-        bias_name=recovery.bias_name,
-        weight_offset=recovery.weight_offset,
-    )
-    _require_agreement(seen, site)
-    return site
-
-
-def _sizes(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(shape[dim] if -len(shape) <= dim < len(shape) else 0 for dim in dims)
-
-
 def _require_agreement(seen: Observation, site: NormSite) -> None:
+    """Require that the whole run agrees with the formula that was recovered from a copy."""
+    dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
+    for shape in seen.shapes:
+        if tuple(shape[dim] if -len(shape) <= dim < len(shape) else 0 for dim in dims) != site.normalized_shape:
+            raise NotANormError(_SEVERAL_WIDTHS)
+    family = _family(seen.module)
+    if site.weight_name is None and family is not None:
+        raise NotANormError(family)
     axes = channel_axes(site)
     packing = Packing(site.input_shape, axes)
     given, output = (packing.unpack(sample.cpu().double()) for sample in seen.samples[axes])
@@ -228,7 +198,7 @@ def _require_agreement(seen: Observation, site: NormSite) -> None:
 
 
 def _family(module: nn.Module, by_class: bool = False) -> str | None:
-    """The reason that names a family of norms other than LayerNorm and RMSNorm, or None."""
+    """Return the reason that names a family of norms other than LayerNorm and RMSNorm, or None."""
     name = "" if by_class else type(module).__name__.lower()
     return next((reason for cls, part, reason in _OTHER_NORMS if isinstance(module, cls) or part in name), None)
 

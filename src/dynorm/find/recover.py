@@ -1,4 +1,4 @@
-"""Formula, axis, weight, bias and eps of a norm, recovered from what a copy of it makes of our own tokens."""
+"""Formula, axis, weight, bias and eps of a norm, recovered from the outputs of a copy of it for our own tokens."""
 
 from __future__ import annotations
 
@@ -8,27 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dynorm.find.formula import (
-    KINDS,
-    Fit,
-    core,
-    fit_norm,
-    large_parts,
-    measure_eps,
-    regress,
-    root_mean_square,
-    several_tokens,
-    tolerance,
-)
-from dynorm.find.tokens import (
-    CannotProbeError,
-    Packing,
-    TokenFunction,
-    packings,
-    plain_copy,
-    randomize_,
-    sample_tokens,
-)
+from dynorm.find.tokens import CannotProbeError, Packing, TokenFunction, named_tensors, plain_copy, randomize_
+from dynorm.site import NormSite
+
+KINDS = ("layernorm", "rmsnorm")
+
+# Relative errors that rounding may leave: in float64 a module may still compute in float32 inside.
+TOLERANCE = 1e-4
+HALF_TOLERANCE = 3e-2
+
+_MIXES = "mixes tokens: the output of one token depends on other tokens"
 
 
 class NotANormError(Exception):
@@ -36,22 +25,29 @@ class NotANormError(Exception):
 
 
 @dataclass(frozen=True)
-class Recovery:
-    """What a norm was found to be; the fields are those of `NormSite`, the axes counted from the front."""
+class Formula:
+    """core(x) * weight + bias, with one weight and one bias per channel, and its relative error at a function."""
 
     kind: str
-    axes: tuple[int, ...]
-    normalized_shape: tuple[int, ...]
-    eps: float
-    has_weight: bool
-    has_bias: bool
-    weight_name: str | None
-    bias_name: str | None
-    weight_offset: float
+    weight: Tensor
+    bias: Tensor
+    error: float
+
+
+def core(tokens: Tensor, kind: str, eps: float = 0.0) -> Tensor:
+    """Return the norm without its affine part, over the last axis.
+
+    Example:
+        >>> core(torch.tensor([[3.0, -3.0]]), "rmsnorm")
+        tensor([[ 1., -1.]])
+    """
+    if kind == "layernorm":
+        tokens = tokens - tokens.mean(-1, keepdim=True)
+    return tokens / (tokens.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Groups of axes that a module may normalize over, the likeliest first.
+    """Return the groups of axes that a module may normalize over, the likeliest first.
 
     The last axis, axis 1, any other as long as one of the module's tensors, and trailing axes together where a tensor
     or an attribute of the module has just these sizes.
@@ -61,7 +57,7 @@ def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int,
         [(3,), (1,), (2, 3)]
     """
     rank = len(shape)
-    lengths = {tensor.numel() for tensor in [*module.parameters(), *module.buffers()]}
+    lengths = {tensor.numel() for tensor in named_tensors(module).values()}
     single = [rank - 1, *([1] if rank > 2 else []), *(axis for axis in range(rank) if shape[axis] in lengths)]
     groups = [(axis,) for axis in dict.fromkeys(single) if shape[axis] > 1]
     declared = set(_declared_shapes(module))
@@ -76,8 +72,8 @@ def _declared_shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
                 yield tuple(value)
 
 
-def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Recovery:
-    """Finds out which norm a module is, by trying a copy of it.
+def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> NormSite:
+    """Find out which norm a module is, by trying a copy of it.
 
     The vectors of the copy are filled with random numbers first. What then scales and shifts the channels tells which
     tensor is the weight, and whether it is w or 1 + w, where the initial ones and zeros would tell nothing.
@@ -89,7 +85,7 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
         device: Its device.
 
     Returns:
-        What was recovered.
+        A site without a path.
 
     Raises:
         NotANormError: If the module is no LayerNorm or RMSNorm over any of the candidate axes.
@@ -102,12 +98,13 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
     tried: list[TokenFunction] = []
     failure = CannotProbeError("it has no axis of two channels or more")
     for axes in candidate_axes(module, shape):
+        given = TokenFunction(module, Packing(shape, axes), dtype, device)
         try:
-            function = _open(module, shape, axes, dtype, device)
+            function = _open(given)
             _require_scale_invariance(function)
-            fit = fit_norm(function)
-            if fit is not None:
-                return _complete(module, function, fit, dtype)
+            formula = _closest(function)
+            if formula.error <= _tolerance(function):
+                return _complete(given, function, formula)
         except CannotProbeError as error:
             failure = error
             continue
@@ -115,65 +112,39 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
     raise NotANormError(_explain(tried) if tried else f"cannot be probed: {failure}")
 
 
-def measured_affine(
-    module: nn.Module,
-    packing: Packing,
-    kind: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a norm as its outputs show them, whatever holds them.
-
-    Args:
-        module: The norm; it is only read.
-        packing: Shape of an input it takes, and its channel axes.
-        kind: "layernorm" or "rmsnorm".
-        dtype: Element type of the input.
-        device: Its device.
+def measured_affine(given: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
+    """Measure the weight and the bias of a norm of this kind from its outputs, whatever holds them.
 
     Returns:
         Two flat float64 tensors on the CPU.
 
     Raises:
         NotANormError: If the module does not fit the kind.
-
-    Example:
-        >>> norm = nn.RMSNorm(2, elementwise_affine=False)
-        >>> packing = Packing((2, 2), axes=(1,))
-        >>> weight, _ = measured_affine(norm, packing, "rmsnorm", torch.float32, torch.device("cpu"))
-        >>> weight.round(decimals=6)
-        tensor([1., 1.], dtype=torch.float64)
     """
     try:
-        fit = fit_norm(_open(module, packing.shape, packing.axes, dtype, device, random=False), (kind,))
+        function = _open(given, random=False)
+        formula = _closest(function, (kind,))
     except CannotProbeError as error:
         raise NotANormError(f"cannot be probed: {error}") from error
-    if fit is None:
+    if formula.error > _tolerance(function):
         raise NotANormError("parameters of another role: with their present values it is no norm")
-    return fit.weight, fit.bias
+    return formula.weight, formula.bias
 
 
-def _open(
-    module: nn.Module,
-    shape: tuple[int, ...],
-    axes: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    random: bool = True,
-) -> TokenFunction:
-    """A copy as a function of tokens, in the widest dtype and then the smallest shape that it takes."""
+def _open(given: TokenFunction, random: bool = True) -> TokenFunction:
+    """Copy a module, in the widest dtype and then the smallest shape that it takes."""
     failure = CannotProbeError("nothing was tried")
-    for wide in dict.fromkeys([torch.float64, torch.float32, dtype]):
+    for wide in dict.fromkeys([torch.float64, torch.float32, given.dtype]):
         try:
             # In its own dtype the copy keeps that of each parameter, for they may differ.
-            replica = plain_copy(module, None if wide == dtype else wide)
+            replica = plain_copy(given.module, None if wide == given.dtype else wide)
         except (RuntimeError, TypeError) as error:
             failure = CannotProbeError(f"no copy in {wide}: {error}")
             continue
-        for packing in packings(shape, axes):
-            function = TokenFunction(randomize_(replica) if random else replica, packing, wide, device)
+        for packing in given.packing.smaller():
+            function = TokenFunction(randomize_(replica) if random else replica, packing, wide, given.device)
             try:
-                function(sample_tokens(packing.count, packing.channels, 1.0, seed=1))
+                function(function.sample(1.0, seed=1))
             except CannotProbeError as error:
                 failure = error
                 continue
@@ -181,133 +152,161 @@ def _open(
     raise failure
 
 
+def _tolerance(function: TokenFunction) -> float:
+    return HALF_TOLERANCE if function.is_half else TOLERANCE
+
+
 def _require_scale_invariance(function: TokenFunction) -> None:
-    tokens = several_tokens(function, 30.0, seed=2)
+    tokens = function.sample(30.0, seed=2)
     once, again, larger = function(tokens), function(tokens), function(3 * tokens)
     if not torch.equal(once.nan_to_num(), again.nan_to_num()):
         raise NotANormError("random: two calls with one input differ, as with dropout in train mode")
-    size = root_mean_square(once)
+    size = _size(once)
     # Written so that NaN is refused too.
-    if not root_mean_square(larger - once) <= 0.05 * size:
+    if not _size(larger - once) <= 0.05 * size:
         raise NotANormError("not a norm: its output changes with the scale of the input")
-    if root_mean_square(once - once.mean(0)) <= 1e-6 * size:
+    if _size(once - once.mean(0)) <= 1e-6 * size:
         raise NotANormError("constant: its output does not depend on the input")
 
 
-def _complete(module: nn.Module, function: TokenFunction, fit: Fit, dtype: torch.dtype) -> Recovery:
+def _size(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+def _closest(function: TokenFunction, kinds: tuple[str, ...] = KINDS, positions: int = 1) -> Formula:
+    """Return the formula that is closest to a function, its constants repeated after so many positions.
+
+    A norm's core is odd: f(x) - f(-x) shows the weight alone and f(x) + f(-x) the bias alone. The tokens are so large
+    that no eps shows, and their squares finite in half precision.
+    """
+    count, channels = function.packing.count, function.packing.channels
+    tokens = function.sample(30.0 if function.is_half else 1e3, 2, at_least=16 if positions == 1 else 12 * count)
+    odd, even = (part.reshape(-1, positions * channels) for part in function.odd_and_even(tokens))
+    size = _size(odd + even)
+    found = []
+    for kind in kinds:
+        # Least squares, column by column: weight = <z, odd> / <z, z>.
+        z = core(tokens, kind).reshape(odd.shape)
+        weight, bias = (z * odd).sum(0) / z.square().sum(0).clamp_min(1e-30), even.mean(0)
+        error = _size(torch.stack([odd - z * weight, even - bias])) / size if size != 0 else 0.0
+        # NaN compares as neither more nor less, so it must not get as far as a comparison.
+        found.append(Formula(kind, weight, bias, error if error == error else float("inf")))
+    return min(found, key=lambda formula: formula.error)
+
+
+def _complete(given: TokenFunction, function: TokenFunction, formula: Formula) -> NormSite:
+    """Recover the rest of a norm whose formula fits a copy with random vectors."""
     if _mixes_tokens(function):
         raise NotANormError(_MIXES)
-    packing = function.packing
-    weight, bias = measured_affine(module, packing, fit.kind, dtype, function.device)
-    slack = 10 * tolerance(function)
-    has_weight = float((fit.weight - 1).abs().max()) > slack
-    has_bias = float(fit.bias.abs().max()) > slack
-    weight_name, offset = _holder(module, function.module, fit.weight, weight, (0.0, 1.0), slack)
-    bias_name, _ = _holder(module, function.module, fit.bias, bias, (0.0,), slack)
-    if not (weight_name or bias_name or _is_channel_axis(module, packing)):
-        raise NotANormError(f"unmarked axis: nothing shows that axis {packing.axes[0]} holds the channels")
-    return Recovery(
-        kind=fit.kind,
-        axes=packing.axes,
-        normalized_shape=packing.channel_sizes,
-        eps=_eps(module, function, fit, dtype),
+    weight, bias = measured_affine(given, formula.kind)
+    weight_name, offset = _holder(given, function, formula.weight, weight, (0.0, 1.0))
+    bias_name, _ = _holder(given, function, formula.bias, bias, (0.0,))
+    slack = 10 * _tolerance(function)
+    has_weight = float((formula.weight - 1).abs().max()) > slack
+    has_bias = float(formula.bias.abs().max()) > slack
+    shape, axes, sizes = given.packing.shape, given.packing.axes, given.packing.channel_sizes
+    is_last = axes[-1] == len(shape) - 1
+    is_usual = is_last or (len(shape) > 3 and axes == (1,)) or sizes in set(_declared_shapes(given.module))
+    if not (weight_name or bias_name or is_usual):
+        raise NotANormError(f"unmarked axis: nothing shows that axis {axes[0]} holds the channels")
+    dims = tuple(axis - len(shape) for axis in axes) if is_last else axes
+    return NormSite(
+        path="",
+        kind=formula.kind,
+        dim=dims if len(dims) > 1 else dims[0],
+        normalized_shape=sizes,
+        eps=_eps(given, function, formula),
         has_weight=has_weight,
         has_bias=has_bias,
+        weight_offset=offset if has_weight else 0.0,
         weight_name=weight_name if has_weight else None,
         bias_name=bias_name if has_bias else None,
-        weight_offset=offset if has_weight else 0.0,
+        input_shape=shape,
     )
 
 
-def _is_channel_axis(module: nn.Module, packing: Packing) -> bool:
-    """Whether an axis is that of the channels although no vector of the module says so: as in images, for one."""
-    rank = len(packing.shape)
-    if packing.axes[-1] == rank - 1 or (rank > 3 and packing.axes == (1,)):
-        return True
-    return packing.channel_sizes in set(_declared_shapes(module))
-
-
 def _holder(
-    module: nn.Module,
-    replica: nn.Module,
-    random: Tensor,
-    true: Tensor,
-    offsets: tuple[float, ...],
-    slack: float,
+    given: TokenFunction, function: TokenFunction, random: Tensor, true: Tensor, offsets: tuple[float, ...]
 ) -> tuple[str | None, float]:
-    """The tensor that explains both the random copy's values and the true ones, and what is added to it."""
-    originals = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, tensor in [*replica.named_parameters(), *replica.named_buffers()]:
+    """Find the tensor that explains both the random copy's values and the true ones, and the number added to it."""
+    originals, slack = named_tensors(given.module), 10 * _tolerance(function)
+    for name, tensor in named_tensors(function.module).items():
         if tensor.numel() != random.numel() or not tensor.is_floating_point():
             continue
         for offset in offsets:
             filled, held = (t.detach().cpu().double().flatten() + offset for t in (tensor, originals[name]))
-            loose = slack * (1 + root_mean_square(true))
+            loose = slack * (1 + _size(true))
             if torch.allclose(filled, random, 0, slack) and torch.allclose(held, true, slack, loose):
                 return name, offset
     return None, 0.0
 
 
-def _eps(module: nn.Module, function: TokenFunction, fit: Fit, dtype: torch.dtype) -> float:
+def _eps(given: TokenFunction, function: TokenFunction, formula: Formula) -> float:
+    """Measure eps, and take the number of the module, or the plain decimal, that is as near as measuring can tell."""
     # In the module's own dtype, for eps may depend on it: torch.nn.RMSNorm(eps=None) takes the machine's. Only
     # float16 may be too coarse to show any.
-    own = TokenFunction(randomize_(plain_copy(module)), function.packing, dtype, function.device)
-    eps = measure_eps(own, fit) or measure_eps(function, fit)
-    machine = [torch.finfo(dtype).eps, torch.finfo(torch.float32).eps]
-    allowed = 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
-    for value in [*_float_attributes(module), *machine, float(f"{eps:.1e}")]:
-        if abs(value - eps) <= allowed * eps:
-            return value
+    own = TokenFunction(randomize_(plain_copy(given.module)), function.packing, given.dtype, given.device)
+    eps = _shown_eps(own, formula) or _shown_eps(function, formula)
+    named = [(n, v) for part in given.module.modules() for n, v in part.__dict__.items() if type(v) is float]
+    attributes = [value for name, value in sorted(named, key=lambda pair: "eps" not in pair[0])]
+    machine = [torch.finfo(given.dtype).eps, torch.finfo(torch.float32).eps]
+    allowed = 5e-2 if own.is_half else 1e-3
+    near = (value for value in [*attributes, *machine, float(f"{eps:.1e}")] if abs(value - eps) <= allowed * eps)
+    return next(near, eps)
+
+
+def _shown_eps(function: TokenFunction, formula: Formula) -> float:
+    """Measure the number beside the mean square in the root, from ever smaller tokens; 0.0 if they show none.
+
+    With q = |f(x)| / |weight * x| it is 1/q^2 - mean(x^2), read where it outweighs the mean square. A number outside
+    the root, or one that bounds it from below, gives the eps with the same limit for small tokens.
+    """
+    unit = core(function.sample(1.0, seed=3), "layernorm")
+    eps = 0.0
+    # Powers of two scale without rounding; those of float16 end early.
+    for exponent in range(1, 13 if function.dtype == torch.float16 else 51, 3):
+        tokens = (unit * 2.0**-exponent).to(function.dtype).double()
+        centred = tokens - tokens.mean(-1, keepdim=True) if formula.kind == "layernorm" else tokens
+        squares, scaled = centred.square().mean(-1), formula.weight * centred
+        q = (function.odd_and_even(tokens)[0] * scaled).sum(-1) / scaled.square().sum(-1)
+        square, found = float(squares.median()), float((q**-2 - squares).median())
+        if not abs(found) < float("inf"):
+            return eps
+        eps = found if found > 0.01 * square else 0.0
+        if eps > 16 * square:
+            return eps
     return eps
-
-
-def _float_attributes(module: nn.Module) -> list[float]:
-    """Numbers that the module and its parts hold, those called eps first."""
-    named = [(name, v) for part in module.modules() for name, v in part.__dict__.items() if type(v) is float]
-    return [value for name, value in sorted(named, key=lambda pair: "eps" not in pair[0])]
-
-
-_MIXES = "mixes tokens: the output of one token depends on other tokens"
 
 
 def _mixes_tokens(function: TokenFunction) -> bool:
     if function.packing.count == 1:
         return False
-    tokens = several_tokens(function, 30.0, seed=4)[: function.packing.count]
+    tokens = function.sample(30.0, seed=4)[: function.packing.count]
     changed = tokens.clone()
     changed[0] = 50 - 2 * tokens[0].flip(0)
     before, after = function(tokens)[1:], function(changed)[1:]
-    return not root_mean_square(after - before) <= tolerance(function) * root_mean_square(before)
+    return not _size(after - before) <= _tolerance(function) * _size(before)
 
 
 def _explain(tried: list[TokenFunction]) -> str:
-    """Why functions of a module, all scale-invariant, are norms over none of the axes tried."""
+    """Say why functions of a module, all scale-invariant, are norms over none of the axes tried."""
     # Over the wrong axis every norm mixes tokens; over the right one, if there is any, it does not.
     apart = [function for function in tried if not _mixes_tokens(function)]
     if not apart:
         return _MIXES
-    if any(_fits_by_position(function) for function in apart):
-        return "scale by position: its weight differs between positions, not only between channels"
-    touched = min(_touched_channels(function) for function in apart)
-    if 1 < touched < max(function.packing.channels for function in apart):
-        return f"groups: it normalizes groups of {touched} channels"
+    touched = []
+    for function in apart:
+        packing = function.packing
+        if 0 not in packing.axes:
+            by_position = _closest(function, positions=packing.count // packing.shape[0])
+            if by_position.error <= _tolerance(function):
+                return "scale by position: its weight differs between positions, not only between channels"
+        # How many outputs of a token change with its first channel.
+        tokens = function.sample(30.0, seed=5)
+        changed = tokens.clone()
+        changed[:, 0] += 100
+        difference = (function(changed) - function(tokens)).abs().amax(0)
+        touched.append(int((difference > 1e-4 * difference.max()).sum()))
+    if 1 < min(touched) < max(function.packing.channels for function in apart):
+        return f"groups: it normalizes groups of {min(touched)} channels"
     return "neither LayerNorm nor RMSNorm: it fits neither over any axis"
-
-
-def _fits_by_position(function: TokenFunction) -> bool:
-    packing = function.packing
-    if 0 in packing.axes:
-        return False
-    tokens, odd, even = large_parts(function, at_least=12 * packing.count)
-    rows = (-1, packing.count // packing.shape[0] * packing.channels)
-    fits = [regress(core(tokens, k).reshape(rows), odd.reshape(rows), even.reshape(rows), k) for k in KINDS]
-    return min(fit.error for fit in fits) <= tolerance(function)
-
-
-def _touched_channels(function: TokenFunction) -> int:
-    """How many outputs of a token change with its first channel."""
-    tokens = several_tokens(function, 30.0, seed=5)
-    changed = tokens.clone()
-    changed[:, 0] += 100
-    difference = (function(changed) - function(tokens)).abs().amax(0)
-    return int((difference > 1e-4 * difference.max()).sum())

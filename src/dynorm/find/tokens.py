@@ -4,104 +4,81 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+from dynorm.watch import HOOK_TABLES, undisturbed
 
 
 class CannotProbeError(Exception):
-    """A module raised, or gave something else than a tensor, when tried on tokens of our own."""
+    """A module raised, or gave something else than a tensor of its input's shape, when tried on our tokens."""
+
+
+@contextmanager
+def plain_arithmetic(module: nn.Module) -> Iterator[None]:
+    """Leave the module undisturbed, with no gradients, no autocast, and no warnings about the odd inputs of a trial."""
+    with (
+        undisturbed(module),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def plain_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy to experiment on: own tensors, no hooks, everything else shared with the original.
+    """Copy a module to experiment on: own tensors, cast to ``dtype`` if one is given, no hooks, the rest shared.
 
-    `copy.deepcopy` would also copy what hooks and attributes refer to, which may be a whole model, and fails on tensors
-    that belong to a graph.
-
-    Args:
-        module: The module; its mode is kept.
-        dtype: Element type of the copy's floating-point tensors; None keeps theirs.
-
-    Returns:
-        The copy, on the same device.
-
-    Example:
-        >>> original = nn.LayerNorm(4)
-        >>> plain_copy(original, torch.float64).weight.dtype, original.weight.dtype
-        (torch.float64, torch.float32)
+    ``copy.deepcopy`` would also copy what hooks and attributes refer to, which may be a whole model, and fails on
+    tensors that belong to a graph.
     """
-    return _copy_module(module, dtype, {})
+    known: dict[int, Any] = {}
 
-
-def _copy_module(module: nn.Module, dtype: torch.dtype | None, known: dict[int, Any]) -> nn.Module:
-    if id(module) in known:
-        return cast(nn.Module, known[id(module)])
-    new = known[id(module)] = module.__class__.__new__(module.__class__)
-    for name, value in module.__dict__.items():
-        new.__dict__[name] = copy.copy(value) if type(value) in (list, dict, set) else value
-    # A patched forward is bound to the original; the class knows the true one.
-    new.__dict__.pop("forward", None)
-    for name in module.__dict__.keys() & set(HOOK_TABLES):
-        new.__dict__[name] = type(module.__dict__[name])()
-    new.__dict__["_modules"] = {
-        name: child if child is None else _copy_module(child, dtype, known) for name, child in module._modules.items()
-    }
-    new.__dict__["_buffers"] = {
-        n: b if b is None else _copy_tensor(b, dtype, known) for n, b in module._buffers.items()
-    }
-    new.__dict__["_parameters"] = {
-        n: p if p is None else _copy_tensor(p, dtype, known) for n, p in module._parameters.items()
-    }
-    for name, value in module.__dict__.items():
+    def copied(value: Any) -> Any:
+        if value is None or id(value) in known:
+            return known.get(id(value))
         if isinstance(value, Tensor):
-            new.__dict__[name] = _copy_tensor(value, dtype, known)
-    return new
+            values = value.detach().to(dtype if dtype and value.is_floating_point() else value.dtype, copy=True)
+            new = nn.Parameter(values, requires_grad=False) if isinstance(value, nn.Parameter) else values
+            known[id(value)] = new
+            return new
+        new = known[id(value)] = value.__class__.__new__(value.__class__)
+        for name, held in value.__dict__.items():
+            if name in HOOK_TABLES:
+                new.__dict__[name] = type(held)()
+            elif name in ("_modules", "_parameters", "_buffers"):
+                new.__dict__[name] = {key: copied(part) for key, part in held.items()}
+            # A patched forward is bound to the original; the class knows the true one.
+            elif name != "forward":
+                is_own = type(held) in (list, dict, set)
+                new.__dict__[name] = copied(held) if isinstance(held, Tensor) else copy.copy(held) if is_own else held
+        return new
+
+    replica: nn.Module = copied(module)
+    return replica
 
 
-def _copy_tensor(tensor: Tensor, dtype: torch.dtype | None, known: dict[int, Any]) -> Tensor:
-    if id(tensor) not in known:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        values = tensor.detach().to(wanted, copy=True)
-        known[id(tensor)] = nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
-    return cast(Tensor, known[id(tensor)])
+def randomize_(module: nn.Module) -> nn.Module:
+    """Fill every vector of a copy with other positive numbers, so that each shows by its effect.
 
-
-def randomize_(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Fills every vector of a module with other positive numbers, so that each shows by its effect.
-
-    Single numbers (a learned gain, an eps held in a buffer) keep their values.
-
-    Args:
-        module: A copy; it is changed.
-        seed: Of the numbers.
-
-    Returns:
-        The module.
-
-    Example:
-        >>> norm = randomize_(nn.LayerNorm(4))
-        >>> bool(((norm.weight - norm.bias).abs() > 0).all())
-        True
+    Single numbers, such as a learned gain or an eps held in a buffer, keep their values.
     """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_floating_point() and tensor.numel() > 1:
-                tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in named_tensors(module).values():
+        if tensor.is_floating_point() and tensor.numel() > 1:
+            tensor.detach().copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
     return module
 
 
@@ -138,44 +115,36 @@ class Packing:
         return math.prod(self.shape) // self.channels
 
     def pack(self, tokens: Tensor) -> Tensor:
-        """Lays `count` tokens, (count, C), into a tensor of the shape."""
+        """Lay ``count`` tokens, (count, C), into a tensor of the shape."""
         others = [size for axis, size in enumerate(self.shape) if axis not in self.axes]
-        tensor = tokens.reshape(*others, *self.channel_sizes)
-        return tensor.movedim(self._last(), self.axes).contiguous()
+        return tokens.reshape(*others, *self.channel_sizes).movedim(self._last(), self.axes).contiguous()
 
     def unpack(self, tensor: Tensor) -> Tensor:
-        """The tokens of a tensor with these axes, (count, C); the other axes may have other sizes."""
+        """Return the tokens of a tensor with these axes, (count, C); the other axes may have other sizes."""
         return tensor.movedim(self.axes, self._last()).reshape(-1, self.channels)
 
     def _last(self) -> tuple[int, ...]:
         return tuple(range(len(self.shape) - len(self.axes), len(self.shape)))
 
+    def smaller(self) -> list[Packing]:
+        """Return the packings to try, small ones first: a module may insist on the sizes of other axes too.
 
-def packings(shape: tuple[int, ...], axes: tuple[int, ...]) -> Iterator[Packing]:
-    """Packings to try, the small ones first: a module may insist on the sizes of axes that are not its channels'.
-
-    Example:
-        >>> [packing.shape for packing in packings((8, 100, 16), axes=(2,))]
-        [(2, 3, 16), (2, 100, 16), (8, 100, 16)]
-    """
-
-    def resized(first: int | None, rest: int | None) -> tuple[int, ...]:
-        wish = [first, *[rest] * (len(shape) - 1)]
-        return tuple(
-            size if axis in axes or w is None else (w if axis == 0 else min(size, w))
-            for axis, (size, w) in enumerate(zip(shape, wish, strict=True))
-        )
-
-    # Two of the first axis, even if the example had one: independence of tokens shows only between tokens.
-    for sizes in dict.fromkeys([resized(2, 3), resized(2, None), resized(None, None)]):
-        yield Packing(sizes, axes)
+        Example:
+            >>> [packing.shape for packing in Packing((8, 100, 16), axes=(2,)).smaller()]
+            [(2, 3, 16), (2, 100, 16), (8, 100, 16)]
+        """
+        # Two of the first axis, even if the example had one: independence of tokens shows only between tokens.
+        pair = self.shape if 0 in self.axes else (2, *self.shape[1:])
+        small = tuple(s if axis in self.axes or axis == 0 else min(s, 3) for axis, s in enumerate(pair))
+        return [Packing(shape, self.axes) for shape in dict.fromkeys([small, pair, self.shape])]
 
 
+@dataclass(frozen=True)
 class TokenFunction:
     """A module as a map from tokens (n, C) to tokens (n, C), in float64 outside and its own dtype inside.
 
     Args:
-        module: A copy of the module.
+        module: The module, or a copy of it.
         packing: How its input holds tokens.
         dtype: Element type of its input.
         device: Device of its input.
@@ -186,54 +155,48 @@ class TokenFunction:
         torch.Size([4, 4])
     """
 
-    def __init__(self, module: nn.Module, packing: Packing, dtype: torch.dtype, device: torch.device) -> None:
-        self.module = module
-        self.packing = packing
-        self.dtype = dtype
-        self.device = device
+    module: nn.Module
+    packing: Packing
+    dtype: torch.dtype
+    device: torch.device
 
-    def rounded(self, tokens: Tensor) -> Tensor:
-        """The tokens as the module will see them, rounded to its dtype."""
-        return tokens.to(self.dtype).double()
+    @property
+    def is_half(self) -> bool:
+        """Whether inputs are rounded to half precision."""
+        return self.dtype not in (torch.float32, torch.float64)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """The module's output; n must be a multiple of the packing's count."""
-        parts = torch.split(tokens, self.packing.count)
-        return torch.cat([self._run(part) for part in parts])
+        """Return the module's output; n must be a multiple of the packing's count."""
+        return torch.cat([self._run(part) for part in torch.split(tokens.to(self.dtype), self.packing.count)])
 
     def _run(self, tokens: Tensor) -> Tensor:
-        given = self.packing.pack(tokens.to(self.dtype)).to(self.device)
+        given = self.packing.pack(tokens).to(self.device)
         try:
             output = self.module(given)
-        # Foreign code may raise anything; what it raised becomes part of the reason why it is refused.
+        # Foreign code may raise anything; its message becomes part of the reason for a refusal.
         except Exception as error:
-            raise CannotProbeError(
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            ) from error
+            message = str(error).splitlines()[0] if str(error) else ""
+            raise CannotProbeError(f"{type(error).__name__}: {message}") from error
         if not isinstance(output, Tensor) or output.shape != given.shape:
             raise CannotProbeError("its output has another shape for other values")
         return self.packing.unpack(output.detach().cpu().double())
 
+    def odd_and_even(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (f(x) - f(-x)) / 2 and (f(x) + f(-x)) / 2."""
+        plus, minus = self(tokens), self(-tokens)
+        return (plus - minus) / 2, (plus + minus) / 2
 
-def sample_tokens(count: int, channels: int, scale: float, seed: int) -> Tensor:
-    """Tokens that tell formulas apart: each with its own mean, and every third with an outlier.
+    def sample(self, scale: float, seed: int, at_least: int = 1) -> Tensor:
+        """Return tokens for two calls, or for more until there are enough, rounded as the module will see them.
 
-    Args:
-        count: Number of tokens.
-        channels: C.
-        scale: Standard deviation of the plain channels.
-        seed: Of the numbers; the global random state is left alone.
-
-    Returns:
-        A float64 tensor (count, C).
-
-    Example:
-        >>> sample_tokens(6, 4, 1.0, seed=0).shape
-        torch.Size([6, 4])
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randn(count, channels, generator=generator, dtype=torch.float64)
-    tokens += 2 * torch.randn(count, 1, generator=generator, dtype=torch.float64)
-    outliers = torch.arange(0, count, 3)
-    tokens[outliers, (7 * outliers) % channels] += 4 + math.sqrt(channels)
-    return tokens * scale
+        They tell formulas apart: each has its own mean, and every third an outlier. The global random state is left
+        alone.
+        """
+        count, channels = self.packing.count, self.packing.channels
+        count *= max(2, -(-at_least // count))
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randn(count, channels, generator=generator, dtype=torch.float64)
+        tokens += 2 * torch.randn(count, 1, generator=generator, dtype=torch.float64)
+        outliers = torch.arange(0, count, 3)
+        tokens[outliers, (7 * outliers) % channels] += 4 + math.sqrt(channels)
+        return (tokens * scale).to(self.dtype).double()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dynorm.find.affine import channel_axes, plain_arithmetic
+from dynorm.find.affine import channel_axes
 from dynorm.find.recover import NotANormError
-from dynorm.find.tokens import CannotProbeError, plain_copy
+from dynorm.find.tokens import CannotProbeError, plain_arithmetic, plain_copy
 from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.places import Place, fill_neutral
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.watch import undisturbed
 
 _EXACT = 1e-11
 # Small tokens show what stands beside the variance, and where.
@@ -72,7 +71,7 @@ def _tokens(place: Place) -> list[Tensor]:
 
 def _run(module: nn.Module, x: Tensor) -> Tensor:
     device = next((t.device for t in (*module.parameters(), *module.buffers())), x.device)
-    with undisturbed(module), plain_arithmetic(), Wide():
+    with plain_arithmetic(module), Wide():
         y: Tensor = module(x.to(device)).to(x.device, x.dtype)
     return y
 

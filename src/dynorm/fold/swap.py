@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.find.tokens import HOOK_TABLES
 from dynorm.fold.graph import Owner
 from dynorm.fold.marks import ADDED_BIAS, UNTIED
 from dynorm.fold.places import Place, tensor_of
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import tensor_like
+from dynorm.watch import HOOK_TABLES
 
 
 class Swap:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dynorm.errors import ModelError
 from dynorm.family import layer_class
-from dynorm.find.probe import affine_of
+from dynorm.find.affine import affine_of
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
@@ -24,6 +24,7 @@ from dynorm.replace.specs import (
     tensor_like,
 )
 from dynorm.site import NormSite, select_sites
+from dynorm.watch import HOOK_TABLES
 
 Globs = str | Iterable[str] | None
 
