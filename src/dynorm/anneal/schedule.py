@@ -16,7 +16,6 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.annealed import check_t
 from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
 from dynorm.site import any_match, as_globs
-from dynorm.watch import HOOK_TABLES
 
 Shape = Literal["linear", "cosine"]
 Order = Literal["together", "last_first", "first_last"]

@@ -24,7 +24,6 @@ from dynorm.replace.specs import (
     tensor_like,
 )
 from dynorm.site import NormSite, select_sites
-from dynorm.watch import HOOK_TABLES
 
 Globs = str | Iterable[str] | None
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import NAMES, layer_class
-from dynorm.find.tokens import HOOK_TABLES
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
+from dynorm.watch import HOOK_TABLES
 
 _NESTED = "_dynorm_use_nested_tensor"
 
