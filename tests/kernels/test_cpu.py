@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dynorm.kernels import _cpu
-from dynorm.kernels._dispatch import DERF, DYISRU, DYT, FUNCTIONS, LINEAR, Form, plain
+from dynorm.kernels._dispatch import plain
+from dynorm.kernels._form import DERF, DYISRU, DYT, FUNCTIONS, LINEAR, Form, Parameters
 
 pytestmark = pytest.mark.skipif(not _cpu.available(), reason="the CPU kernels are not built: make setup")
 NUMBERS = range(len(FUNCTIONS))
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 INF, NAN = float("inf"), float("nan")
 SETS = ("cpu-avx512", "cpu-avx2", "cpu-portable")
-Parameters = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def supported() -> list[str]:
@@ -60,17 +60,13 @@ def compare(form: Form, x: Tensor, parameters: Parameters, tolerance: float) -> 
     wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, *parameters)]
     want = plain(form, wide[0], tuple(wide[1:]))
     out = torch.full_like(x, NAN)
-    y = _cpu.forward(
-        form.function, x, *parameters, form.scale, form.channels, form.inner, out, logarithmic=form.logarithmic
-    )
+    y = _cpu.forward(form, x, parameters, out)
     assert y is out
     assert_close(y.double(), want, rtol=tolerance, atol=tolerance)
     grad = torch.randn(x.shape).to(x.dtype)
     leaves = [t for t in wide if t is not None]
     expected = iter(torch.autograd.grad(want, leaves, grad.double(), materialize_grads=True))
-    found = _cpu.gradients(
-        form.function, grad, x, parameters, (True,) * 6, form.scale, form.channels, form.inner, form.logarithmic
-    )
+    found = _cpu.gradients(form, grad, x, parameters, (True,) * 6)
     size = max(1.0, (x.numel() / form.channels) ** 0.5, x.numel() ** 0.5 if parameters[0].numel() == 1 else 1.0)
     for given, exact, got in zip((x, *parameters), wide, found, strict=True):
         if given is None:
@@ -135,13 +131,13 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
         parameters: Any = (torch.tensor([constant], dtype=dtype), None, None, None, None)
         leaf = x.clone().requires_grad_()
         want = plain(Form(function, False, 2.0, 1, 1), leaf, parameters)
-        y = _cpu.forward(function, x, *parameters, 2.0, 1, 1)
+        y = _cpu.forward(Form(function, False, 2.0, 1, 1), x, parameters)
         assert_close(y, want.detach(), rtol=TOLERANCES[dtype], atol=smallest, equal_nan=True)
         # The sign of a zero too; Derf's shift of 0 makes it positive.
         zero = (x == 0) & (torch.tensor(function) != DERF)
         assert torch.equal(y[zero].signbit(), want[zero].signbit())
         (slope,) = torch.autograd.grad(want, leaf, grad)
-        got = _cpu.gradients(function, grad, x, parameters, (True,) + (False,) * 5, 2.0, 1, 1, False)[0]
+        got = _cpu.gradients(Form(function, False, 2.0, 1, 1), grad, x, parameters, (True,) + (False,) * 5)[0]
         # The clamp in DyISRU's definition takes the gradient of a NaN for 0; here it stays NaN.
         slope = torch.where(x.isnan(), slope if function == LINEAR else NAN, slope)
         assert_close(got, slope, rtol=4 * TOLERANCES[dtype], atol=TOLERANCES[dtype], equal_nan=True)
@@ -162,8 +158,8 @@ def test_gradients_at_infinity_are_their_limits(instructions: str, function: int
         only[3] = only[36] = 0
         parameters = make(channels, dtype, per_channel=True, everything=True)
         parameters = (torch.full((channels,), constant).to(dtype), *parameters[1:])
-        want = _cpu.gradients(function, only, alone, parameters, (True,) * 6, 1.5, channels, 1, False)
-        got = _cpu.gradients(function, grad, x, parameters, (True,) * 6, 1.5, channels, 1, False)
+        want = _cpu.gradients(Form(function, False, 1.5, channels, 1), only, alone, parameters, (True,) * 6)
+        got = _cpu.gradients(Form(function, False, 1.5, channels, 1), grad, x, parameters, (True,) * 6)
         assert got[0] is not None
         assert torch.equal(got[0][[3, 36]], torch.zeros(2, channels, dtype=dtype))
         # Constant, shift and centre get nothing from the two rows; weight and bias do.
@@ -179,12 +175,15 @@ def test_one_that_is_huge_changes_no_other(instructions: str, huge: float) -> No
     """A square that overflows is found among several vectors; those beside it are computed as ever."""
     x, grad = torch.randn(5, 83), torch.randn(5, 83)
     parameters = make(83, torch.float32, per_channel=False, everything=True)
-    alone = (_cpu.forward(DYISRU, x, *parameters, 1.0, 83, 1), _gradient(grad, x, parameters))
+    alone = (_cpu.forward(Form(DYISRU, False, 1.0, 83, 1), x, parameters), _gradient(grad, x, parameters))
     for place in range(0, x.numel(), 7):
         with_it = x.clone()
         with_it.view(-1)[place] = huge
         others = torch.arange(x.numel()) != place
-        found = (_cpu.forward(DYISRU, with_it, *parameters, 1.0, 83, 1), _gradient(grad, with_it, parameters))
+        found = (
+            _cpu.forward(Form(DYISRU, False, 1.0, 83, 1), with_it, parameters),
+            _gradient(grad, with_it, parameters),
+        )
         for got, want in zip(found, alone, strict=True):
             assert torch.equal(got.view(-1)[others], want.view(-1)[others])
         wide = with_it.double()
@@ -206,8 +205,8 @@ def test_huge_ones_among_rows_that_are_computed_side_by_side(instructions: str, 
     assert torch.equal(_gradient(grad, with_them, parameters)[others], alone[others])
     bounded = with_them.clamp(-1e30, 1e30)
     compare(Form(DYISRU, False, 1.0, 272, 1), bounded, parameters, 1e-5)
-    limits = _cpu.gradients(DYISRU, grad, bounded, parameters, (True,) * 6, 1.0, 272, 1, False)
-    found = _cpu.gradients(DYISRU, grad, with_them, parameters, (True,) * 6, 1.0, 272, 1, False)
+    limits = _cpu.gradients(Form(DYISRU, False, 1.0, 272, 1), grad, bounded, parameters, (True,) * 6)
+    found = _cpu.gradients(Form(DYISRU, False, 1.0, 272, 1), grad, with_them, parameters, (True,) * 6)
     for got, want in zip(found, limits, strict=True):
         assert_close(got, want, rtol=1e-6, atol=1e-6)
 
@@ -220,7 +219,7 @@ def test_slopes_of_large_constants(instructions: str, exponent: int, size: float
     x, grad = torch.randn(7, 48) * beta**0.5, size * torch.randn(7, 48)
     constant = torch.tensor([beta])
     exact = grad.double() * beta / (beta + x.double() ** 2) ** 1.5
-    found = _cpu.gradients(DYISRU, grad, x, (constant, None, None, None, None), (True,) * 6, 1.0, 48, 1, False)
+    found = _cpu.gradients(Form(DYISRU, False, 1.0, 48, 1), grad, x, (constant, None, None, None, None), (True,) * 6)
     assert found[0] is not None
     assert_close(found[0].double(), exact, rtol=1e-5, atol=float(exact.abs().max()) * 1e-6)
 
@@ -233,7 +232,7 @@ def test_what_is_wanted_changes_no_other(function: int, per_channel: bool, shape
     x, grad = torch.randn(shape), torch.randn(shape)
 
     def run(needed: tuple[bool, ...]) -> list[Tensor | None]:
-        return _cpu.gradients(function, grad, x, parameters, needed, 1.3, *shape[1:], False)
+        return _cpu.gradients(Form(function, False, 1.3, *shape[1:]), grad, x, parameters, needed)
 
     whole = run((True,) * 6)
     for needed in itertools.product((False, True), repeat=6):
@@ -249,14 +248,14 @@ def test_a_shift_that_has_no_part_gets_zero(function: int) -> None:
     grad = torch.randn(4, 8)
     grad[1, 2] = INF
     parameters = (torch.ones(1), torch.zeros(1), None, torch.ones(8), None)
-    found = _cpu.gradients(function, grad, torch.randn(4, 8), parameters, (True,) * 6, 1.0, 8, 1, False)
+    found = _cpu.gradients(Form(function, False, 1.0, 8, 1), grad, torch.randn(4, 8), parameters, (True,) * 6)
     assert found[2] is not None
     assert torch.equal(found[2], torch.zeros(1))
     assert not found[2].signbit()
 
 
 def _gradient(grad: Tensor, x: Tensor, parameters: Parameters) -> Tensor:
-    found = _cpu.gradients(DYISRU, grad, x, parameters, (True,) * 6, 1.0, x.shape[1], 1, False)[0]
+    found = _cpu.gradients(Form(DYISRU, False, 1.0, x.shape[1], 1), grad, x, parameters, (True,) * 6)[0]
     assert found is not None
     return found
 
@@ -266,23 +265,10 @@ def _gradient(grad: Tensor, x: Tensor, parameters: Parameters) -> Tensor:
 def test_empty(function: int, shape: tuple[int, ...]) -> None:
     parameters = make(8, torch.float32, per_channel=True, everything=True)
     x = torch.empty(shape)
-    assert _cpu.forward(function, x, *parameters, 1.0, 8, 1).shape == shape
-    grad_x, sums = _cpu.backward(function, x, x, *parameters[:4], 1.0, 8, 1, True, True)
-    assert grad_x is not None
-    assert grad_x.shape == shape
-    assert_close(sums, torch.zeros(5, 8))
-
-
-def test_infinite_and_missing_gradients_are_told_apart() -> None:
-    x, grad = torch.randn(4, 8), torch.randn(4, 8)
-    parameters = make(8, torch.float32, per_channel=True, everything=True)
-    grad_x, sums = _cpu.backward(DYT, grad, x, *parameters[:4], 1.0, 8, 1, True, True)
-    only_x = _cpu.backward(DYT, grad, x, *parameters[:4], 1.0, 8, 1, True, False)
-    only_sums = _cpu.backward(DYT, grad, x, *parameters[:4], 1.0, 8, 1, False, True)
-    assert only_x[1] is None
-    assert only_sums[0] is None
-    assert torch.equal(only_x[0], grad_x)
-    assert torch.equal(only_sums[1], sums)
+    assert _cpu.forward(Form(function, False, 1.0, 8, 1), x, parameters).shape == shape
+    found = _cpu.gradients(Form(function, False, 1.0, 8, 1), x, x, parameters, (True,) * 6)
+    for got, want in zip(found, (torch.zeros(shape), *(torch.zeros(8),) * 5), strict=True):
+        assert_close(got, want)
 
 
 def sixteen_bit(dtype: torch.dtype) -> Tensor:
@@ -294,10 +280,16 @@ def sixteen_bit(dtype: torch.dtype) -> Tensor:
 def test_sixteen_bits_are_read_and_rounded_as_torch_does(instructions: str, dtype: torch.dtype) -> None:
     one = torch.ones(1)
     x = sixteen_bit(dtype)
-    assert_close(_cpu.forward(LINEAR, x, one, None, None, None, None, 1.0, 1, 1), x, rtol=0, atol=0, equal_nan=True)
+    assert_close(
+        _cpu.forward(Form(LINEAR, False, 1.0, 1, 1), x, (one, None, None, None, None)),
+        x,
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
     # A product with thirds needs rounding, upwards and downwards, to denormals, and past the largest number.
     for factor in (1 / 3, 1.0009765625, 1.00390625, 1.5):
-        y = _cpu.forward(LINEAR, x, torch.tensor([factor]), None, None, None, None, 1.0, 1, 1)
+        y = _cpu.forward(Form(LINEAR, False, 1.0, 1, 1), x, (torch.tensor([factor]), None, None, None, None))
         assert_close(y, (x.float() * torch.tensor(factor)).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -306,8 +298,8 @@ def test_sixteen_bits_are_read_and_rounded_as_torch_does(instructions: str, dtyp
 def test_sixteen_bits_are_computed_in_float32(instructions: str, function: int, dtype: torch.dtype) -> None:
     parameters = make(1, torch.float32, per_channel=False, everything=True)
     x = sixteen_bit(dtype)
-    y = _cpu.forward(function, x, *parameters, 2.0, 1, 1)
-    wide = _cpu.forward(function, x.float(), *parameters, 2.0, 1, 1)
+    y = _cpu.forward(Form(function, False, 2.0, 1, 1), x, parameters)
+    wide = _cpu.forward(Form(function, False, 2.0, 1, 1), x.float(), parameters)
     # DyISRU's root is less exact for results of 16 bits: seldom the neighbour of what float32 rounds to.
     assert_close(y, wide.to(dtype), rtol=torch.finfo(dtype).eps, atol=0, equal_nan=True)
     assert int((y != wide.to(dtype)).sum() - y.isnan().sum()) <= (y.numel() // 1000 if function == 0 else 0)
@@ -334,7 +326,7 @@ def test_accuracy(instructions: str, function: int, constant: float) -> None:
     z = x.double()
     c = torch.tensor([constant])
     exact = {DYISRU: lambda: z / (c.double() + z * z).sqrt(), DYT: z.tanh, DERF: lambda: torch.special.erf(z)}
-    y = _cpu.forward(function, x, c, torch.zeros(1), None, None, None, 1.0, 1, 1)
+    y = _cpu.forward(Form(function, False, 1.0, 1, 1), x, (c, torch.zeros(1), None, None, None))
     # Without a fused multiply-add tanh and erf lose another third of a unit.
     limit = 1.01 if function == DYISRU else 2.0 if instructions != "cpu-portable" else 2.5
     assert ulps(y, exact[function]()) <= limit
@@ -349,8 +341,8 @@ def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_chann
     x, grad = torch.randn(shape), torch.randn(shape)
 
     def run() -> list[Tensor]:
-        y = _cpu.forward(function, x, *parameters, 1.0, *shape[1:])
-        return [y, *_cpu.gradients(function, grad, x, parameters, (True,) * 6, 1.0, *shape[1:], False)]  # type: ignore
+        y = _cpu.forward(Form(function, False, 1.0, *shape[1:]), x, parameters)
+        return [y, *_cpu.gradients(Form(function, False, 1.0, *shape[1:]), grad, x, parameters, (True,) * 6)]  # type: ignore
 
     before = torch.get_num_threads()
     results = []
@@ -367,19 +359,20 @@ def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_chann
 def test_sums_are_as_exact_as_float64_ones() -> None:
     # A million equal numbers in float32 would be off by parts in a thousand.
     x, grad = torch.ones(1_000_000, 3), torch.full((1_000_000, 3), 0.1)
-    _, sums = _cpu.backward(LINEAR, grad, x, torch.ones(1), None, None, None, 1.0, 3, 1, False, True)
-    assert_close(sums[4], torch.full((3,), 1e5), rtol=1e-6, atol=0)
+    parameters = (torch.ones(1), None, None, None, torch.zeros(3))
+    found = _cpu.gradients(Form(LINEAR, False, 1.0, 3, 1), grad, x, parameters, (False,) * 5 + (True,))
+    assert_close(found[5], torch.full((3,), 1e5), rtol=1e-6, atol=0)
 
 
 def test_python_threads_at_once() -> None:
     parameters = make(384, torch.float32, per_channel=True, everything=True)
     inputs = [torch.randn(n, 384) for n in (1, 7, 200, 500)]
-    want = [_cpu.forward(DYT, x, *parameters, 1.0, 384, 1) for x in inputs]
+    want = [_cpu.forward(Form(DYT, False, 1.0, 384, 1), x, parameters) for x in inputs]
     failures: list[str] = []
 
     def work(i: int) -> None:
         for _ in range(50):
-            if not torch.equal(_cpu.forward(DYT, inputs[i], *parameters, 1.0, 384, 1), want[i]):
+            if not torch.equal(_cpu.forward(Form(DYT, False, 1.0, 384, 1), inputs[i], parameters), want[i]):
                 failures.append(f"input {i}")
 
     workers = [threading.Thread(target=work, args=(i,)) for i in (0, 1, 2, 3) * 2]
@@ -401,11 +394,11 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert x.numel() > 2**31
     x[-1] = 3
     parameters: Any = (torch.full((1,), 0.5), None, None, None, None)
-    y = _cpu.forward(LINEAR, x, *parameters, 1.0, channels, 1, x)
+    y = _cpu.forward(Form(LINEAR, False, 1.0, channels, 1), x, parameters, x)
     assert torch.equal(y[-2:, 0], torch.tensor([0.5, 1.5], dtype=torch.bfloat16))
     assert torch.equal(y[:: rows // 7, 5], torch.full((8,), 0.5, dtype=torch.bfloat16)[: len(y[:: rows // 7])])
     # Seen as one channel, the index inside a run is as large.
-    y = _cpu.forward(LINEAR, x, *parameters, 1.0, 1, x.numel(), x)
+    y = _cpu.forward(Form(LINEAR, False, 1.0, 1, x.numel()), x, parameters, x)
     assert torch.equal(y[-2:, 0], torch.tensor([0.25, 0.75], dtype=torch.bfloat16))
 
 

@@ -10,8 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dynorm.kernels import _triton_gemm_kernel, _triton_kernels
-from dynorm.kernels._triton_gemm import TILES, Tile
+from dynorm.kernels import _triton_kernels
 
 AMPERE, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 DYISRU, DYT, DERF, LINEAR = range(4)
@@ -64,7 +63,7 @@ def test_forward_compiles_with_64_bit_offsets(function: int, dtype: str, size: t
     kernel = compiled(
         _triton_kernels.forward_kernel,
         HOPPER,
-        **pointers(dtype, x=True, residual=not last, y=True, sum=not last),
+        **pointers(dtype, x=True, y=True),
         **pointers("fp32", bias=True),
         **constants_of(function, per_channel=not last),
         **dict.fromkeys(("rows", "columns", "channels"), size),
@@ -86,7 +85,7 @@ def test_backward_compiles_with_64_bit_offsets_and_no_atomics(
     kernel = compiled(
         _triton_kernels.backward_kernel,
         HOPPER,
-        **pointers(dtype, grad=True, grad_sum=not last, x=True, grad_x=True),
+        **pointers(dtype, grad=True, x=True, grad_x=True),
         **pointers("fp64" if dtype == "fp64" else "fp32", partial=True),
         **constants_of(function, per_channel=not last),
         **dict.fromkeys(("outer", "channels"), size),
@@ -117,51 +116,3 @@ def test_reduction_compiles(dtype: str) -> None:
         BLOCK_CHUNKS=32,
         BLOCK_CHANNELS=64,
     )
-
-
-def product(target: GPUTarget, dtype: str, tile: Tile, descriptors: bool, by_columns: bool) -> Any:
-    m, n, k = tile.rows, tile.columns, tile.depth
-    left = f"tensordesc<{dtype}[{m},{k}]>" if descriptors else f"*{dtype}"
-    right = f"tensordesc<{dtype}[{n if by_columns else k},{k if by_columns else n}]>" if descriptors else left
-    return compiled(
-        _triton_gemm_kernel.gemm_add_kernel,
-        target,
-        tile.warps,
-        tile.stages,
-        a=(left, 1 if descriptors else 16),
-        b=(right, 1 if descriptors else 16),
-        **pointers(dtype, residual=True, y=True, h=True),
-        **pointers("fp32", gemm_bias=True, bias=True),
-        **constants_of(DYISRU, per_channel=True),
-        **dict.fromkeys(("M", "N", "K"), EVEN),
-        a_by_m=EVEN,
-        a_by_k=1,
-        b_by_k=1 if by_columns else EVEN,
-        b_by_n=EVEN if by_columns else 1,
-        scale=("fp32", 1),
-        DESCRIPTORS=descriptors,
-        B_BY_COLUMNS=by_columns,
-        # A wrapper, for this text is no type.
-        PRECISION=triton.language.constexpr("ieee"),
-        BLOCK_M=m,
-        BLOCK_N=n,
-        BLOCK_K=k,
-        GROUP=8,
-        HALVES=tile.halves,
-    )
-
-
-@pytest.mark.parametrize("tile", TILES[2][:5])
-def test_product_uses_hopper_s_tensor_cores_and_copy_engine(tile: Tile) -> None:
-    ptx = product(HOPPER, "bf16", tile, descriptors=True, by_columns=True).asm["ptx"]
-    assert "wgmma.mma_async" in ptx
-    assert "cp.async.bulk.tensor" in ptx
-
-
-@pytest.mark.parametrize(
-    ("target", "dtype", "width", "by_columns"),
-    [(HOPPER, "fp16", 2, False), (AMPERE, "bf16", 2, True), (AMPERE, "fp32", 4, False)],
-)
-def test_product_compiles_with_pointers(target: GPUTarget, dtype: str, width: int, by_columns: bool) -> None:
-    kernel = product(target, dtype, TILES[width][-1], False, by_columns)
-    assert offsets_of(kernel, dtype.replace("fp", "f")) == {"i64"}

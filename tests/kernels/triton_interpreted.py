@@ -16,7 +16,8 @@ from triton.runtime import interpreter
 from dynorm import functional
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _triton
-from dynorm.kernels._triton_gemm import gemm_add_forward
+from dynorm.kernels._dispatch import plain
+from dynorm.kernels._form import Form
 
 DYISRU, DYT, DERF, LINEAR = range(4)
 FUNCTIONS = (DYISRU, DYT, DERF, LINEAR)
@@ -67,12 +68,12 @@ def in_float64(p: Parts) -> Parts:
     return {name: None if v is None else v.double().requires_grad_() for name, v in p.items()}
 
 
-def sizes(x: Tensor, dim: int) -> dict[str, int]:
-    return {"channels": x.shape[dim], "inner": 1 if dim == -1 else math.prod(x.shape[dim + 1 :])}
+def form_of(function: int, x: Tensor, dim: int, scale: float) -> Form:
+    return Form(function, False, scale, x.shape[dim], 1 if dim == -1 else math.prod(x.shape[dim + 1 :]))
 
 
-def without_bias(p: Parts) -> Parts:
-    return {name: v for name, v in p.items() if name != "bias"}
+def given(p: Parts) -> Any:
+    return tuple(p.values())
 
 
 def check_sums(sums: Tensor | None, p: Parts, dtype: torch.dtype) -> None:
@@ -101,10 +102,9 @@ def test_values_and_gradients_are_those_of_the_definition(
     p = parts(function, shape[dim], computed)
     rtol, atol = TOLERANCE[dtype]
 
-    y = _triton.forward(function, x, **p, scale=1.7, **sizes(x, dim))  # type: ignore[arg-type]
-    grad_x, sums = _triton.backward(
-        function, grad, x, **without_bias(p), scale=1.7, **sizes(x, dim), need_x=True, need_parameters=True
-    )  # type: ignore[arg-type]
+    form = form_of(function, x, dim, 1.7)
+    y = _triton.forward(form, x, given(p))
+    grad_x, sums = _triton.backward(form, grad, x, given(p))
 
     exact, exact_x = in_float64(p), x.double().requires_grad_()
     expected = reference(function, exact_x, exact, 1.7, dim)
@@ -125,48 +125,15 @@ def test_parts_may_be_left_out_and_constants_shared(
 ) -> None:
     x, grad = sample(*shape, seed=0), sample(*shape, seed=9)
     p = parts(function, shape[dim], torch.float64, per_channel=per_channel, bare=bare)
-    y = _triton.forward(function, x, **p, scale=0.3, **sizes(x, dim))  # type: ignore[arg-type]
-    grad_x, sums = _triton.backward(
-        function, grad, x, **without_bias(p), scale=0.3, **sizes(x, dim), need_x=True, need_parameters=True
-    )  # type: ignore[arg-type]
+    form = form_of(function, x, dim, 0.3)
+    y = _triton.forward(form, x, given(p))
+    grad_x, sums = _triton.backward(form, grad, x, given(p))
     exact, exact_x = in_float64(p), x.clone().requires_grad_()
     expected = reference(function, exact_x, exact, 0.3, dim)
     expected.backward(grad)
     assert_close(y, expected.detach())
     assert_close(grad_x, exact_x.grad)
     check_sums(sums, exact, torch.float64)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("elsewhere", [True, False])
-@pytest.mark.parametrize(("shape", "dim"), [((9, 33), -1), ((3, 5, 7), 1)])
-def test_residual_variant_is_the_sum_then_the_function(
-    function: int, elsewhere: bool, shape: tuple[int, ...], dim: int
-) -> None:
-    x, residual, grad = (sample(*shape, seed=seed) for seed in (0, 7, 9))
-    grad_h = sample(*shape, seed=8) if elsewhere else None
-    p = parts(function, shape[dim], torch.float64)
-    y, h = _triton.add_forward(function, x, residual, **p, scale=1.7, **sizes(x, dim))  # type: ignore[arg-type]
-    got, sums = _triton.add_backward(
-        function, grad, grad_h, h, **without_bias(p), scale=1.7, **sizes(x, dim), need_x=True, need_parameters=True
-    )  # type: ignore[arg-type]
-
-    exact, leaf = in_float64(p), x.clone().requires_grad_()
-    total = leaf + residual
-    expected = reference(function, total, exact, 1.7, dim)
-    ((expected * grad).sum() + (0.0 if grad_h is None else (total * grad_h).sum())).backward()
-    assert torch.equal(h, total.detach())
-    assert_close(y, expected.detach())
-    assert_close(got, leaf.grad)
-    check_sums(sums, exact, torch.float64)
-
-
-def test_residual_variant_takes_the_function_of_the_rounded_sum() -> None:
-    x, residual = (sample(5, 40, seed=seed, dtype=torch.float16, width=30) for seed in (0, 1))
-    p = parts(LINEAR, 40, torch.float32)
-    y, h = _triton.add_forward(LINEAR, x, residual, **p, scale=1.0, channels=40, inner=1)  # type: ignore[arg-type]
-    assert torch.equal(h, x + residual)
-    assert torch.equal(y, _triton.forward(LINEAR, h, **p, scale=1.0, channels=40, inner=1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -177,10 +144,8 @@ def test_infinities_and_nan_are_those_of_the_definition(function: int, dtype: to
     constant, grad = torch.tensor([2.0], dtype=dtype), torch.ones_like(x)
     p: Parts = {"constant": constant, "shift": None, "center": None, "weight": None, "bias": None}
     with np.errstate(all="ignore"):
-        y = _triton.forward(function, x, **p, scale=1.5, channels=1, inner=1)  # type: ignore[arg-type]
-        grad_x, _ = _triton.backward(
-            function, grad, x, **without_bias(p), scale=1.5, channels=1, inner=1, need_x=True, need_parameters=False
-        )  # type: ignore[arg-type]
+        y = _triton.forward(Form(function, False, 1.5, 1, 1), x, given(p))
+        grad_x, _ = _triton.backward(Form(function, False, 1.5, 1, 1), grad, x, given(p), need_parameters=False)
     leaf = x.clone().requires_grad_()
     expected = reference(function, leaf, p, 1.5)
     expected.sum().backward()
@@ -209,7 +174,7 @@ def test_float32_is_exact_to_an_ulp_or_two(
     x = torch.from_numpy(np.concatenate([sizes_, -sizes_])).float()
     constant = torch.tensor([1.5])
     with np.errstate(over="ignore"):
-        y = _triton.forward(function, x, constant, None, None, None, None, 1.0, 1, 1)
+        y = _triton.forward(Form(function, False, 1.0, 1, 1), x, (constant, None, None, None, None))
         z = x.double().numpy()
         # The argument of tanh is rounded before tanh sees it, as in the definition.
         z = (1.5 * x).double().numpy() / 1.5 if function == DYT else z
@@ -222,12 +187,8 @@ def test_float32_is_exact_to_an_ulp_or_two(
 def test_sums_of_many_chunks_are_whole_and_the_same_every_time(shape: tuple[int, ...], dim: int) -> None:
     x, grad = (sample(*shape, seed=seed, dtype=torch.float32) for seed in (0, 1))
     p = parts(DYISRU, shape[dim], torch.float32)
-    found = [
-        _triton.backward(
-            DYISRU, grad, x, **without_bias(p), scale=1.0, **sizes(x, dim), need_x=False, need_parameters=True
-        )  # type: ignore[arg-type]
-        for _ in range(2)
-    ]
+    form = form_of(DYISRU, x, dim, 1.0)
+    found = [_triton.backward(form, grad, x, given(p), need_x=False) for _ in range(2)]
     assert found[0][0] is None
     assert torch.equal(found[0][1], found[1][1])  # type: ignore[arg-type]
     exact, exact_x = in_float64(p), x.double()
@@ -242,9 +203,8 @@ def test_no_element_is_left_out_or_taken_twice(
 ) -> None:
     monkeypatch.setattr(_triton, "_PROGRAMS", programs)
     x, grad = torch.zeros(shape), torch.ones(shape)
-    one = torch.ones(1)
-    grad_x, sums = _triton.backward(LINEAR, grad, x, one, None, None, None, 1.0, **sizes(x, dim), need_x=True,
-                                    need_parameters=True)  # fmt: skip
+    one = (torch.ones(1), None, None, None, None)
+    grad_x, sums = _triton.backward(form_of(LINEAR, x, dim, 1.0), grad, x, one)
     assert grad_x is not None
     assert sums is not None
     assert torch.equal(grad_x, grad)
@@ -254,10 +214,8 @@ def test_no_element_is_left_out_or_taken_twice(
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5)])
 def test_empty_tensors(shape: tuple[int, ...]) -> None:
     x, p = torch.empty(shape), parts(DERF, 5, torch.float32)
-    y = _triton.forward(DERF, x, **p, scale=1.0, channels=5, inner=1)  # type: ignore[arg-type]
-    grad_x, sums = _triton.backward(
-        DERF, y, x, **without_bias(p), scale=1.0, channels=5, inner=1, need_x=True, need_parameters=True
-    )  # type: ignore[arg-type]
+    y = _triton.forward(Form(DERF, False, 1.0, 5, 1), x, given(p))
+    grad_x, sums = _triton.backward(Form(DERF, False, 1.0, 5, 1), y, x, given(p))
     assert y.shape == shape
     assert grad_x is not None
     assert grad_x.shape == shape
@@ -267,15 +225,15 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
 def test_output_given_is_filled_and_returned() -> None:
     x, p = sample(7, 33, seed=0, dtype=torch.float32), parts(DYT, 33, torch.float32)
     out = torch.full_like(x, math.nan)
-    y = _triton.forward(DYT, x, **p, scale=1.0, channels=33, inner=1, out=out)  # type: ignore[arg-type]
+    y = _triton.forward(Form(DYT, False, 1.0, 33, 1), x, given(p), out=out)
     assert y is out
-    assert torch.equal(y, _triton.forward(DYT, x, **p, scale=1.0, channels=33, inner=1))  # type: ignore[arg-type]
+    assert torch.equal(y, _triton.forward(Form(DYT, False, 1.0, 33, 1), x, given(p)))
 
 
 def test_output_may_be_the_input() -> None:
     x, p = sample(7, 33, seed=0, dtype=torch.float32), parts(DYT, 33, torch.float32)
-    expected = _triton.forward(DYT, x, **p, scale=1.0, channels=33, inner=1)  # type: ignore[arg-type]
-    _triton.forward(DYT, x, **p, scale=1.0, channels=33, inner=1, out=x)  # type: ignore[arg-type]
+    expected = _triton.forward(Form(DYT, False, 1.0, 33, 1), x, given(p))
+    _triton.forward(Form(DYT, False, 1.0, 33, 1), x, given(p), out=x)
     assert torch.equal(x, expected)
 
 
@@ -284,9 +242,9 @@ def test_parameters_of_other_dtypes_than_x() -> None:
     p = parts(DERF, 33, torch.float32)
     kinds = dict(zip(p, (torch.float64, torch.bfloat16, torch.float16, torch.bfloat16, torch.float64), strict=True))
     mixed = {name: None if v is None else v.to(kinds[name]) for name, v in p.items()}
-    y = _triton.forward(DERF, x, **mixed, scale=1.0, channels=33, inner=1)  # type: ignore[arg-type]
+    y = _triton.forward(Form(DERF, False, 1.0, 33, 1), x, given(mixed))
     same = {name: None if v is None else v.float() for name, v in mixed.items()}
-    assert torch.equal(y, _triton.forward(DERF, x, **same, scale=1.0, channels=33, inner=1))  # type: ignore[arg-type]
+    assert torch.equal(y, _triton.forward(Form(DERF, False, 1.0, 33, 1), x, given(same)))
 
 
 @pytest.mark.parametrize(
@@ -303,72 +261,36 @@ def test_parameters_of_other_dtypes_than_x() -> None:
     ],
 )
 def test_what_would_be_read_out_of_bounds_is_refused(change: dict[str, Any]) -> None:
-    given = {"x": torch.ones(7, 33), **parts(DYT, 33, torch.float32), "scale": 1.0, "channels": 33, "inner": 1}
+    p = parts(DYT, 33, torch.float32) | {
+        name: t for name, t in change.items() if name in ("constant", "weight", "bias")
+    }
+    form = Form(DYT, False, 1.0, change.get("channels", 33), 1)
     with pytest.raises(ArgumentError, match="must be"):
-        _triton.forward(DYT, **(given | change))
+        _triton.forward(form, change.get("x", torch.ones(7, 33)), given(p), change.get("out"))
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
     with pytest.raises(ArgumentError, match="gradients"):
-        _triton.backward(DYT, torch.ones(2), torch.ones(3), torch.ones(1), None, None, None, 1.0, 3, 1, True, True)
+        _triton.backward(
+            Form(DYT, False, 1.0, 3, 1), torch.ones(2), torch.ones(3), (torch.ones(1), None, None, None, None)
+        )
 
 
 def test_the_interpreter_counts_as_available() -> None:
     assert _triton.available()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("transposed", [False, True])
-# Aligned sizes go by descriptors (in 16 bits), the others by pointers; the last has nothing to multiply.
-@pytest.mark.parametrize(("m", "n", "k"), [(80, 72, 136), (33, 35, 37), (1, 64, 64), (3, 4, 0)])
-def test_product_with_residual_and_function(m: int, n: int, k: int, transposed: bool, dtype: torch.dtype) -> None:
-    a, residual = sample(m, k, seed=0, dtype=dtype), sample(m, n, seed=1, dtype=dtype)
-    b = sample(n, k, seed=2, dtype=dtype).t() if transposed else sample(k, n, seed=2, dtype=dtype)
-    p, gemm_bias = parts(DYISRU, n, torch.float32), sample(n, seed=6, dtype=torch.float32)
-    y, h = gemm_add_forward(DYISRU, a, b, residual, gemm_bias, **p, scale=1.7)  # type: ignore[arg-type]
-    rtol, _ = TOLERANCE[dtype]
-    assert y.dtype == h.dtype == dtype
-    product = a.double() @ b.double() + gemm_bias.double() + residual.double()
-    assert_close(h.double(), product, rtol=rtol, atol=rtol * max(k, 1) ** 0.5)
-    with torch.no_grad():
-        assert_close(y.double(), reference(DYISRU, h.double(), in_float64(p), 1.7), rtol=rtol, atol=rtol)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_product_with_each_function_and_no_parts(function: int) -> None:
-    a, b, residual = sample(40, 24, seed=0), sample(24, 48, seed=1), sample(40, 48, seed=2)
-    a, b, residual = a.float(), b.float(), residual.float()
-    p = parts(function, 48, torch.float32, per_channel=False, bare=True)
-    y, h = gemm_add_forward(function, a, b, residual, None, **p, scale=0.5)  # type: ignore[arg-type]
-    assert_close(h, a @ b + residual)
-    assert_close(y, reference(function, h, p, 0.5))
-
-
-def test_product_takes_any_strides() -> None:
-    a, b = sample(24, 40, seed=0).float().t(), sample(48, 48, seed=1).float()[::2]
-    residual, one = sample(40, 48, seed=2).float(), torch.ones(1)
-    _, h = gemm_add_forward(LINEAR, a, b, residual, None, one, None, None, None, None, 1.0)
-    assert_close(h, a @ b + residual)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "residual"),
-    [
-        (torch.ones(4, 5), torch.ones(4, 6), torch.ones(4, 6)),
-        (torch.ones(4, 5), torch.ones(5, 6), torch.ones(4, 5)),
-        (torch.ones(2, 4, 5), torch.ones(5, 6), torch.ones(2, 4, 6)),
-        (torch.ones(4, 5).double(), torch.ones(5, 6).double(), torch.ones(4, 6).double()),
-        (torch.ones(4, 5), torch.ones(5, 6).half(), torch.ones(4, 6)),
-        (torch.ones(4, 5), torch.ones(5, 6), torch.ones(6, 4).t()),
-    ],
-)
-def test_what_is_no_product_is_refused(a: Tensor, b: Tensor, residual: Tensor) -> None:
-    with pytest.raises(ArgumentError, match="must"):
-        gemm_add_forward(DYT, a, b, residual, None, torch.ones(1), None, None, None, None, 1.0)
-
-
-def test_an_empty_product() -> None:
-    y, h = gemm_add_forward(
-        DYT, torch.ones(0, 5), torch.ones(5, 6), torch.ones(0, 6), None, torch.ones(1), None, None, None, None, 1.0
-    )
-    assert y.shape == h.shape == (0, 6)
+@pytest.mark.parametrize("function", [DYISRU, LINEAR])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_gradients_are_those_of_the_parameters_as_stored(function: int, per_channel: bool) -> None:
+    x, grad = sample(7, 33, seed=0), sample(7, 33, seed=9)
+    p = parts(function, 33, torch.float64, per_channel=per_channel)
+    form = form_of(function, x, -1, 1.7)._replace(logarithmic=True)
+    found = _triton.gradients(form, grad, x, given(p), (True, True, False, True, False, True))
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, *given(p))]
+    plain(form, leaves[0], tuple(leaves[1:])).backward(grad)  # type: ignore[arg-type]
+    assert [g is not None for g in found] == [True, True, False, True, False, True]
+    for got, leaf in zip(found, leaves, strict=True):
+        if got is not None:
+            assert leaf is not None
+            assert_close(got, leaf.grad)

@@ -102,11 +102,6 @@ def a_layer_that_is_not_sharded(folder: Path) -> Any:
     on_shards(dynorm.DyISRU(C), distribute_tensor(torch.randn(2, C), mesh(), [Shard(1)]))
 
 
-def an_op_with_a_plain_tensor(folder: Path) -> Any:
-    x = distribute_tensor(torch.randn(2, C), mesh(), [Shard(1)])
-    torch.ops.dynorm.pointwise(0, x, torch.ones(1), None, None, None, None, 1.0, C, 1, False)
-
-
 def a_sum_that_is_not_made(folder: Path) -> Any:
     """Is no error: f of the sum, not the sum of f."""
     layer = distribute_module(dynorm.DyISRU(C), mesh())

@@ -1,4 +1,4 @@
-"""What four processes do in test_tensor.py: layers, ops and a block on DTensors, beside the same in one process."""
+"""What four processes do in test_tensor.py: layers and a block on DTensors, beside the same in one process."""
 
 from __future__ import annotations
 
@@ -91,38 +91,6 @@ def layers(folder: Path) -> Any:
                     "collectives": counted(comm),
                     "kept": ours.placements == sharded.placements,
                 }
-    return found
-
-
-def ops(folder: Path) -> Any:
-    """The ops on DTensors; channels last, in the middle, and on two axes."""
-    found = {}
-    mesh = meshes()[1]
-    shapes = {"last": ((3, 5, 8), 8, 1), "middle": ((3, 8, 4), 8, 4), "two axes": ((5, 4, 8), 32, 1)}
-    for name, (shape, channels, inner) in shapes.items():
-        for dim in (0, 1, 2):
-            torch.manual_seed(1)
-            x = torch.randn(shape).double()
-            parameters = [torch.rand(n).double() + 0.5 for n in (1, channels, channels, channels)]
-
-            def call(
-                tensors: list[Tensor], channels: int = channels, inner: int = inner
-            ) -> tuple[Tensor, list[Tensor | None]]:
-                leaves = [t.detach().requires_grad_() for t in tensors]
-                x, beta, center, weight, bias = leaves
-                y = torch.ops.dynorm.pointwise(0, x, beta, None, center, weight, bias, 2.0, channels, inner, False)
-                y.backward(y.detach() ** 2)
-                return y, [leaf.grad for leaf in leaves]
-
-            y, wanted = call([x, *parameters])
-            axis = {"last": 2, "middle": 1}.get(name)
-            rows = [Shard(0) if dim == axis and p.numel() > 1 else Replicate() for p in parameters]
-            placed = [distribute_tensor(p, mesh, [row]) for p, row in zip(parameters, rows, strict=True)]
-            sharded = distribute_tensor(x, mesh, [Shard(dim)])
-            with CommDebugMode() as comm:
-                ours, got = call([sharded, *placed])
-            gaps = [gap(ours, y), *(gap(a, b) for a, b in zip(got, wanted, strict=True))]
-            found[f"{name} {dim}"] = {"gap": max(gaps), "collectives": counted(comm)}
     return found
 
 

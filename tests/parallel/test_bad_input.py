@@ -30,7 +30,6 @@ REFUSED: dict[str, Any] = {
     "annealed_over_channels": ("ModelError", "stands at t = 0.5"),
     "annealed_gets_channels": ("ModelError", "stands at t = 0"),
     "a_layer_that_is_not_sharded": ("ArgumentError", "'log_beta' is a plain tensor"),
-    "an_op_with_a_plain_tensor": ("ArgumentError", "but constant is not"),
     "calibrate_fsdp": ("ModelError", "is sharded: call fully_shard afterwards"),
     "calibrate_dtensors": ("ModelError", "'norm.log_beta' is a DTensor: shard it afterwards"),
     "convert_dtensors": ("ModelError", "'norm.weight' is a DTensor: shard it afterwards"),

@@ -1,6 +1,6 @@
-"""Fused kernels for eager mode: C++ on a CPU, Triton on a GPU; the ops of torch.library are in ``_ops``."""
+"""Fused kernels for eager mode, which the layers call: C++ on a CPU, Triton on a GPU."""
 
-from dynorm.kernels import _ops as _ops
-from dynorm.kernels._dispatch import DERF, DYISRU, DYT, LINEAR, backend, pointwise
+from dynorm.kernels._dispatch import backend, pointwise, traced
+from dynorm.kernels._form import DERF, DYISRU, DYT, LINEAR
 
-__all__ = ["DERF", "DYISRU", "DYT", "LINEAR", "backend", "pointwise"]
+__all__ = ["DERF", "DYISRU", "DYT", "LINEAR", "backend", "pointwise", "traced"]

@@ -2,7 +2,7 @@
 
 ``y = weight * scale * f(x - center) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant + u^2)``, 1 DyT
 ``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x is contiguous and seen as (outer,
-channels, inner). With ``logarithmic`` the constant is log(beta), and the linear slope ``1 / sqrt(beta)``.
+channels, inner).
 
 The sums of the parameters' gradients are taken in pieces that depend on the shape alone: in float32 for at most 128
 rows (4096 elements of a run) and in float64 beyond; a piece's sums are rounded to float32 once (not for float64 x), and
@@ -16,7 +16,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-__all__ = ["available", "backward", "forward", "gradients", "name", "serve", "serve_gradients"]
+from dynorm.kernels._form import Form, Parameters
+
+__all__ = ["available", "forward", "gradients", "name", "serve", "serve_gradients"]
 
 # As in csrc/types.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -39,7 +41,6 @@ WATCHERS: tuple[Callable[[], object], ...] = (
     torch._C._get_tracing_state,
 )
 _PER_CHANNEL = 4
-_ABSENT = (0, 0)
 _log = logging.getLogger("dynorm")
 
 
@@ -64,102 +65,39 @@ def name() -> str:
     return "torch" if native is None else str(native.name())
 
 
-def forward(
-    function: int,
-    x: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    channels: int,
-    inner: int,
-    out: Tensor | None = None,
-    *,
-    logarithmic: bool = False,
-) -> Tensor:
+def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
     """Return y, of x's dtype; in ``out``, contiguous and of x's shape and dtype, where it is given."""
     y = torch.empty_like(x) if out is None else out
-    # fmt: off
-    _native().forward(
-        function, logarithmic, DTYPES[x.dtype], x.numel(), channels, inner, scale, x.data_ptr(),
-        *_numbers(constant), *_numbers(shift), *_numbers(center), *_numbers(weight), *_numbers(bias), y.data_ptr(),
-    )
-    # fmt: on
+    _native().forward(*_problem(form, x, parameters), y.data_ptr())
     return y
 
 
-def backward(
-    function: int,
-    grad: Tensor,
-    x: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    channels: int,
-    inner: int,
-    need_x: bool,
-    need_parameters: bool,
-    *,
-    logarithmic: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradient of x, and per-channel sums of shape (5, C), in float32 (float64 for float64 x).
-
-    The sums are the gradients of constant, shift, center, weight and bias, each as if it had a number for each channel.
-    """
-    sums = None
-    rows: list[Tensor | None] = [None] * 5
-    if need_parameters:
-        sums = torch.empty((5, channels), dtype=compute_dtype(x.dtype))
-        rows = list(sums.unbind())
-    parameters = (constant, shift, center, weight)
-    grad_x = torch.empty_like(x) if need_x else None
-    _backward(function, grad, x, parameters, grad_x, rows, scale, channels, inner, logarithmic, _PER_CHANNEL)
-    return grad_x, sums
-
-
 def gradients(
-    function: int,
-    grad: Tensor,
-    x: Tensor,
-    parameters: tuple[Tensor | None, ...],
-    needed: tuple[bool, ...],
-    scale: float,
-    channels: int,
-    inner: int,
-    logarithmic: bool,
+    form: Form, grad: Tensor, x: Tensor, parameters: Parameters, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of x, constant, shift, center, weight and bias, in their own dtypes; None if not needed.
+    """Return the gradients of x and of the parameters, each of its own dtype and shape; None where not needed.
 
     Args:
-        function: the function's number.
-        grad: gradient of y, contiguous, of x's dtype.
-        x: as in :func:`forward`.
-        parameters: constant, shift, center, weight and bias.
+        form: as for :func:`forward`.
+        grad: gradient of y, contiguous, of x's shape and dtype.
+        x: as for :func:`forward`.
+        parameters: as for :func:`forward`.
         needed: of x and of each parameter, whether its gradient is wanted.
-        scale: as in :func:`forward`.
-        channels: C.
-        inner: elements from one channel to the next.
-        logarithmic: as in :func:`forward`.
     """
-    grad_x = torch.empty_like(x) if needed[0] else None
-    results = [
-        torch.empty_like(p) if p is not None and need else None for p, need in zip(parameters, needed[1:], strict=True)
+    found = [
+        torch.empty_like(t) if t is not None and need else None
+        for t, need in zip((x, *parameters), needed, strict=True)
     ]
-    _backward(function, grad, x, parameters[:4], grad_x, results, scale, channels, inner, logarithmic, 0)
-    return [grad_x, *results]
+    # The bias has no part in any gradient, so that it need not be read.
+    arguments = [*_problem(form, x, (*parameters[:4], None)), grad.data_ptr(), _numbers(found[0])[0]]
+    for gradient in found[1:]:
+        arguments += _numbers(gradient)
+    _native().backward(*arguments)
+    return found
 
 
 def serve(
-    x: Tensor,
-    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    function: int,
-    logarithmic: bool,
-    scale: float,
-    shape: tuple[int, ...],
+    x: Tensor, parameters: Parameters, function: int, logarithmic: bool, scale: float, shape: tuple[int, ...]
 ) -> Tensor | Literal[True] | None:
     """Return y, all that :func:`forward` and its caller check having been checked on the C++ side.
 
@@ -167,10 +105,10 @@ def serve(
 
     Args:
         x: any tensor.
-        parameters: constant, shift, center, weight and bias.
+        parameters: as for :func:`forward`.
         function: the function's number.
-        logarithmic: as in :func:`forward`.
-        scale: as in :func:`forward`.
+        logarithmic: the constant is stored as a logarithm.
+        scale: the fixed factor.
         shape: the sizes of the last axes of x, along which the parameters lie.
 
     Returns:
@@ -185,24 +123,15 @@ def serve(
 
 
 def serve_gradients(
-    grad: Tensor,
-    inputs: tuple[Tensor | None, ...],
-    needed: tuple[bool, ...],
-    function: int,
-    logarithmic: bool,
-    scale: float,
-    channels: int,
+    form: Form, grad: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...] | None:
     """Return what autograd's backward does, all that :func:`gradients` needs having been checked on the C++ side.
 
     Args:
+        form: of a call whose channels are the last axes of x.
         grad: gradient of y.
-        inputs: x, constant, shift, center, weight and bias.
+        inputs: x and the parameters.
         needed: of the form, of x and of each parameter, whether its gradient is wanted.
-        function: the function's number.
-        logarithmic: as in :func:`forward`.
-        scale: as in :func:`forward`.
-        channels: C, the last axes of x.
 
     Returns:
         None for the form, and the gradients as :func:`gradients` has them; None for all, where the tensors do not fit,
@@ -211,48 +140,25 @@ def serve_gradients(
     native = _native()
     found: tuple[Tensor | None, ...] | None = None
     if native is not None:
+        function, logarithmic, scale, channels, _ = form
         found = native.serve_gradients(grad, inputs, needed, function, logarithmic, scale, channels)
     return found
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what a dtype is computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _backward(
-    function: int,
-    grad: Tensor,
-    x: Tensor,
-    parameters: tuple[Tensor | None, ...],
-    grad_x: Tensor | None,
-    results: list[Tensor | None],
-    scale: float,
-    channels: int,
-    inner: int,
-    logarithmic: bool,
-    code: int,
-) -> None:
+def _problem(form: Form, x: Tensor, parameters: Sequence[Tensor | None]) -> list[Any]:
+    """Return a call as the C++ side takes it (``read_problem`` in csrc/module.cpp)."""
+    function, logarithmic, scale, channels, inner = form
     arguments = [function, logarithmic, DTYPES[x.dtype], x.numel(), channels, inner, scale, x.data_ptr()]
     for p in parameters:
         arguments += _numbers(p)
-    # The bias has no part in any gradient.
-    arguments += [*_ABSENT, grad.data_ptr(), 0 if grad_x is None else grad_x.data_ptr()]
-    for r in results:
-        # A row of the sums of one channel is per channel too.
-        arguments += _ABSENT if r is None else (r.data_ptr(), DTYPES[r.dtype] | (code or _per_channel(r)))
-    _native().backward(*arguments)
+    return arguments
 
 
 def _numbers(parameter: Tensor | None) -> tuple[int, int]:
     """Return a parameter as the C++ side takes it: its address, and a code for its dtype and size."""
     if parameter is None:
-        return _ABSENT
-    return parameter.data_ptr(), DTYPES[parameter.dtype] | _per_channel(parameter)
-
-
-def _per_channel(parameter: Tensor) -> int:
-    return _PER_CHANNEL if parameter.numel() > 1 else 0
+        return 0, 0
+    return parameter.data_ptr(), DTYPES[parameter.dtype] | (_PER_CHANNEL if parameter.numel() > 1 else 0)
 
 
 @lru_cache(maxsize=1)

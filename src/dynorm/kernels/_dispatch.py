@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +22,13 @@ from torch.nn import Parameter
 from dynorm import functional
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
+from dynorm.kernels._form import DERF, DYISRU, DYT, Form, Parameters
 
-__all__ = ["DERF", "DYISRU", "DYT", "FUNCTIONS", "LINEAR", "Form", "Parameters", "backend", "pointwise", "traced"]
+__all__ = ["backend", "pointwise", "traced"]
 
-FUNCTIONS = ("dyisru", "dyt", "derf", "linear")
-DYISRU, DYT, DERF, LINEAR = range(4)
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _log = logging.getLogger("dynorm")
 _PLAIN_TYPES = (Tensor, Parameter)
-Parameters = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-class Form(NamedTuple):
-    """All of a call but its tensors; the channel of flat element i of x is ``(i // inner) % channels``."""
-
-    function: int
-    logarithmic: bool
-    scale: float
-    channels: int
-    inner: int
 
 
 def backend(device: torch.device | str = "cpu") -> str:
@@ -109,7 +97,7 @@ def pointwise(
     fit = _fit(x, parameters, shape)
     if fit is None:
         return None
-    call = _Pointwise.apply if fit else compute
+    call = _Pointwise.apply if fit else _compute
     if last:
         form = _form(function, logarithmic, scale, shape[0] if len(shape) == 1 else math.prod(shape), 1)
         return call(form, x if x.is_contiguous() else x.contiguous(), *parameters)
@@ -165,13 +153,12 @@ def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...]) -> bool | No
     return gradient and torch.is_grad_enabled()
 
 
-@lru_cache(maxsize=1024)
-def _form(function: int, logarithmic: bool, scale: float, channels: int, inner: int) -> Form:
-    return Form(function, logarithmic, scale, channels, inner)
+# Kept, because making one takes longer than to find it.
+_form = lru_cache(maxsize=1024)(Form)
 
 
 class _Pointwise(torch.autograd.Function):
-    """Saved for backward: x and the parameters; everything else is computed anew."""
+    """The kernels with their gradients: x and the parameters are saved, everything else is computed anew."""
 
     @staticmethod
     def forward(ctx: Any, form: Form, x: Tensor, *parameters: Any) -> Tensor:
@@ -181,99 +168,42 @@ class _Pointwise(torch.autograd.Function):
             y = _cpu.serve(x, parameters, form.function, form.logarithmic, form.scale, (form.channels,))
             if isinstance(y, Tensor):
                 return y
-        return compute(form, x, *parameters)
+        return _compute(form, x, *parameters)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        inputs = ctx.saved_tensors
-        function, logarithmic, scale, channels, inner = ctx.form
-        if inner == 1:
-            found = _cpu.serve_gradients(grad, inputs, ctx.needs_input_grad, function, logarithmic, scale, channels)
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad
+        if ctx.form.inner == 1:
+            found = _cpu.serve_gradients(ctx.form, grad, inputs, needed)
             if found is not None:
                 return found
         x, *parameters = inputs
-        needed = ctx.needs_input_grad[1:]
-        # A second derivative is asked for, or something watches; is_grads_batched brings tensors without memory.
+        given = (x, tuple(parameters), needed[1:])
+        # A second derivative is wanted, or something watches; is_grads_batched brings tensors without memory.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)
         if torch.is_grad_enabled() or batched or traced(grad, x):
-            return (None, *plain_gradients(ctx.form, grad, x, tuple(parameters), needed))
-        return (None, *_gradients(ctx.form, grad.contiguous(), x, tuple(parameters), needed))
+            return (None, *_plain_gradients(ctx.form, grad, *given))
+        return (None, *_kernels_of(x).gradients(ctx.form, grad.contiguous(), *given))
 
 
-def compute(
-    form: Form,
-    x: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """Compute y of contiguous x; by the kernel of x's device."""
-    function, logarithmic, scale, channels, inner = form
+def _compute(form: Form, x: Tensor, *parameters: Any) -> Tensor:
+    """Compute y of contiguous x, with no gradient."""
+    y: Tensor = _kernels_of(x).forward(form, x, parameters)
+    return y
+
+
+def _kernels_of(x: Tensor) -> Any:
+    """Return the module whose kernels serve the device of x; Triton's is imported at the first need of it."""
     if x.is_cpu:
-        # fmt: off
-        return _cpu.forward(
-            function, x, constant, shift, center, weight, bias, scale, channels, inner, logarithmic=logarithmic
-        )
-        # fmt: on
-    if x.numel() == 0:
-        return torch.empty_like(x)
+        return _cpu
     from dynorm.kernels import _triton
 
-    return _triton.forward(function, x, _constant(form, constant), shift, center, weight, bias, scale, channels, inner)
-
-
-def _gradients(
-    form: Form, grad: Tensor, x: Tensor, parameters: Parameters, needed: tuple[bool, ...]
-) -> Sequence[Tensor | None]:
-    """Return the gradients of x and of each parameter, in their dtypes; None where not needed."""
-    function, logarithmic, scale, channels, inner = form
-    if x.is_cpu:
-        return _cpu.gradients(function, grad, x, parameters, needed, scale, channels, inner, logarithmic)
-    grad_x, sums = compute_sums(form, grad, x, parameters, needed[0], any(needed[1:]))
-    found: list[Tensor | None] = [grad_x]
-    for role, (parameter, need) in enumerate(zip(parameters, needed[1:], strict=True)):
-        if parameter is None or not need or sums is None:
-            found.append(None)
-            continue
-        row = sums[role] if parameter.numel() > 1 else sums[role].sum()
-        found.append(row.reshape(parameter.shape).to(parameter.dtype))
-    return found
-
-
-def compute_sums(
-    form: Form, grad: Tensor, x: Tensor, parameters: Parameters, need_x: bool, need_parameters: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradient of x and the per-channel sums of shape (5, C), of the constant as it was given."""
-    function, logarithmic, scale, channels, inner = form
-    given = (*parameters[1:4], scale, channels, inner, need_x, need_parameters)
-    if x.is_cpu:
-        return _cpu.backward(function, grad, x, parameters[0], *given, logarithmic=logarithmic)
-    from dynorm.kernels import _triton
-
-    if x.numel() == 0:
-        zeros = torch.zeros((5, channels), dtype=_cpu.compute_dtype(x.dtype), device=x.device)
-        return (torch.empty_like(x) if need_x else None), (zeros if need_parameters else None)
-    constant = _constant(form, parameters[0])
-    grad_x, sums = _triton.backward(function, grad, x, constant, *given)
-    if logarithmic and sums is not None:
-        # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
-        sums[0] *= (-0.5 * constant if function == LINEAR else constant).reshape(-1).to(sums.dtype)
-    return grad_x, sums
-
-
-def _constant(form: Form, constant: Tensor) -> Tensor:
-    """Return the constant in at least float32, not its logarithm."""
-    value = constant if constant.dtype in (torch.float32, torch.float64) else constant.float()
-    if not form.logarithmic:
-        return value
-    return (-0.5 * value).exp() if form.function == LINEAR else value.exp()
+    return _triton
 
 
 def plain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
-    """The definition, on x seen as (outer, channels, inner)."""
-    constant = _constant(form, parameters[0]).reshape(-1)
+    """Return y by the definition, with x seen as (outer, channels, inner)."""
+    constant = form.constant(parameters[0]).reshape(-1)
     shift, center, weight, bias = [None if p is None else p.reshape(-1) for p in parameters[1:]]
     z = x.reshape(-1, form.channels, form.inner)
     if form.function == DYISRU:
@@ -288,13 +218,13 @@ def plain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
     return y.reshape(x.shape)
 
 
-def plain_gradients(
-    form: Form, grad: Tensor, x: Tensor, parameters: Parameters, needed: tuple[bool, ...]
-) -> Sequence[Tensor | None]:
-    """The gradients by the definition, which can be differentiated again."""
+def _plain_gradients(
+    form: Form, grad: Tensor, x: Tensor, parameters: Parameters, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients by the definition, which can be differentiated again."""
     again = torch.is_grad_enabled()
+    tensors = (x, *parameters)
     with torch.enable_grad():
-        tensors = (x, *parameters)
         wanted = [t for t, need in zip(tensors, needed, strict=True) if need and t is not None]
         y = plain(form, x, parameters)
         found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again, materialize_grads=True))

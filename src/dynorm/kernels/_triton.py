@@ -1,21 +1,22 @@
 """The family on a GPU: plain functions over raw tensors that launch the Triton kernels; no autograd inside.
 
-``y = weight * scale * f(x - center) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant + u^2)``, 1 DyT
-``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x is contiguous and seen as (outer,
-channels, inner). Triton is imported at the first call, not with this file.
+What they compute and what they are given is that of :mod:`dynorm.kernels._cpu`. Triton is imported at the first call,
+not with this file.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dynorm.errors import ArgumentError
+from dynorm.kernels._form import LINEAR, Form, Parameters
 from dynorm.kernels._triton_tuning import choose, interpreted, on_device
 
-__all__ = ["add_backward", "add_forward", "available", "backward", "forward"]
+__all__ = ["available", "backward", "forward", "gradients"]
 
 # Triton for NVIDIA says that it needs this much.
 _CAPABILITY = (8, 0)
@@ -45,32 +46,13 @@ def available() -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def forward(
-    function: int,
-    x: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    channels: int,
-    inner: int,
-    out: Tensor | None = None,
-) -> Tensor:
+def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
     """Compute ``y = weight * scale * f(x - center) + bias`` in one pass.
 
     Args:
-        function: 0 DyISRU, 1 DyT, 2 Derf, 3 linear.
+        form: the function and the sizes.
         x: contiguous, of any floating dtype, ``outer * channels * inner`` elements.
-        constant: beta, alpha or slope, of 1 or ``channels`` elements.
-        shift: Derf's, of 1 or ``channels`` elements, or None for 0.
-        center: subtracted from x, of 1 or ``channels`` elements, or None for 0.
-        weight: of ``channels`` elements, or None for 1.
-        bias: of ``channels`` elements, or None for 0.
-        scale: the fixed factor.
-        channels: C.
-        inner: elements from one channel to the next, 1 where channels come last.
+        parameters: constant, shift, center, weight and bias; None for a shift, center or bias of 0, a weight of 1.
         out: where y goes, contiguous, of x's shape and dtype; a new tensor when None.
 
     Returns:
@@ -80,78 +62,43 @@ def forward(
         ArgumentError: sizes, layout or devices do not fit.
     """
     y = torch.empty_like(x) if out is None else out
-    _check(x, (y,), (constant, shift, center), (weight, bias), channels, inner)
-    _launch_forward(function, x, None, constant, shift, center, weight, bias, y, None, scale, channels, inner)
+    _check(form, x, y, parameters)
+    if not x.numel():
+        return y
+    from dynorm.kernels._triton_kernels import forward_kernel
+
+    last = form.inner == 1
+    columns = form.channels if last else form.inner
+    rows, block = x.numel() // columns, min(power_of_2(columns), _WIDEST)
+    given = (form.constant(parameters[0]), *parameters[1:])
+    options = {"FUNCTION": form.function, "CHANNELS_LAST": last, "BLOCK_COLUMNS": block, **per_channel(given)}
+
+    def launch(configuration: tuple[int, int]) -> None:
+        elements, warps = configuration
+        grid = (ceil_divide(rows, elements // block) * ceil_divide(columns, block),)
+        sizes = (rows, columns, form.channels, form.scale)
+        forward_kernel[grid](x, *given, y, *sizes, **options, ELEMENTS=elements, num_warps=warps)
+
+    configuration = _FORWARD[0]
+    with on_device(x):
+        # Timing runs the kernel again and again, which over its own input would not be the same again.
+        if x.numel() >= _WORTH_TIMING and y.data_ptr() != x.data_ptr():
+            key = (x.device, x.dtype, form.function, columns, last, x.numel().bit_length() // 3)
+            configuration = choose(key, _FORWARD, launch)
+        launch(configuration)
     return y
 
 
-def add_forward(
-    function: int,
-    x: Tensor,
-    residual: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    channels: int,
-    inner: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute ``h = x + residual`` and ``y = weight * scale * f(h - center) + bias`` in one pass.
-
-    Args:
-        function: as for :func:`forward`.
-        x: as for :func:`forward`.
-        residual: of x's shape and dtype, contiguous.
-        constant: as for :func:`forward`.
-        shift: as for :func:`forward`.
-        center: as for :func:`forward`.
-        weight: as for :func:`forward`.
-        bias: as for :func:`forward`.
-        scale: as for :func:`forward`.
-        channels: as for :func:`forward`.
-        inner: as for :func:`forward`.
-
-    Returns:
-        y and h, of the shape and dtype of x; y is the function of h as rounded to that dtype.
-
-    Raises:
-        ArgumentError: sizes, layout or devices do not fit.
-    """
-    y, h = torch.empty_like(x), torch.empty_like(x)
-    _check(x, (residual,), (constant, shift, center), (weight, bias), channels, inner)
-    _launch_forward(function, x, residual, constant, shift, center, weight, bias, y, h, scale, channels, inner)
-    return y, h
-
-
 def backward(
-    function: int,
-    grad: Tensor,
-    x: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    channels: int,
-    inner: int,
-    need_x: bool,
-    need_parameters: bool,
+    form: Form, grad: Tensor, x: Tensor, parameters: Parameters, *, need_x: bool = True, need_parameters: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of :func:`forward` from x, in one pass and a small second one.
 
     Args:
-        function: as for :func:`forward`.
+        form: as for :func:`forward`.
         grad: the gradient of y, contiguous, of x's shape.
         x: as for :func:`forward`.
-        constant: as for :func:`forward`.
-        shift: as for :func:`forward`.
-        center: as for :func:`forward`.
-        weight: as for :func:`forward`.
-        scale: as for :func:`forward`.
-        channels: as for :func:`forward`.
-        inner: as for :func:`forward`.
+        parameters: as for :func:`forward`.
         need_x: whether the gradient of x is wanted.
         need_parameters: whether the sums are wanted.
 
@@ -163,130 +110,8 @@ def backward(
     Raises:
         ArgumentError: sizes, layout or devices do not fit.
     """
-    _check(x, (grad,), (constant, shift, center), (weight,), channels, inner)
-    return _launch_backward(
-        function, grad, None, x, constant, shift, center, weight, scale, channels, inner, need_x, need_parameters
-    )
-
-
-def add_backward(
-    function: int,
-    grad: Tensor,
-    grad_h: Tensor | None,
-    h: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    channels: int,
-    inner: int,
-    need_x: bool,
-    need_parameters: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of :func:`add_forward` from h, which is all that it need save.
-
-    Args:
-        function: as for :func:`forward`.
-        grad: the gradient of y, contiguous, of h's shape.
-        grad_h: the gradient that comes to h from elsewhere, contiguous, or None.
-        h: the sum that :func:`add_forward` returned.
-        constant: as for :func:`forward`.
-        shift: as for :func:`forward`.
-        center: as for :func:`forward`.
-        weight: as for :func:`forward`.
-        scale: as for :func:`forward`.
-        channels: as for :func:`forward`.
-        inner: as for :func:`forward`.
-        need_x: whether the gradient of x and residual is wanted.
-        need_parameters: whether the sums are wanted.
-
-    Returns:
-        The gradient of x, which is also that of residual, and the sums of :func:`backward`.
-
-    Raises:
-        ArgumentError: sizes, layout or devices do not fit.
-    """
-    _check(h, (grad, grad_h), (constant, shift, center), (weight,), channels, inner)
-    return _launch_backward(
-        function, grad, grad_h, h, constant, shift, center, weight, scale, channels, inner, need_x, need_parameters
-    )
-
-
-def _launch_forward(
-    function: int,
-    x: Tensor,
-    residual: Tensor | None,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    h: Tensor | None,
-    scale: float,
-    channels: int,
-    inner: int,
-) -> None:
-    if not x.numel():
-        return
-    from dynorm.kernels._triton_kernels import forward_kernel
-
-    last = inner == 1
-    columns = channels if last else inner
-    rows = x.numel() // columns
-    block = min(power_of_2(columns), _WIDEST)
-
-    def launch(configuration: tuple[int, int]) -> None:
-        elements, warps = configuration
-        forward_kernel[(ceil_divide(rows, elements // block) * ceil_divide(columns, block),)](
-            x,
-            residual,
-            constant,
-            shift,
-            center,
-            weight,
-            bias,
-            y,
-            h,
-            rows,
-            columns,
-            channels,
-            scale,
-            FUNCTION=function,
-            CHANNELS_LAST=last,
-            CONSTANTS=per_channel(constant),
-            SHIFTS=per_channel(shift),
-            CENTERS=per_channel(center),
-            BLOCK_COLUMNS=block,
-            ELEMENTS=elements,
-            num_warps=warps,
-        )
-
-    configuration = _FORWARD[0]
-    with on_device(x):
-        # Timing runs the kernel again and again, which over its own input would not be the same again.
-        if x.numel() >= _WORTH_TIMING and y.data_ptr() != x.data_ptr():
-            key = (x.device, x.dtype, function, columns, last, residual is None, x.numel().bit_length() // 3)
-            configuration = choose(key, _FORWARD, launch)
-        launch(configuration)
-
-
-def _launch_backward(
-    function: int,
-    grad: Tensor,
-    grad_h: Tensor | None,
-    x: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    channels: int,
-    inner: int,
-    need_x: bool,
-    need_parameters: bool,
-) -> tuple[Tensor | None, Tensor | None]:
+    _check(form, x, grad, parameters)
+    channels, inner = form.channels, form.inner
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     grad_x = torch.empty_like(x) if need_x else None
     if not x.numel() or not (need_x or need_parameters):
@@ -298,28 +123,14 @@ def _launch_backward(
     steps = ceil_divide(all_steps, max(_PROGRAMS // blocks, 1))
     chunks = ceil_divide(all_steps, steps)
     partial = torch.empty(chunks, 5, channels, dtype=dtype, device=x.device) if need_parameters else None
+    constant, shift, center, weight, _ = given = (form.constant(parameters[0]), *parameters[1:])
     with on_device(x):
         backward_kernel[(chunks * blocks,)](
-            grad,
-            grad_h,
-            x,
-            constant,
-            shift,
-            center,
-            weight,
-            grad_x,
-            partial,
-            outer,
-            channels,
-            inner,
-            steps,
-            all_steps,
-            scale,
-            FUNCTION=function,
+            *(grad, x, *given[:4], grad_x, partial),
+            *(outer, channels, inner, steps, all_steps, form.scale),
+            FUNCTION=form.function,
             CHANNELS_LAST=inner == 1,
-            CONSTANTS=per_channel(constant),
-            SHIFTS=per_channel(shift),
-            CENTERS=per_channel(center),
+            **per_channel(given),
             BLOCK_ROWS=block_rows,
             BLOCK_COLUMNS=block_columns,
             num_warps=4,
@@ -327,19 +138,33 @@ def _launch_backward(
         if partial is None:
             return grad_x, None
         sums = torch.empty(5, channels, dtype=dtype, device=x.device)
+        present = {
+            "WITH_SHIFT": shift is not None,
+            "WITH_CENTER": center is not None,
+            "WITH_WEIGHT": weight is not None,
+        }
         reduce_kernel[(ceil_divide(channels, 64), 5)](
-            partial,
-            sums,
-            chunks,
-            channels,
-            WITH_SHIFT=shift is not None,
-            WITH_CENTER=center is not None,
-            WITH_WEIGHT=weight is not None,
-            BLOCK_CHUNKS=32,
-            BLOCK_CHANNELS=64,
-            num_warps=4,
+            partial, sums, chunks, channels, **present, BLOCK_CHUNKS=32, BLOCK_CHANNELS=64, num_warps=4
         )
+    if form.logarithmic:
+        # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
+        sums[0] *= (-0.5 * constant if form.function == LINEAR else constant).reshape(-1).to(dtype)
     return grad_x, sums
+
+
+def gradients(
+    form: Form, grad: Tensor, x: Tensor, parameters: Parameters, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of x and of the parameters, each of its own dtype and shape; None where not needed."""
+    grad_x, sums = backward(form, grad, x, parameters, need_x=needed[0], need_parameters=any(needed[1:]))
+    found: list[Tensor | None] = [grad_x]
+    for role, (p, need) in enumerate(zip(parameters, needed[1:], strict=True)):
+        if p is None or not need or sums is None:
+            found.append(None)
+            continue
+        row = sums[role] if p.numel() > 1 else sums[role].sum()
+        found.append(row.reshape(p.shape).to(p.dtype))
+    return found
 
 
 def _backward_tiles(outer: int, channels: int, inner: int) -> tuple[int, int, int, int]:
@@ -356,46 +181,37 @@ def _backward_tiles(outer: int, channels: int, inner: int) -> tuple[int, int, in
     return rows, columns, ceil_divide(channels, rows), outer * ceil_divide(inner, columns)
 
 
-def _check(
-    x: Tensor,
-    alike: tuple[Tensor | None, ...],
-    constants: tuple[Tensor | None, ...],
-    affine: tuple[Tensor | None, ...],
-    channels: int,
-    inner: int,
-) -> None:
-    """Refuse what the kernels would read or write out of bounds."""
+def per_channel(given: Parameters) -> dict[str, bool]:
+    """Say of each parameter that may be one number whether it has one per channel."""
+    names = ("CONSTANTS", "SHIFTS", "CENTERS")
+    return {name: p is not None and p.numel() > 1 for name, p in zip(names, given, strict=False)}
+
+
+def _check(form: Form, x: Tensor, other: Tensor, parameters: Parameters) -> None:
+    """Refuse what the kernels would read or write out of bounds; ``other`` is out, or the gradient."""
+    channels, inner = form.channels, form.inner
     if not x.is_contiguous() or channels < 1 or inner < 1 or channels >= 2**31 or x.numel() % (channels * inner):
         raise ArgumentError(
             f"x must be contiguous, of a multiple of channels * inner elements, got shape {tuple(x.shape)}, strides "
             f"{x.stride()}, channels {channels} and inner {inner}: call .contiguous(), and give the sizes of x"
         )
-    for other in alike:
-        if other is not None and (other.shape != x.shape or other.device != x.device or not other.is_contiguous()):
-            raise ArgumentError(
-                f"residual, gradients and out must be contiguous, of x's shape {tuple(x.shape)} and on {x.device}, "
-                f"got {tuple(other.shape)} with strides {other.stride()} on {other.device}: call .contiguous()"
-            )
-    check_parameters(x, constants, affine, channels)
+    if other.shape != x.shape or other.device != x.device or not other.is_contiguous():
+        raise ArgumentError(
+            f"gradients and out must be contiguous, of x's shape {tuple(x.shape)} and on {x.device}, "
+            f"got {tuple(other.shape)} with strides {other.stride()} on {other.device}: call .contiguous()"
+        )
+    check_parameters(x, channels, parameters)
 
 
-def check_parameters(
-    x: Tensor, constants: tuple[Tensor | None, ...], affine: tuple[Tensor | None, ...], channels: int
-) -> None:
+def check_parameters(x: Tensor, channels: int, parameters: Sequence[Tensor | None]) -> None:
     """Refuse parameters of a wrong size, layout or device."""
-    for parameter, sizes in [(p, (1, channels)) for p in constants] + [(p, (channels,)) for p in affine]:
-        if parameter is None:
-            continue
-        if parameter.numel() not in sizes or parameter.device != x.device or not parameter.is_contiguous():
+    for role, p in enumerate(parameters):
+        sizes = (1, channels) if role < 3 else (channels,)
+        if p is not None and (p.numel() not in sizes or p.device != x.device or not p.is_contiguous()):
             raise ArgumentError(
                 f"a parameter must be contiguous, on {x.device} and of {' or '.join(map(str, sizes))} elements, got "
-                f"{tuple(parameter.shape)} with strides {parameter.stride()} on {parameter.device}"
+                f"{tuple(p.shape)} with strides {p.stride()} on {p.device}"
             )
-
-
-def per_channel(parameter: Tensor | None) -> bool:
-    """Say whether a constant has an element a channel."""
-    return parameter is not None and parameter.numel() > 1
 
 
 def ceil_divide(n: int, by: int) -> int:

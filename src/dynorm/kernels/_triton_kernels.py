@@ -17,14 +17,12 @@ from dynorm.kernels._triton_functions import derivatives, parameter, value
 @triton.jit
 def forward_kernel(
     x_ptr,
-    residual_ptr,
     constant_ptr,
     shift_ptr,
     center_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
-    sum_ptr,
     rows,
     columns,
     channels,
@@ -37,7 +35,7 @@ def forward_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """Compute one tile of ``y = weight * scale * f(x + residual - center) + bias``, and of ``x + residual``.
+    """Compute one tile of ``y = weight * scale * f(x - center) + bias``.
 
     x is a matrix of ``rows`` x ``columns``: tokens x channels, or (samples and channels) x positions.
     """
@@ -55,13 +53,9 @@ def forward_kernel(
     else:
         channel, inside = ((first % channels).to(tl.int32) + tl.arange(0, BLOCK_ROWS)[:, None]) % channels, row < rows
 
+    # 64 bits: an input may have more than 2**31 elements.
     offset = row * columns + column
     u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-    if residual_ptr is not None:
-        # The sum is rounded first, so that y is the function of the sum that is returned.
-        total = (u + tl.load(residual_ptr + offset, mask, other=0.0).to(COMPUTE)).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + offset, total, mask)
-        u = total.to(COMPUTE)
     if center_ptr is not None:
         u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
     shift = 0.0
@@ -79,7 +73,6 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_ptr,
-    grad_sum_ptr,
     x_ptr,
     constant_ptr,
     shift_ptr,
@@ -123,6 +116,7 @@ def backward_kernel(
     if weight_ptr is not None:
         gain = gain * parameter(weight_ptr, channel, inside, True, COMPUTE)
 
+    # One accumulator per element of the tile, added up after the last step: no exchange between threads on the way.
     sum_constant = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
     sum_shift = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
     sum_slope = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
@@ -145,10 +139,7 @@ def backward_kernel(
             u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
         f, slope, by_constant, by_shift = derivatives(u, constant, shift, FUNCTION, NARROW)
         if grad_x_ptr is not None:
-            grad_x = grad * (gain * slope)
-            if grad_sum_ptr is not None:
-                grad_x += tl.load(grad_sum_ptr + offset, mask, other=0.0).to(COMPUTE)
-            tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask)
+            tl.store(grad_x_ptr + offset, (grad * (gain * slope)).to(grad_x_ptr.dtype.element_ty), mask)
         if partial_ptr is not None:
             sum_constant += grad * by_constant
             sum_grad += grad
@@ -159,6 +150,7 @@ def backward_kernel(
             if weight_ptr is not None:
                 sum_value += grad * f
 
+    # Partial sums and a second kernel rather than atomics, whose order, and so whose rounding, differs in every run.
     if partial_ptr is not None:
         valid = channel_list < channels
         target = partial_ptr + chunk * 5 * channels + channel_list
@@ -187,7 +179,7 @@ def reduce_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Add up one kind of partial sums, always in the same order; a kind that was not asked for is 0."""
+    """Add up one kind of partial sums, always in the same order; a kind that is not wanted is 0."""
     kind = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channel < channels

@@ -11,7 +11,7 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
 from dynorm.errors import ArgumentError
-from dynorm.kernels._dispatch import traced
+from dynorm.kernels import traced
 from dynorm.layers._base import PointwiseNorm, Shape
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU

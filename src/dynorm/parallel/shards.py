@@ -1,4 +1,9 @@
-"""A point-wise layer on a DTensor: its function on each rank's own shard, by whatever computes it on a plain tensor."""
+"""A point-wise layer on a DTensor: its function on each rank's own shard, by whatever computes it on a plain tensor.
+
+The function looks at one element at a time, so any sharding of x will do and y is sharded alike. What has one value per
+channel follows the channels, and its gradient is whole on each rank. Everything else is replicated; where x is sharded
+each rank has its own part of that gradient, and the whole is their sum: DTensor's ``Partial``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,10 @@ import math
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.parallel.placements import placed, pointwise_input
 
 
 def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
@@ -19,7 +23,7 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     .. math:: y_r = \mathrm{weight}_r \cdot \mathrm{scale} \cdot f(x_r - \mathrm{center}) + \mathrm{bias}_r
 
     on rank r, with the scale of all channels (:math:`\sqrt C` with the global C), and ``weight`` and ``bias``, and
-    constants of one value a channel, sharded as the channels are. The fused kernels serve, as they would for a plain
+    constants of one value per channel, sharded as the channels are. The fused kernels serve, as they would for a plain
     tensor. Gradients of parameters that are replicated are left as ``Partial`` where x is sharded; the optimizer, or
     :func:`dynorm.parallel.reduce_gradients_` for all at once, makes the sum.
 
@@ -49,22 +53,19 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     Reference:
         Eq. 15: no sum over channels stands in it. ``torch.distributed.tensor``'s ``Shard``, ``Replicate``, ``Partial``.
     """
-    x = pointwise_input(x)
+    x = _whole_values(x)
     axes = tuple(d % x.ndim for d in ((layer.dim,) if isinstance(layer.dim, int) else layer.dim))
-    sharded = {each.dim for each in x.placements if isinstance(each, Shard)} & set(axes)
-    if sharded:
-        require_pointwise(layer)
-    own: dict[str, Tensor | None] = {}
     shape = list(layer.normalized_shape)
     for position, each in enumerate(x.placements):
         if isinstance(each, Shard) and each.dim in axes:
+            require_pointwise(layer)
             axis = axes.index(each.dim)
             shape[axis] = share(shape[axis], x.device_mesh.size(position), "channels")
-    for name, parameter in layer._parameters.items():
-        own[name] = None if parameter is None else _local(name, parameter, layer, x, axes)
+    own = {name: None if p is None else _local(name, p, layer, x, axes) for name, p in layer._parameters.items()}
     y = _twin(layer, tuple(shape), own).pointwise(x.to_local()).contiguous()
-    strides = contiguous_strides(tuple(x.shape))
-    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=strides)
+    # Said rather than asked of the other ranks: y has the whole shape of x, and is contiguous.
+    strides = [math.prod(max(size, 1) for size in x.shape[d + 1 :]) for d in range(x.ndim)]
+    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=tuple(strides))
 
 
 def require_pointwise(layer: PointwiseNorm) -> None:
@@ -94,36 +95,61 @@ def share(size: int, ranks: int, what: str) -> int:
     return size // ranks
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor.
+def placed(
+    x: tuple[Placement, ...], axes: tuple[int, ...], *, channelwise: bool
+) -> tuple[list[Placement], list[Placement]]:
+    """Return where a parameter and its gradient lie, beside an input placed by Shard or Replicate.
+
+    Args:
+        x: the input's placements, one for each dimension of the mesh.
+        axes: the input's channel axes, counted from the front, in the order of the parameter's axes.
+        channelwise: the parameter has one value per channel, not one for all.
 
     Example:
-        >>> contiguous_strides((2, 3, 4))
-        (12, 4, 1)
+        >>> placed((Shard(2),), (2,), channelwise=True)
+        ([Shard(dim=0)], [Shard(dim=0)])
+        >>> placed((Shard(2),), (2,), channelwise=False)
+        ([Replicate()], [Partial(sum)])
     """
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
+    value: list[Placement] = []
+    gradient: list[Placement] = []
+    for each in x:
+        if isinstance(each, Shard) and channelwise and each.dim in axes:
+            value.append(Shard(axes.index(each.dim)))
+            gradient.append(value[-1])
+        else:
+            value.append(Replicate())
+            gradient.append(Partial() if isinstance(each, Shard) else Replicate())
+    return value, gradient
+
+
+def _whole_values(x: DTensor) -> DTensor:
+    """Make the sums that x still waits for: f of a sum is not the sum of f."""
+    odd = [each for each in x.placements if type(each) is not Shard and not (each.is_replicate() or each.is_partial())]
+    if odd:
+        raise ArgumentError(f"x must be placed by Shard, Replicate or Partial, got {odd[0]}: redistribute it first")
+    if not any(each.is_partial() for each in x.placements):
+        return x
+    return x.redistribute(placements=[Replicate() if each.is_partial() else each for each in x.placements])
 
 
 def _local(name: str, parameter: Tensor, layer: PointwiseNorm, x: DTensor, axes: tuple[int, ...]) -> Tensor:
-    """This rank's part of a parameter; its gradient finds the way back."""
+    """Return this rank's part of a parameter; its gradient finds the way back."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh != x.device_mesh:
         got = f"a DTensor on {parameter.device_mesh}" if isinstance(parameter, DTensor) else "a plain tensor"
         raise ArgumentError(
             f"the parameters of a layer must be DTensors on the mesh of its input, {x.device_mesh}, but {name!r} is "
             f"{got}: name the layer in the plan of parallelize_module, with dynorm.parallel.PointwiseParallel"
         )
-    where = placed(x.placements, axes, channelwise=tuple(parameter.shape) == layer.normalized_shape)
-    if parameter.placements != where.value:
-        parameter = parameter.redistribute(placements=where.value)
-    local: Tensor = parameter.to_local(grad_placements=where.gradient)
+    value, gradient = placed(x.placements, axes, channelwise=tuple(parameter.shape) == layer.normalized_shape)
+    if parameter.placements != tuple(value):
+        parameter = parameter.redistribute(placements=value)
+    local: Tensor = parameter.to_local(grad_placements=gradient)
     return local
 
 
 def _twin(layer: PointwiseNorm, shape: tuple[int, ...], own: dict[str, Tensor | None]) -> PointwiseNorm:
-    """The layer with other parameters, of the channels of one rank; the scale stays that of all channels."""
+    """Return the layer with other parameters, of the channels of one rank; the scale stays that of all channels."""
     twin: PointwiseNorm = layer.__class__.__new__(layer.__class__)
     values: dict[str, Any] = {"normalized_shape": shape, "channels": math.prod(shape), "_parameters": own}
     twin.__dict__.update(layer.__dict__, **values)

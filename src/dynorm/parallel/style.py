@@ -20,7 +20,7 @@ from dynorm.parallel.shards import on_shards, require_pointwise, share
 class PointwiseParallel(ParallelStyle):
     """Shard a point-wise layer as its input is: over channels, sequence or batch, with no collective of its own.
 
-    With the channels sharded, ``weight``, ``bias`` and constants of one value a channel are sharded too; constants of
+    With the channels sharded, ``weight``, ``bias`` and constants of one value per channel are sharded too; constants of
     one value for all are replicated, and their gradients are sums over the ranks, left as ``Partial`` (see
     :func:`reduce_gradients_`). The scale stays that of all channels. The fused kernels compute each rank's shard;
     under ``torch.compile`` the definition is traced as ever.
@@ -56,7 +56,7 @@ class PointwiseParallel(ParallelStyle):
 
     Reference:
         Beside ``torch.distributed.tensor.parallel.SequenceParallel``, which shards the sequence and replicates all
-        parameters: a norm with statistics cannot have its channels sharded without a reduction a token.
+        parameters: a norm with statistics cannot have its channels sharded without a reduction per token.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where a kernel serves and where the definition is traced; autograd, transforms, modes; the ops and opcheck."""
+"""Where a kernel serves and where the definition is traced; autograd, transforms, modes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from torch.testing import assert_close
 
 import dynorm
 from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
+from dynorm.kernels import DYT as DYT_NUMBER
 from dynorm.kernels import _cpu, _dispatch, backend
+from dynorm.kernels._form import Form
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
+FORM = Form(DYT_NUMBER, False, 1.0, 4, 1)
 needs_kernels = pytest.mark.skipif(not _cpu.available(), reason="the CPU kernels are not built: make setup")
 
 
@@ -39,7 +42,7 @@ def kind(request: pytest.FixtureRequest) -> type[PointwiseNorm]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels called, in order."""
     called: list[str] = []
-    for name in ("forward", "gradients", "backward"):
+    for name in ("forward", "gradients"):
         real = getattr(_cpu, name)
 
         def record(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
@@ -140,12 +143,10 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
         grad: Any = grad, x: Any = x, constant: Any = one, weight: Any = weight, needed: Any = (True,) * 7
     ) -> Any:
         with torch.no_grad():
-            return _cpu.serve_gradients(
-                grad, (x, constant, None, None, weight, None), needed, _dispatch.DYT, False, 1.0, 4
-            )
+            return _cpu.serve_gradients(FORM, grad, (x, constant, None, None, weight, None), needed)
 
     found = serve()
-    want = _cpu.gradients(_dispatch.DYT, grad, x, (one, None, None, weight, None), (True,) * 6, 1.0, 4, 1, False)
+    want = _cpu.gradients(FORM, grad, x, (one, None, None, weight, None), (True,) * 6)
     assert found[0] is None
     for a, b in zip(found[1:], want, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
@@ -161,7 +162,7 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     assert serve(weight=torch.ones(1)) is None
     assert serve(constant=torch.ones(2)) is None
     with torch.enable_grad():
-        assert _cpu.serve_gradients(grad, (x, one, None, None, None, None), (True,) * 7, 1, False, 1.0, 4) is None
+        assert _cpu.serve_gradients(FORM, grad, (x, one, None, None, None, None), (True,) * 7) is None
     with forward_ad.dual_level():
         assert serve() is None
     with pytest.raises(TypeError):
@@ -169,7 +170,7 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     assert serve(constant=torch._neg_view(-one)) is None
     text: Any = "4"
     with torch.no_grad(), pytest.raises(TypeError):
-        _cpu.serve_gradients(grad, (x, one, None, None, weight, None), (True,) * 7, 1, False, 1.0, text)
+        _cpu.serve_gradients(FORM._replace(channels=text), grad, (x, one, None, None, weight, None), (True,) * 7)
 
 
 @needs_kernels
@@ -218,7 +219,7 @@ def test_what_the_exchange_leaves_to_the_slow_way() -> None:
     one = torch.ones(1)
 
     def serve(x: Any, constant: Any = one, center: Any = None, weight: Any = weight, shape: Any = (4,)) -> Any:
-        return _cpu.serve(x, (constant, None, center, weight, None), _dispatch.DYT, False, 1.0, shape)
+        return _cpu.serve(x, (constant, None, center, weight, None), DYT_NUMBER, False, 1.0, shape)
 
     assert isinstance(serve(x), Tensor)
     assert serve(x.clone().requires_grad_()) is True
@@ -460,79 +461,6 @@ def test_devices_that_differ_are_refused(kind: type[PointwiseNorm]) -> None:
     layer.weight = nn.Parameter(torch.empty(4, device="meta"))
     with pytest.raises(ArgumentError, match="one device, got cpu and meta"):
         layer(torch.randn(2, 4))
-
-
-# The registered ops.
-
-
-def sample(function: int, dtype: torch.dtype, *, gradient: bool, everything: bool = True) -> tuple[Any, ...]:
-    def tensor(*shape: int) -> Tensor:
-        return (torch.rand(*shape) + 0.5).to(dtype).requires_grad_(gradient)
-
-    rest = (tensor(6), tensor(1), tensor(6), tensor(6)) if everything else (None,) * 4
-    return (function, tensor(2, 6, 3), tensor(1), *rest, 1.5, 6, 3, False)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("function", range(4), ids=_dispatch.FUNCTIONS)
-def test_opcheck(function: int, dtype: torch.dtype, everything: bool) -> None:
-    arguments = sample(function, dtype, gradient=True, everything=everything)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
-    torch.library.opcheck(torch.ops.dynorm.pointwise.default, arguments, **tolerance)
-    arguments = sample(function, dtype, gradient=False, everything=everything)
-    grad = torch.randn(2, 6, 3).to(dtype)
-    torch.library.opcheck(torch.ops.dynorm.pointwise_backward.default, (grad, *arguments), **tolerance)
-
-
-@pytest.mark.parametrize("function", range(4), ids=_dispatch.FUNCTIONS)
-@pytest.mark.parametrize("logarithmic", [False, True])
-def test_ops_with_and_without_kernels(function: int, logarithmic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if logarithmic and function not in (_dispatch.DYISRU, _dispatch.LINEAR):
-        logarithmic = False
-    arguments = (*sample(function, torch.float64, gradient=False)[:-1], logarithmic)
-    grad = torch.randn(2, 6, 3, dtype=torch.float64)
-    fast = [torch.ops.dynorm.pointwise(*arguments), *torch.ops.dynorm.pointwise_backward(grad, *arguments)]
-    monkeypatch.setattr(_dispatch, "ENABLED", False)
-    plain = [torch.ops.dynorm.pointwise(*arguments), *torch.ops.dynorm.pointwise_backward(grad, *arguments)]
-    for a, b in zip(fast, plain, strict=True):
-        assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_ops_differentiate_twice() -> None:
-    function, x, constant, shift, center, weight, bias, *rest = sample(2, torch.float64, gradient=True)
-    leaves = (x, constant, shift, center, weight, bias)
-    assert gradgradcheck(lambda *t: torch.ops.dynorm.pointwise(function, *t, *rest), leaves)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "match"),
-    [
-        (0, 4, "function must be from 0 to 3"),
-        (1, torch.ones(2, 6, 3, dtype=torch.int64), "x must be float64"),
-        (2, torch.ones(1, dtype=torch.int64), "constant must be float64"),
-        (2, torch.ones(5), "constant must have 1 or 6 elements"),
-        (2, torch.zeros(1), "must be positive"),
-        (2, torch.tensor([float("nan")]), "must be positive"),
-        (2, torch.tensor([-1.0]), "must be positive"),
-        (5, torch.ones(1), "weight must have 6 elements"),
-        (6, torch.ones(7), "bias must have 6 elements"),
-        (9, 4, "divide the size of x"),
-        (9, 0, "must be positive"),
-    ],
-)
-def test_ops_refuse(place: int, value: Any, match: str) -> None:
-    arguments = list(sample(0, torch.float32, gradient=False))
-    arguments[place] = value
-    with pytest.raises(ArgumentError, match=match):
-        torch.ops.dynorm.pointwise(*arguments)
-
-
-def test_op_refuses_a_gradient_that_does_not_fit() -> None:
-    arguments = sample(0, torch.float32, gradient=False)
-    with pytest.raises(ArgumentError, match="grad must have the shape"):
-        torch.ops.dynorm.pointwise_backward(torch.randn(2, 6), *arguments)
 
 
 def test_annealed_layers_end_on_the_kernels(calls: list[str]) -> None:

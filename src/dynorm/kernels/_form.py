@@ -1,0 +1,41 @@
+"""A kernel's call without its tensors, and the order of its parameters: what all kernels agree on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["DERF", "DYISRU", "DYT", "FUNCTIONS", "LINEAR", "Form", "Parameters"]
+
+FUNCTIONS = ("dyisru", "dyt", "derf", "linear")
+# As in csrc/types.h.
+DYISRU, DYT, DERF, LINEAR = range(4)
+# Constant, shift, center, weight and bias: the first three of one element or one per channel, the last two per channel.
+Parameters = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Form(NamedTuple):
+    """All of a call but its tensors; the channel of flat element i of x is ``(i // inner) % channels``.
+
+    Args:
+        function: one of DYISRU, DYT, DERF and LINEAR.
+        logarithmic: the constant is stored as log(beta); the linear slope is then ``1 / sqrt(beta)``.
+        scale: the layer's fixed factor.
+        channels: C.
+        inner: elements from one channel to the next, 1 where channels come last.
+    """
+
+    function: int
+    logarithmic: bool
+    scale: float
+    channels: int
+    inner: int
+
+    def constant(self, stored: Tensor) -> Tensor:
+        """Return the constant in at least float32, not its logarithm."""
+        value = stored if stored.dtype in (torch.float32, torch.float64) else stored.float()
+        if not self.logarithmic:
+            return value
+        return (-0.5 * value).exp() if self.function == LINEAR else value.exp()
