@@ -54,7 +54,7 @@ docs: .venv/docs.stamp
 
 # How fast: beside the peers and the limit, outputs checked first; about ten minutes on 2 cores, all of them in use.
 bench: setup
-	$(BIN)/dynorm bench --threads all --model "$$($(BIN)/python tools/demo_model.py)" --name all-MiniLM-L6-v2 \
+	$(BIN)/python -m benchmarks.speed --threads all --model "$$($(BIN)/python tools/demo_model.py)" --name all-MiniLM-L6-v2 \
 		--out benchmarks/results/speed.json --plot docs/images/speed.png
 	$(BIN)/python -m benchmarks.tables
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dynorm.files import write_text
 from dynorm.kernels import _cpu
-from dynorm.kernels._dispatch import DERF, DYISRU, DYT
+from dynorm.kernels._form import DERF, DYISRU, DYT, Form
 
 RESULT = Path(__file__).parent / "results" / "accuracy.json"
 # Small enough for the cache.
@@ -51,14 +51,14 @@ def main() -> None:
 
 def sweep(name: str, function: int, constant: float, exact: Callable[[Tensor], Tensor], stride: int) -> dict[str, Any]:
     """Return the largest error, where it is, and how many of the values are correctly rounded."""
-    parameter = torch.tensor([constant])
+    form, parameters = Form(function, False, 1.0, 1, 1), (torch.tensor([constant]), None, None, None, None)
     worst, place, right, count = 0.0, 0.0, 0, 0
     # Positive floats with infinity; the negative ones must give the same with the other sign.
     for start in track(range(0, INFINITY + 1, CHUNK * stride), name, console=Console(stderr=True), update_period=1):
         stop = min(start + CHUNK * stride, INFINITY + 1)
         x = torch.arange(start, stop, stride, dtype=torch.int32).view(torch.float32)
-        y = _cpu.forward(function, x, parameter, None, None, None, None, 1.0, 1, 1)
-        mirrored = _cpu.forward(function, -x, parameter, None, None, None, None, 1.0, 1, 1)
+        y = _cpu.forward(form, x, parameters)
+        mirrored = _cpu.forward(form, -x, parameters)
         if not torch.equal(mirrored[x > 0], -y[x > 0]):
             raise AssertionError(f"{name} is not odd between {x[0]} and {x[-1]}")
         value = exact(x.double()).masked_fill_(x.isinf(), 1.0)

@@ -27,10 +27,10 @@ from torch.testing import assert_close
 import dynorm
 from dynorm import files, functional
 from dynorm.kernels import _triton
-from dynorm.kernels._triton_gemm import gemm_add_forward
+from dynorm.kernels._dispatch import plain
+from dynorm.kernels._form import DERF, FUNCTIONS, Form
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
-NAMES = ("dyisru", "dyt", "derf", "linear")
 ROUNDS = 5
 Contender = Callable[[], Any]
 
@@ -64,7 +64,7 @@ def main() -> None:
 def check_family(device: str) -> None:
     """Compare values and gradients with the plain definition in float64, for sizes even and odd and every dtype."""
     for dtype, tolerance in ((torch.float32, 4e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
-        for function in range(len(NAMES)):
+        for function in range(len(FUNCTIONS)):
             # Channels last, wide and odd; channels first.
             for shape, dim in (((257, 1024), -1), ((33, 517), -1), ((3, 40, 77), 1)):
                 _check_one(function, shape, dim, dtype, tolerance, device)
@@ -76,12 +76,13 @@ def _check_one(
     x, grad = (torch.randn(shape, device=device, dtype=dtype) * width for width in (3, 1))
     channels, inner = shape[dim], 1 if dim == -1 else shape[-1]
     constant, shift, center, weight, bias = (torch.rand(channels, device=device) + 0.5 for _ in range(5))
-    parts = (constant, shift if NAMES[function] == "derf" else None, center, weight)
-    y = _triton.forward(function, x, *parts, bias, 1.5, channels, inner)
-    grad_x, sums = _triton.backward(function, grad, x, *parts, 1.5, channels, inner, True, True)
-    _, again = _triton.backward(function, grad, x, *parts, 1.5, channels, inner, True, True)
-    twin, exact_bias = [None if t is None else t.double().requires_grad_() for t in (x, *parts)], bias.double()
-    expected = definition(function, *twin, exact_bias, 1.5, dim)
+    parameters = (constant, shift if function == DERF else None, center, weight, bias)
+    form = Form(function, False, 1.5, channels, inner)
+    y = _triton.forward(form, x, parameters)
+    grad_x, sums = _triton.backward(form, grad, x, parameters)
+    _, again = _triton.backward(form, grad, x, parameters)
+    twin = [None if t is None else t.double().requires_grad_() for t in (x, *parameters)]
+    expected = plain(form, twin[0], tuple(twin[1:]))
     expected.backward(grad.double())
     assert grad_x is not None
     assert sums is not None
@@ -94,37 +95,17 @@ def _check_one(
             assert_close(row.double(), leaf.grad, rtol=1e-4, atol=1e-4 * float(sums.abs().max()))
 
 
-def definition(
-    function: int,
-    x: Tensor,
-    constant: Tensor,
-    shift: Tensor | None,
-    center: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    dim: int = -1,
-) -> Tensor:
-    """The plain definition of a function of the family."""
-    if NAMES[function] == "dyisru":
-        return functional.dyisru_general(x, constant, center, weight, bias, scale=scale, dim=dim)
-    if NAMES[function] == "dyt":
-        return functional.dyt(x, constant, weight, bias, center=center, scale=scale, dim=dim)
-    if NAMES[function] == "derf":
-        moved = 0.0 if shift is None else shift
-        return functional.derf(x, constant, moved, weight, bias, center=center, scale=scale, dim=dim)
-    return functional.linear(x, scale * constant, weight, bias, center=center, dim=dim)
-
-
 def check_product(device: str) -> None:
     """Compare the fused product with a product, a sum and the plain definition in float64."""
+    from benchmarks.speed.gemm import gemm_add_forward
+
     for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10), (torch.float32, 2e-5)):
         # Sizes for the copy engine, and sizes that only masks can do.
         for m, n, k in ((300, 520, 264), (33, 35, 37)):
             a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype).t()
             residual, one = torch.randn(m, n, device=device, dtype=dtype), torch.full((1,), 2.0, device=device)
             weight = torch.rand(n, device=device)
-            y, h = gemm_add_forward(0, a, b, residual, None, one, None, None, weight, None, 1.5)
+            y, h = gemm_add_forward(Form(0, False, 1.5, n, 1), a, b, residual, None, (one, None, None, weight, None))
             total = a.double() @ b.double() + residual.double()
             assert_close(h.double(), total, rtol=tolerance, atol=tolerance * k**0.5)
             expected = functional.dyisru(h.double(), 2.0, weight.double(), scale=1.5)
@@ -138,7 +119,7 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
     x.requires_grad_()
     weight, bias = (torch.randn(columns, device=device, dtype=dtype).requires_grad_() for _ in range(2))
     constant = torch.full((1,), 0.7, device=device, dtype=dtype).requires_grad_()
-    plain = x.detach()
+    leaf = x.detach()
 
     def dyt(x: Tensor) -> Tensor:
         return torch.tanh(constant * x) * weight + bias
@@ -152,14 +133,14 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
         "dyt layer": dynorm.DyT(columns, device=device, dtype=dtype),
         **liger(columns, device, dtype),
     }
-    forward: dict[str, Contender] = {"copy": lambda: y.copy_(plain)}
+    forward: dict[str, Contender] = {"copy": lambda: y.copy_(leaf)}
     both: dict[str, Contender] = {}
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(FUNCTIONS):
         forward[f"{name} kernel, output given"], both[f"{name} kernel"] = kernel_calls(
-            number, plain, grad, constant.detach(), weight.detach(), bias.detach(), y
+            number, leaf, grad, (constant.detach(), weight.detach(), bias.detach()), y
         )
     for name, module in modules.items():
-        forward[name] = without_gradient(module, plain)
+        forward[name] = without_gradient(module, leaf)
         both[name] = with_gradient(module, x, grad)
     found = {"rows": rows, "columns": columns, "dtype": "bfloat16", "forward": measure(forward)}
     copy = found["forward"]["copy"]["median"]
@@ -174,20 +155,18 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
 
 
 def kernel_calls(
-    function: int, x: Tensor, grad: Tensor, constant: Tensor, weight: Tensor, bias: Tensor, out: Tensor
+    function: int, x: Tensor, grad: Tensor, parameters: tuple[Tensor, Tensor, Tensor], out: Tensor
 ) -> tuple[Contender, Contender]:
     """Return a call of the forward kernel, and one of forward and backward."""
-    columns = x.shape[-1]
-    parts = (constant, torch.zeros_like(constant) if NAMES[function] == "derf" else None, None, weight)
-
-    def forward() -> Tensor:
-        return _triton.forward(function, x, *parts, bias, 1.0, columns, 1, out=out)
+    constant, weight, bias = parameters
+    given = (constant, torch.zeros_like(constant) if function == DERF else None, None, weight, bias)
+    form = Form(function, False, 1.0, x.shape[-1], 1)
 
     def both() -> Any:
-        _triton.forward(function, x, *parts, bias, 1.0, columns, 1)
-        return _triton.backward(function, grad, x, *parts, 1.0, columns, 1, True, True)
+        _triton.forward(form, x, given)
+        return _triton.backward(form, grad, x, given)
 
-    return forward, both
+    return lambda: _triton.forward(form, x, given, out=out), both
 
 
 def without_gradient(module: Callable[[Tensor], Tensor], x: Tensor) -> Contender:
@@ -221,10 +200,13 @@ def liger(columns: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[
 
 def measure_product(rows: int, width: int, device: str) -> dict[str, Any]:
     """Time the fused product against the plain one with its residual, alone and followed by a norm."""
+    from benchmarks.speed.gemm import gemm_add_forward
+
     dtype = torch.bfloat16
     a, residual = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
     b = torch.randn(width, width, device=device, dtype=dtype).t()
     constant, weight = torch.full((1,), float(width), device=device), torch.ones(width, device=device, dtype=dtype)
+    form, parameters = Form(0, False, width**0.5, width, 1), (constant, None, None, weight, None)
 
     def normed() -> Tensor:
         return F.layer_norm(torch.addmm(residual, a, b), (width,), weight)
@@ -234,9 +216,7 @@ def measure_product(rows: int, width: int, device: str) -> dict[str, Any]:
             "product with residual": lambda: torch.addmm(residual, a, b),
             "product, then residual": lambda: a @ b + residual,
             "product with residual, then layer_norm": normed,
-            "fused with dyisru": lambda: gemm_add_forward(
-                0, a, b, residual, None, constant, None, None, weight, None, width**0.5
-            ),
+            "fused with dyisru": lambda: gemm_add_forward(form, a, b, residual, None, parameters),
         }
     )
     floor = found["product with residual"]["median"]

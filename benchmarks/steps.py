@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 import dynorm
-from dynorm.bench.machine import describe, load_average
-from dynorm.bench.spread import ratio, spread
-from dynorm.bench.timing import measure
+from benchmarks.speed.machine import describe, load_average
+from benchmarks.speed.timing import measure, ratio, spread
 from dynorm.files import write_text
 from studies.data import Data, draw_batch, load
 from studies.models import build, inputs_of

@@ -9,7 +9,7 @@ from statistics import mean
 from textwrap import wrap
 from typing import Any
 
-from dynorm.bench import table as speed
+from benchmarks.speed import table as speed
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
@@ -124,16 +124,9 @@ def speed_machine() -> str:
     return "\n".join(f"{line}  " for line in speed.headline(load("speed")).splitlines()).rstrip()
 
 
-def speed_targets() -> str:
-    """What is asked for beside what was measured."""
-    return _markdown(speed.targets(load("speed")))
-
-
-def speed_table() -> str:
-    """What was measured of it, in short."""
-    table = speed.targets(load("speed"))
-    rows = [row[:5] for row in table.rows if "not measured" not in row]
-    return _markdown(table._replace(columns=table.columns[:5], rows=rows))
+def speed_ratios() -> str:
+    """The ratios that matter most."""
+    return _markdown(speed.ratios(load("speed")))
 
 
 def speed_models() -> str:
@@ -191,11 +184,11 @@ def _three(values: dict[str, float]) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"quality": quality_table, "speed": speed_table},
+    "README.md": {"quality": quality_table, "speed": speed_ratios},
     "docs/quality.md": {"quality": quality_table, "distillation": distillation_tables},
     "docs/speed.md": {
         "speed-machine": speed_machine,
-        "speed-targets": speed_targets,
+        "speed-ratios": speed_ratios,
         "speed-models": speed_models,
         "speed-operations": speed_operations,
     },

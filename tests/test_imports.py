@@ -36,7 +36,6 @@ ORDER = (
     # The package's face, dynorm/__init__.py, which imports all of the above.
     ("",),
     ("paper",),
-    ("bench",),
     ("cli",),
     ("__main__",),
 )

@@ -1,6 +1,5 @@
 """The command line: parses, calls, prints. One file a command, listed in the order of ``--help``."""
 
-from dynorm.cli import bench as bench
 from dynorm.cli import convert as convert
 from dynorm.cli import explore as explore
 from dynorm.cli import fold as fold

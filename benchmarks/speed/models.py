@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
+from benchmarks.speed.check import WrongResultError
 from dynorm import calibrate_, convert_, find_norms
-from dynorm.bench.check import WrongResultError
-from dynorm.errors import ArgumentError
-
-__all__ = ["VARIANTS", "WholeModel", "calls", "check_model", "gpt2_block", "pretrained"]
 
 VARIANTS = ("norms", "DyISRU", "identities")
 # Relative to the largest value of the output: an error of one layer grows in the next ones.
@@ -27,15 +24,7 @@ VOCABULARY = 1000
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model in its variants, and one input.
-
-    Args:
-        name: as tables show it.
-        batch: the input's size, in words.
-        norms: how many norms it has.
-        variants: the model by :data:`VARIANTS`, in eval mode.
-        inputs: keyword arguments of a call.
-    """
+    """A model in its variants, all in eval mode, and one input in words and as keyword arguments."""
 
     name: str
     batch: str
@@ -47,16 +36,9 @@ class WholeModel:
 def pretrained(
     folder: str | Path, batches: Sequence[tuple[int, int]], device: str = "cpu", name: str | None = None
 ) -> list[WholeModel]:
-    """Load a transformers model and make its variants.
+    """Load a transformers model and make its variants, which all batches share.
 
-    Args:
-        folder: as ``save_pretrained`` writes it.
-        batches: texts and tokens of each input, at most the model's positions; the tokens are random, none is padding.
-        device: where it runs.
-        name: what tables call it; the folder's name by default.
-
-    Returns:
-        One entry a batch; they share the variants.
+    A batch is so many texts of so many tokens, at most the model's positions; they are random, none is padding.
 
     Raises:
         StorageError: the folder holds no model.
@@ -78,20 +60,10 @@ def pretrained(
 
 
 def gpt2_block(batches: Sequence[tuple[int, int]], device: str = "cpu") -> list[WholeModel]:
-    """Make the variants of one block of GPT-2 (768 channels, 12 heads) with random weights.
+    """Make the variants of one block of GPT-2 (768 channels, 12 heads) with random weights."""
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-    Args:
-        batches: texts and tokens of each input.
-        device: where it runs.
-
-    Raises:
-        ArgumentError: transformers is not installed.
-    """
-    try:
-        from transformers import GPT2Config
-        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-    except ImportError as error:
-        raise ArgumentError("a GPT-2 block needs transformers: pip install 'dynorm[transformers]'") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         block = GPT2Block(GPT2Config(attn_implementation="sdpa"), layer_idx=0).eval().to(device)
@@ -116,12 +88,7 @@ def _entries(name: str, model: nn.Module, labels: Sequence[str], inputs: Sequenc
 
 
 def calls(model: WholeModel, compiled: bool) -> dict[str, Callable[[], Any]]:
-    """Return what is timed: a forward pass of each variant, to be called under ``torch.no_grad()``.
-
-    Args:
-        model: the model and its input.
-        compiled: by torch.compile; it compiles at the first call.
-    """
+    """Return a forward pass of each variant, to be called under ``torch.no_grad()``."""
     made: dict[str, Callable[[], Any]] = {}
     for name, variant in model.variants.items():
         call: Callable[..., Any] = torch.compile(variant, dynamic=False) if compiled else variant
@@ -131,10 +98,6 @@ def calls(model: WholeModel, compiled: bool) -> dict[str, Callable[[], Any]]:
 
 def check_model(model: WholeModel, timed: Mapping[str, Callable[[], Any]]) -> int:
     """Compare each variant with its float64 copy, whose point-wise layers are computed by the plain definition.
-
-    Args:
-        model: the model and its input.
-        timed: what :func:`calls` returned.
 
     Returns:
         How many outputs were compared.

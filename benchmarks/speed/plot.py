@@ -6,13 +6,10 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dynorm.bench.machine import summary
-from dynorm.errors import ArgumentError
+from benchmarks.speed.machine import summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["check_plots", "draw"]
 
 PASSES = {"forward": "forward, no grad", "backward": "backward alone", "both": "forward + backward"}
 # Okabe and Ito's palette, which the colour-blind can tell apart.
@@ -32,28 +29,8 @@ LINES = {"given": (0, (1, 1.2)), "compiled": (0, (5, 1.5)), "eager": (0, (4, 1.5
 MARKERS = {"given": ".", "compiled": "s", "eager": "x", "": "o"}
 
 
-def check_plots() -> None:
-    """Refuse before the work what could not be drawn after it.
-
-    Raises:
-        ArgumentError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ArgumentError("the plot needs matplotlib: pip install 'dynorm[plots]'") from error
-
-
 def draw(document: dict[str, Any]) -> bytes:
-    """Return a PNG: a row a dtype, a column a pass, for the first number of threads.
-
-    Args:
-        document: what :func:`dynorm.bench.run.run` returned.
-
-    Raises:
-        ArgumentError: matplotlib is not installed.
-    """
-    check_plots()
+    """Return a PNG of a run's document: one row per dtype, one column per pass, for the first number of threads."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -87,8 +64,8 @@ def draw(document: dict[str, Any]) -> bytes:
 
 
 def _draw_pass(axes: Axes, groups: Sequence[dict[str, Any]]) -> None:
-    """Draw one pass: a line a contender, quartiles as bars, the least that memory allows dashed."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    """Draw one pass: one line per contender, quartiles as bars, the least that memory allows dashed."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     places = list(range(len(groups)))
     stage = groups[0]["pass"] if groups else "forward"
@@ -101,26 +78,14 @@ def _draw_pass(axes: Axes, groups: Sequence[dict[str, Any]]) -> None:
         color = next(color for start, color in COLORS.items() if label.startswith(start))
         middle = [values[0] for _, values in here]
         bars = [[values[0] - values[1] for _, values in here], [values[2] - values[0] for _, values in here]]
-        style: dict[str, Any] = {
-            "color": color,
-            "linestyle": LINES[kind],
-            "marker": MARKERS[kind],
-            "markersize": 4,
-            "linewidth": 1.4,
-        }
-        axes.errorbar([place for place, _ in here], middle, bars, label=label, elinewidth=0.8, **style)
+        style: dict[str, Any] = {"color": color, "linestyle": LINES[kind], "marker": MARKERS[kind], "markersize": 4}
+        axes.errorbar([place for place, _ in here], middle, bars, label=label, elinewidth=0.8, linewidth=1.4, **style)
     floor = groups[0]["floor_over_copy"] if groups else 1.0
     axes.axhline(floor, color="#404040", linewidth=0.8, linestyle="--", label="least memory traffic")
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(_ticks())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.tick_params(labelleft=True)
     axes.set_xticks(places, [f"{group['rows']}\n× {group['channels']}" for group in groups])
     axes.grid(axis="y", color="#E4E4E4", linewidth=0.6)
-
-
-def _ticks() -> Any:
-    from matplotlib.ticker import LogLocator
-
-    return LogLocator(subs=(1.0, 2.0, 5.0), numticks=20)

@@ -10,28 +10,19 @@ from rich.console import Group as Rendered
 from rich.table import Table
 from rich.text import Text
 
-from dynorm.bench.contenders import NAMES
-from dynorm.bench.machine import summary
-
-__all__ = ["Rows", "headline", "models", "operation_tables", "printed", "targets"]
+from benchmarks.speed.contenders import NAMES
+from benchmarks.speed.machine import summary
 
 TITLES = {
     "forward": "forward, no grad",
     "backward": "backward alone",
     "both": "forward + backward through autograd",
 }
-LEGEND = "microseconds a call, the median of the rounds (times as fast as {norm} in the same rounds)"
+LEGEND = "microseconds per call, the median of the rounds (times as fast as {norm} in the same rounds)"
 
 
 class Rows(NamedTuple):
-    """A table of text.
-
-    Args:
-        title: what it shows.
-        columns: the heads.
-        rows: a text for each column.
-        note: what to know of the figures.
-    """
+    """A table of text, and a note to its figures."""
 
     title: str
     columns: list[str]
@@ -42,7 +33,7 @@ class Rows(NamedTuple):
 def headline(document: dict[str, Any]) -> str:
     """Return in a few lines what the figures hold for."""
     machine = document["machine"]
-    before, after = (_first(machine[key]) for key in ("load_before", "load_after"))
+    before, after = (f"{machine[k][0]:.1f}" if machine[k] else "unknown" for k in ("load_before", "load_after"))
     lines = [
         f"{summary(machine)}, {machine['date']}",
         f"{document['tensors_checked']} tensors were right before anything was timed; load average {before} at the "
@@ -55,21 +46,18 @@ def headline(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def targets(document: dict[str, Any]) -> Rows:
-    """Return the table of issue 5: what, measured, asked, aim, met or not."""
-    rows = [
-        [row["what"], _measured(row), _bound(row, row["asked"]), _bound(row, row["aim"]), _verdict(row), row["note"]]
-        for row in document["targets"]
-    ]
+def ratios(document: dict[str, Any]) -> Rows:
+    """Return the ratios that were measured, of those that goals.json names."""
+    rows = [[row["what"], _measured(row), row["note"]] for row in document["targets"] if row["measured"] is not None]
     threads = document["settings"]["threads"][0]
-    title = f"What is asked for, {threads} thread{'s' * (threads != 1)}"
-    columns = ["what", "measured (quartiles)", "asked", "aim", "met", "note"]
     note = "Ratios are medians of the ratios in each round."
-    return Rows(title, columns, rows, f"{note} The machine was busy: do not rely on them." if _busy(document) else note)
+    if _busy(document):
+        note += " The machine was busy: do not rely on them."
+    return Rows(f"Ratios, {threads} thread{'s' * (threads != 1)}", ["what", "measured (quartiles)", ""], rows, note)
 
 
 def operation_tables(document: dict[str, Any]) -> list[Rows]:
-    """Return a table for each number of threads, dtype and pass, with a column a size."""
+    """Return a table for each number of threads, dtype and pass, with one column per size."""
     groups = document["operations"]
     keys = dict.fromkeys((group["threads"], group["dtype"], group["pass"]) for group in groups)
     return [_operations([g for g in groups if (g["threads"], g["dtype"], g["pass"]) == key]) for key in keys]
@@ -97,7 +85,7 @@ def models(document: dict[str, Any]) -> Rows:
 
 def printed(document: dict[str, Any]) -> list[Any]:
     """Return what a terminal shows, in order."""
-    tables = [*operation_tables(document), *([models(document)] if document["models"] else []), targets(document)]
+    tables = [*operation_tables(document), *([models(document)] if document["models"] else []), ratios(document)]
     return [Text(headline(document)), *(_rendered(table) for table in tables)]
 
 
@@ -118,9 +106,9 @@ def _operations(groups: Sequence[dict[str, Any]]) -> Rows:
         for group in groups
         for median, lower, upper in (entry["microseconds"] for entry in group["contenders"].values())
     ]
-    rounds = [group["rounds"] for group in groups]
+    rounds = sorted({bound([group["rounds"] for group in groups]) for bound in (min, max)})
     note = (
-        f"{LEGEND.format(norm=norm)}; {_range(rounds)} rounds; half the distance of the quartiles is "
+        f"{LEGEND.format(norm=norm)}; {' to '.join(map(str, rounds))} rounds; half the distance of the quartiles is "
         f"{statistics.median(spreads):.0%} of the median in the middle, {max(spreads):.0%} at most."
     )
     title = f"{TITLES[first['pass']]}, {first['dtype']}, {threads} thread{'s' * (threads != 1)}"
@@ -138,28 +126,10 @@ def _cell(entry: dict[str, Any] | None, name: str) -> str:
 
 
 def _measured(row: dict[str, Any]) -> str:
-    if row["measured"] is None:
-        return "" if row["met"] is not None else "not measured"
     median, lower, upper = row["measured"]
     if row["unit"] == "share":
         return _share(row["measured"])
     return f"{median:.3g} ({lower:.3g} to {upper:.3g}){' times' if row['unit'] == 'times as fast' else ''}"
-
-
-def _bound(row: dict[str, Any], value: float | None) -> str:
-    if value is None:
-        return ""
-    if row["unit"] == "share":
-        return f"{value:.0%}"
-    return f"{value:g} times" if row["unit"] == "times as fast" else f"{value:g}"
-
-
-def _verdict(row: dict[str, Any]) -> str:
-    if row["met"] is None:
-        return ""
-    if not row["met"]:
-        return "not met"
-    return "met, and the aim" if row["aim_met"] and row["aim"] is not None else "met"
 
 
 def _share(values: Sequence[float]) -> str:
@@ -169,15 +139,6 @@ def _share(values: Sequence[float]) -> str:
 def _number(value: float) -> str:
     """Return three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _range(values: Sequence[int]) -> str:
-    least, most = min(values), max(values)
-    return str(least) if least == most else f"{least} to {most}"
-
-
-def _first(values: Sequence[float]) -> str:
-    return f"{values[0]:.1f}" if values else "unknown"
 
 
 def _rendered(table: Rows) -> Rendered:

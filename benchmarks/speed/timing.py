@@ -1,33 +1,30 @@
-"""The clock: rounds in which every contender runs, in random order, for about a millisecond or more."""
+"""The clock: rounds in which every contender runs, in random order, and the medians and quartiles over them."""
 
 from __future__ import annotations
 
 import gc
+import math
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["LEAST_ROUNDS", "Call", "Measured", "measure"]
+from dynorm.errors import ArgumentError
 
 Call = Callable[[], Any]
 LEAST_ROUNDS = 7
-# What one contender runs for in one round; more on a GPU, where the end has to be waited for.
+# Seconds that one contender runs in one round; more on a GPU, where the end has to be waited for.
 SLICE = {"cpu": 1e-3, "cuda": 1e-2}
 MOST_REPETITIONS = 1 << 20
 
 
 class Measured(NamedTuple):
-    """What rounds gave.
-
-    Args:
-        times: seconds a call, one a round, by contender.
-        repetitions: calls a round, by contender.
-    """
+    """Seconds per call, one for each round, and the calls per round, by contender."""
 
     times: dict[str, list[float]]
     repetitions: dict[str, int]
@@ -45,25 +42,10 @@ def measure(
     """Time contenders side by side.
 
     Each is warmed up and given as many repetitions as fill a millisecond (ten on a GPU). A round runs all in an order
-    of its own; the garbage collector waits until the last is done.
-
-    Args:
-        calls: what is timed, by name.
-        rounds: the most rounds.
-        seconds: what all rounds together may take; there are at least :data:`LEAST_ROUNDS`, or ``rounds`` if fewer.
-        seed: of the orders.
-        device: where the calls run; on "cuda" their end is waited for.
-        clock: seconds since some moment.
-
-    Returns:
-        A time a call for each contender and round.
-
-    Example:
-        >>> found = measure({"nothing": lambda: None}, rounds=3, seconds=1.0)
-        >>> len(found.times["nothing"])
-        3
+    of its own; the garbage collector waits until the last is done. All rounds together take ``seconds`` or less, but
+    there are at least :data:`LEAST_ROUNDS`, or ``rounds`` if fewer.
     """
-    wait = torch.cuda.synchronize if device == "cuda" else _nothing
+    wait: Call = torch.cuda.synchronize if device == "cuda" else lambda: None
     order, generator = list(calls), random.Random(seed)
     with _uncollected():
         estimates = {name: _repetitions(call, SLICE[device], wait, clock) for name, call in calls.items()}
@@ -102,10 +84,6 @@ def _timed(call: Call, count: int, wait: Call, clock: Callable[[], float]) -> fl
     return (clock() - start) / count
 
 
-def _nothing() -> None:
-    pass
-
-
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Keep the garbage collector from running in the middle of a time."""
@@ -117,3 +95,44 @@ def _uncollected() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
+
+
+class Spread(NamedTuple):
+    """The middle of some values and the half of them around it."""
+
+    median: float
+    lower: float
+    upper: float
+
+    def scaled(self, factor: float) -> Spread:
+        """Return the same in another unit; the factor is positive."""
+        return Spread(*(factor * value for value in self))
+
+    def rounded(self, digits: int = 4) -> list[float]:
+        """Return median and quartiles to some significant digits, as they are kept."""
+        return [float(f"{value:.{digits}g}") for value in self]
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return the median and the quartiles, interpolated between neighbours; all alike for one value.
+
+    Raises:
+        ArgumentError: there is no value, or one is not finite.
+    """
+    if not values or not all(map(math.isfinite, values)):
+        raise ArgumentError(f"a spread needs finite values, at least one, got {list(values)[:4]}")
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, lower, upper)
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
+    """Return the spread of the ratios in each round: what slows a whole round down cancels.
+
+    Raises:
+        ArgumentError: there are more rounds of the one than of the other.
+    """
+    if len(above) != len(below):
+        raise ArgumentError(f"two contenders must have the same rounds, got {len(above)} and {len(below)}")
+    return spread([a / b for a, b in zip(above, below, strict=True)])

@@ -1,13 +1,11 @@
-"""What was timed together: the contenders of one pass over one input, or the variants of one model."""
+"""Times that belong together: the contenders of one pass over one input, or the variants of one model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from dynorm.bench.spread import Spread, ratio, significant, spread
-
-__all__ = ["COPY", "Group", "ModelGroup"]
+from benchmarks.speed.timing import Spread, ratio, spread
 
 COPY = "copy, output given"
 # What each pass's contenders are compared with.
@@ -18,18 +16,7 @@ FLOORS = {"forward": 1.0, "backward": 1.5, "both": 2.5}
 
 @dataclass(frozen=True)
 class Group:
-    """The times of one pass over one input.
-
-    Args:
-        rows: of x.
-        channels: of x.
-        dtype: a name.
-        threads: that torch was given.
-        stage: "forward", "backward" or "both".
-        times: seconds a call, one a round, by contender.
-        outputs: "given" or "allocated", by contender.
-        repetitions: calls a round, by contender.
-    """
+    """The times of one pass over one input: seconds per call, one for each round, by contender."""
 
     rows: int
     channels: int
@@ -39,10 +26,6 @@ class Group:
     times: dict[str, list[float]]
     outputs: dict[str, str]
     repetitions: dict[str, int]
-
-    def time(self, name: str) -> Spread:
-        """Return the seconds a call of one contender."""
-        return spread(self.times[name])
 
     def ratio(self, above: str, below: str) -> Spread:
         """Return the time of one over that of another in the same rounds."""
@@ -55,7 +38,7 @@ class Group:
         for name in self.times:
             entry: dict[str, Any] = {
                 "output": self.outputs[name],
-                "microseconds": self.time(name).scaled(1e6).rounded(),
+                "microseconds": spread(self.times[name]).scaled(1e6).rounded(),
                 "over_copy": self.ratio(name, COPY).rounded(),
                 "times_as_fast_as_layer_norm": self.ratio(norm, name).rounded(),
                 "repetitions": self.repetitions[name],
@@ -78,17 +61,7 @@ class Group:
 
 @dataclass(frozen=True)
 class ModelGroup:
-    """The times of a model's variants.
-
-    Args:
-        name: of the model.
-        batch: its input, in words.
-        norms: how many norms it has.
-        threads: that torch was given.
-        compiled: whether torch.compile made what ran.
-        times: seconds a call, one a round, by variant.
-        repetitions: calls a round, by variant.
-    """
+    """The times of a model's variants: seconds per call, one for each round, by variant."""
 
     name: str
     batch: str
@@ -114,7 +87,7 @@ class ModelGroup:
             "variants": {
                 name: {
                     "milliseconds": spread(times).scaled(1e3).rounded(),
-                    "share_over_identities": [significant(value, 3) for value in self.share(name)],
+                    "share_over_identities": self.share(name).rounded(3),
                     "repetitions": self.repetitions[name],
                 }
                 for name, times in self.times.items()

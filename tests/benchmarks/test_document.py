@@ -1,4 +1,4 @@
-"""What a run leaves: the document, its tables, its picture, and the targets."""
+"""What a run leaves: the document, its tables, its picture, and the ratios with their goals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dynorm.bench import table
-from dynorm.bench.groups import COPY, Group, ModelGroup
-from dynorm.bench.machine import describe, summary
-from dynorm.bench.plot import draw
-from dynorm.bench.targets import Target, saves_only_inputs, targets
+from benchmarks.speed import table
+from benchmarks.speed.goals import GOALS, ratios, reached
+from benchmarks.speed.groups import COPY, Group, ModelGroup
+from benchmarks.speed.machine import describe, summary
+from benchmarks.speed.plot import draw
 
 STAGES = ("forward", "backward", "both")
 
@@ -37,7 +37,7 @@ def test_the_document_is_plain_and_whole(document: dict[str, Any]) -> None:
     assert described == [(*size, dtype, stage) for dtype in ("float32", "bfloat16") for size in sizes
                          for stage in STAGES]  # fmt: skip
     assert document["tensors_checked"] > 300
-    assert len(document["targets"]) == 16
+    assert len(document["targets"]) == len(GOALS) == 14
     assert document["models"] == []
 
 
@@ -89,7 +89,7 @@ def test_a_terminal_shows_all_of_it(document: dict[str, Any]) -> None:
         console.print(part, markup=False)
     text = console.export_text()
     for words in ("forward, no grad, float32, 1 thread", "backward alone, bfloat16", "4 x 8", "6 x 16", "DyISRU eager",
-                  "What is asked for, 1 thread", "tensors were right before anything was timed"):  # fmt: skip
+                  "Ratios, 1 thread", "tensors were right before anything was timed"):  # fmt: skip
         assert words in text
     assert "…" not in text
 
@@ -98,10 +98,10 @@ def test_a_terminal_shows_all_of_it(document: dict[str, Any]) -> None:
 def test_a_busy_machine_is_said_to_be_one(document: dict[str, Any], load: list[float], busy: bool) -> None:
     changed = document | {"machine": document["machine"] | {"load_before": load}}
     assert ("those of a busy one" in table.headline(changed)) == busy
-    assert ("do not rely on them" in table.targets(changed).note) == busy
+    assert ("do not rely on them" in table.ratios(changed).note) == busy
 
 
-def test_targets_are_looked_up_and_judged_plainly() -> None:
+def test_ratios_are_looked_up_and_judged_plainly() -> None:
     groups = [
         group(512, 768, "float32", "forward", F_layer_norm=50, DyISRU=26, DyT=40, DyT_eager=480),
         group(512, 768, "bfloat16", "forward", F_layer_norm=50, DyISRU=10),
@@ -110,14 +110,13 @@ def test_targets_are_looked_up_and_judged_plainly() -> None:
     ]
     model = ModelGroup("all-MiniLM-L6-v2", "1 x 32 tokens", 13, 2, False,
                        {"norms": [1.08, 2.16], "DyISRU": [1.02, 2.04], "identities": [1.0, 2.0]}, {})  # fmt: skip
-    found = {row.what: row for row in targets(groups, [model], 2)}
-    assert len(found) == 16
+    found = {row["what"]: row for row in ratios(groups, [model], 2)}
+    assert len(found) == len(GOALS)
 
     def judged(start: str) -> tuple[float | None, bool | None, bool | None]:
         [row] = [row for what, row in found.items() if what.startswith(start)]
-        described = row.to_dict()
-        median = None if row.measured is None else round(row.measured.median, 3)
-        return median, described["met"], described["aim_met"]
+        median = None if row["measured"] is None else round(row["measured"][0], 3)
+        return median, reached(row), reached(row, "better")
 
     assert judged("DyISRU forward, float32") == (1.923, True, False)
     assert judged("DyT forward, float32") == (12.0, True, False)
@@ -125,41 +124,38 @@ def test_targets_are_looked_up_and_judged_plainly() -> None:
     assert judged("DyISRU forward at 8192") == (1.2, False, False)
     assert judged("DyT forward at 8192") == (0.9, True, True)
     assert judged("all-MiniLM-L6-v2") == (0.02, True, False)
-    assert judged("saved for backward") == (None, True, True)
     # Sizes, contenders and machines that are not there.
-    assert judged("DyISRU backward") == judged("DyISRU forward + backward, 16") == judged("H200: GEMM") == (None,) * 3
-    assert next(row for what, row in found.items() if "16 x 384, over" in what and "+" in what).note.startswith(
+    assert judged("DyISRU backward") == judged("DyISRU forward + backward, 16") == judged("H200: DyT") == (None,) * 3
+    assert next(row for what, row in found.items() if "16 x 384, over" in what and "+" in what)["note"].startswith(
         "DyISRU"
     )
     # Of another number of threads, or another device.
-    assert all(row.measured is None for row in targets(groups, [model], 1))
-    assert all(row.measured is None for row in targets(groups, [model], 2, "cuda"))
+    assert all(row["measured"] is None for row in ratios(groups, [model], 1))
+    assert all(row["measured"] is None for row in ratios(groups, [model], 2, "cuda"))
 
 
-def test_what_is_asked_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
     groups = [
         group(8192, 4096, "bfloat16", "forward", DyISRU__output_given=11),
         group(8192, 4096, "bfloat16", "both", DyISRU=30, DyT=30, Liger_DyT=75),
     ]
-    found = [row.to_dict() for row in targets(groups, [], 2, "cuda") if row.what.startswith("H200")]
-    assert [(row["measured"] or [None])[0] for row in found] == pytest.approx([1.1, 1.2, 2.5, None])
-    assert [row["met"] for row in found] == [True, True, True, None]
-    assert [row["aim_met"] for row in found] == [False, False, False, None]
-    assert [row["note"] for row in found][:3] == ["H200"] * 3
-    assert all(row.measured is None for row in targets(groups, [], 2, "cpu"))
+    found = [row for row in ratios(groups, [], 2, "cuda") if row["what"].startswith("H200")]
+    assert [row["measured"][0] for row in found] == pytest.approx([1.1, 1.2, 2.5])
+    assert [reached(row) for row in found] == [True, True, True]
+    assert [reached(row, "better") for row in found] == [False, False, False]
+    assert [row["note"] for row in found] == ["H200"] * 3
+    assert all(row["measured"] is None for row in ratios(groups, [], 2, "cpu"))
 
 
-def test_verdicts_in_words() -> None:
+def test_ratios_in_words() -> None:
     rows = [
-        Target("a", "times as fast", None, 2.0, 3.0, "why").to_dict(),
-        saves_only_inputs().to_dict(),
+        {"what": "a", "unit": "times as fast", "measured": None, "note": "why"},
+        {"what": "b", "unit": "times as fast", "measured": [2.0, 1.0, 3.0], "note": ""},
+        {"what": "c", "unit": "share", "measured": [0.02, 0.01, 0.03], "note": "LayerNorm's: 1.0%"},
     ]
-    shown = table.targets({"targets": rows, "settings": {"threads": [1]}, "machine": {"load_before": [0.0]}})
-    assert shown.rows == [
-        ["a", "not measured", "2 times", "3 times", "", "why"],
-        ["saved for backward: x and parameters only", "", "", "", "met", "x and parameters only"],
-    ]
+    shown = table.ratios({"targets": rows, "settings": {"threads": [1]}, "machine": {"load_before": [0.0]}})
+    assert shown.rows == [["b", "2 (1 to 3) times", ""], ["c", "2.0% (1.0% to 3.0%)", "LayerNorm's: 1.0%"]]
 
 
 def test_the_picture_is_a_png_of_every_pass(document: dict[str, Any]) -> None:

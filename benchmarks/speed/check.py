@@ -7,12 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynorm.bench.contenders import Contender
-from dynorm.bench.definitions import REFERENCES
-from dynorm.bench.inputs import Case
+from benchmarks.speed.cases import REFERENCES, Case
+from benchmarks.speed.contenders import Contender
 from dynorm.errors import DynormError
-
-__all__ = ["TOLERANCES", "WrongResultError", "check"]
 
 # Relative to 1 + |value|; the eager definitions round after every operation.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2**-5, "float16": 2**-8}
@@ -34,12 +31,8 @@ def check(case: Case, contenders: Sequence[Contender]) -> int:
     parameter, a sum of n terms, by the tolerance times ``sqrt(n) + |value|``; those of torch's LayerNorm in
     bfloat16 and float16 by 2 n roundings more.
 
-    Args:
-        case: the inputs.
-        contenders: who is compared; each computes its result once.
-
     Returns:
-        How many tensors were compared.
+        How many tensors were compared; each contender computed its result once.
 
     Raises:
         WrongResultError: a value is off, not finite, or of another shape or dtype; nothing may be timed then.

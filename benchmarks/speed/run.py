@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 
-from dynorm.bench import models
-from dynorm.bench.check import check
-from dynorm.bench.contenders import PASSES, check_globs, contenders, enter_modules
-from dynorm.bench.groups import Group, ModelGroup
-from dynorm.bench.inputs import make_case
-from dynorm.bench.machine import describe, load_average
-from dynorm.bench.settings import Settings
-from dynorm.bench.targets import targets
-from dynorm.bench.timing import measure
+from benchmarks.speed import models
+from benchmarks.speed.cases import make_case
+from benchmarks.speed.check import check
+from benchmarks.speed.contenders import PASSES, check_globs, contenders, enter_modules
+from benchmarks.speed.goals import ratios
+from benchmarks.speed.groups import Group, ModelGroup
+from benchmarks.speed.machine import describe, load_average
+from benchmarks.speed.settings import Settings
+from benchmarks.speed.timing import measure
 from dynorm.errors import DynormError
-
-__all__ = ["MODEL_BATCHES", "run"]
 
 MODEL_BATCHES = ((1, 32), (8, 128))
 BLOCK_BATCHES = ((1, 128), (8, 128))
@@ -33,7 +31,7 @@ Track = Callable[[Sequence["Job"], str], Iterable["Job"]]
 
 @dataclass
 class Found:
-    """What the jobs leave: groups in the order they were timed, and how many tensors were compared."""
+    """Groups in the order they were timed, and how many tensors were compared."""
 
     groups: list[Group] = field(default_factory=list)
     models: list[ModelGroup] = field(default_factory=list)
@@ -53,29 +51,15 @@ def run(
 ) -> dict[str, Any]:
     """Check and time everything.
 
-    Args:
-        settings: what is measured; the first number of threads decides the targets.
-        model: folder of a transformers model to time as a whole; none by default.
-        name: what the model is called; its folder's name by default.
-        block: time a block of GPT-2, too.
-        track: shows progress over the jobs.
-
     Returns:
-        The machine, the settings, a row a group of contenders, a row a model, and what issue 5 asks for beside what
-        was measured; plain values for JSON.
+        The machine, the settings, one row per group of contenders, one per model, and the ratios that goals.json names;
+        plain values for JSON.
 
     Raises:
-        ArgumentError: a glob matches no contender, or something needed is not installed.
+        ArgumentError: a glob matches no contender.
         StorageError: the model's folder holds none.
         WrongResultError: a contender does not compute what the definition does; it is not timed.
         DynormError: torch.compile failed.
-
-    Example:
-        >>> from dynorm.bench.settings import make_settings
-        >>> settings = make_settings(sizes=["4x8"], dtypes=["float32"], threads=["1"], quick=True, seconds=0.01)
-        >>> document = run(settings, block=False)
-        >>> [group["pass"] for group in document["operations"]]
-        ['forward', 'backward', 'both']
     """
     check_globs(settings.only)
     before = load_average()
@@ -96,9 +80,7 @@ def run(
             "gradient": "forward passes and models under torch.no_grad(); inputs and parameters of one dtype",
         },
         "tensors_checked": found.compared,
-        "targets": [
-            target.to_dict() for target in targets(found.groups, found.models, settings.threads[0], settings.device)
-        ],
+        "targets": ratios(found.groups, found.models, settings.threads[0], settings.device),
         "operations": [group.to_dict() for group in found.groups],
         "models": [group.to_dict() for group in found.models],
     }

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynorm.bench import run as running
-from dynorm.bench.check import CHUNK, WrongResultError, check
-from dynorm.bench.contenders import PASSES, Contender, contenders, enter_modules
-from dynorm.bench.definitions import DyTEager
-from dynorm.bench.inputs import Case, make_case
-from dynorm.bench.settings import DTYPES, Settings
+from benchmarks.speed import run as running
+from benchmarks.speed.cases import DTYPES, Case, DyTEager, make_case
+from benchmarks.speed.check import CHUNK, WrongResultError, check
+from benchmarks.speed.contenders import PASSES, Contender, contenders, enter_modules
+from benchmarks.speed.settings import Settings
 from dynorm.kernels import backend
 
 
@@ -97,7 +96,7 @@ def test_an_output_that_is_not_written_is_found() -> None:
     with in_mode("forward"):
         given = next(c for c in entered(case, "forward") if c.name == "copy, output given")
         check(case, [given])
-        from dynorm.bench import contenders as module
+        from benchmarks.speed import contenders as module
 
         lazy = replace(given, results=partial(module._given, case, lambda: case.out))
         with pytest.raises(WrongResultError, match="copy, output given must give the output"):

@@ -1,4 +1,4 @@
-"""Who is timed: forward without a gradient, backward alone, and both through autograd."""
+"""The contenders of a pass: forward without a gradient, backward alone, and both through autograd."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
 import dynorm
-from dynorm.bench.definitions import EAGER, EPS
-from dynorm.bench.inputs import Case
-from dynorm.bench.native import backward_call, forward_call, layer_norm_backward_call
+from benchmarks.speed.cases import EAGER, EPS, Case
+from dynorm import kernels
 from dynorm.errors import ArgumentError
-
-__all__ = ["ALWAYS", "FAMILY", "NAMES", "PASSES", "Contender", "check_globs", "contenders", "enter_modules", "wanted"]
+from dynorm.kernels import _cpu, _triton
+from dynorm.kernels._form import Form, Parameters
 
 PASSES = ("forward", "backward", "both")
 FAMILY = {"dyisru": "DyISRU", "dyt": "DyT", "derf": "Derf", "linear": "linear"}
@@ -36,6 +35,13 @@ NAMES = (
     "Liger DyT",
 )
 _LAYERS = {"dyisru": dynorm.DyISRU, "dyt": dynorm.DyT, "derf": dynorm.Derf, "linear": dynorm.LinearControl}
+# The kernel's number, and which of the case's parameters is its constant.
+_KERNELS = {
+    "dyisru": (kernels.DYISRU, "log_beta"),
+    "dyt": (kernels.DYT, "alpha"),
+    "derf": (kernels.DERF, "alpha"),
+    "linear": (kernels.LINEAR, "log_beta"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Contender:
 
     Args:
         name: as tables show it.
-        function: what it computes, a key of :data:`dynorm.bench.definitions.REFERENCES`.
+        function: what it computes, a key of :data:`benchmarks.speed.cases.REFERENCES`.
         call: what is timed.
         results: computes what is checked: "y", the gradient "x", and gradients of parameters by our names.
     """
@@ -62,30 +68,16 @@ class Contender:
 
 @dataclass(frozen=True)
 class Entry:
-    """A module that competes.
-
-    Args:
-        name: as tables show it.
-        function: what it computes.
-        module: whose parameters are trained.
-        call: what is called, the module or its compiled form.
-        renamed: our names of its parameters, where its own differ.
-    """
+    """A module that competes: ``call`` is the module or its compiled form, ``leaves`` its parameters by our names."""
 
     name: str
     function: str
-    module: nn.Module
     call: Callable[[Tensor], Tensor]
-    renamed: dict[str, str]
+    leaves: dict[str, Tensor]
 
 
 def wanted(name: str, only: Sequence[str]) -> bool:
-    """Say whether a contender takes part: all do without globs, and what others are compared with always does.
-
-    Example:
-        >>> wanted("DyT eager", ["DyI*"]), wanted("copy", ["DyI*"])
-        (False, True)
-    """
+    """Say whether a contender takes part: all do without globs, and what others are compared with always does."""
     return not only or name in ALWAYS or any(fnmatchcase(name, glob) for glob in only)
 
 
@@ -104,20 +96,26 @@ def enter_modules(case: Case, only: Sequence[str], compiled: bool) -> list[Entry
     """Return the modules that compete in a case, with its parameters; compiled ones compile at their first call."""
     entries = []
     for name, function, make, renamed in _module_table(case.channels, compiled):
-        if wanted(name, only):
-            module = case.prepared(make(), renamed)
-            call: Callable[[Tensor], Tensor] = module
-            if name.endswith(" compiled"):
-                call = torch.compile(module, dynamic=False, fullgraph=True)
-            entries.append(Entry(name, function, module, call, renamed))
+        if not wanted(name, only):
+            continue
+        module = make().to(case.x.device, case.x.dtype)
+        leaves = {renamed.get(own, own): p for own, p in module.named_parameters()}
+        with torch.no_grad():
+            for ours, p in leaves.items():
+                p.copy_(case.parameters[ours])
+        call: Callable[[Tensor], Tensor] = module
+        if name.endswith(" compiled"):
+            call = torch.compile(module, dynamic=False, fullgraph=True)
+        entries.append(Entry(name, function, call, leaves))
     return entries
 
 
 def _module_table(channels: int, compiled: bool) -> Iterator[tuple[str, str, Callable[[], nn.Module], dict[str, str]]]:
-    layer_norm = partial(nn.LayerNorm, channels, eps=EPS)
-    yield "nn.LayerNorm", "layer_norm", layer_norm, {}
+    """Name, function, how it is made, and our names of its parameters where its own differ."""
+    norm = partial(nn.LayerNorm, channels, eps=EPS)
+    yield "nn.LayerNorm", "layer_norm", norm, {}
     if compiled:
-        yield "LayerNorm compiled", "layer_norm", layer_norm, {}
+        yield "LayerNorm compiled", "layer_norm", norm, {}
     yield "nn.RMSNorm", "rms_norm", partial(nn.RMSNorm, channels, eps=EPS), {}
     for function, name in FAMILY.items():
         layer = partial(_LAYERS[function], channels)
@@ -130,67 +128,57 @@ def _module_table(channels: int, compiled: bool) -> Iterator[tuple[str, str, Cal
             made = layer if function == "dyisru" else partial(EAGER[function], channels)
             yield f"{name} compiled", function, made, {}
     if importlib.util.find_spec("liger_kernel") is not None and torch.cuda.is_available():
-        yield "Liger DyT", "dyt", partial(_liger, channels), {"gamma": "weight", "beta": "bias"}
+        from liger_kernel.transformers.dyt import LigerDyT
 
-
-def _liger(channels: int) -> nn.Module:
-    from liger_kernel.transformers.dyt import LigerDyT  # type: ignore[import-not-found, unused-ignore]
-
-    module: nn.Module = LigerDyT(channels)
-    return module
+        yield "Liger DyT", "dyt", partial(LigerDyT, channels), {"gamma": "weight", "beta": "bias"}
 
 
 def contenders(case: Case, entries: Sequence[Entry], stage: str, only: Sequence[str] = ()) -> list[Contender]:
-    """Return who competes in a pass.
-
-    Args:
-        case: the inputs.
-        entries: the modules.
-        stage: one of :data:`PASSES`: "forward" is to be called under ``torch.no_grad()``, the others are not.
-        only: globs of names, as for :func:`wanted`.
-    """
+    """Return the contenders of a pass; those of "forward" are to be called under ``torch.no_grad()``."""
     made = {"forward": _forward, "backward": _backward, "both": _both}[stage](case, entries)
     return [contender for contender in made if wanted(contender.name, only)]
 
 
 def _forward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
-    x, weight, bias = case.x, case.parameters["weight"], case.parameters["bias"]
+    x, shape, weight, bias = case.x, (case.channels,), case.parameters["weight"], case.parameters["bias"]
 
     def allocated(name: str, function: str, call: Callable[[], Tensor]) -> Contender:
         return Contender(name, function, call, lambda: {"y": call()})
 
     yield _copy(case)
     yield allocated("copy", "copy", x.clone)
-    shape = (case.channels,)
     yield allocated("F.layer_norm", "layer_norm", partial(layer_norm, x, shape, weight, bias, EPS))
     yield allocated("F.rms_norm", "rms_norm", partial(rms_norm, x, shape, weight, EPS))
     for entry in entries:
         yield allocated(entry.name, entry.function, partial(entry.call, x))
-    for function, name in FAMILY.items():
-        call = forward_call(case, function)
-        if call is not None:
+    if kernels.backend(x.device) != "torch":
+        kernel = _cpu.forward if x.is_cpu else _triton.forward
+        for function, name in FAMILY.items():
+            form, parameters = _kernel_arguments(case, function)
+            call = partial(kernel, form, x, parameters, out=case.out)
             yield Contender(f"{name}{GIVEN}", function, call, partial(_given, case, call))
 
 
 def _backward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
     yield _copy(case)
     for entry in entries:
-        leaves = {"x": case.leaf, **_leaves(entry)}
+        leaves = {"x": case.leaf, **entry.leaves}
         y = entry.call(case.leaf)
         call = partial(torch.autograd.grad, y, tuple(leaves.values()), case.grad, True)
         yield Contender(entry.name, entry.function, call, partial(_named, tuple(leaves), call))
-    kernel = layer_norm_backward_call(case)
+    kernel = _layer_norm_backward(case)
     yield Contender(f"LayerNorm{ALONE}", "layer_norm", kernel, kernel)
-    for function, name in FAMILY.items():
-        own = backward_call(case, function)
-        if own is not None:
+    # On a GPU our kernel's sums are per channel: not what a layer needs in the end.
+    if case.x.is_cpu and kernels.backend(case.x.device) != "torch":
+        for function, name in FAMILY.items():
+            own = _kernel_backward(case, function)
             yield Contender(f"{name}{ALONE}", function, own, own)
 
 
 def _both(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
     yield _copy(case)
     for entry in entries:
-        leaves = {"x": case.leaf, **_leaves(entry)}
+        leaves = {"x": case.leaf, **entry.leaves}
         call = partial(_step, entry.call, case.leaf, tuple(leaves.values()), case.grad)
         yield Contender(entry.name, entry.function, call, partial(_trained, call, leaves))
 
@@ -205,10 +193,6 @@ def _given(case: Case, call: Callable[[], Tensor]) -> dict[str, Tensor]:
     case.out.fill_(torch.nan)
     call()
     return {"y": case.out.clone()}
-
-
-def _leaves(entry: Entry) -> dict[str, Tensor]:
-    return {entry.renamed.get(name, name): parameter for name, parameter in entry.module.named_parameters()}
 
 
 def _named(names: tuple[str, ...], call: Callable[[], Sequence[Tensor]]) -> dict[str, Tensor]:
@@ -230,3 +214,40 @@ def _trained(call: Callable[[], Tensor], leaves: dict[str, Tensor]) -> dict[str,
         assert leaf.grad is not None
         found[name], leaf.grad = leaf.grad, None
     return found
+
+
+def _kernel_arguments(case: Case, function: str) -> tuple[Form, Parameters]:
+    number, name = _KERNELS[function]
+    p, logarithmic = case.parameters, name == "log_beta"
+    form = Form(number, logarithmic, case.channels**0.5 if logarithmic else 1.0, case.channels, 1)
+    return form, (p[name], p["shift"] if function == "derf" else None, None, p["weight"], p["bias"])
+
+
+def _kernel_backward(case: Case, function: str) -> Callable[[], dict[str, Tensor]]:
+    """Return the call of the backward kernel for all gradients, without layer and autograd."""
+    form, parameters = _kernel_arguments(case, function)
+    inputs = (case.x, *parameters)
+    needed = tuple(t is not None for t in inputs)
+    roles = ("x", _KERNELS[function][1], "shift", "center", "weight", "bias")
+
+    def call() -> dict[str, Tensor]:
+        # As autograd does: by the C++ side's own checks, where this torch lets it look at tensors.
+        with torch.no_grad():
+            served = _cpu.serve_gradients(form, case.grad, inputs, (False, *needed))
+        found = served[1:] if served is not None else _cpu.gradients(form, case.grad, case.x, parameters, needed)
+        return {role: g for role, g in zip(roles, found, strict=True) if g is not None}
+
+    return call
+
+
+def _layer_norm_backward(case: Case) -> Callable[[], dict[str, Tensor]]:
+    """Return the call of LayerNorm's own backward kernel, with the statistics that its forward pass saved."""
+    weight, bias, shape = case.parameters["weight"], case.parameters["bias"], [case.channels]
+    _, mean, rstd = torch.native_layer_norm(case.x, shape, weight, bias, EPS)
+    backward = torch.ops.aten.native_layer_norm_backward.default
+
+    def call() -> dict[str, Tensor]:
+        found = backward(case.grad, case.x, shape, mean, rstd, weight, bias, [True, True, True])
+        return dict(zip(("x", "weight", "bias"), found, strict=True))
+
+    return call

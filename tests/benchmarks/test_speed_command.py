@@ -1,4 +1,4 @@
-"""``dynorm bench``: options, output and how it fails."""
+"""``python -m benchmarks.speed``: options, output and how it fails."""
 
 from __future__ import annotations
 
@@ -6,40 +6,37 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from dynorm.bench import run as running
-from dynorm.bench.contenders import NAMES, wanted
-from dynorm.bench.settings import SIZES, all_threads, make_settings
-from dynorm.cli import app
-from dynorm.cli._app import main
-from dynorm.errors import ArgumentError, DynormError
+from benchmarks.speed import run as running
+from benchmarks.speed.__main__ import main
+from benchmarks.speed.contenders import NAMES, wanted
+from benchmarks.speed.settings import SIZES, Settings, all_threads, make_parser, make_settings
+from dynorm.errors import DynormError
 
 SMALL = ["--sizes", "4x8", "--quick", "--threads", "1", "--no-block", "--seconds", "0.01"]
 
 
-def bench(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments])
+def settings(*words: str) -> Settings:
+    return make_settings(make_parser().parse_args(words))
 
 
-def test_json_out_and_plot_say_the_same(tmp_path: Path) -> None:
+def test_json_out_and_plot_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "new" / "speed.json", tmp_path / "speed.png"
-    result = bench(*SMALL, "--json", "--out", str(out), "--plot", str(plot))
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+    main([*SMALL, "--json", "--out", str(out), "--plot", str(plot)])
+    document = json.loads(capsys.readouterr().out)
     assert document == json.loads(out.read_text())
     assert document["settings"]["compiled"] is False
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["speed.json", "speed.png"]
 
 
-def test_tables_are_printed(tmp_path: Path) -> None:
-    result = bench(*SMALL, "--only", "DyISRU*", "--out", str(tmp_path / "a.json"))
-    assert result.exit_code == 0, result.output
-    assert "forward + backward through autograd, float32, 1 thread" in result.stdout
-    assert "DyISRU eager" in result.stdout
-    assert "Derf eager" not in result.stdout
-    assert "What is asked for" in result.stdout
+def test_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--only", "DyISRU*", "--out", str(tmp_path / "a.json")])
+    printed = capsys.readouterr().out
+    assert "forward + backward through autograd, float32, 1 thread" in printed
+    assert "DyISRU eager" in printed
+    assert "Derf eager" not in printed
+    assert "Ratios, 1 thread" in printed
     contenders = json.loads((tmp_path / "a.json").read_text())["operations"][0]["contenders"]
     assert {"copy", "copy, output given", "F.layer_norm", "nn.LayerNorm", "DyISRU"} <= set(contenders)
     assert not [name for name in contenders if name.startswith(("DyT", "Derf", "linear", "F.rms"))]
@@ -65,41 +62,28 @@ def test_tables_are_printed(tmp_path: Path) -> None:
 def test_bad_usage_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], match: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["dynorm", "bench", "--no-block", *arguments])
     monkeypatch.setattr(running, "measure", None)
     with pytest.raises(SystemExit) as stopped:
-        main()
+        main(["--no-block", *arguments])
     assert stopped.value.code == 2
     assert match in capsys.readouterr().err
 
 
-def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ArgumentError, match="there is no GPU"):
-        make_settings(device="cuda")
+    with pytest.raises(SystemExit):
+        settings("--device", "cuda")
+    assert "there is no GPU" in capsys.readouterr().err
 
 
-def test_what_cannot_be_written_is_refused_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("option", "match"), [("--out", "cannot be written"), ("--plot", "cannot be written"),
+                                              ("--model", "config.json")])  # fmt: skip
+def test_files_that_will_not_do_are_refused_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, match: str
 ) -> None:
     monkeypatch.setattr(running, "measure", None)
-    for option in ("--out", "--plot"):
-        monkeypatch.setattr("sys.argv", ["dynorm", "bench", *SMALL, option, str(tmp_path)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        assert stopped.value.code == 1
-        assert "cannot be written" in capsys.readouterr().err
-
-
-def test_a_missing_model_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["dynorm", "bench", *SMALL, "--model", str(tmp_path)])
-    monkeypatch.setattr(running, "measure", None)
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 1
-    assert "config.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=match):
+        main([*SMALL, option, str(tmp_path)])
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
@@ -107,19 +91,19 @@ def test_a_missing_model_is_refused(
 def test_a_failed_compilation_names_the_way_out() -> None:
     import torch._inductor.config as inductor
 
-    settings = make_settings(sizes=["4x8"], dtypes=["float32"], threads=["1"], only=["LayerNorm compiled"])
+    chosen = settings("--sizes", "4x8", "--dtypes", "float32", "--threads", "1", "--only", "LayerNorm compiled")
     with (
         inductor.patch({"cpp.cxx": ("/nowhere/g++",)}),
         pytest.raises(DynormError, match=r"must work here.*No working C\+\+ compiler.*--no-compile leaves it out"),
     ):
-        running.run(settings, block=False)
+        running.run(chosen, block=False)
 
 
 def test_settings_by_default_and_when_quick() -> None:
-    full = make_settings()
+    full = settings()
     assert (full.sizes, full.dtypes, full.compiled) == (SIZES, ("float32", "bfloat16"), True)
     assert full.threads == tuple(dict.fromkeys((all_threads(), 1)))
-    quick = make_settings(quick=True, sizes=["3 x 5, 16x384", "3x5"], dtypes=["bfloat16"])
+    quick = settings("--quick", "--sizes", "3 x 5, 16x384,3x5", "--dtypes", "bfloat16")
     assert (quick.sizes, quick.dtypes, quick.compiled) == (((3, 5), (16, 384)), ("bfloat16",), False)
     assert quick.threads == (all_threads(),)
     assert (quick.rounds, quick.seconds) < (full.rounds, full.seconds)

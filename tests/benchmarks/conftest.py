@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dynorm.bench.run import run
-from dynorm.bench.settings import Settings
+from benchmarks.speed.run import run
+from benchmarks.speed.settings import Settings
 
 SIZES = ((4, 8), (6, 16))
 

@@ -1,4 +1,4 @@
-"""What figures hold for: the processor, its caches, the libraries, and how busy the machine is."""
+"""The machine that figures hold for: the processor, its caches, the libraries, and how busy the machine is."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.speed.settings import all_threads
 from dynorm import __version__
-from dynorm.bench.settings import all_threads
 from dynorm.kernels import backend
-
-__all__ = ["describe", "load_average", "summary"]
 
 # What decides how these kernels and torch's run, of the hundred flags of a processor.
 FLAGS = (
@@ -24,15 +22,7 @@ FLAGS = (
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
-    """Return the machine and the versions as plain values; what the system does not tell is left out or empty.
-
-    Args:
-        device: what is measured; a GPU is described too.
-
-    Example:
-        >>> describe()["backend"] in ("cpu-avx512", "cpu-avx2", "cpu-portable", "torch")
-        True
-    """
+    """Return the machine and the versions as plain values; what the system does not tell is left out or empty."""
     name, flags = _processor()
     found: dict[str, Any] = {
         "cpu": name,
@@ -40,7 +30,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
         "cores": all_threads(),
         "flags": flags,
         "caches": _caches(),
-        "memory_gib": _memory(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -63,12 +53,7 @@ def load_average() -> list[float]:
 
 
 def summary(machine: dict[str, Any]) -> str:
-    """Return the machine in a line.
-
-    Example:
-        >>> summary({"cpu": "Z80", "cores": 1, "backend": "torch", "torch": "2.13.0"})
-        'Z80, 1 core, kernels: torch, torch 2.13.0'
-    """
+    """Return the machine in a line."""
     parts = [machine["cpu"], f"{machine['cores']} core{'s' * (machine['cores'] != 1)}"]
     flags = machine.get("flags", [])
     parts += [name for flag, name in (("avx512f", "AVX-512"), ("amx_bf16", "AMX")) if flag in flags]
@@ -97,10 +82,3 @@ def _caches() -> dict[str, str]:
         if kind != "Instruction":
             found[f"L{level}"] = size
     return found
-
-
-def _memory() -> float | None:
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
-        return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dynorm.bench.spread import Spread, ratio, significant, spread
-from dynorm.bench.timing import LEAST_ROUNDS, measure
+from benchmarks.speed.timing import LEAST_ROUNDS, Spread, measure, ratio, spread
 from dynorm.errors import ArgumentError
 
 
@@ -36,7 +35,7 @@ def test_a_spread_is_the_median_and_the_quartiles() -> None:
     assert spread([7.0]) == Spread(7.0, 7.0, 7.0)
     assert Spread(2.0, 1.0, 3.0).scaled(10) == Spread(20.0, 10.0, 30.0)
     assert Spread(1.23456e-6, 1.0, 2.0).rounded(3) == [1.23e-6, 1.0, 2.0]
-    assert significant(98765.4) == 98770.0
+    assert Spread(98765.4, 1.0, 2.0).rounded() == [98770.0, 1.0, 2.0]
 
 
 def test_an_outlier_moves_neither_median_nor_quartiles() -> None:

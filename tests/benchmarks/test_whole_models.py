@@ -11,11 +11,11 @@ from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import dynorm
-from dynorm.bench import run as running
-from dynorm.bench.check import WrongResultError
-from dynorm.bench.groups import ModelGroup
-from dynorm.bench.models import VARIANTS, WholeModel, calls, check_model, gpt2_block, pretrained
-from dynorm.bench.settings import Settings
+from benchmarks.speed import run as running
+from benchmarks.speed.check import WrongResultError
+from benchmarks.speed.groups import ModelGroup
+from benchmarks.speed.models import VARIANTS, WholeModel, calls, check_model, gpt2_block, pretrained
+from benchmarks.speed.settings import Settings
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,287 @@
+"""A matrix product whose epilogue adds the residual and applies the function: a norm without a pass of its own.
+
+A norm with statistics cannot do this: it needs the whole row before it can write the first element of it. No layer
+calls this, because the product is the model's own. It shows what a point-wise layer makes possible; benchmarks.gpu
+times it.
+"""
+
+# Triton's language has Python's syntax, not its types, and its constants are in capitals.
+# mypy: ignore-errors
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dynorm.errors import ArgumentError
+from dynorm.kernels._form import Form, Parameters
+from dynorm.kernels._triton import ceil_divide, check_parameters, per_channel
+from dynorm.kernels._triton_functions import parameter, value
+from dynorm.kernels._triton_tuning import choose, interpreted, on_device
+
+# From Hopper on, the copy engine loads tiles by descriptors; it wants addresses and rows aligned to this many bytes.
+_COPY_ENGINE, _ALIGNMENT = (9, 0), 16
+
+
+class Tile(NamedTuple):
+    """A configuration: a tile's sizes, who computes it, and whether its columns are finished in two halves."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    halves: bool
+
+
+# By bytes of an element: float32 tiles need twice the shared memory.
+TILES = {
+    2: (
+        Tile(64, 64, 64, 4, 5, False),
+        Tile(128, 256, 64, 8, 3, True),
+        Tile(128, 256, 64, 8, 4, True),
+        Tile(256, 128, 64, 8, 3, True),
+        Tile(128, 128, 64, 8, 4, False),
+        Tile(128, 128, 64, 4, 4, True),
+        Tile(64, 128, 64, 4, 4, False),
+        Tile(32, 64, 128, 4, 4, False),
+    ),
+    4: (Tile(32, 32, 64, 4, 3, True), Tile(64, 64, 32, 4, 3, False), Tile(128, 64, 32, 4, 3, False)),
+}
+
+
+def gemm_add_forward(
+    form: Form, a: Tensor, b: Tensor, residual: Tensor, gemm_bias: Tensor | None, parameters: Parameters
+) -> tuple[Tensor, Tensor]:
+    """Compute ``h = a @ b + gemm_bias + residual`` and ``y = weight * scale * f(h - center) + bias``.
+
+    Args:
+        form: the function, with N channels that come last.
+        a: ``(M, K)``, float32, bfloat16 or float16, of any strides; fastest with rows of a multiple of 16 bytes.
+        b: ``(K, N)``, of a's dtype and any strides: an ``nn.Linear``'s ``weight.t()`` will do as it is.
+        residual: ``(M, N)``, contiguous, of a's dtype.
+        gemm_bias: of N elements, or None for 0.
+        parameters: constant, shift, center, weight and bias, as for the layers' kernels.
+
+    Returns:
+        y and h, both ``(M, N)`` and of a's dtype. Sums are in float32 (float32 operands at the precision of
+        ``torch.get_float32_matmul_precision()``), h is rounded once, y is the function of the rounded h, rounded once.
+
+    Raises:
+        ArgumentError: dtypes, sizes, layout or devices do not fit.
+    """
+    _check(a, b, residual)
+    (m, k), n = a.shape, b.shape[1]
+    given = (form.constant(parameters[0]), *parameters[1:])
+    check_parameters(a, n, given)
+    check_parameters(a, n, (None, None, None, gemm_bias))
+    h, y = torch.empty_like(residual), torch.empty_like(residual)
+    if not h.numel():
+        return y, h
+    by_columns = b.stride(0) == 1
+    right = b.t() if by_columns else b
+    described = _has_copy_engine(a) and _can_be_described(a) and _can_be_described(right)
+    processors = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
+    options = {
+        "FUNCTION": form.function,
+        **per_channel(given),
+        "DESCRIPTORS": described,
+        "B_BY_COLUMNS": by_columns,
+        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "GROUP": 8,
+    }
+
+    def launch(tile: Tile) -> None:
+        tiles = ceil_divide(m, tile.rows) * ceil_divide(n, tile.columns)
+        left_block, right_block = (tile.rows, tile.depth), (tile.depth, tile.columns)
+        operands = (a, b)
+        if described:
+            # The copy engine loads blocks by descriptors.
+            blocks = ((a, left_block), (right, right_block[::-1] if by_columns else right_block))
+            operands = [TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)) for t, block in blocks]
+        # With descriptors a program per processor, which walks its tiles; else a program per tile.
+        gemm_add_kernel[(min(processors, tiles) if described else tiles,)](
+            *(*operands, residual, gemm_bias, *given, y, h),
+            *(m, n, k, *a.stride(), *b.stride(), form.scale),
+            **options,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            HALVES=tile.halves,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    with on_device(a):
+        # Few rows want other tiles than many: timed apart, by powers of 2.
+        key = (a.device, a.dtype, m.bit_length(), n, k, described, by_columns, options["PRECISION"])
+        launch(choose(key, TILES[a.element_size()], launch))
+    return y, h
+
+
+def _check(a: Tensor, b: Tensor, residual: Tensor) -> None:
+    """Refuse what is no product, or what the kernel would read out of bounds."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or residual.shape != (a.shape[0], b.shape[1]):
+        raise ArgumentError(
+            f"a, b and residual must be (M, K), (K, N) and (M, N), got {tuple(a.shape)}, {tuple(b.shape)} and "
+            f"{tuple(residual.shape)}: flatten the leading dimensions, transpose the weight"
+        )
+    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ArgumentError(f"a must be float32, bfloat16 or float16, got {a.dtype}: convert it")
+    if {b.dtype, residual.dtype} != {a.dtype} or {b.device, residual.device} != {a.device}:
+        raise ArgumentError(
+            f"a, b and residual must share dtype and device, got {a.dtype}, {b.dtype} and {residual.dtype} on "
+            f"{a.device}, {b.device} and {residual.device}: convert them"
+        )
+    if not residual.is_contiguous():
+        raise ArgumentError(f"residual must be contiguous, got strides {residual.stride()}: call .contiguous()")
+
+
+def _has_copy_engine(a: Tensor) -> bool:
+    """Say whether descriptors help: for 16 bits only, float32 products are bound by arithmetic."""
+    if a.element_size() != 2:
+        return False
+    if interpreted():
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(a.device) >= _COPY_ENGINE
+
+
+def _can_be_described(matrix: Tensor) -> bool:
+    """Say whether a matrix has the layout that the copy engine reads: contiguous rows, aligned."""
+    row, column = matrix.stride()
+    aligned = matrix.data_ptr() % _ALIGNMENT == 0 and row * matrix.element_size() % _ALIGNMENT == 0
+    return matrix.numel() > 0 and column == 1 and row >= matrix.shape[1] and aligned
+
+
+# The interpreter multiplies bfloat16 by its bits; in float32 the products are the same, and right.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def gemm_add_kernel(
+    a,
+    b,
+    residual_ptr,
+    gemm_bias_ptr,
+    constant_ptr,
+    shift_ptr,
+    center_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    h_ptr,
+    M,
+    N,
+    K,
+    a_by_m,
+    a_by_k,
+    b_by_k,
+    b_by_n,
+    scale,
+    FUNCTION: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    CENTERS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    B_BY_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Compute tiles of ``h = a @ b + gemm_bias + residual`` and ``y = weight * scale * f(h - center) + bias``.
+
+    With ``DESCRIPTORS`` a and b are tensor descriptors, loaded by the copy engine, and a program computes several
+    tiles, so that the next one loads while this one is finished; else they are pointers with any strides.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=DESCRIPTORS):
+        # Groups of GROUP rows of tiles, walked down the columns, so that what is read stays in the cache.
+        first = (tile // (GROUP * tiles_n)) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        in_group = tile % (GROUP * tiles_n)
+        m, n = (first + in_group % height) * BLOCK_M, (in_group // height) * BLOCK_N
+        rows = m.to(tl.int64) + tl.arange(0, BLOCK_M)
+        columns = n.to(tl.int64) + tl.arange(0, BLOCK_N)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(0, K, BLOCK_K):
+            if DESCRIPTORS:
+                left = a.load([m, k])
+                right = b.load([n, k]).T if B_BY_COLUMNS else b.load([k, n])
+            else:
+                depth = k + tl.arange(0, BLOCK_K)
+                # Rows and columns outside are wrapped around, for they are not stored: only the depth needs a mask.
+                left_offset = (rows % M)[:, None] * a_by_m + depth[None, :].to(tl.int64) * a_by_k
+                right_offset = depth[:, None].to(tl.int64) * b_by_k + (columns % N)[None, :] * b_by_n
+                left = tl.load(a + left_offset, depth[None, :] < K, other=0.0)
+                right = tl.load(b + right_offset, depth[:, None] < K, other=0.0)
+            if _INTERPRETED:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+
+        parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr)
+        if HALVES:
+            # One half after the other, so that they need half the registers and shared memory.
+            halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+            upper, lower = tl.split(halves)
+            columns = n.to(tl.int64) + tl.arange(0, BLOCK_N // 2)
+            finish(upper, rows, columns, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr, scale,
+                   FUNCTION, CONSTANTS, SHIFTS, CENTERS)  # fmt: skip
+            finish(lower, rows, columns + BLOCK_N // 2, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr,
+                   scale, FUNCTION, CONSTANTS, SHIFTS, CENTERS)  # fmt: skip
+        else:
+            finish(total, rows, columns, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr, scale,
+                   FUNCTION, CONSTANTS, SHIFTS, CENTERS)  # fmt: skip
+
+
+@triton.jit
+def finish(
+    total,
+    rows,
+    columns,
+    M,
+    N,
+    residual_ptr,
+    gemm_bias_ptr,
+    parameters,
+    y_ptr,
+    h_ptr,
+    scale,
+    FUNCTION: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    CENTERS: tl.constexpr,
+):
+    """Add the bias and the residual to a tile of the product, store it, and its function."""
+    constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr = parameters
+    channel, inside = columns[None, :], (columns < N)[None, :]
+    mask = (rows < M)[:, None] & inside
+    offset = rows[:, None] * N + channel
+    if gemm_bias_ptr is not None:
+        total += parameter(gemm_bias_ptr, channel, inside, True, tl.float32)
+    total += tl.load(residual_ptr + offset, mask, other=0.0).to(tl.float32)
+    # Rounded first, so that y is the function of the h that is returned.
+    h = total.to(h_ptr.dtype.element_ty)
+    tl.store(h_ptr + offset, h, mask)
+    u = h.to(tl.float32)
+    if center_ptr is not None:
+        u -= parameter(center_ptr, channel, inside, CENTERS, tl.float32)
+    shift = 0.0
+    if shift_ptr is not None:
+        shift = parameter(shift_ptr, channel, inside, SHIFTS, tl.float32)
+    NARROW: tl.constexpr = h_ptr.dtype.element_ty.primitive_bitwidth < 32
+    constant = parameter(constant_ptr, channel, inside, CONSTANTS, tl.float32)
+    y = value(u, constant, shift, FUNCTION, NARROW) * scale
+    if weight_ptr is not None:
+        y *= parameter(weight_ptr, channel, inside, True, tl.float32)
+    if bias_ptr is not None:
+        y += parameter(bias_ptr, channel, inside, True, tl.float32)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask)

@@ -1,0 +1,140 @@
+"""What is to be measured, as the command line says it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.speed.cases import DTYPES
+
+SIZES = ((16, 384), (128, 768), (512, 768), (2048, 1024), (8192, 1024), (8192, 4096))
+QUICK_SIZES = ((16, 384), (512, 768))
+# Some twenty tensors of this size are held at once.
+MOST_ELEMENTS = 1 << 27
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The inputs, and for how long each group of contenders is timed.
+
+    Args:
+        sizes: rows and channels of each input.
+        dtypes: names of :data:`DTYPES`.
+        threads: numbers of threads; the ratios are looked at with the first.
+        only: globs of the contenders to measure; all where there is none. What the others are compared with stays.
+        device: "cpu" or "cuda".
+        compiled: measure what torch.compile makes, too.
+        rounds: the most rounds a group gets.
+        seconds: what a group may take; at least :data:`benchmarks.speed.timing.LEAST_ROUNDS` rounds are made.
+        seed: of the inputs and of the order in each round.
+    """
+
+    sizes: tuple[tuple[int, int], ...] = SIZES
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    threads: tuple[int, ...] = (1,)
+    only: tuple[str, ...] = ()
+    device: str = "cpu"
+    compiled: bool = True
+    rounds: int = 31
+    seconds: float = 4.0
+    seed: int = 0
+
+
+def make_settings(arguments: argparse.Namespace) -> Settings:
+    """Return the settings that a parsed command line stands for."""
+    quick, device = arguments.quick, arguments.device
+    most = all_threads()
+    return Settings(
+        sizes=arguments.sizes or (QUICK_SIZES if quick else SIZES),
+        dtypes=arguments.dtypes or (("float32",) if quick else ("float32", "bfloat16")),
+        threads=arguments.threads or ((most,) if quick or device != "cpu" else tuple(dict.fromkeys((most, 1)))),
+        only=tuple(arguments.only),
+        device=device,
+        compiled=not (quick or arguments.no_compile),
+        rounds=11 if quick else 31,
+        seconds=arguments.seconds or (1.0 if quick else 4.0),
+        seed=arguments.seed,
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command line's parser; it refuses what cannot be measured before anything runs."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.speed",
+        description="Check what the layers, kernels and their peers compute, then time them side by side.",
+    )
+    add = parser.add_argument
+    add("--model", type=Path, help="folder of a transformers model to time as a whole, too")
+    add("--name", help="what tables call the model; the folder's name by default")
+    add("--sizes", type=_list_of(_size), help="rows x channels with commas between, such as 16x384,512x768")
+    add("--dtypes", type=_list_of(_dtype), help=f"of {', '.join(DTYPES)}; the first two by default")
+    add("--threads", type=_list_of(_threads), help="numbers or all; all,1 by default; ratios are of the first")
+    add("--only", action="append", default=[], help="glob of contenders, such as 'DyISRU*'; repeatable")
+    add("--device", type=_device, default="cpu", help="cpu or cuda")
+    add("--quick", action="store_true", help="a minute: two sizes, float32, all threads, few rounds, nothing compiled")
+    add("--no-compile", action="store_true", help="leave torch.compile out")
+    add("--no-block", action="store_true", help="leave the GPT-2 block out")
+    add("--seconds", type=_seconds, help="what a group of contenders may take; 4, or 1 with --quick")
+    add("--seed", type=int, default=0, help="of the inputs and of the order in each round")
+    add("--out", type=Path, help="write the results here as JSON")
+    add("--plot", type=Path, help="draw the results here as PNG")
+    add("--json", action="store_true", help="print the results as JSON, and nothing else")
+    return parser
+
+
+def all_threads() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _list_of(one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(dict.fromkeys(one(part.strip()) for part in text.split(",")))
+
+
+def _size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)\s*[x×]\s*(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"a size must be rows x channels, such as 512x768, got {text!r}")
+    rows, channels = int(found[1]), int(found[2])
+    if rows < 1 or channels < 2 or rows * channels > MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(
+            f"a size must have at least 1 row, 2 channels and at most {MOST_ELEMENTS:,} elements, got {text!r}"
+        )
+    return rows, channels
+
+
+def _dtype(text: str) -> str:
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"a dtype must be one of {', '.join(DTYPES)}, got {text!r}")
+    return text
+
+
+def _threads(text: str) -> int:
+    most = all_threads()
+    if text == "all":
+        return most
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"threads must be 'all' or from 1 to the {most} cores here, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"seconds must be a positive number, got {text}")
+    return seconds
+
+
+def _device(text: str) -> str:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"device must be cpu or cuda, got {text!r}")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch cannot use 'cuda' here: there is no GPU, or torch has none")
+    return text
