@@ -196,9 +196,9 @@ if mode == "shapes":
 if mode == "bare" and rank == 1:
     dynorm.restore_(net)
 if mode in ("shapes", "bare"):
-    from dynorm.anneal.start import require_equal_paths
+    from dynorm.anneal.start import require_same_anneal
     torch.distributed.init_process_group("gloo")
-    require_equal_paths(net)
+    require_same_anneal(net)
 if mode == "fsdp":
     found = by_hand(net, size, rank, ranks)
 else:

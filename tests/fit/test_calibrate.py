@@ -522,7 +522,7 @@ def test_a_norm_called_twice_and_one_that_is_not_reached() -> None:
     assert [warning.filename for warning in caught] == [__file__]
     assert [(s.path, s.tokens) for s in report.sites] == [("norm", 80)]
     assert report.unreached == ["other"]
-    assert "  other  not reached" in str(report)
+    assert "other: not reached" in str(report)
     after = parameters(model)
     assert all(torch.equal(after[name], before[name]) == name.startswith("other") for name in after if "bias" in name)
 
@@ -532,13 +532,15 @@ def test_the_report() -> None:
     model = converted(transformer(1), x[None])
     report = dynorm.calibrate_(model, [x[None]])
     assert str(report).splitlines()[0] == "3 sites calibrated on 1 batch"
-    assert len(str(report).splitlines()) == 4
+    assert str(report).splitlines()[2].split() == ["site", "tokens", "beta", "error"]
+    assert [line.split()[0] for line in str(report).splitlines()[3:]] == [site.path for site in report.sites]
+    assert len(report.sites) == 3
     assert report.to_dict()["sites"][0]["path"] == "0.norm1"
     assert report.sites[0].beta == pytest.approx(model[0].norm1.beta().item())
     lost = converted(site(nn.LayerNorm(C)), x)
     with pytest.warns(CalibrationWarning):
         lines = str(dynorm.calibrate_(lost, [torch.zeros(2, C)])).splitlines()
-    assert lines == ["0 sites calibrated on 1 batch", "  0  not reached, or by constant inputs only"]
+    assert lines == ["0 sites calibrated on 1 batch", "", "0: not reached, or by constant inputs only"]
 
 
 def test_sites_come_in_call_order() -> None:

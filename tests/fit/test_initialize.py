@@ -95,5 +95,5 @@ def test_layers_that_are_not_reached_are_named() -> None:
 
     report = dynorm.init_from_batch_(Half(), torch.randn(4, 8))
     assert report.unreached == ["idle"]
-    assert "idle  not reached" in str(report)
+    assert "idle: not reached" in str(report)
     assert set(report.to_dict()) == {"beta", "sigma", "unreached"}

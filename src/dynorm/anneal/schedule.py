@@ -1,4 +1,4 @@
-"""Moving a model along the path from its norms to point-wise functions, and leaving it at the end."""
+"""Move a model from its norms to point-wise functions, step by step, and take the norms away at the end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.guard import is_fully_sharded
-from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.layers import AnnealedNorm
 from dynorm.layers.annealed import check_t
 from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
 from dynorm.site import any_match, as_globs
 
-Shape = Literal["linear", "cosine"]
+Curve = Literal["linear", "cosine"]
 Order = Literal["together", "last_first", "first_last"]
 
 
 def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
-    """Return the layers of a model that stand on a path, by their first path in the model, in call order.
+    """Return the annealed layers of a model by their first path, in call order.
 
     Raises:
         ModelError: there is none.
@@ -36,12 +36,12 @@ def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
 
 
 def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None = None) -> None:
-    """Move the annealed layers of a model to a place on the path, in place.
+    """Move the annealed layers of a model between norm and point-wise function, in place.
 
     Args:
         model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``; wrapped or compiled is fine.
         t: 0 is the norm each layer replaced, exactly, 1 the point-wise function.
-        only: globs of the paths to move; None means all.
+        only: globs of the paths of the layers to move; None means all.
 
     Raises:
         ArgumentError: ``t`` is outside [0, 1], or a glob matches no annealed layer.
@@ -64,25 +64,24 @@ def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None 
     layers = annealed_layers(model)
     check_t(t)
     globs = ["*"] if only is None else as_globs(only)
-    for glob in globs:
-        if not any_match(layers, [glob]):
-            raise ArgumentError(
-                f"the glob {glob!r} must match the path of an annealed layer, but matches none of {', '.join(layers)}"
-            )
+    if lost := [glob for glob in globs if not any_match(layers, [glob])]:
+        raise ArgumentError(
+            f"the glob {lost[0]!r} must match the path of an annealed layer, but matches none of {', '.join(layers)}"
+        )
     for path, layer in layers.items():
         if any_match([path], globs):
             layer.set_t_(t)
 
 
 def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
-    """Replace annealed layers at the end of the path by plain point-wise ones, in place.
+    """Replace annealed layers at t = 1 by plain point-wise ones, in place.
 
     The new layers hold the very parameters of the old ones, so an optimizer goes on as it was.
 
     Args:
         model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``.
-        force: do it wherever on the path the layers are. What was left of the norm is then lost at once: the outputs
-            change by as much as a :func:`set_anneal_` to 1 would change them.
+        force: do it at any t. The rest of the norms is then lost at once: the outputs change by as much as a
+            :func:`set_anneal_` to 1 would change them.
 
     Returns:
         The same model.
@@ -104,7 +103,7 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         path, t = next(iter(early.items()))
         raise ModelError(
             f"every layer must be at t = 1 to be finalized, but {len(early)} of {len(layers)} are not ({path!r} is at "
-            f"{t:g}): train on to the end of the path, or pass force=True, which takes what is left of the norms away "
+            f"{t:g}): train on to the end of the annealing, or pass force=True, which takes the rest of the norms away "
             "at once and changes the outputs as dynorm.set_anneal_(model, 1.0) does"
         )
     if "" in layers:
@@ -116,21 +115,20 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
             "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: it is point-wise "
             "already; gather its state dict, load it into an unsharded copy, and finalize that"
         )
-    new: dict[nn.Module, PointwiseNorm] = {}
-    for layer in layers.values():
-        new[layer] = layer.end()
-        take_over_(new[layer], layer, replaced_by(layer))
-    swap_(model, new)
+    ends = {layer: layer.end() for layer in layers.values()}
+    for layer, end in ends.items():
+        take_over_(end, layer, replaced_by(layer))
+    swap_(model, ends)
     return model
 
 
 @dataclass(frozen=True)
 class AnnealSchedule:
-    """Where on the path each layer stands at each step of training.
+    """The t of each annealed layer at each step of training.
 
     Args:
         start: the last step at t = 0, at which the constants are set; a float is a share of the run, up to 1.
-        length: how many steps the path takes after it; a float is a share of the run. t = 1 from ``start + length`` on.
+        length: how many steps t takes from 0 to 1; a float is a share of the run. t = 1 from ``start + length`` on.
         shape: how t rises: "linear", or "cosine", which begins and ends slowly.
         order: all layers "together", or one after another, from the last ("last_first") or the first ("first_last").
 
@@ -146,12 +144,12 @@ class AnnealSchedule:
 
     start: float = 0.6
     length: float = 0.3
-    shape: Shape = "linear"
+    shape: Curve = "linear"
     order: Order = "together"
 
     def __post_init__(self) -> None:
         """Check what does not depend on the run."""
-        if not (_is_place(self.start) and _is_place(self.length) and self.length > 0):
+        if not (_is_steps(self.start) and _is_steps(self.length) and self.length > 0):
             raise ArgumentError(
                 "start and length must be steps (integers) or shares of the run (floats from 0 to 1), and length "
                 f"positive, got {self.start!r} and {self.length!r}"
@@ -166,17 +164,16 @@ class AnnealSchedule:
         """Return start and length in steps, for a run of ``total`` steps.
 
         Raises:
-            ArgumentError: ``total`` is no number of steps; or the path would not end within the run, and a step be left
-                to train at t = 1.
+            ArgumentError: ``total`` is no number of steps; or t would not come to 1 early enough for a last step there.
         """
-        if not (_is_place(total) and isinstance(total, Integral)):
+        if not (_is_steps(total) and isinstance(total, Integral)):
             raise ArgumentError(f"a run must have a number of steps, got {total!r}: give how many it takes in all")
         start, length = (int(v) if isinstance(v, Integral) else round(v * total) for v in (self.start, self.length))
         length = max(length, 1)
         if start + length >= total:
             raise ArgumentError(
-                f"the path must end before the run does, but step {start} + {length} steps >= {total}: start "
-                "earlier, take a shorter path, or train longer"
+                f"the annealing must end before the run does, but step {start} + {length} steps >= {total}: start "
+                "earlier, make it shorter, or train longer"
             )
         return start, length
 
@@ -191,7 +188,7 @@ class AnnealSchedule:
         return progress if self.shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * progress)
 
     def apply_(self, model: nn.Module, step: int, total: int) -> None:
-        """Move the annealed layers of a model to where they stand at a step: the line for a training loop of your own.
+        """Set the t of a model's annealed layers for a step: the line for a training loop of your own.
 
         Raises:
             ArgumentError: the schedule does not fit the run.
@@ -204,8 +201,8 @@ class AnnealSchedule:
             layer.set_t_(self.at(step, total, place, len(layers)), blend=blend)
 
 
-def _is_place(value: object) -> bool:
-    """Whether it is a number of steps, or a share of a run."""
+def _is_steps(value: object) -> bool:
+    """Return whether it is a number of steps, or a share of a run."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return float(value) >= 0 if isinstance(value, Integral) else 0 <= float(value) <= 1

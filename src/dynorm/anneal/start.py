@@ -1,10 +1,10 @@
-"""The begin of the path: constants from the activations of one training step, the same on every rank."""
+"""The begin of the annealing: constants from the activations of one training step, the same on every rank."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,16 +21,16 @@ from dynorm.watch import site_tokens, token_masks
 
 
 class AnnealStart:
-    r"""Watches the annealed layers of a model and then sets their constants in closed form.
+    r"""Watch the annealed layers of a model, and then set their constants in closed form.
 
     .. math:: \log \beta = \langle \log b_i \rangle, \quad c = \langle x_i \rangle
 
     with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` of LayerNorm or :math:`s_i + C \varepsilon` of RMSNorm (whose
-    centre is 0), over all tokens that go by until :meth:`finish_`, on all ranks. With one constant a channel, each
+    centre is 0), over all tokens that go by until :meth:`finish_`, on all ranks. With one constant per channel, each
     channel takes its own mean. Padding is left out where a module of the model is called with a mask of two dimensions
     under its usual name (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or in a dict.
 
-    As a context it finishes at the end, or, if an error is raised inside, watches no more and changes nothing.
+    As a context it finishes at the end; if an error is raised inside, it stops watching and changes nothing.
 
     Args:
         model: with annealed layers.
@@ -61,7 +61,7 @@ class AnnealStart:
         self._handles: list[RemovableHandle] = [
             layer.register_forward_hook(self._add, prepend=True) for layer in self._paths
         ]
-        # All of them: what a LightningModule or a wrapper is called with does not say what its model is.
+        # All of them: the arguments of a LightningModule or a wrapper do not say which module is its model.
         for module in model.modules():
             if module not in self._paths:
                 self._handles += [
@@ -81,7 +81,7 @@ class AnnealStart:
             self.cancel_()
 
     def cancel_(self) -> None:
-        """Watch no more, and change nothing; nothing happens where it is over already."""
+        """Stop watching, and change nothing; a second call does nothing."""
         if not self._watching:
             return
         self._watching = False
@@ -90,19 +90,31 @@ class AnnealStart:
         self._stance.__exit__(None, None, None)
 
     def finish_(self) -> None:
-        """Set the constants from what was seen, and watch no more.
+        """Set the constants from the activations so far, and stop watching.
 
         Raises:
             DataError: a layer was not reached, or its activations are not finite; no constant is changed then.
             ModelError: it is over already, finished or cancelled.
         """
         if not self._watching:
-            raise ModelError("the begin of a path is finished once, but this one is over: make another AnnealStart")
+            raise ModelError("an AnnealStart can be finished once, but this one is over: make another")
         self.cancel_()
         ranks = Ranks()
-        found = {layer: self._constants(layer, ranks.summed(sums)) for layer, sums in self._sums.items()}
-        for layer, (log_beta, center) in found.items():
-            layer.fill_constants_(_shaped(log_beta.exp(), layer), _shaped(center, layer))
+        found = {}
+        for layer, sums in self._sums.items():
+            counts, log_betas, inputs = ranks.summed(sums)
+            if not bool(sums.isfinite().all() and counts.min() > 0):
+                saw = "NaN or inf" if counts.min() > 0 else "none"
+                raise DataError(
+                    f"the annealing must begin with finite activations at every norm, but {self._paths[layer]!r} saw "
+                    f"{saw}: look for an overflow, or for a layer that is not used"
+                )
+            if not layer.per_channel:
+                counts, log_betas, inputs = sums.sum(1, keepdim=True)
+            shape = layer.normalized_shape if layer.per_channel else (1,)
+            found[layer] = (log_betas / counts).exp().reshape(shape), (inputs / counts).reshape(shape)
+        for layer, (beta, center) in found.items():
+            layer.fill_constants_(beta, torch.zeros_like(center) if layer.kind == "rmsnorm" else center)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _in_backward():
@@ -135,20 +147,8 @@ class AnnealStart:
             sums = torch.stack([counts.sum(0), beta.where(beta != 0, 1.0).log().sum(0), (x * counts).sum(0)])
             self._sums[layer] += sums
 
-    def _constants(self, layer: AnnealedNorm, sums: Tensor) -> tuple[Tensor, Tensor]:
-        if not bool(sums.isfinite().all() and sums[0].min() > 0):
-            saw = "NaN or inf" if sums[0].min() > 0 else "none"
-            raise DataError(
-                f"the path must begin with finite activations at every norm, but {self._paths[layer]!r} saw {saw}: "
-                "look for an overflow, or for a layer that is not used"
-            )
-        if not layer.per_channel:
-            sums = sums.sum(1, keepdim=True)
-        center = torch.zeros_like(sums[2]) if layer.kind == "rmsnorm" else sums[2] / sums[0]
-        return sums[1] / sums[0], center
 
-
-def require_equal_paths(model: nn.Module) -> None:
+def require_same_anneal(model: nn.Module) -> None:
     """Check that every rank has the same annealed layers, with the same t and the same constants.
 
     Raises:
@@ -165,12 +165,15 @@ def require_equal_paths(model: nn.Module) -> None:
         ]
         # Forms first: sharded values are gathered, which only ranks of the same shapes can do.
         ranks.require_same(hashlib.sha256(repr(forms).encode()).digest())
-        values = torch.cat([value.cpu() for layer in layers.values() for value in _state(layer)])
-        ranks.require_same(hashlib.sha256(values.numpy().tobytes()).digest(), "t and the same constants")
+        # set_to and not the buffer t, which DistributedDataParallel has made the same on all ranks.
+        seen = hashlib.sha256(repr([layer.set_to for layer in layers.values()]).encode())
+        for value in (value for layer in layers.values() for value in layer.constant_parameters()):
+            seen.update(gathered(value.detach()).double().cpu().contiguous().numpy().tobytes())
+        ranks.require_same(seen.digest(), "t and the same constants")
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a module is called with by name: keywords, positional arguments, and what a dict among them holds."""
+    """Return a module's arguments by name: keywords, positional ones, and the entries of a dict among them."""
     try:
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     # A forward without a readable signature, or a call that will fail anyway.
@@ -181,16 +184,6 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _in_backward() -> bool:
-    """Whether a module runs again for its gradients, as activation checkpointing lets it: it has been counted."""
+    """Return whether a module runs again for its gradients, as activation checkpointing lets it: it was counted."""
+    # There is no public way to ask.
     return torch._C._current_graph_task_id() != -1
-
-
-def _state(layer: AnnealedNorm) -> Iterator[Tensor]:
-    # Not the buffer: DistributedDataParallel has made it the same on all ranks.
-    yield torch.full((1,), layer.set_to, dtype=torch.float64, device=layer.t.device)
-    for value in layer.constant_parameters():
-        yield gathered(value.detach()).double().flatten()
-
-
-def _shaped(value: Tensor, layer: AnnealedNorm) -> Tensor:
-    return value.reshape(layer.normalized_shape) if layer.per_channel else value

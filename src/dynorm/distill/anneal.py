@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from dynorm.anneal.schedule import AnnealSchedule, Order, Shape, positions
-from dynorm.anneal.start import AnnealStart, require_equal_paths
+from dynorm.anneal.schedule import AnnealSchedule, Curve, Order, positions
+from dynorm.anneal.start import AnnealStart, require_same_anneal
 from dynorm.layers import AnnealedNorm
 
 
@@ -38,7 +38,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, start: float = 0.6, length: float = 0.3, shape: Shape = "linear", order: Order = "together"
+        self, start: float = 0.6, length: float = 0.3, shape: Curve = "linear", order: Order = "together"
     ) -> None:
         self.schedule = AnnealSchedule(start, length, shape, order)
         self._start: AnnealStart | None = None
@@ -46,7 +46,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Check that the path fits, and go to where a resumed run stands."""
         self._cancel()
-        require_equal_paths(model)
+        require_same_anneal(model)
         self.schedule.apply_(model, state.global_step, state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:

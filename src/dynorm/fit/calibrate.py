@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from dynorm.fit.site_fit import SiteFit
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers
+from dynorm.table import Column, Table
 from dynorm.watch import (
     call,
     hooked,
@@ -56,7 +57,7 @@ class SiteCalibration:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What ``calibrate_`` did, a row a site.
+    """What ``calibrate_`` did, one row per site.
 
     Args:
         sites: the fitted layers, in call order.
@@ -75,13 +76,11 @@ class CalibrationReport:
 
     def __str__(self) -> str:
         """Return the report as a table."""
-        width = max((len(site.path) for site in self.sites), default=0)
         count = len(self.sites)
-        lines = [f"{count} site{'s' * (count != 1)} calibrated on {self.batches} batch{'es' * (self.batches != 1)}"]
-        lines += [
-            f"  {s.path:<{width}}  {s.tokens:>8} tokens  beta {s.beta:<10.4g}  error {s.error:.3f}" for s in self.sites
-        ]
-        return "\n".join(lines + [f"  {path}  not reached, or by constant inputs only" for path in self.unreached])
+        title = f"{count} site{'s' * (count != 1)} calibrated on {self.batches} batch{'es' * (self.batches != 1)}"
+        columns = ("site", "tokens", Column("beta", ".4g"), Column("error", ".3f"))
+        notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
+        return str(Table(columns, [astuple(site) for site in self.sites], notes, title))
 
 
 def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
@@ -89,21 +88,20 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
 
     Each batch is run twice: once with the original norms, whose outputs are the targets, once with the
     point-wise layers. There each layer, as it is reached, adds the batch to its running sums, solves its least
-    squares anew and passes on the output of the new constants; so every site is fitted on what the already
-    converted part feeds it, and later batches, fed by better constants, count more. The cost is two forward
-    passes over the data and about 17 point-wise functions a site, whatever the number of sites; a pass per
-    site would cost as many passes as there are norms. Memory is that of one batch, plus O(C) a site.
+    squares anew and passes on the output of the new constants. So every site is fitted on the inputs that the
+    converted part before it will feed it, and later batches, fed by better constants, count more. The cost is two
+    forward passes over the data and about 17 point-wise functions per site, whatever the number of sites. Memory is
+    that of one batch, plus O(C) per site.
 
     Of an annealed layer only the constants are set: its weight and bias are the norm's, and are needed as they are
-    until the path has begun.
+    until the annealing has begun.
 
     Padding is left out where a batch is a dict with ``attention_mask`` or ``decoder_attention_mask`` (1 = token),
     ``src_key_padding_mask`` or ``tgt_key_padding_mask`` (True = padding). The model is run in eval mode, without
     gradient; random states and buffers are afterwards as they were.
 
-    Under torch.distributed with an initialized group, call it on every rank, each with its own share of the data: the
-    sums are those of all ranks, so all get the same constants, as one process would whose batches hold those of all
-    ranks. A rank with fewer batches than another waits for it.
+    Under torch.distributed with an initialized group, call it on every rank, each with its own share of the data. The
+    sums are those of all ranks, so all get the same constants. A rank with fewer batches than another waits for it.
 
     Args:
         model: a model that :func:`convert_` converted; plain, not sharded: shard it afterwards.
@@ -111,7 +109,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
             read once. They are moved to the model's device.
 
     Returns:
-        A report with a row a site.
+        A report with one row per site.
 
     Raises:
         ModelError: the model has no point-wise layer, or one that replaced nothing (a loaded model), or another rank's

@@ -13,6 +13,7 @@ from dynorm.fit.ranks import Ranks
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import require_layers
+from dynorm.table import Column, Table
 from dynorm.watch import call, hooked, iterate, site_tokens, token_masks, unchanged_on_error, undisturbed
 
 
@@ -22,7 +23,7 @@ class InitializationReport:
 
     Args:
         beta: the constant of each layer, as DyISRU's.
-        sigma: the size of what it saw: the root of its mean square about the layer's centre.
+        sigma: the size of its input: the root of the mean square about the layer's centre.
         unreached: the layers that the batch did not reach; they keep their constants.
     """
 
@@ -36,10 +37,10 @@ class InitializationReport:
 
     def __str__(self) -> str:
         """Return the report as a table."""
-        width = max(map(len, self.beta), default=0)
-        lines = [f"{len(self.beta)} layers initialized from one batch"]
-        lines += [f"  {path:<{width}}  sigma {self.sigma[path]:<10.4g}  beta {b:.4g}" for path, b in self.beta.items()]
-        return "\n".join(lines + [f"  {path}  not reached" for path in self.unreached])
+        columns = ("layer", Column("sigma", ".4g"), Column("beta", ".4g"))
+        rows = [(path, self.sigma[path], beta) for path, beta in self.beta.items()]
+        notes = [f"{path}: not reached" for path in self.unreached]
+        return str(Table(columns, rows, notes, f"{len(rows)} layers initialized from one batch"))
 
 
 def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
@@ -47,10 +48,10 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
 
     .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
 
-    with s the layer's scale, :math:`\sigma^2` the mean square of what the layer sees, and c its centre, set to the mean
-    of it where the layer has one. Every function then has the slope :math:`1 / \sigma` at 0, as a norm would; with the
-    default scale sqrt(C) that is :math:`\beta_0 = C \sigma^2`, and the same slope for DyT, Derf and the linear control.
-    The model is run once; each layer is set as it is reached, so that what follows sees what it will see.
+    with s the layer's scale, :math:`\sigma^2` the mean square of the layer's input, and c its centre, set to the mean of
+    the input where the layer has one. Every function then has the slope :math:`1 / \sigma` at 0, as a norm would; with
+    the default scale sqrt(C) that is :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
+    The model is run once. Each layer is set as it is reached, so the next ones see the inputs of the new model.
     Weights and biases stay. Under torch.distributed with an initialized group, call it on every rank, each with its own
     share of the batch: all get the same constants.
 
@@ -63,8 +64,8 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
 
     Raises:
         ModelError: the model has no point-wise layer, is compiled, wrapped or sharded, or another rank's layers differ.
-        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, what a layer sees is
-            not finite or all 0, or another rank failed or reached other layers. The constants are then as they were,
+        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, the input of a layer
+            is not finite or all 0, or another rank failed or reached other layers. The constants are then as they were,
             on every rank.
 
     Example:
@@ -83,32 +84,24 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
         layers = require_layers(model)
         (batch,) = iterate([batch], "the batch")
         ranks.require_alike(layers.items())
-        with unchanged_on_error(layers.values()):
-            _initialize(model, batch, layers, sigma, ranks)
-    beta = {path: float(layer.beta().detach().median()) for path, layer in layers.items() if path in sigma}
+        masks, names = token_masks(batch), list(layers)
+        paths = {layer: path for path, layer in layers.items()}
+
+        def set_(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            assert isinstance(layer, PointwiseNorm)
+            path = paths[layer]
+            if path not in sigma:
+                ranks.meet(names, path)
+                sigma[path] = _set_constants_(layer, site_tokens(layer, args[0], masks), path, ranks)
+            return layer.forward(args[0])
+
+        with unchanged_on_error(paths), undisturbed(model, batch), hooked(paths, set_):
+            call(model, batch)
+            ranks.meet(names)
+            if not sigma:
+                raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
+    beta = {path: float(layers[path].beta().detach().median()) for path in layers if path in sigma}
     return InitializationReport(beta, sigma, [path for path in layers if path not in sigma])
-
-
-def _initialize(
-    model: nn.Module, batch: Any, layers: dict[str, PointwiseNorm], sigma: dict[str, float], ranks: Ranks
-) -> None:
-    """Run the batch, setting each layer as it is reached; ``sigma`` takes their sizes."""
-    masks, names = token_masks(batch), list(layers)
-    paths = {layer: path for path, layer in layers.items()}
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert isinstance(layer, PointwiseNorm)
-        path = paths[layer]
-        if path not in sigma:
-            ranks.meet(names, path)
-            sigma[path] = _set_constants_(layer, site_tokens(layer, args[0], masks), path, ranks)
-        return layer.forward(args[0])
-
-    with undisturbed(model, batch), hooked(paths, hook):
-        call(model, batch)
-    ranks.meet(names)
-    if not sigma:
-        raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
 
 
 def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, ranks: Ranks) -> float:

@@ -1,11 +1,11 @@
-"""Several processes in step: before a sum over all ranks each says where it stands, so that none waits in vain."""
+"""Several processes in step: before a sum over all ranks each says how far it is, so that none waits in vain."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from dynorm.layers import PointwiseNorm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What a rank says instead of the number of the layer that it has reached.
+# Said instead of the number of the layer that a rank has reached.
 BATCH, OVER, END, FAILED = -1, -2, -3, -4
 _WORDS = {BATCH: "a new batch", OVER: "the end of its batches", END: "the end of a batch", FAILED: "an error"}
 
@@ -24,12 +24,12 @@ _WORDS = {BATCH: "a new batch", OVER: "the end of its batches", END: "the end of
 class Ranks:
     """The processes of the default group, each with its own share of the data.
 
-    Every exchange has the same size, whatever a rank has reached; sums follow only when all have reached the same. So
+    Every exchange has the same size, however far a rank is; sums follow only when all have reached the same layer. So
     a rank that fails, or goes another way, is seen by the others, which raise too instead of waiting.
 
     Args:
         group: the processes; the default group when None, and this process alone where there is none.
-        error: what to raise where another rank failed.
+        error: the class to raise where another rank failed.
 
     Example:
         >>> ranks = Ranks()
@@ -39,10 +39,11 @@ class Ranks:
 
     def __init__(self, group: ProcessGroup | None = None, error: type[DynormError] = DataError) -> None:
         there = torch.distributed.is_available() and torch.distributed.is_initialized()
+        backend = torch.distributed.get_backend(group) if there else ""
         # In a fake group, which serves to count collectives, nobody answers.
-        there = there and torch.distributed.get_backend(group) != "fake"
-        self.size = torch.distributed.get_world_size(group) if there else 1
-        self.device = _device_of(group) if self.size > 1 else torch.device("cpu")
+        self.size = torch.distributed.get_world_size(group) if there and backend != "fake" else 1
+        # Where small exchanges live: NCCL knows accelerators only.
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._group = group
         self._error = error
         # Nobody is listening any more: all ranks know that one failed.
@@ -61,8 +62,7 @@ class Ranks:
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks, in place."""
         if self.size > 1:
-            with self._or_over():
-                torch.distributed.all_reduce(values, group=self._group)
+            self._exchange(torch.distributed.all_reduce, values)
         return values
 
     def total(self, count: int) -> int:
@@ -78,10 +78,9 @@ class Ranks:
         if self._over:
             return [word]
         mine = torch.tensor([word], dtype=torch.int64, device=self.device)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._or_over():
-            torch.distributed.all_gather(all_of_them, mine, group=self._group)
-        found = [int(each) for each in all_of_them]
+        words = [torch.empty_like(mine) for _ in range(self.size)]
+        self._exchange(torch.distributed.all_gather, words, mine)
+        found = [int(each) for each in words]
         if FAILED in found:
             self._over = True
             if word != FAILED:
@@ -120,15 +119,24 @@ class Ranks:
             ModelError: on every rank, if one differs.
             DynormError: another rank failed.
         """
-        if not self._over:
-            self.require_same(digest_of(layers))
+        if self._over:
+            return
+        seen = hashlib.sha256()
+        for path, layer in layers:
+            seen.update(f"{path} {type(layer).__name__} {layer.config()}".encode())
+            for name, value in layer.named_parameters():
+                seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                if not value.is_meta:
+                    # float64 holds each value of the smaller dtypes.
+                    seen.update(value.detach().double().cpu().contiguous().numpy().tobytes())
+        self.require_same(seen.digest())
 
     def require_same(self, digest: bytes, what: str = "point-wise layers with the same constants") -> None:
         """Check that every rank has the same digest of its layers.
 
         Args:
-            digest: of this rank's; its first 7 bytes count.
-            what: that is the same where the digest is, for the message.
+            digest: of this rank's layers; its first 7 bytes count.
+            what: the things that are the same where the digest is, for the message.
 
         Raises:
             ModelError: on every rank, if one differs.
@@ -136,43 +144,17 @@ class Ranks:
         """
         # One number: ranks with other shapes could not even compare.
         found = self.all_say(int.from_bytes(digest[:7], "little"))
-        if len(set(found)) > 1:
+        if odd := [rank for rank, each in enumerate(found) if each != found[0]]:
             self._over = True
-            raise ModelError(different(found, what))
+            raise ModelError(
+                f"all ranks must have the same {what}, but those of rank {', '.join(map(str, odd[:8]))} differ from "
+                "rank 0's: build the model from one seed or checkpoint everywhere, and change it alike on every rank"
+            )
 
-    @contextmanager
-    def _or_over(self) -> Iterator[None]:
-        """Say no more once the group itself has failed: a rank is gone, and the next exchange would wait for it."""
+    def _exchange(self, collective: Callable[..., Any], *tensors: Any) -> None:
         try:
-            yield
+            collective(*tensors, group=self._group)
         except BaseException:
+            # The group itself has failed: a rank is gone, and the next exchange would wait for it.
             self._over = True
             raise
-
-
-def digest_of(layers: Iterable[tuple[str, PointwiseNorm]]) -> bytes:
-    """Return 32 bytes that differ where a layer's path, form, shape, dtype or value does."""
-    seen = hashlib.sha256()
-    for path, layer in layers:
-        seen.update(f"{path} {type(layer).__name__} {layer.config()}".encode())
-        for name, value in layer.named_parameters():
-            seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            if not value.is_meta:
-                # float64 holds each value of the smaller dtypes.
-                seen.update(value.detach().double().cpu().contiguous().numpy().tobytes())
-    return seen.digest()
-
-
-def different(found: Sequence[object], what: str) -> str:
-    """Say which ranks differ from the first."""
-    odd = [rank for rank, each in enumerate(found) if each != found[0]]
-    return (
-        f"all ranks must have the same {what}, but those of rank {', '.join(map(str, odd[:8]))} differ from rank 0's: "
-        "build the model from one seed or checkpoint everywhere, and change it alike on every rank"
-    )
-
-
-def _device_of(group: ProcessGroup | None) -> torch.device:
-    """Where a group's small exchanges live: on the CPU, but where it knows accelerators only."""
-    on_gpu = torch.distributed.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -24,13 +24,14 @@ from dynorm.replace.specs import (
     tensor_like,
 )
 from dynorm.site import NormSite, select_sites
+from dynorm.table import Table, plain
 
 Globs = str | Iterable[str] | None
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What ``convert_`` did, a row a site.
+    """What ``convert_`` did, one row per site.
 
     Args:
         to: the layer that the norms became.
@@ -41,7 +42,9 @@ class ConversionReport:
         >>> site = dynorm.NormSite("norm", kind="rmsnorm", normalized_shape=(8,))
         >>> print(dynorm.ConversionReport("dyisru", [site], []))
         1 norm replaced by dyisru, 0 left alone
-          norm  rmsnorm(8) -> dyisru
+        <BLANKLINE>
+        site  norm        layer
+        norm  rmsnorm(8)  dyisru
     """
 
     to: str
@@ -50,21 +53,16 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows."""
-        return {
-            "to": self.to,
-            "converted": [site.to_dict() for site in self.converted],
-            "refused": [site.to_dict() for site in self.refused],
-        }
+        values: dict[str, Any] = plain(asdict(self))
+        return values
 
     def __str__(self) -> str:
         """Return the report as a table."""
         count = len(self.converted)
-        lines = [f"{count} norm{'s' * (count != 1)} replaced by {self.to}, {len(self.refused)} left alone"]
-        for site in self.converted:
-            size = ", ".join(map(str, site.normalized_shape))
-            lines.append(f"  {site.path}  {site.kind}({size}) -> {self.to}")
-        lines += [f"  {site.path}  {site.class_name} kept: {site.refused}" for site in self.refused]
-        return "\n".join(lines)
+        rows = [(s.path, f"{s.kind}({', '.join(map(str, s.normalized_shape))})", self.to) for s in self.converted]
+        kept = [f"{site.path}: {site.class_name} kept, {site.refused}" for site in self.refused]
+        title = f"{count} norm{'s' * (count != 1)} replaced by {self.to}, {len(kept)} left alone"
+        return str(Table(("site", "norm", "layer"), rows, kept, title))
 
 
 def convert_(
@@ -82,21 +80,21 @@ def convert_(
 
     Weight, bias, dtype, device, ``requires_grad``, train or eval, hooks, path, order and sharing stay as they were.
     The constants are defaults until :func:`calibrate_` sets them. All layers are built before the first is put
-    in, so an error leaves the model as it was; :func:`restore_` undoes it.
+    in, so an error leaves the model as it was. :func:`restore_` undoes the conversion.
 
     Args:
         model: any module; plain, neither compiled nor wrapped.
-        sites: what :func:`find_norms` found in this very model.
+        sites: the result of :func:`find_norms` on this very model.
         to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed" (towards DyISRU),
             "annealed_dyt", "annealed_derf", "annealed_linear": the norm still, until :func:`set_anneal_` moves it.
         only: globs of the paths to convert; None means all.
         skip: globs of the paths to leave alone.
         filter_fn: called with each remaining site; False leaves it alone.
-        per_channel: one constant a channel instead of one a layer.
+        per_channel: one constant per channel instead of one per layer.
         center: give each layer a centre.
 
     Returns:
-        A report with a row a site. Refused sites are left alone and listed.
+        A report with one row per site. Refused sites are left alone and listed.
 
     Raises:
         ArgumentError: ``to`` is unknown, or a glob matches no site.
@@ -108,13 +106,21 @@ def convert_(
         >>> sites = dynorm.find_norms(model, torch.randn(4, 8))
         >>> print(dynorm.convert_(model, sites))
         1 norm replaced by dyisru, 0 left alone
-          1  layernorm(8) -> dyisru
+        <BLANKLINE>
+        site  norm          layer
+        1     layernorm(8)  dyisru
         >>> model[1]
         DyISRU(8, scale=2.646, center=True, elementwise_affine=True, bias=True)
     """
     kind = layer_class(to)
     require_plain_model(model)
-    _require_some(model, sites)
+    if not sites:
+        raise ModelError(
+            "the model must have norms, but those it had are converted already: call dynorm.restore_(model) first"
+            if any(isinstance(module, PointwiseNorm) for module in model.modules())
+            else "the model must have norms, but find_norms saw none: check that the example input reaches them, or "
+            "print dynorm.find_norms(model, ...)"
+        )
     chosen = select_sites(sites, only, skip, filter_fn)
     willing = [site for site in chosen if site.refused is None]
     if not willing:
@@ -123,7 +129,7 @@ def convert_(
     copies: dict[int, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     for site in willing:
-        norm = _module_of(model, site)
+        norm = _norm_at(model, site)
         like = tensor_like(norm, model)
         options = _options(site, kind, per_channel=per_channel, center=center)
         layer = kind(**options, device=like.device, dtype=like.dtype)
@@ -138,7 +144,7 @@ def restore_(model: nn.Module) -> nn.Module:
     """Put the original norms back, bit for bit: the undo of :func:`convert_` and :func:`calibrate_`.
 
     Args:
-        model: a converted model. Its other weights are not touched: what training changed stays changed.
+        model: a converted model. Its other weights are not touched: a change by training stays.
 
     Returns:
         The same model.
@@ -165,19 +171,7 @@ def restore_(model: nn.Module) -> nn.Module:
     return model
 
 
-def _require_some(model: nn.Module, sites: Sequence[NormSite]) -> None:
-    if not sites and dynorm_layers(model):
-        raise ModelError(
-            "the model must have norms, but those it had are converted already: call dynorm.restore_(model) first"
-        )
-    if not sites:
-        raise ModelError(
-            "the model must have norms, but find_norms saw none: check that the example input reaches them, or print "
-            "dynorm.find_norms(model, ...)"
-        )
-
-
-def _module_of(model: nn.Module, site: NormSite) -> nn.Module:
+def _norm_at(model: nn.Module, site: NormSite) -> nn.Module:
     if not site.path:
         raise ModelError("a norm must have a parent to be replaced in, but the model is the norm itself: wrap it first")
     try:
