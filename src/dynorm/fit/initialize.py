@@ -48,8 +48,8 @@ def init_from_batch_(model: nn.Module, batch: Any) -> InitializationReport:
 
     .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
 
-    with s the layer's scale, :math:`\sigma^2` the mean square of the layer's input, and c its centre, set to the mean of
-    the input where the layer has one. Every function then has the slope :math:`1 / \sigma` at 0, as a norm would; with
+    with s the layer's scale, :math:`\sigma^2` the mean square of the layer's input, and c its centre, the mean of
+    the input if the layer has one. Every function then has the slope :math:`1 / \sigma` at 0, as a norm would; with
     the default scale sqrt(C) that is :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
     The model is run once. Each layer is set as it is reached, so the next ones see the inputs of the new model.
     Weights and biases stay. Under torch.distributed with an initialized group, call it on every rank, each with its own
