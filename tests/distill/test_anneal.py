@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import dynorm
 from dynorm.anneal.schedule import positions
+from dynorm.anneal.start import require_same_anneal
 from dynorm.distill import AnnealCallback
+from tests.parallel.launch import Found, errors, launch, values
 
 STEPS = 12
 
@@ -176,44 +176,51 @@ def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path)
         AnnealCallback(start=-1)
 
 
-_SCRIPT = """
-import json, os, sys, torch
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from tests.distill.test_anneal import by_hand, by_the_trainer, dynorm, model, shard_by_accelerate
-torch.set_num_threads(1)
-mode, size, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-net = model(dropout=0.0)
-if mode == "disagree" and rank == 1:
-    dynorm.set_anneal_(net, 0.5)
-if mode == "shapes":
+# The cases of two processes, in one launch, for each import of torch and transformers takes seconds.
+
+
+def ddp(folder: Path) -> dict[str, Any]:
+    return by_the_trainer(model(dropout=0.0), 4, folder)
+
+
+def fsdp(folder: Path) -> dict[str, Any]:
+    return by_hand(model(dropout=0.0), 4, torch.distributed.get_rank(), 2)
+
+
+def accelerate(folder: Path) -> dict[str, Any]:
+    return by_the_trainer(model(dropout=0.0), 4, folder, **shard_by_accelerate())
+
+
+def disagree(folder: Path) -> dict[str, Any]:
+    net = model(dropout=0.0)
+    if torch.distributed.get_rank() == 1:
+        dynorm.set_anneal_(net, 0.5)
+    return by_the_trainer(net, 4, folder)
+
+
+def shapes(folder: Path) -> None:
     # Not by the Trainer: DistributedDataParallel has an error of its own for this, FSDP2 has none.
-    if rank == 1:
+    net = model(dropout=0.0)
+    if torch.distributed.get_rank() == 1:
         dynorm.restore_(net)
         sites = dynorm.find_norms(net, torch.zeros(1, 4, dtype=torch.long))
         dynorm.convert_(net, sites, to="annealed", per_channel=True)
-if mode == "bare" and rank == 1:
-    dynorm.restore_(net)
-if mode in ("shapes", "bare"):
-    from dynorm.anneal.start import require_same_anneal
-    torch.distributed.init_process_group("gloo")
     require_same_anneal(net)
-if mode == "fsdp":
-    found = by_hand(net, size, rank, ranks)
-else:
-    options = shard_by_accelerate() if mode == "accelerate" and ranks > 1 else {{}}
-    found = by_the_trainer(net, size, folder, **options)
-if rank == 0:
-    print(json.dumps(found), flush=True)
-if ranks > 1:
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-"""
+
+
+def bare(folder: Path) -> None:
+    net = model(dropout=0.0)
+    require_same_anneal(dynorm.restore_(net) if torch.distributed.get_rank() == 1 else net)
 
 
 def by_the_trainer(net: nn.Module, size: int, folder: Path, **options: Any) -> dict[str, Any]:
     """Losses, path and constants of a run by the Trainer, that is by accelerate, and the loss of what it ended as."""
+    if torch.distributed.is_initialized():
+        # As torchrun sets them for accelerate, which keeps what it read from an earlier case.
+        rank, ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        AcceleratorState._reset_state(reset_partial_state=True)
     callback = AnnealCallback(start=4, length=4)
     run = trainer(net, folder, callback, save_strategy="no", per_device_train_batch_size=size, **options)
     run.train()
@@ -257,7 +264,6 @@ def shard_by_accelerate() -> dict[str, Any]:
 def by_hand(net: nn.Module, size: int, rank: int, ranks: int) -> dict[str, Any]:
     """The same of a loop of one's own, with FSDP2 where there are several ranks."""
     if ranks > 1:
-        torch.distributed.init_process_group("gloo")
         mesh = torch.distributed.init_device_mesh("cpu", (ranks,))
         for block in (*net.transformer.h, net):
             torch.distributed.fsdp.fully_shard(block, mesh=mesh)
@@ -309,51 +315,42 @@ def values_of(net: nn.Module) -> dict[str, list[float]]:
     }
 
 
-def launched(mode: str, processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    script = folder / f"{mode}{processes}.py"
-    script.write_text(_SCRIPT.format(root=str(root)))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    words = words if processes > 1 else [sys.executable]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [*words, str(script), mode, str(8 // processes), str(folder)],
-        capture_output=True, text=True, check=False, timeout=240, env=environment, cwd=folder,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    cases = ("ddp", "fsdp", "disagree", "shapes", "bare", "accelerate")
+    return launch("tests.distill.test_anneal", 2, tmp_path_factory.mktemp("two"), *cases)
 
 
-def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One process, by accelerate and by hand."""
+    by_accelerate = by_the_trainer(model(dropout=0.0), 8, tmp_path_factory.mktemp("one"))
+    return {"ddp": by_accelerate, "accelerate": by_accelerate, "fsdp": by_hand(model(dropout=0.0), 8, 0, 1)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "accelerate"])
-def test_two_processes_do_what_one_does(tmp_path: Path, mode: str) -> None:
+def test_two_processes_do_what_one_does(one: dict[str, dict[str, Any]], two: Found, mode: str) -> None:
     """By accelerate with DDP, by hand with FSDP2, and by accelerate with FSDP2."""
-    one, two = result(launched(mode, 1, tmp_path)), result(launched(mode, 2, tmp_path))
-    assert two["path"] == one["path"]
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
-    for name, value in one["values"].items():
-        assert two["values"][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    whole, shared = one[mode], values(two, mode)[0]
+    assert shared["path"] == whole["path"]
+    assert shared["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    for name, value in whole["values"].items():
+        assert shared["values"][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     if mode != "fsdp":
-        assert two["final"] == pytest.approx(one["final"], rel=1e-4)
+        assert shared["final"] == pytest.approx(whole["final"], rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "words"), [("disagree", "must have the same t"), ("shapes", "must have the same point-wise layers")]
 )
-def test_ranks_that_disagree_stop(tmp_path: Path, mode: str, words: str) -> None:
-    done = launched(mode, 2, tmp_path)
-    assert done.returncode != 0
-    assert done.stderr.count(f"all ranks {words}") >= 2
+def test_ranks_that_disagree_stop(two: Found, mode: str, words: str) -> None:
+    assert all(f"all ranks {words}" in message for _, message in errors(two, mode))
 
 
 @pytest.mark.slow
-def test_a_rank_without_annealed_layers_stops_the_others_too(tmp_path: Path) -> None:
-    done = launched("bare", 2, tmp_path)
-    assert done.returncode != 0
-    assert "must have annealed layers" in done.stderr
-    assert "rank 1 raised an error" in done.stderr
+def test_a_rank_without_annealed_layers_stops_the_others_too(two: Found) -> None:
+    (_, other), (_, itself) = errors(two, "bare")
+    assert "must have annealed layers" in itself
+    assert "rank 1 raised an error" in other

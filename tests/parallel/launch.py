@@ -32,7 +32,8 @@ def launch(module: str, processes: int, folder: Path, *cases: str, timeout: floa
     A case that raises on a rank has {"error": class, "message": text, "trace": traceback} there.
     """
     words = [sys.executable, "-m", "tests.parallel.launch", module, str(processes), str(folder), *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     run = subprocess.Popen(
         words, cwd=ROOT, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -90,7 +91,7 @@ def main() -> None:
     module, processes, folder, *names = sys.argv[1:]
     # Optimizers and checkpoints would import it in every process.
     importlib.import_module("torch._dynamo")
-    loaded = importlib.import_module(f"tests.parallel.{module}")
+    loaded = importlib.import_module(module if "." in module else f"tests.parallel.{module}")
     cases = [getattr(loaded, name) for name in names]
     fork = multiprocessing.get_context("fork")
     count = int(processes)

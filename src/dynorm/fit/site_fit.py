@@ -74,12 +74,10 @@ class SiteFit:
         kind: "layernorm" or "rmsnorm": which leave-one-out statistic beta starts from, and whether there is a centre.
         eps: the norm's eps.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
-        path: where the layer stands in its model.
     """
 
-    def __init__(self, layer: PointwiseNorm, kind: str, eps: float, ranks: Ranks | None = None, path: str = "") -> None:
+    def __init__(self, layer: PointwiseNorm, kind: str, eps: float, ranks: Ranks | None = None) -> None:
         self.layer = layer
-        self.path = path
         self.kind = kind
         self.eps = eps
         self.tokens = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,14 @@ from dynorm.watch import HOOK_TABLES
 _NESTED = "_dynorm_use_nested_tensor"
 
 
-class Replaced(NamedTuple):
-    """The norm that a layer stands for, untouched, with its site: kept on the layer so that it can come back."""
+@dataclass(frozen=True)
+class Replaced:
+    """The norm that a layer stands for, kept on the layer so that it can come back.
+
+    Args:
+        module: the original norm, untouched.
+        site: what was known of it.
+    """
 
     module: nn.Module
     site: NormSite
