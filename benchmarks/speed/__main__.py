@@ -10,12 +10,12 @@ from functools import partial
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.speed.goals import reached
+from benchmarks.speed.figures import reached
 from benchmarks.speed.plot import draw
 from benchmarks.speed.run import run
 from benchmarks.speed.settings import make_parser, make_settings
 from benchmarks.speed.table import printed
-from dynorm.errors import ArgumentError, DynormError
+from dynorm.errors import DynormError
 from dynorm.files import require_writable, write_bytes, write_text
 
 # Names and six sizes side by side, where the output is no terminal.
@@ -24,8 +24,7 @@ WIDTH = 132
 
 def main(words: Sequence[str] | None = None) -> None:
     """Check, measure, write and print."""
-    parser = make_parser()
-    options = parser.parse_args(words)
+    options = make_parser().parse_args(words)
     stderr, console = Console(stderr=True), Console(highlight=False)
     progress = partial(track, console=stderr, transient=True, disable=options.json or not stderr.is_terminal)
     outputs = [path for path in (options.out, options.plot) if path is not None]
@@ -35,8 +34,6 @@ def main(words: Sequence[str] | None = None) -> None:
         document = run(
             make_settings(options), model=options.model, name=options.name, block=not options.no_block, track=progress
         )
-    except ArgumentError as error:
-        parser.error(str(error))
     except DynormError as error:
         sys.exit(f"error: {error}")
     text = json.dumps(document, indent=1)

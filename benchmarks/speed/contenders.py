@@ -16,7 +16,6 @@ from torch.nn.functional import layer_norm, rms_norm
 import dynorm
 from benchmarks.speed.cases import EAGER, EPS, Case
 from dynorm import kernels
-from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu, _triton
 from dynorm.kernels._form import Form, Parameters
 
@@ -79,17 +78,6 @@ class Entry:
 def wanted(name: str, only: Sequence[str]) -> bool:
     """Say whether a contender takes part: all do without globs, and what others are compared with always does."""
     return not only or name in ALWAYS or any(fnmatchcase(name, glob) for glob in only)
-
-
-def check_globs(only: Sequence[str]) -> None:
-    """Refuse a glob that matches no contender.
-
-    Raises:
-        ArgumentError: one does not; the message lists the names.
-    """
-    for glob in only:
-        if not any(fnmatchcase(name, glob) for name in NAMES):
-            raise ArgumentError(f"each glob of only must match a contender, got {glob!r}: {'; '.join(NAMES)}")
 
 
 def enter_modules(case: Case, only: Sequence[str], compiled: bool) -> list[Entry]:
@@ -165,7 +153,8 @@ def _backward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
         leaves = {"x": case.leaf, **entry.leaves}
         y = entry.call(case.leaf)
         call = partial(torch.autograd.grad, y, tuple(leaves.values()), case.grad, True)
-        yield Contender(entry.name, entry.function, call, partial(_named, tuple(leaves), call))
+        results = partial(_by_name, tuple(leaves), call)
+        yield Contender(entry.name, entry.function, call, results)
     kernel = _layer_norm_backward(case)
     yield Contender(f"LayerNorm{ALONE}", "layer_norm", kernel, kernel)
     # On a GPU our kernel's sums are per channel: not what a layer needs in the end.
@@ -195,7 +184,7 @@ def _given(case: Case, call: Callable[[], Tensor]) -> dict[str, Tensor]:
     return {"y": case.out.clone()}
 
 
-def _named(names: tuple[str, ...], call: Callable[[], Sequence[Tensor]]) -> dict[str, Tensor]:
+def _by_name(names: tuple[str, ...], call: Callable[[], Sequence[Tensor]]) -> dict[str, Tensor]:
     return dict(zip(names, call(), strict=True))
 
 
@@ -246,8 +235,5 @@ def _layer_norm_backward(case: Case) -> Callable[[], dict[str, Tensor]]:
     _, mean, rstd = torch.native_layer_norm(case.x, shape, weight, bias, EPS)
     backward = torch.ops.aten.native_layer_norm_backward.default
 
-    def call() -> dict[str, Tensor]:
-        found = backward(case.grad, case.x, shape, mean, rstd, weight, bias, [True, True, True])
-        return dict(zip(("x", "weight", "bias"), found, strict=True))
-
-    return call
+    call = partial(backward, case.grad, case.x, shape, mean, rstd, weight, bias, [True, True, True])
+    return partial(_by_name, ("x", "weight", "bias"), call)

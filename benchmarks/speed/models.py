@@ -99,9 +99,6 @@ def calls(model: WholeModel, compiled: bool) -> dict[str, Callable[[], Any]]:
 def check_model(model: WholeModel, timed: Mapping[str, Callable[[], Any]]) -> int:
     """Compare each variant with its float64 copy, whose point-wise layers are computed by the plain definition.
 
-    Returns:
-        How many outputs were compared.
-
     Raises:
         WrongResultError: one is off by more than :data:`TOLERANCE` of the largest value, or is not finite.
     """

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ import torch
 from benchmarks.speed import models
 from benchmarks.speed.cases import make_case
 from benchmarks.speed.check import check
-from benchmarks.speed.contenders import PASSES, check_globs, contenders, enter_modules
-from benchmarks.speed.goals import ratios
-from benchmarks.speed.groups import Group, ModelGroup
+from benchmarks.speed.contenders import PASSES, contenders, enter_modules
+from benchmarks.speed.figures import Group, ModelGroup, ratios
 from benchmarks.speed.machine import describe, load_average
 from benchmarks.speed.settings import Settings
 from benchmarks.speed.timing import measure
@@ -26,7 +26,7 @@ MODEL_BATCHES = ((1, 32), (8, 128))
 BLOCK_BATCHES = ((1, 128), (8, 128))
 # A model's share of a few per cent needs more rounds than a ratio of two.
 MODEL_ROUNDS = 5
-Track = Callable[[Sequence["Job"], str], Iterable["Job"]]
+Track = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 @dataclass
@@ -38,9 +38,6 @@ class Found:
     compared: int = 0
 
 
-Job = Callable[[Found], None]
-
-
 def run(
     settings: Settings,
     *,
@@ -49,25 +46,30 @@ def run(
     block: bool = True,
     track: Track = lambda jobs, description: jobs,
 ) -> dict[str, Any]:
-    """Check and time everything.
+    """Check and time everything: operations, a block of GPT-2, and the transformers model of a folder.
 
     Returns:
         The machine, the settings, one row per group of contenders, one per model, and the ratios that goals.json names;
         plain values for JSON.
 
     Raises:
-        ArgumentError: a glob matches no contender.
         StorageError: the model's folder holds none.
         WrongResultError: a contender does not compute what the definition does; it is not timed.
         DynormError: torch.compile failed.
     """
-    check_globs(settings.only)
-    before = load_average()
-    found = Found()
-    with _threads_restored():
-        jobs = [*_operation_jobs(settings), *_model_jobs(settings, model, name, block)]
+    before, threads_before, found = load_average(), torch.get_num_threads(), Found()
+    whole = models.pretrained(model, MODEL_BATCHES, settings.device, name) if model is not None else []
+    whole += models.gpt2_block(BLOCK_BATCHES, settings.device) if block else []
+    modes = (False, True) if settings.compiled else (False,)
+    cases = product(settings.threads, settings.dtypes, settings.sizes)
+    jobs = [partial(_measure_case, settings, *size, dtype, threads) for threads, dtype, size in cases]
+    jobs += [partial(_measure_model, settings, *each) for each in product(whole, settings.threads, modes)]
+    try:
         for job in track(jobs, "bench"):
             job(found)
+    finally:
+        torch.set_num_threads(threads_before)
+        torch.compiler.reset()
     return {
         "machine": describe(settings.device) | {"load_before": before, "load_after": load_average()},
         "settings": {
@@ -86,15 +88,6 @@ def run(
     }
 
 
-def _operation_jobs(settings: Settings) -> list[Job]:
-    return [
-        partial(_measure_case, settings, rows, channels, dtype, threads)
-        for threads in settings.threads
-        for dtype in settings.dtypes
-        for rows, channels in settings.sizes
-    ]
-
-
 def _measure_case(settings: Settings, rows: int, channels: int, dtype: str, threads: int, found: Found) -> None:
     """Check and time the three passes of a case."""
     torch.set_num_threads(threads)
@@ -106,30 +99,11 @@ def _measure_case(settings: Settings, rows: int, channels: int, dtype: str, thre
         with torch.set_grad_enabled(stage != "forward"), _compiling():
             entered = contenders(case, entries, stage, settings.only)
             found.compared += check(case, entered)
-            times, repetitions = measure(
-                {contender.name: contender.call for contender in entered},
-                rounds=settings.rounds,
-                seconds=settings.seconds,
-                seed=settings.seed,
-                device=settings.device,
-            )
+            calls = {contender.name: contender.call for contender in entered}
+            limits = {"rounds": settings.rounds, "seconds": settings.seconds}
+            times, repetitions = measure(calls, **limits, seed=settings.seed, device=settings.device)
         outputs = {contender.name: contender.output for contender in entered}
         found.groups.append(Group(rows, channels, dtype, threads, stage, times, outputs, repetitions))
-
-
-def _model_jobs(settings: Settings, folder: str | Path | None, name: str | None, block: bool) -> list[Job]:
-    made: list[models.WholeModel] = []
-    if folder is not None:
-        made += models.pretrained(folder, MODEL_BATCHES, settings.device, name)
-    if block:
-        made += models.gpt2_block(BLOCK_BATCHES, settings.device)
-    modes = (False, True) if settings.compiled else (False,)
-    return [
-        partial(_measure_model, settings, model, threads, compiled)
-        for threads in settings.threads
-        for model in made
-        for compiled in modes
-    ]
 
 
 def _measure_model(settings: Settings, model: models.WholeModel, threads: int, compiled: bool, found: Found) -> None:
@@ -138,24 +112,9 @@ def _measure_model(settings: Settings, model: models.WholeModel, threads: int, c
     with torch.no_grad(), _compiling():
         timed = models.calls(model, compiled)
         found.compared += models.check_model(model, timed)
-        times, repetitions = measure(
-            timed,
-            rounds=MODEL_ROUNDS * settings.rounds,
-            seconds=2 * settings.seconds,
-            seed=settings.seed,
-            device=settings.device,
-        )
+        limits = {"rounds": MODEL_ROUNDS * settings.rounds, "seconds": 2 * settings.seconds}
+        times, repetitions = measure(timed, **limits, seed=settings.seed, device=settings.device)
     found.models.append(ModelGroup(model.name, model.batch, model.norms, threads, compiled, times, repetitions))
-
-
-@contextmanager
-def _threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        torch.compiler.reset()
 
 
 @contextmanager

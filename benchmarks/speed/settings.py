@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.speed.cases import DTYPES
+from benchmarks.speed.contenders import NAMES
 
 SIZES = ((16, 384), (128, 768), (512, 768), (2048, 1024), (8192, 1024), (8192, 4096))
 QUICK_SIZES = ((16, 384), (512, 768))
@@ -22,19 +24,7 @@ MOST_ELEMENTS = 1 << 27
 
 @dataclass(frozen=True)
 class Settings:
-    """The inputs, and for how long each group of contenders is timed.
-
-    Args:
-        sizes: rows and channels of each input.
-        dtypes: names of :data:`DTYPES`.
-        threads: numbers of threads; the ratios are looked at with the first.
-        only: globs of the contenders to measure; all where there is none. What the others are compared with stays.
-        device: "cpu" or "cuda".
-        compiled: measure what torch.compile makes, too.
-        rounds: the most rounds a group gets.
-        seconds: what a group may take; at least :data:`benchmarks.speed.timing.LEAST_ROUNDS` rounds are made.
-        seed: of the inputs and of the order in each round.
-    """
+    """The inputs, and the most rounds and seconds that a group of contenders gets; ratios are of the first threads."""
 
     sizes: tuple[tuple[int, int], ...] = SIZES
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
@@ -76,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sizes", type=_list_of(_size), help="rows x channels with commas between, such as 16x384,512x768")
     add("--dtypes", type=_list_of(_dtype), help=f"of {', '.join(DTYPES)}; the first two by default")
     add("--threads", type=_list_of(_threads), help="numbers or all; all,1 by default; ratios are of the first")
-    add("--only", action="append", default=[], help="glob of contenders, such as 'DyISRU*'; repeatable")
+    add("--only", action="append", default=[], type=_glob, help="glob of contenders, such as 'DyISRU*'; repeatable")
     add("--device", type=_device, default="cpu", help="cpu or cuda")
     add("--quick", action="store_true", help="a minute: two sizes, float32, all threads, few rounds, nothing compiled")
     add("--no-compile", action="store_true", help="leave torch.compile out")
@@ -108,6 +98,12 @@ def _size(text: str) -> tuple[int, int]:
             f"a size must have at least 1 row, 2 channels and at most {MOST_ELEMENTS:,} elements, got {text!r}"
         )
     return rows, channels
+
+
+def _glob(text: str) -> str:
+    if not any(fnmatchcase(name, text) for name in NAMES):
+        raise argparse.ArgumentTypeError(f"a glob must match a contender, got {text!r}: {'; '.join(NAMES)}")
+    return text
 
 
 def _dtype(text: str) -> str:

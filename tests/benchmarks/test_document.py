@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.speed import table
-from benchmarks.speed.goals import GOALS, ratios, reached
-from benchmarks.speed.groups import COPY, Group, ModelGroup
+from benchmarks.speed.figures import COPY, GOALS, Group, ModelGroup, ratios, reached
 from benchmarks.speed.machine import describe, summary
 from benchmarks.speed.plot import draw
 

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 import dynorm
 from benchmarks.speed import run as running
 from benchmarks.speed.check import WrongResultError
-from benchmarks.speed.groups import ModelGroup
+from benchmarks.speed.figures import ModelGroup
 from benchmarks.speed.models import VARIANTS, WholeModel, calls, check_model, gpt2_block, pretrained
 from benchmarks.speed.settings import Settings
 
