@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 import dynorm
 from benchmarks.small_model import LENGTH, trained
-from dynorm.distill.inspection import inspect_pretrained
+from dynorm.distill.pipeline import inspect_pretrained
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.report.inspection_html import drawing
 from dynorm.report.picture import DAYLIGHT, draw

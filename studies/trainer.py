@@ -31,7 +31,7 @@ def make_trainer(model: nn.Module, data: Data, settings: Settings, files: RunFil
     arguments = _arguments(settings, files.checkpoints, quiet)
     callbacks: list[TrainerCallback] = [Watch(files)]
     if settings.arm_spec.annealed:
-        from dynorm.distill.anneal import AnnealCallback
+        from dynorm.distill import AnnealCallback
 
         path = (settings.path_start, settings.path_length, settings.path_shape, settings.path_order)
         callbacks.append(AnnealCallback(*path))  # type: ignore[arg-type]

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dynorm
+from dynorm import files
 from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
-from dynorm.hub import _atomic, load, plain, save
-from dynorm.hub._after_import import AfterImport, after_import
-from dynorm.hub._atomic import replaced_directory
+from dynorm.files import replaced_directory
+from dynorm.hub import load, plain, save
+from dynorm.hub.after_import import AfterImport, after_import
 from dynorm.replace.specs import dynorm_layers
 
 KINDS = ("dyisru", "dyt", "derf", "linear")
@@ -264,7 +265,7 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> N
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if (folder / "dynorm.json").exists():
         path = folder / "model.safetensors"
-        edit_config(folder, weights={"size": path.stat().st_size, "sha256": plain._digest(path)})
+        edit_config(folder, weights=plain.weights_entry(path))
 
 
 def cut(folder: Path) -> None:
@@ -281,7 +282,7 @@ def garbage(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(b"no tensors here")
     if (folder / "dynorm.json").exists():
-        edit_config(folder, weights={"size": path.stat().st_size, "sha256": plain._digest(path)})
+        edit_config(folder, weights=plain.weights_entry(path))
 
 
 PLAIN_DAMAGES = {
@@ -408,7 +409,7 @@ def full_disk(*arguments: object, **options: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", [(plain, "save_file"), (_atomic, "_sync"), (Path, "mkdir")])
+@pytest.mark.parametrize("where", [(plain, "save_file"), (files, "_sync"), (Path, "mkdir")])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_full_disk_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[object, str], exists: bool
@@ -483,7 +484,8 @@ KILLED = """
 import os, shutil, signal, sys
 from torch import nn
 import dynorm
-from dynorm.hub import _atomic, plain, save
+from dynorm import files
+from dynorm.hub import plain, save
 
 def die(*arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -495,7 +497,7 @@ def half(tensors, path, metadata):
 module, name, act = {
     "before": (plain, "save_file", die),
     "half-written": (plain, "save_file", half),
-    "before the exchange": (_atomic, "_exchange", die),
+    "before the exchange": (files, "_exchange", die),
     "after the exchange": (shutil, "rmtree", die),
 }[sys.argv[2]]
 setattr(module, name, act)
@@ -842,7 +844,7 @@ FIRST_LINES = {
     "transformers first": "import transformers; import dynorm.hub",
     "class first, and reloaded": (
         "from transformers import BertModel; import importlib, transformers, dynorm.hub; importlib.reload(dynorm.hub); "
-        "importlib.reload(sys.modules['dynorm.hub._transformers'])"
+        "importlib.reload(sys.modules['dynorm.hub.transformers'])"
     ),
     "dynorm first, and reloaded": (
         "import importlib, dynorm.hub; importlib.reload(dynorm.hub); assert 'transformers' not in sys.modules; "

@@ -1,6 +1,6 @@
 """Normalization without statistics: point-wise counterparts of LayerNorm and RMSNorm for PyTorch."""
 
-from dynorm import functional, theory
+from dynorm import distill, functional, theory
 from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
 from dynorm.find import find_norms
@@ -71,6 +71,7 @@ __all__ = [
     "backend",
     "calibrate_",
     "convert_",
+    "distill",
     "finalize_",
     "find_norms",
     "fold_",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 
 class DynormError(Exception):
     """Base class of every error that dynorm raises on purpose.
@@ -30,3 +32,25 @@ class DataError(DynormError):
 
 class StorageError(DynormError, OSError):
     """A saved model cannot be written or read: missing, truncated, or of another class."""
+
+
+def require_library(name: str, purpose: str, extra: str) -> None:
+    """Check that an optional library can be imported, before the work that needs it.
+
+    Args:
+        name: the module's name.
+        purpose: what needs it, for the message.
+        extra: the extra of dynorm that installs it.
+
+    Raises:
+        ArgumentError: it cannot be imported.
+
+    Example:
+        >>> require_library("torch", "everything", "all")
+    """
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ArgumentError(
+            f"{name} must be installed for {purpose}, but {error}: pip install 'dynorm[{extra}]'"
+        ) from error

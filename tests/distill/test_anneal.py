@@ -50,7 +50,7 @@ class Losses(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             self.losses.append(logs["loss"])
-            self.path.append(logs.get("path"))
+            self.path.append(logs.get("t"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
         for layer in [m for m in model.modules() if isinstance(m, dynorm.AnnealedNorm)][:1]:
@@ -80,7 +80,7 @@ def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> Non
     run = trainer(net, tmp_path, AnnealCallback(start=4, length=4), save_strategy="no")
     run.train()
     assert run.seen.path == pytest.approx([0, 0, 0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1, 1], abs=1e-4)
-    assert [entry["path"] for entry in run.state.log_history if "loss" in entry] == run.seen.path
+    assert [entry["t"] for entry in run.state.log_history if "loss" in entry] == run.seen.path
     # Untouched before the path begins, set by the activations of its first step, then learned.
     assert run.seen.constants[:4] == pytest.approx([16.0] * 4)
     assert run.seen.constants[4] != pytest.approx(16.0, rel=1e-2)

@@ -1,11 +1,8 @@
-"""The command line: parses, calls, prints. One file a command, listed in the order of ``--help``."""
+"""The command line: it parses, calls and prints. The order of imports is the order of ``--help``."""
 
-from dynorm.cli import convert as convert
-from dynorm.cli import explore as explore
-from dynorm.cli import fold as fold
-from dynorm.cli import inspect as inspect
+# isort: off
+from dynorm.cli.application import app, main
+from dynorm.cli import pretrained as pretrained
 from dynorm.cli import paper as paper
-from dynorm.cli import prove as prove
-from dynorm.cli._app import app, main
 
 __all__ = ["app", "main"]

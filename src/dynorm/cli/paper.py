@@ -1,8 +1,10 @@
-"""``dynorm paper``: the simulation of section 4, its figures and its numbers."""
+"""``dynorm paper``, ``dynorm prove`` and ``dynorm explore``: the paper's figures, theorems and a page to play with."""
 
 from __future__ import annotations
 
 import json
+import os
+import webbrowser
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -12,11 +14,12 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from dynorm.cli._app import app
-from dynorm.errors import ArgumentError
+from dynorm.cli.application import AsJson, app
+from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import require_writable, write_bytes, write_text
 
 if TYPE_CHECKING:
+    from dynorm.paper.proof.statement import Statement
     from dynorm.paper.reproduction import Reproduction
 
 TABLES = ("table.json", "table.csv")
@@ -29,24 +32,24 @@ MOST_CHANNELS = 1 << 16
 def paper(
     out: Annotated[Path, typer.Option(help="Folder for figures and tables; made if missing.")] = Path("paper"),
     figure: Annotated[
-        list[str] | None, typer.Option(help="Draw only this one, fig1 to fig5; all by default. Repeatable.")
+        list[str] | None, typer.Option(help="Draw only this one, fig1 to fig5; by default all. Repeatable.")
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Only the sample with this seed; by default the paper's, 1, and a study over many."),
+        typer.Option(help="Take only the sample with this seed; by default the paper's, 1, and a study over many."),
     ] = None,
     channels: Annotated[int, typer.Option(help="C, the number of channels, 3 to 65,536.")] = 100,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the samples.")] = 2.0,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples a setting of the study, with the seeds 1, 2, ...; 1000.")
+        int | None, typer.Option(min=1, help="Samples per setting of the study; by default 1000, seeds 1, 2, ...")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Reproduce section 4: outliers, fits of DyT and DyISRU, the closed form, and how general the claim is.
 
     Example: dynorm paper --out paper
     """
-    from dynorm.paper.figures import FIGURES, check_figures
+    from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render
     from dynorm.paper.generality import study_all
     from dynorm.paper.reproduction import PAPER_SEED, reproduce
     from dynorm.paper.table import document, printed
@@ -54,15 +57,21 @@ def paper(
     names = list(dict.fromkeys(figure or [name for name in FIGURES if seed is None or name != "fig5"]))
     check_figures(names, with_study=seed is None)
     _check(channels, sigma, seed, samples)
-    _prepare(out, [*TABLES, *(STUDY_TABLES if seed is None else ())], names)
+    tables = [*TABLES, *(STUDY_TABLES if seed is None else ())]
+    for file in [*tables, *(f"{name}.{format}" for name in names for format in FORMATS)]:
+        require_writable(out / file)
     stderr = Console(stderr=True)
     progress = partial(track, console=stderr, transient=True, disable=as_json or not stderr.is_terminal)
     generality = None
     if seed is None:
         generality = study_all(channels, sigma, samples or 1000, track=partial(progress, description="study"))
     reproduction = reproduce(channels, sigma, PAPER_SEED if seed is None else seed, generality)
-    _write_tables(out, reproduction)
-    _write_figures(out, reproduction, progress(names, description="figures"))
+    for name, text in zip(tables, _tables(reproduction), strict=True):
+        write_text(out / name, text)
+    for name in progress(names, description="figures"):
+        drawn = draw(name, reproduction)
+        for format in FORMATS:
+            write_bytes(out / f"{name}.{format}", render(drawn, format))
     if as_json:
         typer.echo(json.dumps(document(reproduction), indent=1))
         return
@@ -84,33 +93,77 @@ def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -
         raise ArgumentError(f"channels must be at most {MOST_CHANNELS:,}, got {channels:,}: no model has more")
     check_settings(channels, sigma, 0.0, 0 if seed is None else seed)
     if seed is not None and samples is not None:
-        raise ArgumentError("samples is for the study over many, but one seed was asked for: leave out one of the two")
+        raise ArgumentError("samples is for the study over many, but one seed was given: leave out one of the two")
 
 
-def _prepare(out: Path, tables: list[str], figures: list[str]) -> None:
-    """Make the folder, and refuse before the work what could not be written after it."""
-    from dynorm.paper.figures import FORMATS
-
-    for file in [*tables, *(f"{name}.{format}" for name in figures for format in FORMATS)]:
-        require_writable(out / file)
-
-
-def _write_tables(out: Path, reproduction: Reproduction) -> None:
+def _tables(reproduction: Reproduction) -> list[str]:
+    """Return the texts of TABLES, and of STUDY_TABLES if there was a study."""
     from dynorm.paper.table import document, generality_csv, outliers_csv, samples_csv
 
     texts = [json.dumps(document(reproduction), indent=1) + "\n", outliers_csv(reproduction)]
-    for name, text in zip(TABLES, texts, strict=True):
-        write_text(out / name, text)
     if reproduction.generality is not None:
-        texts = [generality_csv(reproduction.generality), samples_csv(reproduction.generality.base)]
-        for name, text in zip(STUDY_TABLES, texts, strict=True):
-            write_text(out / name, text)
+        texts += [generality_csv(reproduction.generality), samples_csv(reproduction.generality.base)]
+    return texts
 
 
-def _write_figures(out: Path, reproduction: Reproduction, names: Iterable[str]) -> None:
-    from dynorm.paper.figures import FORMATS, draw, render
+@app.command()
+def prove(
+    out: Annotated[Path | None, typer.Option(help="Write the proofs as one HTML page to this file.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Prove only this name or glob, such as 'theorem-*'. Repeatable.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random tokens that confirm the proofs.")
+    ] = 0,
+    brief: Annotated[bool, typer.Option("--brief", help="Print the table alone, without the steps.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove the paper's theorems for every number of channels, step by step, and confirm them with numbers.
 
-    for name in names:
-        figure = draw(name, reproduction)
-        for format in FORMATS:
-            write_bytes(out / f"{name}.{format}", render(figure, format))
+    Exit status 1 if one of them does not hold.
+
+    Example: dynorm prove --out proofs.html
+    """
+    from dynorm.paper.proof import page, prove, terminal
+
+    prove.choose(only or ())
+    if out is not None:
+        page.prepare(out)
+    progress = Console(stderr=True, quiet=as_json)
+
+    def tracked(statements: Iterable[Statement]) -> Iterable[Statement]:
+        return track(list(statements), "proving", console=progress, transient=True)
+
+    report = prove.prove(only or (), seed=seed, track=tracked)
+    if out is not None:
+        page.save(report, out)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        # rich takes 80 columns where there is no terminal, which breaks formulas.
+        width = None if Console().is_terminal or "COLUMNS" in os.environ else 140
+        terminal.show(report, Console(highlight=False, width=width), brief=brief)
+        if out is not None:
+            typer.echo(f"The proofs are in {out}")
+    raise typer.Exit(0 if report.holds else 1)
+
+
+@app.command()
+def explore(
+    out: Annotated[Path, typer.Option(help="The page; one that exists is replaced.")] = Path("explore.html"),
+    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page that works offline: drag an outlier and see LayerNorm, DyT, Derf and DyISRU follow.
+
+    Example: dynorm explore --out explore.html --open
+    """
+    from dynorm.paper.explorer import save_page
+
+    page = save_page(out)
+    if as_json:
+        typer.echo(json.dumps({"page": str(page), "bytes": page.stat().st_size}, indent=1))
+    else:
+        typer.echo(f"Read {page} in a browser.")
+    if show and not webbrowser.open(page.as_uri()):
+        raise StorageError(f"no browser was found to open {str(page)!r}, which is written: open it yourself")

@@ -1,18 +1,30 @@
-"""Roads to other libraries: transformers' models, its Trainer, and the command line's pipelines."""
+"""Work on transformers' models: distillation, the Trainer's callback, and the jobs of the command line."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dynorm.distill.distill import DistillationReport, distill_, distillation_rate
+from dynorm.distill.pretrained import Pretrained, encode, load_pretrained, make_batches
+
 if TYPE_CHECKING:
     from dynorm.distill.anneal import AnnealCallback
 
-__all__ = ["AnnealCallback"]
+__all__ = [
+    "AnnealCallback",
+    "DistillationReport",
+    "Pretrained",
+    "distill_",
+    "distillation_rate",
+    "encode",
+    "load_pretrained",
+    "make_batches",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers when it is asked for."""
-    if name not in __all__:
+    """Import transformers only when its callback is used."""
+    if name != "AnnealCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dynorm.distill.anneal import AnnealCallback
 

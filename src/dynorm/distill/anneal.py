@@ -1,4 +1,4 @@
-"""The path as a callback of transformers' Trainer: constants from the activations where it begins, t step by step."""
+"""Annealing as a callback of transformers' Trainer: first the constants from the activations, then t step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynorm.layers import AnnealedNorm
 
 
 class AnnealCallback(TrainerCallback):  # type: ignore[misc]
-    """Anneals the norms of a model while the Trainer trains it.
+    """A callback that anneals the norms of a model while the Trainer trains it.
 
     Convert the model with ``to="annealed"`` (or ``"annealed_linear"``, ...) first. Up to step ``start`` it trains with
     its norms. The activations of step ``start`` itself set the constants, over all ranks and without padding. Then t
@@ -23,13 +23,13 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         start: the last step at t = 0; a float is a share of the run.
-        length: how many steps the path takes; a float is a share of the run.
+        length: how many steps the annealing takes; a float is a share of the run.
         shape: "linear", or "cosine", which begins and ends slowly.
         order: all layers "together", or one after another: "last_first" or "first_last".
 
     Raises:
-        ArgumentError: an argument is outside its domain; at the begin of training, if the path does not fit the run.
-        ModelError: at the begin of training, if the model has no annealed layer, or ranks disagree.
+        ArgumentError: an argument is outside its domain; or, when training begins, the annealing does not fit the run.
+        ModelError: when training begins, the model has no annealed layer, or ranks disagree.
 
     Example:
         >>> callback = AnnealCallback(start=0.6, length=0.3)
@@ -44,30 +44,30 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
         self._start: AnnealStart | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Check that the path fits, and go to where a resumed run stands."""
+        """Check that the annealing fits, and go to where a resumed run stands."""
         self._cancel()
         require_same_anneal(model)
         self.schedule.apply_(model, state.global_step, state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Move t, and watch the activations of the step at which the path begins."""
+        """Move t, and watch the activations of the step at which the annealing begins."""
         self._cancel()
         self.schedule.apply_(model, state.global_step, state.max_steps)
         if state.global_step == self.schedule.steps(state.max_steps)[0]:
             self._start = AnnealStart(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Set the constants when the path begins."""
+        """Set the constants when the annealing begins."""
         if self._start is not None:
             self._start.finish_()
             self._start = None
 
     def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any) -> None:
-        """Put t beside the loss, for what prints it and in the Trainer's history, which has this entry as its last."""
+        """Put t beside the loss, for the callbacks that print it and in the last entry of the Trainer's history."""
         if not any(isinstance(module, AnnealedNorm) for module in model.modules()):
-            # Finalized since: an evaluation logs, too.
+            # The model was finalized since; its evaluation logs too.
             return
-        t = {"path": round(fmean(positions(model).values()), 4)}
+        t = {"t": round(fmean(positions(model).values()), 4)}
         if logs is not None:
             logs.update(t)
         if state.log_history:

@@ -30,7 +30,7 @@ _RATE, _WIDTH = 1.5e-4, 384
 
 @dataclass(frozen=True)
 class DistillationReport:
-    """What ``distill_`` did.
+    """The course of a distillation.
 
     Args:
         steps: how many optimizer steps were taken.
@@ -65,7 +65,7 @@ def distill_(
     quiet: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> DistillationReport:
-    """Train all weights of a converted model to give what the original gives, in place.
+    """Train all weights of a converted model so that its outputs come close to the original's, in place.
 
     The loss is the mean relative error of the sites, ``|f(x) - y|^2 / |y - mean y|^2`` with y the teacher's norms (a
     hidden-state loss), plus, for an encoder, one minus the cosine of the mean-pooled embeddings, or, for a language
@@ -75,16 +75,16 @@ def distill_(
         student: a converted and calibrated model.
         teacher: the original model; it is put into eval mode, and its weights no longer require gradients.
         encoded: training texts as token ids, see :func:`encode`.
-        steps: how many steps; or
-        minutes: for how long. A few steps are timed first, so that the schedule ends when the time does.
-        batch_size: texts a step.
-        lr: the highest learning rate; a twentieth of the steps warm up to it, then it falls to 0 as a cosine. None
-            takes that of :func:`distillation_rate`.
-        seed: of the order of the texts.
-        checkpoints: a folder for the Trainer's checkpoints, ten in a run, the last one kept; training goes on from
-            one that is there. None keeps none.
+        steps: how many steps to take. Give this or ``minutes``.
+        minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
+        batch_size: texts per step.
+        lr: the highest learning rate. A twentieth of the steps warm up to it, then it falls to 0 as a cosine. None
+            takes :func:`distillation_rate`.
+        seed: for the order of the texts.
+        checkpoints: a folder for the Trainer's checkpoints: ten in a run, of which the last is kept. Training goes on
+            from one that is there. None keeps none.
         quiet: no progress bar.
-        callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for a student on a path.
+        callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for an annealed student.
 
     Returns:
         Steps, time and last loss.
@@ -109,7 +109,8 @@ def distill_(
         arguments.use_cpu = next(student.model.parameters()).device.type == "cpu"
         until = None if minutes is None else started + 60 * minutes
         trainer = _trainer(student, teacher, encoded, arguments, rate, until, callbacks)
-        trainer.train(resume_from_checkpoint=_has_checkpoint(checkpoints))
+        found = checkpoints is not None and any(Path(checkpoints).glob("checkpoint-*"))
+        trainer.train(resume_from_checkpoint=found)
     student.model.eval()
     student.model.zero_grad(set_to_none=True)
     done = int(trainer.state.global_step)
@@ -119,7 +120,7 @@ def distill_(
 
 
 def distillation_rate(model: nn.Module) -> float:
-    """Return the learning rate of a distillation by default: 1.5e-4 for 384 channels, and less for more, as 1 / C.
+    """Return the default learning rate of a distillation: 1.5e-4 at 384 channels, in proportion to 1 / C.
 
     Args:
         model: a converted model; C is the median of its point-wise layers' channels.
@@ -171,7 +172,7 @@ def _logit_loss(output: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
 def _steps_in(
     seconds: float, student: Pretrained, teacher: nn.Module, encoded: Sequence[list[int]], batch_size: int
 ) -> int:
-    """How many steps fit, from the time of a few, as long as training's; their gradients are thrown away."""
+    """Return how many steps fit into the time, from the time of a few whose gradients are thrown away."""
     # The Trainer groups texts by length, so a step's are alike: short in one, long in another.
     by_length = sorted(encoded, key=len)
     middles = [(2 * i + 1) * len(by_length) // (2 * _TIMED) for i in range(_TIMED)]
@@ -256,7 +257,3 @@ def _trainer(
     # Without its bar the Trainer prints its log instead, in the middle of ours.
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _has_checkpoint(folder: str | Path | None) -> bool:
-    return folder is not None and any(Path(folder).glob("checkpoint-*"))

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dynorm.distill.folders import copy_rest, require_free
-from dynorm.errors import ArgumentError, ModelError, StorageError
-from dynorm.files import write_text
+from dynorm.distill.pretrained import load_model, require_free, write_out
+from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
-from dynorm.hub._atomic import replaced_directory
 
 # Positions of the example; the graph does not depend on how many.
 _LENGTH = 16
@@ -25,14 +21,8 @@ _LENGTH = 16
 def fold_pretrained(
     folder: str | Path,
     out: str | Path,
+    options: dict[str, Any],
     *,
-    affine: bool = True,
-    center: bool = True,
-    add_bias: bool = False,
-    untie: bool = False,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    modules: bool = False,
     overwrite: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> FoldReport:
@@ -41,13 +31,7 @@ def fold_pretrained(
     Args:
         folder: as ``save_pretrained`` writes it.
         out: the new folder; ``model`` and ``report.json`` go there.
-        affine: fold weights and biases.
-        center: fold means.
-        add_bias: give linear layers the biases that they lack.
-        untie: untie tied weights where a fold needs it.
-        only: globs of the norms to fold.
-        skip: globs of the norms to leave alone.
-        modules: without a graph; affine maps only.
+        options: those of :func:`dynorm.fold_`.
         overwrite: replace a model that is in ``out`` already.
         say: called with a line at the start of each stage.
 
@@ -60,45 +44,14 @@ def fold_pretrained(
     folder, out = Path(folder), Path(out)
     require_free(out, overwrite)
     model = load_model(folder)
-    inputs = example_of(model)
+    inputs: dict[str, Any] = example_of(model)
     say(f"{type(model).__name__} from {folder}, traced with {', '.join(inputs)}")
-    options: dict[str, Any] = dict(inputs)
-    report = fold_(
-        model,
-        affine=affine,
-        center=center,
-        add_bias=add_bias,
-        untie=untie,
-        only=only or None,
-        skip=skip or None,
-        trace="modules" if modules else "export",
-        **options,
-    )
+    report = fold_(model, **(inputs | options))
     if not any(report.count(name) for name in ("affine", "center", "constants")):
         raise ModelError(f"at least one norm must be foldable, but none is; nothing was written\n{report}")
-    _write(model, folder, out, report, overwrite)
+    write_out(model, folder, out, report.to_dict(), overwrite)
     say(f"saved {out / 'model'} and {out / 'report.json'}")
     return report
-
-
-def load_model(folder: Path) -> Any:
-    """Load the model that a folder's config names, in its own dtype and eval mode, without the network.
-
-    Raises:
-        StorageError: there is none that transformers can read.
-    """
-    if not (folder / "config.json").is_file():
-        raise StorageError(
-            f"the model must be a folder with a config.json, but {folder} has none: give what save_pretrained wrote"
-        )
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
-        return cls.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
-    except (OSError, ValueError, KeyError) as error:
-        raise StorageError(f"transformers must be able to read the model in {folder}, but: {error}") from error
 
 
 def example_of(model: Any) -> dict[str, Tensor]:
@@ -141,14 +94,3 @@ def example_of(model: Any) -> dict[str, Tensor]:
             "pixel_values, input_features and input_values: call dynorm.fold_(model, *example) in Python"
         )
     return found
-
-
-def _write(model: nn.Module, folder: Path, out: Path, report: FoldReport, overwrite: bool) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"the output folder {out} must be writable, but: {error}") from error
-    with replaced_directory(out / "model", overwrite=overwrite) as new:
-        model.save_pretrained(os.fspath(new))  # type: ignore[operator]
-        copy_rest(folder, new)
-    write_text(out / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")

@@ -1,44 +1,43 @@
-"""The main job: a pretrained model in, a converted, calibrated, distilled, measured and saved model out."""
+"""A pretrained model in: converted, calibrated, distilled, measured and saved, or its norms inspected."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-import dynorm.hub as hub
 from dynorm.distill.distill import distill_
-from dynorm.distill.folders import copy_rest, folders_of_modules, require_free
 from dynorm.distill.pretrained import (
     Pretrained,
     encode,
+    folders_of_modules,
     library_versions,
     load_pretrained,
     make_batches,
     on_device,
+    require_free,
+    write_out,
 )
 from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
-from dynorm.errors import ArgumentError, StorageError
+from dynorm.errors import ArgumentError, require_library
 from dynorm.family import layer_class
-from dynorm.files import write_text
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.layers import AnnealedNorm
 from dynorm.layers._base import check_positive
 from dynorm.replace import convert_
-from dynorm.report import ModelReport, measure
-from dynorm.report.picture import require_matplotlib
+from dynorm.report import InspectionReport, ModelReport, inspect_norms, measure
+from dynorm.site import select_sites
 
-Say = Callable[[str], None]
 Batches = Sequence[dict[str, Tensor]]
 Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
 
@@ -48,10 +47,10 @@ _BATCH = 32
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert; the defaults are the demo's.
+    """How to convert a model; the defaults are the demo's.
 
     Args:
-        to: the layer that the norms become; none that is still a norm at first.
+        to: the layer that replaces the norms; not one that still is a norm at first.
         steps: distillation steps, 0 for none; or
         minutes: the time for distillation.
         refine: steps of joint refinement of the constants, 0 for none.
@@ -59,10 +58,10 @@ class Recipe:
         max_length: the longest text in tokens.
         only: globs of the paths to convert.
         skip: globs of the paths to leave alone.
-        per_channel: one constant a channel, or one a layer.
-        seed: of the split, the order of texts and the training.
-        lr: the highest learning rate of distillation; None goes by the width, see ``distillation_rate``.
-        checkpoints: a folder for the Trainer's checkpoints, to go on from after a stop.
+        per_channel: one constant per channel, or one per layer.
+        seed: for the split, the order of texts and the training.
+        lr: the highest learning rate of distillation; None takes ``distillation_rate``.
+        checkpoints: a folder for the Trainer's checkpoints, from which a stopped run goes on.
     """
 
     to: str = "dyisru"
@@ -79,7 +78,11 @@ class Recipe:
     checkpoints: str | None = None
 
     def check(self) -> None:
-        """Raise ArgumentError where a number is outside its domain."""
+        """Check every value.
+
+        Raises:
+            ArgumentError: one is outside its domain.
+        """
         if issubclass(layer_class(self.to), AnnealedNorm):
             raise ArgumentError(
                 f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train it with AnnealCallback"
@@ -94,19 +97,6 @@ class Recipe:
             check_positive("lr", self.lr)
 
 
-@dataclass
-class Stages:
-    """What each stage did, for the report.
-
-    Args:
-        seconds: how long each took.
-        details: the stages' own reports.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
-
-
 def convert_pretrained(
     folder: str | Path,
     out: str | Path,
@@ -117,7 +107,7 @@ def convert_pretrained(
     device: str = "cpu",
     overwrite: bool = False,
     quiet: bool = False,
-    say: Say = lambda line: None,
+    say: Callable[[str], None] = lambda line: None,
     track: Track = lambda batches, description: batches,
 ) -> ModelReport:
     """Convert the pretrained model in a folder and save it, with its report, in another.
@@ -127,7 +117,7 @@ def convert_pretrained(
         out: the new folder; ``model`` (loadable), ``report.json`` and ``report.html`` go there.
         recipe: how to do it; the demo's way by default.
         texts: files and folders of texts; the docstrings of Python's standard library by default.
-        name: what the report calls the model; the folder's name by default.
+        name: the model's name in the report; the folder's by default.
         device: "cpu", "cuda", ...
         overwrite: replace a model that is in ``out`` already.
         quiet: no progress bar.
@@ -140,118 +130,166 @@ def convert_pretrained(
     Raises:
         DynormError: bad arguments, texts, model or folder; nothing is written then.
     """
-    recipe = recipe or Recipe()
+    recipe, out = recipe or Recipe(), Path(out)
     recipe.check()
-    require_matplotlib()
-    out = Path(out)
+    require_library("matplotlib", "the report's pictures", "plots")
     require_free(out, overwrite)
-    stages = Stages()
-    fit, held_out = split_texts(
-        read_texts(texts) if texts else standard_library_docstrings(), recipe.held_out, recipe.seed
-    )
-    pretrained = load_pretrained(folder, device)
-    folders_of_modules(pretrained.folder)
-    encoded, tests = (encode(pretrained, part, recipe.max_length) for part in (fit, held_out))
-    say(f"{type(pretrained.model).__name__} from {folder}: {len(encoded)} texts to fit on, {len(tests)} held out")
-    original = copy.deepcopy(pretrained.model)
-    _convert(pretrained, recipe, encoded, stages, say, track)
-    _distill(pretrained, original, recipe, encoded, stages, quiet, say)
-    with _Timer(stages, "measure"):
-        held = make_batches(pretrained, tests, _BATCH)
-        meta = _meta(name or Path(folder).name, recipe, texts, pretrained, len(encoded), len(tests))
-        fit_on = make_batches(pretrained, encoded[:_CALIBRATION_TEXTS], _BATCH)
-        tracked = track(held, f"measuring on {len(tests)} held-out texts")
-        report = measure(pretrained.model, tracked, original=original, fit_on=fit_on, seed=recipe.seed, meta=meta)
-    report.meta["seconds"], report.meta["stages"] = stages.seconds, stages.details
-    _save(pretrained, out, report, overwrite, say)
+    subject = _Subject.load(folder, texts, recipe.held_out, recipe.seed, recipe.max_length, device)
+    folders_of_modules(subject.pretrained.folder)
+    model, fit, held_out = subject.pretrained.model, subject.fit, subject.held_out
+    say(f"{type(model).__name__} from {folder}: {len(fit)} texts to fit on, {len(held_out)} held out")
+    job = _Job(recipe, subject, copy.deepcopy(model), say, track)
+    job.convert_()
+    if recipe.refine:
+        job.refine_()
+    if recipe.steps or recipe.minutes:
+        job.distill_(quiet)
+    meta = subject.meta(name) | {
+        "recipe": asdict(recipe),
+        "texts_to_fit": len(fit),
+        "device": str(next(model.parameters()).device),
+        "threads": torch.get_num_threads(),
+    }
+    with job.stage("measure"):
+        tests = track(subject.batches(held_out), f"measuring on {len(held_out)} held-out texts")
+        fit_on = subject.batches(fit[:_CALIBRATION_TEXTS])
+        report = measure(model, tests, original=job.original, fit_on=fit_on, seed=recipe.seed, meta=meta)
+    report.meta["seconds"], report.meta["stages"] = job.seconds, job.details
+    write_out(model, subject.pretrained.folder, out, report.to_dict(), overwrite)
+    report.to_html(out / "report.html")
+    say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
     return report
 
 
-def _convert(
-    pretrained: Pretrained, recipe: Recipe, encoded: Sequence[list[int]], stages: Stages, say: Say, track: Track
-) -> None:
-    model = pretrained.model
-    batches = make_batches(pretrained, encoded[:_CALIBRATION_TEXTS], _BATCH, recipe.seed)
-    with _Timer(stages, "find"):
-        sites = find_norms(model, **on_device(batches[len(batches) // 2], model))
-    with _Timer(stages, "convert"):
-        done = convert_(
-            model, sites, recipe.to, only=recipe.only or None, skip=recipe.skip or None, per_channel=recipe.per_channel
+def inspect_pretrained(
+    folder: str | Path,
+    *,
+    texts: Sequence[str | Path] = (),
+    samples: int = 256,
+    max_length: int = 128,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    seed: int = 0,
+    name: str | None = None,
+    device: str = "cpu",
+    track: Track = lambda batches, description: batches,
+) -> InspectionReport:
+    """Inspect the norms of the pretrained model in a folder: :func:`dynorm.inspect_norms` on texts.
+
+    Args:
+        folder: a transformers model with its tokenizer.
+        texts: files and folders of texts; the docstrings of Python's standard library by default.
+        samples: how many texts (of a language model: blocks) to fit on at most, and how many texts to measure on.
+        max_length: the longest text, and the size of a block, in tokens.
+        only: globs of the paths to inspect.
+        skip: globs of the paths to leave out.
+        seed: for the split of texts and for the samples.
+        name: the model's name in the report; the folder's by default.
+        device: "cpu", "cuda", ...
+        track: wraps the batches, to show a progress bar; given them and a description.
+
+    Returns:
+        The report.
+
+    Raises:
+        DynormError: bad arguments, texts, model or folder.
+    """
+    if samples < 1 or max_length < 2:
+        raise ArgumentError(f"samples must be at least 1 and max_length at least 2, got {samples}, {max_length}")
+    subject = _Subject.load(folder, texts, samples, seed, max_length, device)
+    model = subject.pretrained.model
+    fitted, tests = (subject.batches(part[:samples]) for part in (subject.fit, subject.held_out))
+    sites = select_sites(find_norms(model, **on_device(fitted[0], model)), only or None, skip or None)
+    meta = subject.meta(name) | {"texts_held_out": samples, "max_length": max_length, "seed": seed}
+    fit_on = track(fitted, "fitting")
+    return inspect_norms(model, track(tests, "measuring"), sites=sites, fit_on=fit_on, seed=seed, meta=meta)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A pretrained model with encoded texts to fit on, and others held out."""
+
+    pretrained: Pretrained
+    texts: Sequence[str | Path]
+    fit: list[list[int]]
+    held_out: list[list[int]]
+
+    @staticmethod
+    def load(
+        folder: str | Path, texts: Sequence[str | Path], held_out: int, seed: int, max_length: int, device: str
+    ) -> _Subject:
+        parts = split_texts(read_texts(texts) if texts else standard_library_docstrings(), held_out, seed)
+        pretrained = load_pretrained(folder, device)
+        return _Subject(pretrained, texts, *(encode(pretrained, part, max_length) for part in parts))
+
+    def batches(self, encoded: Sequence[list[int]], seed: int | None = None) -> list[dict[str, Tensor]]:
+        return make_batches(self.pretrained, encoded, _BATCH, seed)
+
+    def meta(self, name: str | None) -> dict[str, Any]:
+        return {
+            "model": name or self.pretrained.folder.name,
+            "texts": [str(path) for path in self.texts] or "docstrings of the standard library",
+            "texts_held_out": len(self.held_out),
+            "versions": library_versions(),
+        }
+
+
+@dataclass
+class _Job:
+    """A conversion under way: its stages change the model, and note for the report what they did and for how long."""
+
+    recipe: Recipe
+    subject: _Subject
+    original: nn.Module
+    say: Callable[[str], None]
+    track: Track
+    seconds: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - started, 2)
+
+    def convert_(self) -> None:
+        model, recipe = self.subject.pretrained.model, self.recipe
+        batches = self.subject.batches(self.subject.fit[:_CALIBRATION_TEXTS], recipe.seed)
+        with self.stage("find"):
+            sites = find_norms(model, **on_device(batches[len(batches) // 2], model))
+        with self.stage("convert"):
+            only, skip = recipe.only or None, recipe.skip or None
+            done = convert_(model, sites, recipe.to, only=only, skip=skip, per_channel=recipe.per_channel)
+        self.say(str(done))
+        self.details["refused"] = [site.to_dict() for site in done.refused]
+        with self.stage("calibrate"):
+            tracked = self.track(batches, f"calibrating on {len(batches)} batches")
+            self.details["calibrate"] = calibrate_(model, tracked).to_dict()
+
+    def refine_(self) -> None:
+        steps, fit = self.recipe.refine, self.subject.fit
+        with self.stage("refine"):
+            # Other texts than those of the calibration, where there are enough.
+            rest = fit[_CALIBRATION_TEXTS : _CALIBRATION_TEXTS + steps * _BATCH] or fit
+            batches = list(islice(cycle(self.subject.batches(rest, self.recipe.seed)), steps))
+            tracked = self.track(batches, f"refining all constants together, {steps} steps")
+            self.details["refine"] = refine_(self.subject.pretrained.model, tracked, steps=steps).to_dict()
+
+    def distill_(self, quiet: bool) -> None:
+        recipe = self.recipe
+        self.say(
+            f"distilling for {recipe.steps} steps" if recipe.steps else f"distilling for {recipe.minutes:g} minutes"
         )
-    say(str(done))
-    stages.details["refused"] = [site.to_dict() for site in done.refused]
-    with _Timer(stages, "calibrate"):
-        tracked = track(batches, f"calibrating on {len(batches)} batches")
-        stages.details["calibrate"] = calibrate_(model, tracked).to_dict()
-    if recipe.refine:
-        with _Timer(stages, "refine"):
-            rest = encoded[_CALIBRATION_TEXTS : _CALIBRATION_TEXTS + recipe.refine * _BATCH] or encoded
-            more = list(islice(cycle(make_batches(pretrained, rest, _BATCH, recipe.seed)), recipe.refine))
-            tracked = track(more, f"refining all constants together, {recipe.refine} steps")
-            stages.details["refine"] = refine_(model, tracked, steps=recipe.refine).to_dict()
-
-
-def _distill(
-    pretrained: Pretrained,
-    original: Any,
-    recipe: Recipe,
-    encoded: Sequence[list[int]],
-    stages: Stages,
-    quiet: bool,
-    say: Say,
-) -> None:
-    if not recipe.steps and not recipe.minutes:
-        return
-    say(f"distilling for {recipe.steps} steps" if recipe.steps else f"distilling for {recipe.minutes:g} minutes")
-    with _Timer(stages, "distill"):
-        stages.details["distill"] = distill_(
-            pretrained,
-            original,
-            encoded,
-            steps=recipe.steps or None,
-            minutes=recipe.minutes or None,
-            batch_size=_BATCH,
-            lr=recipe.lr,
-            seed=recipe.seed,
-            checkpoints=recipe.checkpoints,
-            quiet=quiet,
-        ).to_dict()
-
-
-class _Timer:
-    def __init__(self, stages: Stages, name: str) -> None:
-        self.stages, self.name = stages, name
-
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.stages.seconds[self.name] = round(time.perf_counter() - self.started, 2)
-
-
-def _meta(
-    name: str, recipe: Recipe, texts: Sequence[str | Path], pretrained: Pretrained, fit: int, tests: int
-) -> dict[str, Any]:
-    return {
-        "model": name,
-        "recipe": asdict(recipe),
-        "texts": [str(path) for path in texts] or "docstrings of the standard library",
-        "texts_to_fit": fit,
-        "texts_held_out": tests,
-        "device": str(next(pretrained.model.parameters()).device),
-        "threads": torch.get_num_threads(),
-        "versions": library_versions(),
-    }
-
-
-def _save(pretrained: Pretrained, out: Path, report: ModelReport, overwrite: bool, say: Say) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"the output folder {out} must be writable, but: {error}") from error
-    hub.save(pretrained.model, out / "model", overwrite=overwrite)
-    copy_rest(pretrained.folder, out / "model")
-    text = json.dumps(report.to_dict(), indent=1) + "\n"
-    write_text(out / "report.json", text)
-    report.to_html(out / "report.html")
-    say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
+        with self.stage("distill"):
+            self.details["distill"] = distill_(
+                self.subject.pretrained,
+                self.original,
+                self.subject.fit,
+                steps=recipe.steps or None,
+                minutes=recipe.minutes or None,
+                batch_size=_BATCH,
+                lr=recipe.lr,
+                seed=recipe.seed,
+                checkpoints=recipe.checkpoints,
+                quiet=quiet,
+            ).to_dict()

@@ -1,9 +1,14 @@
-"""Pretrained models of transformers: load one from a folder, and turn texts into its batches."""
+"""Pretrained models of transformers in folders: load one, turn texts into its batches, write a changed one."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import random
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, StorageError
+from dynorm.files import replaced_directory, write_text
+
+# fmt: off
+_WEIGHTS = frozenset([
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".onnx", ".onnx_data", ".xml", ".msgpack", ".ot", ".gguf",
+    ".tflite",
+])
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -51,35 +64,52 @@ def load_pretrained(folder: str | Path, device: str = "cpu") -> Pretrained:
         dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has none: ...
     """
     folder = Path(folder)
+    with _readable(folder):
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or [])
+        auto = AutoModelForCausalLM if language_model else AutoModel
+        model = auto.from_pretrained(folder, local_files_only=True).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    try:
+        model = model.to(device)
+    # What torch raises for a device that it does not know, was not built for, or does not find.
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"device must be one that torch can use here, got {device!r}: {error}") from error
+    return Pretrained(model, tokenizer, language_model, folder)
+
+
+def load_model(folder: Path) -> Any:
+    """Load the model that a folder's config names, in its own dtype and eval mode, without the network.
+
+    Raises:
+        StorageError: there is none that transformers can read.
+    """
+    with _readable(folder):
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
+        return cls.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
     if not (folder / "config.json").is_file():
         raise StorageError(
             f"the model must be a folder with a config.json, but {folder} has none: give what save_pretrained wrote"
         )
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or [])
-        auto = AutoModelForCausalLM if language_model else AutoModel
-        model = auto.from_pretrained(folder, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        yield
     except (OSError, ValueError, KeyError) as error:
         raise StorageError(f"transformers must be able to read the model in {folder}, but: {error}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return Pretrained(_moved(model.eval(), device), tokenizer, language_model, folder)
-
-
-def _moved(model: nn.Module, device: str) -> nn.Module:
-    try:
-        return model.to(device)
-    # What torch raises for a device that it does not know, was not built for, or does not find.
-    except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(f"device must be one that torch can use here, got {device!r}: {error}") from error
 
 
 def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) -> list[list[int]]:
-    """Turn texts into token ids: a text each for an encoder, full blocks of joined texts for a language model.
+    """Turn texts into token ids: one list per text for an encoder, full blocks of joined texts for a language model.
 
     Args:
         pretrained: whose tokenizer is used.
@@ -87,7 +117,7 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
         max_length: the longest text, and the size of a block; no longer than the model's positions.
 
     Returns:
-        A list of token ids a text, or a block.
+        One list of token ids per text, or per block.
 
     Raises:
         DataError: there is no text, or too little for a block.
@@ -96,13 +126,12 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
     max_length = min(max_length, limit)
     if not texts:
         raise DataError("there must be at least one text, got none")
+    tokenizer = pretrained.tokenizer
     if not pretrained.language_model:
-        encoded: list[list[int]] = pretrained.tokenizer(list(texts), truncation=True, max_length=max_length)[
-            "input_ids"
-        ]
+        encoded: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
         return encoded
-    end = pretrained.tokenizer.eos_token_id
-    joined = [token for text in texts for token in [*_plain_ids(pretrained, text), *([] if end is None else [end])]]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    joined = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"] + end]
     blocks = [joined[i : i + max_length] for i in range(0, len(joined) - max_length + 1, max_length)]
     if not blocks:
         raise DataError(f"texts must fill a block of {max_length} tokens, but they are {len(joined)} tokens: give more")
@@ -122,12 +151,13 @@ def make_batches(
 
     Args:
         pretrained: whose tokenizer pads.
-        encoded: what :func:`encode` returned.
-        batch_size: texts a batch.
+        encoded: the lists that :func:`encode` returned.
+        batch_size: texts per batch.
         seed: shuffles the batches; None leaves them from short to long.
     """
     by_length = sorted(encoded, key=len)
-    batches = [collate(pretrained, part) for part in _parts(by_length, batch_size)]
+    starts = range(0, len(by_length), batch_size)
+    batches = [collate(pretrained, by_length[start : start + batch_size]) for start in starts]
     if seed is not None:
         random.Random(seed).shuffle(batches)
     return batches
@@ -141,8 +171,6 @@ def on_device(batch: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 def library_versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    import platform
-
     import transformers
 
     from dynorm import __version__
@@ -155,11 +183,54 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def _plain_ids(pretrained: Pretrained, text: str) -> list[int]:
-    ids: list[int] = pretrained.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+def require_free(out: Path, overwrite: bool) -> None:
+    """Refuse before the work an output folder that could not be written after it."""
+    if (out / "model").exists() and not overwrite:
+        raise StorageError(f"{out / 'model'} exists already: choose another folder, or pass --overwrite")
+    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise StorageError(f"the output must go into a folder that can be written, but {parent} cannot")
 
 
-def _parts(items: Sequence[list[int]], size: int) -> Iterator[Sequence[list[int]]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def write_out(model: nn.Module, source: Path, out: Path, report: dict[str, Any], overwrite: bool) -> None:
+    """Write a changed model to ``out/model``, beside what else its old folder holds, and ``out/report.json``."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"the output folder {out} must be writable, but: {error}") from error
+    with replaced_directory(out / "model", overwrite=overwrite) as new:
+        model.save_pretrained(os.fspath(new))  # type: ignore[operator]
+        _copy_rest(source.absolute(), new)
+    write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
+
+
+def _copy_rest(source: Path, target: Path) -> None:
+    """Copy what else the model's folder holds: tokenizer, card, and the modules of sentence-transformers.
+
+    Not its weights, which are the original's in whatever format; nor what is hidden, or was written by an earlier run.
+    """
+    parts = folders_of_modules(source)
+    for file in sorted(source.rglob("*")):
+        name, there = file.relative_to(source), target / file.relative_to(source)
+        hidden = any(part.startswith(".") for part in name.parent.parts)
+        part = any(name.is_relative_to(folder) for folder in parts)
+        weights = not part and (file.suffix in _WEIGHTS or name.name.endswith(".index.json"))
+        written = file.is_relative_to(target.parent.absolute()) or there.exists()
+        if file.is_file() and not (hidden or weights or written):
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, there)
+
+
+def folders_of_modules(source: Path) -> list[str]:
+    """Return the folders of a sentence-transformers model's other modules, which have weights of their own (a Dense).
+
+    Raises:
+        StorageError: modules.json does not list them.
+    """
+    file = source / "modules.json"
+    if not file.is_file():
+        return []
+    try:
+        return [str(entry["path"]) for entry in json.loads(file.read_text("utf-8")) if entry["path"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"{file} must be a list of modules with their paths, but: {error!r}") from error

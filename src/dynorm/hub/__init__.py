@@ -1,6 +1,6 @@
-"""Saving and loading: directories that plain torch, or transformers, reads again."""
+"""Save and load models: directories that plain torch, or transformers, reads again."""
 
-from dynorm.hub._api import load, register_with_transformers, save
+from dynorm.hub.api import load, register_with_transformers, save
 
 __all__ = ["load", "save"]
 

@@ -15,37 +15,49 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
-from dynorm.fold.marks import added_biases, untied
 from dynorm.fold.specs import give_bias_, untie_
-from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, read_specs, require_version, saved_specs
-from dynorm.replace.specs import LayerSpec, apply_specs_, swap_
+from dynorm.hub.contents import (
+    FORMAT_VERSION,
+    Contents,
+    is_list_of_str,
+    listed,
+    read_json,
+    read_layers,
+    require_version,
+)
+from dynorm.replace.specs import apply_specs_, swap_
 
 CONFIG = "dynorm.json"
 WEIGHTS = "model.safetensors"
 
 
-def write_plain(model: nn.Module, folder: Path) -> None:
+def write_plain(model: nn.Module, contents: Contents, folder: Path) -> None:
     """Write a model into an empty directory.
 
     Raises:
-        ModelError: the model has no point-wise layer, or a tensor that safetensors cannot hold.
+        ModelError: the model has a tensor that safetensors cannot hold.
     """
     from dynorm import __version__
 
-    specs = saved_specs(model)
     tensors, aliases = _unique(model.state_dict(keep_vars=True))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "format_version": FORMAT_VERSION,
         "dynorm_version": __version__,
-        "model_class": class_name(type(model)),
-        "weights": {"size": (folder / WEIGHTS).stat().st_size, "sha256": _digest(folder / WEIGHTS)},
+        "model_class": _class_name(type(model)),
+        "weights": weights_entry(folder / WEIGHTS),
         "aliases": aliases,
-        "layers": [spec.to_dict() for spec in specs],
-        "biases": added_biases(model),
-        "untied": untied(model),
+        "layers": [spec.to_dict() for spec in contents.layers],
+        "biases": contents.biases,
+        "untied": contents.untied,
     }
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def weights_entry(path: Path) -> dict[str, Any]:
+    """Return the size and checksum by which a load knows the weights as its own."""
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
@@ -56,43 +68,38 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
         ModelError: it is of another class, lacks a module, or shares tensors that the saved one does not.
         StorageError: a file is missing, truncated or malformed, or its tensors are not the model's.
     """
+    where = str(folder / CONFIG)
     values = read_json(folder / CONFIG)
-    require_version(values, str(folder / CONFIG))
-    _require_class(values.get("model_class"), model, folder)
-    assert model is not None
-    biases, free = (_names(values, key, folder) for key in ("biases", "untied"))
-    specs = read_specs(values.get("layers"), str(folder / CONFIG), allow_none=bool(biases))
-    tensors = _with_aliases(_read_weights(folder, values.get("weights")), values.get("aliases"), folder)
+    require_version(values, where)
+    model = _require_class(model, values.get("model_class"), folder)
+    biases, untied = values.get("biases", []), values.get("untied", [])
+    for key, names in (("biases", biases), ("untied", untied)):
+        if not is_list_of_str(names):
+            raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
+    specs = read_layers(values.get("layers"), where, allow_none=bool(biases))
+    tensors = _read_weights(folder, values)
     with _undone_on_error(model):
-        _put_layers_(model, specs)
+        before = dict(model.named_modules(remove_duplicate=False))
+        apply_specs_(model, specs)
+        for spec in specs:
+            replaced = list(before[spec.paths[0]].parameters())
+            trained = not replaced or any(parameter.requires_grad for parameter in replaced)
+            model.get_submodule(spec.paths[0]).requires_grad_(trained)
         for path in biases:
             give_bias_(model, path)
-        for name in free:
+        for name in untied:
             untie_(model, name)
         _require_same_tensors(model, tensors, folder)
     _fill_(model, tensors)
     return model.eval()
 
 
-def class_name(cls: type) -> str:
-    """Return ``module:qualname``.
-
-    Example:
-        >>> class_name(nn.Sequential)
-        'torch.nn.modules.container:Sequential'
-    """
+def _class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _names(values: Mapping[str, Any], key: str, folder: Path) -> list[str]:
-    names = values.get(key, [])
-    if not is_list_of_str(names):
-        raise StorageError(f"the {key} in {folder / CONFIG} must be a list of names, got {names!s:.80}")
-    return names
-
-
 def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors to write, each once, and the other names of those that have several."""
+    """Return the tensors to write, each once, and the other names of those that have several."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     kept: dict[object, str] = {}
@@ -103,7 +110,9 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
                 f"the model's state must be dense tensors, but {name!r} is a {type(tensor).__name__}: "
                 "it could only be pickled, which dynorm does not do"
             )
-        key = _identity(tensor)
+        # Empty tensors have no place in memory to know them by.
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = place if tensor.numel() else id(tensor)
         if key in kept:
             aliases[name] = kept[key]
             continue
@@ -116,18 +125,7 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
     return tensors, aliases
 
 
-def _identity(tensor: Tensor) -> object:
-    if not tensor.numel():
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _require_class(saved: object, model: nn.Module | None, folder: Path) -> None:
+def _require_class(model: nn.Module | None, saved: object, folder: Path) -> nn.Module:
     if not isinstance(saved, str) or ":" not in saved:
         raise StorageError(f"the model_class in {folder / CONFIG} must be 'module:class', got {saved!r}")
     if model is None:
@@ -137,40 +135,38 @@ def _require_class(saved: object, model: nn.Module | None, folder: Path) -> None
         )
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    (module, name), (own_module, own_name) = saved.split(":", 1), class_name(type(model)).split(":", 1)
+    (module, name), (own_module, own_name) = saved.split(":", 1), _class_name(type(model)).split(":", 1)
     # A class may be saved by the script that defines it and be imported from there later.
     if name != own_name or (module != own_module and "__main__" not in (module, own_module)):
         raise ModelError(
             f"the model must be of the class that was saved, {saved.replace(':', '.')}, got a {own_module}.{own_name}"
         )
+    return model
 
 
-def _read_weights(folder: Path, expected: object) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
+def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors under all their names; one of several names comes as the same object."""
+    path, expected, aliases = folder / WEIGHTS, values.get("weights"), values.get("aliases")
     if not isinstance(expected, Mapping) or not {"size", "sha256"} <= expected.keys():
         raise StorageError(f"the weights in {folder / CONFIG} must have a size and a sha256, got {expected!r}")
+    if not isinstance(aliases, dict):
+        raise StorageError(f"the aliases in {folder / CONFIG} must be an object, got {aliases!r}")
     try:
-        size = path.stat().st_size
-        if size != expected["size"]:
+        found = weights_entry(path)
+        if found["size"] != expected["size"]:
             raise StorageError(
-                f"{path} must have {expected['size']} bytes, got {size}: it is truncated, or not its own"
+                f"{path} must have {expected['size']} bytes, got {found['size']}: it is truncated, or not its own"
             )
-        if _digest(path) != expected["sha256"]:
+        if found["sha256"] != expected["sha256"]:
             raise StorageError(f"{path} must have the sha256 that {CONFIG} names, but has not: it was changed since")
-        return load_file(path)
+        tensors = load_file(path)
     except StorageError:
         raise
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
-
-
-def _with_aliases(tensors: dict[str, Tensor], aliases: object, folder: Path) -> dict[str, Tensor]:
-    """The tensors under all their names; one of several names comes as the same object."""
-    if not isinstance(aliases, dict):
-        raise StorageError(f"the aliases in {folder / CONFIG} must be an object, got {aliases!r}")
     for alias, name in aliases.items():
         if not isinstance(name, str) or name not in tensors:
-            raise StorageError(f"{alias!r} must share a tensor of {folder / WEIGHTS}, but {name!r} is not there")
+            raise StorageError(f"{alias!r} must share a tensor of {path}, but {name!r} is not there")
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
@@ -191,22 +187,12 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _put_layers_(model: nn.Module, specs: list[LayerSpec]) -> None:
-    before = dict(model.named_modules(remove_duplicate=False))
-    apply_specs_(model, specs)
-    for spec in specs:
-        replaced = list(before[spec.paths[0]].parameters())
-        trained = not replaced or any(parameter.requires_grad for parameter in replaced)
-        model.get_submodule(spec.paths[0]).requires_grad_(trained)
-
-
 def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     own = model.state_dict(keep_vars=True)
     for names, what in ((own.keys() - tensors.keys(), "lacks"), (tensors.keys() - own.keys(), "has beyond them")):
         if names:
-            listed = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise StorageError(
-                f"{folder / WEIGHTS} must hold the tensors of {type(model).__name__}, but {what} {listed}"
+                f"{folder / WEIGHTS} must hold the tensors of {type(model).__name__}, but {what} {listed(names)}"
             )
     first: dict[int, str] = {}
     for name, tensor in own.items():
@@ -221,10 +207,6 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
                 f"{other!r} and {name!r} must be two tensors as in the saved model, but {type(model).__name__} "
                 "shares them: untie them before loading"
             )
-    _require_materializable(model)
-
-
-def _require_materializable(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
             buffer = module._buffers.get(name)
@@ -242,7 +224,11 @@ def _fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         source = tensors[name]
         key = (id(source), type(tensor))
         if key not in own:
-            own[key] = _real(tensor)
+            # A meta tensor has no place of its own: the CPU serves.
+            real = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+            if tensor.is_meta and isinstance(tensor, nn.Parameter):
+                real = nn.Parameter(real, tensor.requires_grad)
+            own[key] = real
             own[key].data = own[key].data.to(source.dtype)
         if own[key] is not tensor:
             path, _, leaf = name.rpartition(".")
@@ -251,11 +237,3 @@ def _fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     state = model.state_dict()
     state.update(tensors)
     model.load_state_dict(state)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """The tensor, or an empty one on the CPU for a meta tensor, which has no place of its own."""
-    if not tensor.is_meta:
-        return tensor
-    empty = torch.empty_like(tensor, device="cpu")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

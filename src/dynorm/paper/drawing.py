@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynorm.errors import ArgumentError
+from dynorm.errors import require_library
 from dynorm.paper.simulation import Simulation
 
 if TYPE_CHECKING:
@@ -67,10 +67,9 @@ def styled() -> Iterator[None]:
     Raises:
         ArgumentError: If matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ArgumentError("the figures need matplotlib: pip install 'dynorm[paper]'") from error
+    require_library("matplotlib", "the figures", "paper")
+    import matplotlib
+
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)

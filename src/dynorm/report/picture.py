@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import math
 import re
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dynorm.errors import ArgumentError
+from dynorm.errors import require_library
 from dynorm.report.stats import FUNCTIONS, PICTURE_KNEE, CoreFit, Picture
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def svg_picture(drawing: Drawing, alternative: str) -> str:
     Raises:
         ArgumentError: matplotlib is not installed.
     """
-    require_matplotlib()
+    require_library("matplotlib", "an HTML report", "plots")
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -77,18 +76,6 @@ def svg_picture(drawing: Drawing, alternative: str) -> str:
         draw(figure.add_subplot(), drawing, _OF_THE_PAGE)
         figure.savefig(buffer, format="svg", transparent=True)
     return _inline(buffer.getvalue(), alternative)
-
-
-def require_matplotlib() -> None:
-    """Check that pictures can be made, before the work that they would show.
-
-    Raises:
-        ArgumentError: matplotlib is not installed.
-    """
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise ArgumentError("an HTML report needs matplotlib: pip install 'dynorm[plots]'") from error
 
 
 def draw(axes: Axes, drawing: Drawing, colors: Mapping[str, str] = DAYLIGHT) -> None:

@@ -1,14 +1,15 @@
-"""transformers models: the layers are written to config.json, from where ``from_pretrained`` puts them in again.
+"""transformers models: config.json names the layers, and ``from_pretrained`` puts them in again.
 
 To transformers, dynorm is a quantization method: the one extension point that changes modules before the weights
-are loaded. Once they are, the model is an ordinary one, that may be cast, trained and saved as any other.
+are loaded. Afterwards the model is an ordinary one, which may be cast, trained and saved as any other.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -22,12 +23,17 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
 from dynorm.errors import DynormError, ModelError, StorageError
-from dynorm.family import NAMES
-from dynorm.fold.marks import added_biases
-from dynorm.fold.specs import rms_specs
-from dynorm.hub._format import FORMAT_VERSION, is_list_of_str, read_json, saved_specs
-from dynorm.hub._quantizer import METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
-from dynorm.replace.specs import LayerSpec, dynorm_layers, replaced_by
+from dynorm.hub.contents import (
+    FORMAT_VERSION,
+    Contents,
+    contents_of,
+    is_changed,
+    is_list_of_str,
+    listed,
+    read_json,
+)
+from dynorm.hub.quantizer import METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
+from dynorm.replace.specs import dynorm_layers, replaced_by
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -47,47 +53,54 @@ def register() -> None:
 
     @wraps(save_pretrained)
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with described(self):
+        if isinstance(getattr(self.config, "quantization_config", None), _Description):
+            return save_pretrained(self, *args, **kwargs)
+        # Looked up each time: it makes no difference what was converted, restored or loaded before.
+        with described(self, contents_of(self) if is_changed(self) else None):
             return save_pretrained(self, *args, **kwargs)
 
     described_save_pretrained._without_dynorm = save_pretrained  # type: ignore[attr-defined]
     PreTrainedModel.save_pretrained = described_save_pretrained
 
 
-@contextmanager
-def described(model: Any) -> Iterator[None]:
-    """Let the model's config name its point-wise layers, for as long as it is written.
+class _Description(dict[str, Any]):
+    """The ``quantization_config`` of a model that is being written."""
 
-    They are looked up each time: what was converted, restored or loaded before makes no difference.
+
+@contextmanager
+def described(model: Any, contents: Contents | None) -> Iterator[None]:
+    """Let the model's config name its contents, for as long as it is written.
 
     Raises:
         ModelError: the model is quantized by another method, which config.json cannot name beside this one.
     """
-    method = _method(model)
-    layers = dynorm_layers(model).values()
-    # A class of model that builds layers of its own needs no description.
-    converted = any(type(layer) in NAMES for layer in layers)
-    converted = converted or bool(rms_specs(model)) or bool(added_biases(model))
+    config = getattr(model.config, "quantization_config", None)
+    method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
+    method = getattr(method, "value", method)
     if method not in (None, METHOD):
-        if any(replaced_by(layer) is not None for layer in layers):
+        if any(replaced_by(layer) is not None for layer in dynorm_layers(model).values()):
             raise ModelError(f"the model must be converted or quantized, but is both ({method}): config.json names one")
-        converted = False
+        contents = None
     with _put_back(model.config, "quantization_config"), _put_back(model, "_tied_weights_keys"):
-        if converted:
-            _describe_(model)
+        if contents is not None:
+            # A dict, as in a file: transformers cannot load with a config that holds the object.
+            model.config.quantization_config = _Description(_config_of(model, contents).to_dict())
+            # transformers writes a tensor of two names only if the model declares one of them to be tied.
+            aliases = {f"^{re.escape(a)}$": name for a, name in aliases_of(model, contents.layers).items()}
+            if aliases:
+                model._tied_weights_keys = dict(model._tied_weights_keys or {}) | aliases
         elif method == METHOD:
             del model.config.quantization_config
         yield
 
 
-def write_transformers(model: Any, folder: Path) -> None:
+def write_transformers(model: Any, contents: Contents, folder: Path) -> None:
     """Write a model into an empty directory.
 
     Raises:
-        ModelError: the model has no point-wise layer, or is quantized too.
+        ModelError: the model is quantized too.
     """
-    saved_specs(model)
-    with described(model):
+    with described(model, contents):
         model.save_pretrained(folder)
 
 
@@ -103,10 +116,18 @@ def read_transformers(folder: Path) -> nn.Module:
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         raise StorageError(f"{folder / CONFIG} must name dynorm's layers, but does not: use from_pretrained for it")
     DynormConfig(**quantization)
-    cls = _class_of(config, folder)
-    _require_weights(folder)
+    names = config.get("architectures")
+    if not is_list_of_str(names) or len(names) != 1:
+        raise StorageError(f"the architectures in {folder / CONFIG} must name one class, got {names!r}")
+    cls = getattr(transformers, names[0], None)
+    if not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
+        raise ModelError(
+            f"the class of the model must be one of transformers' to be found by its name, but {names[0]} is not: "
+            f"call {names[0]}.from_pretrained({str(folder)!r})"
+        )
+    _require_whole_weights(folder)
     try:
-        model, info = cls.from_pretrained(
+        model, info = cls.from_pretrained(  # type: ignore[attr-defined]
             folder,
             dtype="auto",
             use_safetensors=True,
@@ -120,76 +141,53 @@ def read_transformers(folder: Path) -> nn.Module:
     # transformers raises whatever its files make it raise.
     except Exception as error:
         raise StorageError(f"{folder} must hold a {cls.__name__}, but {type(error).__name__}: {error}") from error
-    _require_same_tensors(info, folder, cls.__name__)
+    for key, what in (
+        ("missing_keys", "lack"),
+        ("unexpected_keys", "have beyond them"),
+        ("mismatched_keys", "have in another shape"),
+    ):
+        found = [name if isinstance(name, str) else name[0] for name in info.get(key) or ()]
+        if found:
+            raise StorageError(
+                f"the weights in {folder} must be the tensors of {cls.__name__}, but {what} {listed(found)}"
+            )
     assert isinstance(model, nn.Module)
     return model
 
 
-def _describe_(model: Any) -> None:
-    specs = saved_specs(model)
-    # A dict, as in a file: transformers cannot load with a config that holds the object.
-    model.config.quantization_config = _config_of(model, specs).to_dict()
-    aliases = aliases_of(model, specs)
-    if aliases:
-        # transformers writes a tensor of two names only if the model declares one of them to be tied.
-        tied = {f"^{re.escape(alias)}$": name for alias, name in aliases.items()}
-        model._tied_weights_keys = dict(model._tied_weights_keys or {}) | tied
-
-
-def _method(model: Any) -> str | None:
-    config = getattr(model.config, "quantization_config", None)
-    method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
-    return None if method is None else str(getattr(method, "value", method))
-
-
-def _config_of(model: Any, specs: list[LayerSpec]) -> DynormConfig:
+def _config_of(model: Any, contents: Contents) -> DynormConfig:
     from dynorm import __version__
 
     prefix = base_prefix(model)
+
+    def split(paths: Iterable[str]) -> tuple[list[str], list[str]]:
+        inside = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
+        return inside, [path for path in paths if not path.startswith(prefix)]
+
     entries = []
-    for spec in specs:
-        dtypes = {n: _name(p.dtype) for n, p in model.get_submodule(spec.paths[0]).named_parameters()}
+    for spec in contents.layers:
+        inside, outside = split(spec.paths)
+        parameters = model.get_submodule(spec.paths[0]).named_parameters()
         entry = spec.to_dict() | {
-            "paths": [path.removeprefix(prefix) for path in spec.paths if path.startswith(prefix)],
-            "outside": [path for path in spec.paths if not path.startswith(prefix)],
-            "dtypes": {name: dtype for name, dtype in dtypes.items() if dtype != _name(model.dtype)},
+            "paths": inside,
+            "outside": outside,
+            "dtypes": {name: _name(p.dtype) for name, p in parameters if p.dtype != model.dtype},
         }
         entries.append({key: value for key, value in entry.items() if value or key in ("layer", "paths", "config")})
-    biases = added_biases(model)
-    return DynormConfig(
-        entries,
-        _name(model.dtype),
-        FORMAT_VERSION,
-        __version__,
-        biases=[path.removeprefix(prefix) for path in biases if path.startswith(prefix)],
-        biases_outside=[path for path in biases if not path.startswith(prefix)],
-    )
+    inside, outside = split(contents.biases)
+    return DynormConfig(entries, _name(model.dtype), FORMAT_VERSION, __version__, biases=inside, biases_outside=outside)
 
 
-def _class_of(config: Mapping[str, Any], folder: Path) -> Any:
-    names = config.get("architectures")
-    if not is_list_of_str(names) or len(names) != 1:
-        raise StorageError(f"the architectures in {folder / CONFIG} must name one class, got {names!r}")
-    cls = getattr(transformers, names[0], None)
-    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise ModelError(
-            f"the class of the model must be one of transformers' to be found by its name, but {names[0]} is not: "
-            f"call {names[0]}.from_pretrained({str(folder)!r})"
-        )
-    return cls
-
-
-def _require_weights(folder: Path) -> None:
+def _require_whole_weights(folder: Path) -> None:
     found = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if found is None:
         raise StorageError(f"{folder} must hold {_WEIGHTS[0]}, but does not")
+    files = [found]
     if found.suffix == ".json":
         shards = read_json(found).get("weight_map")
         if not isinstance(shards, dict) or not is_list_of_str(list(shards.values())):
-            raise StorageError(f"the weight_map in {found} must name a file a tensor, got {json.dumps(shards):.80}")
+            raise StorageError(f"the weight_map in {found} must name a file per tensor, got {json.dumps(shards):.80}")
         files = sorted({folder / Path(name).name for name in shards.values()})
-    else:
-        files = [found]
     for file in files:
         try:
             # Reads the header, which says how long the file must be.
@@ -197,20 +195,6 @@ def _require_weights(folder: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise StorageError(f"{file} must be a whole safetensors file, but {error}: it is cut or damaged") from error
-
-
-def _require_same_tensors(info: Mapping[str, Any], folder: Path, cls: str) -> None:
-    for key, what in (
-        ("missing_keys", "lack"),
-        ("unexpected_keys", "have beyond them"),
-        ("mismatched_keys", "have in another shape"),
-    ):
-        names = sorted(name if isinstance(name, str) else name[0] for name in info.get(key) or ())
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise StorageError(
-                f"the weights in {folder} must be the tensors of {cls}, but {what} {', '.join(names[:5])}{more}"
-            )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Saving and loading, whatever library the model comes from."""
+"""Save and load, whatever library the model comes from."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from types import ModuleType
 from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError
+from dynorm.files import replaced_directory
 from dynorm.guard import require_plain_model
-from dynorm.hub._after_import import after_import
-from dynorm.hub._atomic import replaced_directory
+from dynorm.hub.after_import import after_import
+from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 
 _TRANSFORMERS_CONFIG = "config.json"
@@ -24,11 +25,11 @@ _MODELING = "transformers.modeling_utils"
 def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Save a converted model: weights, point-wise layers and where they stand; never a pickle.
 
-    A transformers model is written as ``save_pretrained`` writes it, its layers being named in config.json: where
+    A transformers model is written as ``save_pretrained`` writes it, with its layers named in config.json. Once
     dynorm is imported, any ``from_pretrained`` loads it, with another head too. Any other model is written as
-    ``model.safetensors`` and ``dynorm.json``. The directory appears whole or not at all: killed in the
-    middle, or out of disk space, the old one stands as it was. Tensors that are shared stay shared. Not saved are
-    buffers that are not persistent, and the original norms: a loaded model cannot be restored.
+    ``model.safetensors`` and ``dynorm.json``. The directory appears whole or not at all: if the process is killed or
+    the disk is full, the old one stands as it was. Shared tensors stay shared. Buffers that are not persistent are not
+    saved, nor are the original norms: a loaded model cannot be restored.
 
     Args:
         model: a model with point-wise layers; it is not changed.
@@ -51,18 +52,20 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
         ['dynorm.json', 'model.safetensors']
     """
     require_plain_model(model)
+    contents = contents_of(model)
+    base = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
     with replaced_directory(directory, overwrite=overwrite) as folder:
-        if _is_transformers(model):
-            _with_transformers().write_transformers(model, folder)
+        if base is not None and isinstance(model, base):
+            _with_transformers().write_transformers(model, contents, folder)
         else:
-            write_plain(model, folder)
+            write_plain(model, contents, folder)
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Load what :func:`save` wrote, in eval mode: the tensors are those of the saved model, bit for bit.
 
-    So are the outputs, where both models have their tensors where torch puts them; a model that came from
-    transformers' ``from_pretrained`` has not, and torch may round its products with a single vector otherwise.
+    The outputs are too, if both models have their tensors where torch puts them. A model that came from
+    transformers' ``from_pretrained`` has not, and torch may round its products with a single vector differently.
 
     A transformers model needs nothing else, and comes in the class that config.json names, on the CPU. For any
     other one, build the model as it was before its conversion and pass it: its norms are replaced, and its tensors
@@ -80,7 +83,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
         ArgumentError: a model is needed, or one is given where config.json names it.
         ModelError: the model is of another class than the saved one, or has no module where a layer stands.
         StorageError: a file is missing, truncated or malformed, or the tensors are not those of the model: the
-            message names what is missing, unexpected or of another shape. A model that was passed is as it was.
+            message names the missing, unexpected or misshapen ones. A model that was passed is as it was.
 
     Example:
         >>> import tempfile, torch, dynorm
@@ -109,28 +112,23 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
 
 def register_with_transformers() -> None:
     """Make ``from_pretrained`` and ``save_pretrained`` know converted models, once transformers is imported."""
-    after_import(_MODELING, _register)
 
+    def register() -> None:
+        try:
+            # It registers itself when it is imported, for it may be what imports transformers.
+            _with_transformers()
+        # Importing transformers must go on, whatever another version of it lacks.
+        except Exception as error:
+            warnings.warn(
+                f"dynorm is unknown to this transformers, so from_pretrained will not load converted models: {error}",
+                stacklevel=2,
+            )
 
-def _register() -> None:
-    try:
-        # It registers itself when it is imported, for it may be what imports transformers.
-        _with_transformers()
-    # Importing transformers must go on, whatever another version of it lacks.
-    except Exception as error:
-        warnings.warn(
-            f"dynorm is unknown to this transformers, so from_pretrained will not load converted models: {error}",
-            stacklevel=2,
-        )
+    after_import(_MODELING, register)
 
 
 def _with_transformers() -> ModuleType:
     try:
-        return importlib.import_module("dynorm.hub._transformers")
+        return importlib.import_module("dynorm.hub.transformers")
     except ImportError as error:
         raise StorageError(f"transformers 5 must be installed, but {error}: pip install 'transformers>=5'") from error
-
-
-def _is_transformers(model: nn.Module) -> bool:
-    base = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
-    return base is not None and isinstance(model, base)

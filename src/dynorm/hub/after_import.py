@@ -11,11 +11,11 @@ from types import ModuleType
 
 
 class AfterImport(MetaPathFinder):
-    """A finder that finds nothing itself: when its module is imported, it lets it run and then acts, once.
+    """A finder that finds nothing itself: it lets its module be imported by the others, and then acts, once.
 
     Args:
         name: the module to wait for.
-        action: what to do then.
+        action: called once it is imported.
 
     Example:
         >>> waiting = AfterImport("a_module_that_does_not_exist", lambda: print("seen"))
@@ -26,29 +26,24 @@ class AfterImport(MetaPathFinder):
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name = name
         self.action = action
-        self._asking = False
+        self._searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders have for the module, made to act after the module has run."""
         # Another library's finder may ask this one in turn.
-        if fullname != self.name or self._asking:
+        if fullname != self.name or self._searching:
             return None
-        self._asking = True
+        self._searching = True
         try:
             found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
             spec = next(filter(None, found), None)
         finally:
-            self._asking = False
-        if spec is not None and spec.loader is not None:
-            self._act_after(spec)
-        return spec
-
-    def _act_after(self, spec: ModuleSpec) -> None:
-        loader = spec.loader
-        assert loader is not None
-        run = loader.exec_module
+            self._searching = False
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
 
         def run_then_act(module: ModuleType) -> None:
             run(module)
@@ -57,7 +52,8 @@ class AfterImport(MetaPathFinder):
                 sys.meta_path.remove(self)
                 self.action()
 
-        loader.exec_module = run_then_act  # type: ignore[method-assign]
+        spec.loader.exec_module = run_then_act  # type: ignore[method-assign]
+        return spec
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:
@@ -78,6 +74,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
         importlib.import_module(name)
         action()
         return
+    # By name: after a reload the class is another one.
     waiting = [f for f in sys.meta_path if type(f).__qualname__ == "AfterImport" and getattr(f, "name", None) == name]
     for finder in waiting:
         sys.meta_path.remove(finder)

@@ -1,0 +1,96 @@
+"""The application that every command registers with, and the options and output that they share."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any, Protocol
+
+import typer
+from rich.console import Console
+
+from dynorm import __version__
+from dynorm.errors import ArgumentError, DynormError, require_library
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")]
+MaxLength = Annotated[int, typer.Option(help="Cut texts to this many tokens.")]
+Name = Annotated[str | None, typer.Option(help="Name of the model in the report; by default the folder's.")]
+Only = Annotated[list[str] | None, typer.Option(help="Take only norms whose path matches this glob. Repeatable.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a model that is in OUT.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Skip = Annotated[list[str] | None, typer.Option(help="Leave norms alone whose path matches this glob. Repeatable.")]
+
+app = typer.Typer(
+    help="Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions."""
+
+
+def main() -> None:
+    """Run the command line; exit with 0, with 1 if the work failed, 2 for wrong usage, or 130 after Ctrl-C."""
+    try:
+        app()
+    except DynormError as error:
+        typer.echo(f"dynorm: {error}", err=True)
+        raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from error
+    except KeyboardInterrupt:
+        typer.echo("dynorm: stopped; nothing was half-written", err=True)
+        raise SystemExit(130) from None
+
+
+def quiet_libraries() -> None:
+    """Keep transformers from the network, and its bars and advice out of our output.
+
+    Raises:
+        ArgumentError: it is not installed.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torchao, where it is installed, comes with transformers and reports each CUDA library that does not load.
+    for library in ("torch", "torchao"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    require_library("transformers.utils", "this command", "transformers")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|accelerate)\.")
+
+
+class Report(Protocol):
+    """A result that is printed as text or as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that JSON knows."""
+
+
+def show(report: Report, as_json: bool) -> None:
+    """Print a report on the standard output."""
+    typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
+
+
+def speaker(quiet: bool) -> tuple[Console, Callable[[str], None]]:
+    """Return a console for progress, on the standard error, and a function that prints a line there."""
+    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    return console, lambda line: console.print(line, markup=False)

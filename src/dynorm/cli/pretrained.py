@@ -1,0 +1,175 @@
+"""``dynorm convert``, ``dynorm inspect`` and ``dynorm fold``: commands that take the folder of a pretrained model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from dynorm.cli.application import (
+    AsJson,
+    Device,
+    MaxLength,
+    Name,
+    Only,
+    Overwrite,
+    Seed,
+    Skip,
+    app,
+    quiet_libraries,
+    show,
+    speaker,
+)
+from dynorm.files import require_writable
+
+Model = Annotated[Path, typer.Argument(help="Folder of a transformers model with its tokenizer.")]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text file or folder; by default the docstrings of Python's standard library. Repeatable."),
+]
+
+
+@app.command()
+def convert(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="New folder, for model/, report.json and report.html.")],
+    to: Annotated[str, typer.Option(help="The layer that replaces the norms: dyisru, dyt, derf or linear.")] = "dyisru",
+    texts: Texts = None,
+    steps: Annotated[int | None, typer.Option(help="Distil for this many steps; by default not at all.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Distil for this long instead.")] = None,
+    refine: Annotated[int, typer.Option(help="Steps that refine the constants of all layers together.")] = 50,
+    only: Only = None,
+    skip: Skip = None,
+    held_out: Annotated[int, typer.Option(help="Texts to keep aside for measuring.")] = 512,
+    max_length: MaxLength = 128,
+    per_channel: Annotated[
+        bool, typer.Option("--per-channel/--per-layer", help="Give each channel its own constant, or each layer one.")
+    ] = True,
+    lr: Annotated[
+        float | None, typer.Option(help="Highest learning rate of the distillation; by default it fits the width.")
+    ] = None,
+    seed: Seed = 0,
+    name: Name = None,
+    device: Device = "cpu",
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints of the distillation, which resumes from there.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Replace the norms of a pretrained model, set their constants from texts, measure, and save.
+
+    Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
+    """
+    quiet_libraries()
+    from dynorm.distill.pipeline import Recipe, convert_pretrained
+
+    console, say = speaker(quiet=as_json)
+    recipe = Recipe(
+        to=to,
+        steps=steps,
+        minutes=minutes,
+        refine=refine,
+        held_out=held_out,
+        max_length=max_length,
+        only=tuple(only or ()),
+        skip=tuple(skip or ()),
+        per_channel=per_channel,
+        seed=seed,
+        lr=lr,
+        checkpoints=None if checkpoints is None else str(checkpoints),
+    )
+    report = convert_pretrained(
+        model,
+        out,
+        recipe,
+        texts=texts or (),
+        name=name,
+        device=device,
+        overwrite=overwrite,
+        quiet=as_json or not sys.stderr.isatty(),
+        say=say,
+        track=lambda batches, description: track(batches, description, console=console),
+    )
+    show(report, as_json)
+
+
+@app.command()
+def inspect(
+    model: Model,
+    texts: Texts = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a picture of each norm to this file.")] = None,
+    samples: Annotated[int, typer.Option(help="Texts to fit on, and as many others to measure on.")] = 256,
+    max_length: MaxLength = 128,
+    only: Only = None,
+    skip: Skip = None,
+    seed: Seed = 0,
+    name: Name = None,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Fit DyT, DyISRU and a straight line to the outliers of every norm of a model, and compare them.
+
+    Example: dynorm inspect ./all-MiniLM-L6-v2 --html inspection.html
+    """
+    quiet_libraries()
+    from dynorm.distill.pipeline import inspect_pretrained
+
+    if html is not None:
+        require_writable(html)
+    console, say = speaker(quiet=as_json)
+    report = inspect_pretrained(
+        model,
+        texts=texts or (),
+        samples=samples,
+        max_length=max_length,
+        only=only or (),
+        skip=skip or (),
+        seed=seed,
+        name=name,
+        device=device,
+        track=lambda batches, description: track(batches, description, console=console),
+    )
+    if html is not None:
+        report.to_html(html)
+        say(f"wrote {html}")
+    show(report, as_json)
+
+
+@app.command()
+def fold(
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
+    out: Annotated[Path, typer.Argument(help="New folder, for model/ and report.json.")],
+    affine: Annotated[bool, typer.Option(help="Fold weights and biases into the layers that read the norms.")] = True,
+    center: Annotated[
+        bool, typer.Option(help="Fold LayerNorm's mean into the layers that write the residual stream.")
+    ] = True,
+    add_bias: Annotated[bool, typer.Option("--add-bias", help="Give linear layers the biases they lack.")] = False,
+    untie: Annotated[bool, typer.Option("--untie", help="Untie the head from the embedding where needed.")] = False,
+    modules: Annotated[bool, typer.Option("--modules", help="Without a graph: affine maps only.")] = False,
+    only: Only = None,
+    skip: Skip = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fold the norms of a pretrained model into their neighbours, exactly, check the outputs, and save.
+
+    Example: dynorm fold ./gpt2 ./folded --untie
+    """
+    quiet_libraries()
+    from dynorm.distill.fold import fold_pretrained
+
+    _, say = speaker(quiet=as_json)
+    options = {
+        "affine": affine,
+        "center": center,
+        "add_bias": add_bias,
+        "untie": untie,
+        "only": only or None,
+        "skip": skip or None,
+        "trace": "modules" if modules else "export",
+    }
+    show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

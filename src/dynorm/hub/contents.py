@@ -1,0 +1,132 @@
+"""The part of a saved model that its class does not know: the layers, added biases and untied tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.family import LAYERS, NAMES
+from dynorm.fold.marks import added_biases, untied
+from dynorm.fold.specs import RMSNORM, RMSNormSpec, rms_specs
+from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What was changed in a model.
+
+    Args:
+        layers: the point-wise layers and the RMSNorms of a fold.
+        biases: the paths of the linear layers that were given a bias.
+        untied: the names of the parameters that were tied to others.
+    """
+
+    layers: list[LayerSpec]
+    biases: list[str]
+    untied: list[str]
+
+
+def contents_of(model: nn.Module) -> Contents:
+    """Return the contents of a model that is to be saved.
+
+    Raises:
+        ModelError: it has no point-wise layer, is one itself, or has one of a class that cannot be built again.
+    """
+    layers, norms, biases = dynorm_layers(model), rms_specs(model), added_biases(model)
+    if not (layers or norms or biases):
+        raise ModelError(
+            "the model must have point-wise layers, but has none: call dynorm.convert_(model, sites). (One whose fold "
+            "changed only values is of its own class: save it with that class's own means.)"
+        )
+    if "" in layers:
+        raise ModelError("the model must hold its point-wise layers, but is one itself: wrap it in nn.Sequential")
+    for path, layer in layers.items():
+        if type(layer) not in NAMES:
+            raise ModelError(
+                f"the layer {path!r} must be one of dynorm's ({', '.join(LAYERS)}), but is a {type(layer).__name__}: "
+                "save such a model with torch's own means"
+            )
+    return Contents(specs_of(model) + norms, biases, untied(model))
+
+
+def is_changed(model: nn.Module) -> bool:
+    """Tell whether a load needs to know the model's contents; a class that builds layers of its own needs no help."""
+    ours = (*NAMES, RMSNorm)
+    return any(type(module) in ours for module in model.modules()) or bool(added_biases(model))
+
+
+def read_layers(values: object, where: str, *, allow_none: bool = False) -> list[LayerSpec]:
+    """Read specs, each built once on the meta device to see that it can be.
+
+    Raises:
+        StorageError: the list or one of its entries is malformed; or it is empty, unless that is allowed.
+    """
+    if not isinstance(values, (list, tuple)) or not (values or allow_none):
+        raise StorageError(f"the layers in {where} must be a list with at least one entry, got {values!s:.80}")
+    specs = []
+    for i, entry in enumerate(values):
+        try:
+            if not isinstance(entry, Mapping) or not is_list_of_str(entry.get("paths")):
+                raise ArgumentError(f"a layer needs a list of paths, got {entry!s:.80}")
+            if not entry["paths"] and not entry.get("outside"):
+                raise ArgumentError("a layer needs at least one path")
+            spec = (RMSNormSpec if entry.get("layer") == RMSNORM else LayerSpec).from_dict(entry)
+            spec.build("meta", None)
+        # A config may hold anything: whatever a constructor says of it is the reason.
+        except (ArgumentError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise StorageError(f"{where}, layer {i}: {error}") from error
+        specs.append(spec)
+    return specs
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        StorageError: the file cannot be read, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StorageError(f"{path} must be readable, but {error}") from error
+    except ValueError as error:
+        raise StorageError(f"{path} must be JSON, but {error}") from error
+    if not isinstance(values, dict):
+        raise StorageError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def require_version(values: Mapping[str, Any], where: str) -> None:
+    """Check that a file was written in a format that is known here.
+
+    Raises:
+        StorageError: it was not.
+    """
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        written = f", written by dynorm {values['dynorm_version']}" if "dynorm_version" in values else ""
+        raise StorageError(f"the format_version of {where} must be {FORMAT_VERSION}, got {version!r}{written}")
+
+
+def is_list_of_str(value: object) -> TypeGuard[list[str]]:
+    """Whether a value is a list of strings."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first five names of a message, and how many more there are.
+
+    Example:
+        >>> listed("abcdefg")
+        'a, b, c, d, e and 2 more'
+    """
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
