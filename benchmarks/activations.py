@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 
 import dynorm
-from benchmarks.small_model import LENGTH, trained
+from benchmarks.subjects import LENGTH, trained
 from dynorm.distill.pipeline import inspect_pretrained
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.report.inspection_html import drawing

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dynorm
-from benchmarks.rows import Row, add_rows, rows_so_far
-from benchmarks.subjects import BATCH, HELD_OUT, Subject, encoder, fitted, language_model
+from benchmarks.subjects import BATCH, HELD_OUT, Row, Subject, add_rows, encoder, fitted, language_model, rows_so_far
 from dynorm.distill import AnnealCallback
 from dynorm.distill.distill import distill_, distillation_rate
 from dynorm.distill.pipeline import Recipe as Defaults

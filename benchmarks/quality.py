@@ -11,8 +11,18 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.rows import Row, add_rows, rows_so_far
-from benchmarks.subjects import BATCH, CALIBRATION_TEXTS, HELD_OUT, REFINE, Subject, encoder, fitted
+from benchmarks.subjects import (
+    BATCH,
+    CALIBRATION_TEXTS,
+    HELD_OUT,
+    REFINE,
+    Row,
+    Subject,
+    add_rows,
+    encoder,
+    fitted,
+    rows_so_far,
+)
 
 # Layer, and one constant a channel or one a layer.
 ARMS = tuple((layer, per_channel) for per_channel in (True, False) for layer in ("dyisru", "dyt", "linear", "derf"))

@@ -1,12 +1,19 @@
-"""What the benchmarks of quality convert, fit and measure: a real encoder, and a small language model made here."""
+"""The models that the benchmarks of quality convert, fit and measure, and the rows of results that they leave.
+
+A real encoder, and a small pre-norm GPT-2 over bytes, trained on the spot in a minute or a few.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
+import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,14 +21,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax, nll_loss
+from torch.utils.data import TensorDataset
 
 import dynorm
-from benchmarks.small_model import trained
-from dynorm.distill.pretrained import Pretrained, encode, load_pretrained, make_batches
+from dynorm.distill.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
+from dynorm.files import write_text
 from tools.demo_model import folder
 
+ROOT = Path(__file__).parent.parent
 CALIBRATION_TEXTS, BATCH, HELD_OUT, REFINE = 256, 32, 512, 50
+# Of the small model: blocks per step, and bytes of a block.
+BLOCKS, LENGTH = 16, 128
+Row = dict[str, Any]
 Batches = list[dict[str, Tensor]]
 
 
@@ -98,3 +110,71 @@ def _language_figures(model: Any, original: Any, tests: Batches) -> dict[str, fl
         sums["nats"] += float(nll_loss(ours, targets, reduction="sum"))
         sums["divergence"] += float(kl_div(ours, theirs, log_target=True, reduction="sum"))
     return {name: value / count for name, value in sums.items()}
+
+
+def trained(steps: int, texts: list[str]) -> Path:
+    """Return the folder of a model that was trained for so many steps on these texts; train it where there is none."""
+    # By the texts, too: what one caller trains on another may hold out.
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+    out = ROOT / "build" / f"small-pre-norm-{steps}-{digest}"
+    if not (out / "training.json").exists():
+        summary = train(steps, texts, out)
+        (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
+    return out
+
+
+def train(steps: int, texts: list[str], out: Path) -> dict[str, Any]:
+    """Train a model, save it with its tokenizer, and return what was done."""
+    from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+    set_seed(0)
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=128, n_layer=4, n_head=4, n_positions=LENGTH,
+        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    blocks = torch.tensor(encode(Pretrained(model, tokenizer, True, out), texts, LENGTH))
+    arguments = TrainingArguments(
+        output_dir=str(out), max_steps=steps, per_device_train_batch_size=BLOCKS, learning_rate=3e-3,
+        lr_scheduler_type="cosine", warmup_steps=50, weight_decay=0.1, report_to=[], save_strategy="no",
+        use_cpu=True, disable_tqdm=True, optim="adamw_torch_fused", logging_steps=steps, seed=0,
+    )  # fmt: skip
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=TensorDataset(blocks),
+        data_collator=lambda rows: {"input_ids": (ids := torch.stack([row[0] for row in rows])), "labels": ids},
+    )
+    done = trainer.train()
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return {
+        "architecture": "GPT-2, 4 layers, C = 128, 4 heads, bytes",
+        "steps": steps,
+        "batch": f"{BLOCKS} x {LENGTH} bytes",
+        "seconds": round(done.metrics["train_runtime"], 1),
+        "mean_training_loss": round(done.training_loss, 3),
+    }
+
+
+def rows_so_far(results: Path) -> list[Row]:
+    """Return what earlier runs have measured; delete the file to measure all anew."""
+    return list(json.loads(results.read_text("utf-8"))["rows"]) if results.exists() else []
+
+
+def add_rows(results: Path, about: dict[str, Any], new: list[Row], order: Callable[[Row], Any] | None = None) -> None:
+    """Add rows, each with what it was made with; a write that fails leaves the old file.
+
+    Args:
+        results: the file.
+        about: what holds for all rows.
+        new: the rows.
+        order: the key by which all rows are sorted; None leaves them as they came.
+    """
+    made_with = library_versions() | {"processor": platform.machine(), "threads": torch.get_num_threads()}
+    rows = rows_so_far(results) + [row | {"made_with": made_with} for row in new]
+    if order is not None:
+        rows.sort(key=order)
+    results.parent.mkdir(exist_ok=True)
+    write_text(results, json.dumps(about | {"rows": rows}, indent=1) + "\n")

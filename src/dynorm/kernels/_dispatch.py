@@ -83,6 +83,7 @@ def pointwise(
         return None
     last = dim == -1 or (not isinstance(dim, int) and dim == tuple(range(-len(dim), 0)))
     if last:
+        # The way of nearly every call: all checks in one call to C++, which takes less time than two checks in Python.
         found = _cpu.serve(x, parameters, function, logarithmic, scale, shape)
         if found is True:
             form = _form(function, logarithmic, scale, shape[0] if len(shape) == 1 else math.prod(shape), 1)
@@ -104,6 +105,7 @@ def pointwise(
     if not isinstance(dim, int):
         return None
     moved = x.movedim(dim, -1)
+    # In torch's channels_last layout the channels come last in memory, whatever their axis: nothing to copy.
     if moved.is_contiguous():
         return call(_form(function, logarithmic, scale, shape[0], 1), moved, *parameters).movedim(-1, dim)
     inner = math.prod(x.shape[dim % x.ndim + 1 :])
@@ -158,7 +160,11 @@ _form = lru_cache(maxsize=1024)(Form)
 
 
 class _Pointwise(torch.autograd.Function):
-    """The kernels with their gradients: x and the parameters are saved, everything else is computed anew."""
+    """The kernels with their gradients.
+
+    Only x and the parameters are saved. The function is cheap, memory is not: computing f anew takes less time than
+    reading a saved result back.
+    """
 
     @staticmethod
     def forward(ctx: Any, form: Form, x: Tensor, *parameters: Any) -> Tensor:

@@ -73,6 +73,7 @@ def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = 
     given = (form.constant(parameters[0]), *parameters[1:])
     options = {"FUNCTION": form.function, "CHANNELS_LAST": last, "BLOCK_COLUMNS": block, **per_channel(given)}
 
+    # Without a sum over channels, rows need no program of their own: a tile is any block of the matrix.
     def launch(configuration: tuple[int, int]) -> None:
         elements, warps = configuration
         grid = (ceil_divide(rows, elements // block) * ceil_divide(columns, block),)

@@ -96,6 +96,8 @@ def backward_kernel(
 ):
     """Walk ``steps`` tiles of the same channels: the gradient of x, and sums over the tiles for the parameters.
 
+    A program keeps to its channels, so that parameters are loaded once and sums stay in registers.
+
     The sums go to ``partial[chunk, kind, channel]``; the kinds are constant, shift, center, weight and bias.
     """
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -137,6 +139,7 @@ def backward_kernel(
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
         if center_ptr is not None:
             u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
+        # Anew from x, for f was not saved.
         f, slope, by_constant, by_shift = derivatives(u, constant, shift, FUNCTION, NARROW)
         if grad_x_ptr is not None:
             tl.store(grad_x_ptr + offset, (grad * (gain * slope)).to(grad_x_ptr.dtype.element_ty), mask)

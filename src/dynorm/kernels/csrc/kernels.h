@@ -41,7 +41,8 @@ inline double load(const double* p) { return *p; }
 inline void store(double* p, double a) { *p = a; }
 inline void stream(double* p, double a) { *p = a; }
 
-// Vectors computed side by side, for one alone waits for its own steps; not where each lane is computed by itself.
+// Vectors computed side by side: one alone waits for its own steps, each of which takes four cycles or more where a new
+// one could begin in every cycle. Not where each lane is computed by itself.
 template <int F, class C>
 constexpr int kSideBySide = F == kDyisruWide || C::lanes < 8 ? 1 : 4;
 
@@ -100,7 +101,8 @@ inline void store_some(T* p, std::int64_t n, typename C::Vector a) {
   __builtin_memcpy(p, buffer, n * sizeof(T));
 }
 
-// The parameters at place j of the period; what is one number is broadcast once, outside the loop.
+// The parameters at place j of the period; what is one number is broadcast once, outside the loop. Whether a parameter
+// is one number is the layout, a template argument: asked for each vector, it would cost as much as the function.
 template <class C, int kLayout>
 struct Parameters {
   using Number = typename C::Number;
@@ -177,15 +179,15 @@ struct Sums {
   Vector at[kSums];
 };
 
-// Some vectors of the backward pass of one place of the period: sums grow, grad becomes the gradient of x.
+// Some vectors of the backward pass, each of a row of its own, at one place of the period: sums grow, grad becomes the
+// gradient of x. The constant is each row's own, for it may depend on the row; a sum over a row would be made of the
+// products that go into kSumMoment.
 template <int F, class C, int kCount, class Vector>
-__attribute__((always_inline)) inline void step(Vector (&u)[kCount], Vector (&grad)[kCount], Vector constant,
+__attribute__((always_inline)) inline void step(Vector (&u)[kCount], Vector (&grad)[kCount], Vector (&constant)[kCount],
                                                 Vector shift, Vector slope_gain, Sums<Vector>& sums) {
-  Vector constants[kCount];
-  for (int k = 0; k < kCount; ++k) constants[k] = constant;
-  add_squares<F>(u, constants);
+  add_squares<F>(u, constant);
   for (int k = 0; k < kCount; ++k) {
-    const auto d = Of<F>::all(u[k], constants[k], shift, grad[k]);
+    const auto d = Of<F>::all(u[k], constant[k], shift, grad[k]);
     sums.at[kSumGrad] = sums.at[kSumGrad] + grad[k];
     sums.at[kSumValue] = C::muladd(d.left, d.right, sums.at[kSumValue]);
     sums.at[kSumMoment] = C::muladd(d.sloped, d.arm, sums.at[kSumMoment]);
@@ -204,13 +206,13 @@ __attribute__((always_inline)) inline void backward_some(const T* x, const T* gr
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
   auto at = [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
-    Vector u[kRowsTogether], g[kRowsTogether];
+    Vector u[kRowsTogether], g[kRowsTogether], constant[kRowsTogether];
     for (int k = 0; k < kRowsTogether; ++k) {
-      u[k] = p.centered(read(x + k * stride + j), j), g[k] = read(grad + k * stride + j);
+      u[k] = p.centered(read(x + k * stride + j), j), g[k] = read(grad + k * stride + j), constant[k] = p.constant(j);
     }
     Sums<Vector> here;
     for (int s = 0; s < kSums; ++s) here.at[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
-    step<F, C>(u, g, p.constant(j), p.shift(j), p.slope_gain(j), here);
+    step<F, C>(u, g, constant, p.shift(j), p.slope_gain(j), here);
     for (int s = 0; sums && s < kSums; ++s) store(sums + s * padded + j, here.at[s]);
     for (int k = 0; grad_x && k < kRowsTogether; ++k) write(grad_x + k * stride + j, g[k]);
   };
@@ -263,15 +265,16 @@ void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t
     for (int k = 0; k < kSums; ++k) block.at[k] = C::splat_of(0);
     std::int64_t j = start;
     for (; j + C::lanes <= end; j += C::lanes) {
-      Vector u[1] = {p.centered(load(x + j), j)}, g[1] = {load(grad + j)};
-      step<F, C>(u, g, p.constant_, p.shift_, p.slope_gain_, block);
+      Vector u[1] = {p.centered(load(x + j), j)}, g[1] = {load(grad + j)}, constant[1] = {p.constant_};
+      step<F, C>(u, g, constant, p.shift_, p.slope_gain_, block);
       if (grad_x) store(grad_x + j, g[0]);
     }
     Sums<Vector> last;
     for (int k = 0; k < kSums; ++k) last.at[k] = C::splat_of(0);
     if (j < end) {
       Vector u[1] = {p.centered(load_some<C>(x + j, end - j), j)}, g[1] = {load_some<C>(grad + j, end - j)};
-      step<F, C>(u, g, p.constant_, p.shift_, p.slope_gain_, last);
+      Vector constant[1] = {p.constant_};
+      step<F, C>(u, g, constant, p.shift_, p.slope_gain_, last);
       if (grad_x) store_some<C>(grad_x + j, end - j, g[0]);
     }
     for (int k = 0; k < kSums; ++k) {

@@ -88,7 +88,8 @@ struct Plan {
     read_affine(padded, backward);
   }
 
-  // A period of whole vectors, so that only the last row has a rest; and not too short.
+  // A period of whole vectors, so that only the last row has a rest; and not too short. It may hold several tokens: what
+  // looks at one token at a time needs a period of its channels alone.
   std::int64_t whole_vectors(std::int64_t together) const {
     if (problem.size <= together) return together;
     const std::int64_t vectors = together * (kWidest / std::gcd(together, kWidest));
@@ -105,7 +106,8 @@ struct Plan {
     for (std::int64_t c = 0; problem.logarithmic && c < count; ++c) {
       constant[c] = std::exp(problem.function == kLinear ? Number{-0.5} * constant[c] : constant[c]);
     }
-    // The slope without its constant is a cube, which leaves float's range sooner than f does.
+    // One constant out of range, and all take the slow way: a question per element would cost more than is saved. The
+    // slope without its constant is a cube, which leaves float's range sooner than f does.
     const Number most = backward ? 0x1p60 : 0x1p100;
     for (std::int64_t c = 0; problem.function == kDyisru && c < count; ++c) {
       if (!(constant[c] >= 0x1p-60 && constant[c] <= most)) function = kDyisruWide;
