@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from dynorm.cli._app import quiet_libraries
 
+from dynorm.cli.application import quiet_libraries
 from dynorm.errors import ArgumentError, ModelError
 from studies.plan import PLAN, Part, Planned, missing, planned, seconds
 from studies.runs import RUNS, SCRATCH, BusyError, Record, read_all

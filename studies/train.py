@@ -13,9 +13,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from dynorm.cli._app import quiet_libraries
 
 import dynorm
+from dynorm.cli.application import quiet_libraries
 from dynorm.errors import ArgumentError
 from studies.runs import ROOT, RUNS, SCRATCH, Record, RunFiles
 from studies.settings import Settings
