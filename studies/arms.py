@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynorm.errors import ArgumentError
-from dynorm.layers._groups import LOG_RATE
+from dynorm.layers.groups import LOG_RATE
 
 Start = Literal["published", "batch", "path"]
 

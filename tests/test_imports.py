@@ -16,6 +16,7 @@ SOURCES = Path(dynorm.__file__).parent
 ORDER = (
     ("errors",),
     ("files",),
+    ("arguments",),
     ("functional",),
     ("theory",),
     ("kernels",),
@@ -152,7 +153,7 @@ def test_relative_imports_of_a_package_start_at_itself() -> None:
 def test_functional_imports_torch_and_the_errors_only() -> None:
     names = imported((SOURCES / "functional.py").read_text(), ("dynorm", "functional"))
     foreign = {name[:2] for name in names if name[0] not in sys.stdlib_module_names}
-    assert foreign == {("torch",), ("torch", "Tensor"), ("dynorm", "errors")}
+    assert foreign == {("torch",), ("torch", "Tensor"), ("dynorm", "arguments"), ("dynorm", "errors")}
 
 
 def test_importing_dynorm_loads_no_optional_library() -> None:

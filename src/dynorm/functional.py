@@ -1,12 +1,19 @@
-"""The mathematics as pure functions: the norms, and the point-wise functions that take their place.
+r"""The mathematics as pure functions: the norms, and the point-wise functions that take their place.
 
-Everything else in dynorm is tested against this file. All functions compute in at least float32 and return
-the dtype of ``x``; C is the number of normalised elements, the product of ``x.shape[d]`` over ``dim``.
+Everything else in dynorm is tested against this file. All functions compute in at least float32 and return the dtype of
+``x``. They raise :class:`dynorm.ArgumentError` when an argument is outside its domain. C is the number of normalised
+elements, the product of ``x.shape[d]`` over ``dim``.
 
-A constant of a point-wise function (``alpha``, ``beta``, ``shift``, ``slope``, ``scale``, ``center``) is a
-float or a floating point tensor: of shape (1,), of the normalised shape ``[x.shape[d] for d in dim]``, or
-with as many dimensions as ``x`` and broadcast against it, as a constant per token is. ``weight`` and ``bias``
-have the normalised shape. The values of tensors are never looked at: nothing waits for a device.
+A constant of a point-wise function (``alpha``, ``beta``, ``shift``, ``slope``, ``scale``, ``center``) is a float or a
+floating point tensor: of shape (1,), of the normalised shape ``[x.shape[d] for d in dim]``, or with as many dimensions
+as ``x`` and broadcast against it, as one constant per token is. ``weight`` and ``bias`` have the normalised shape. The
+values of tensors are never looked at: nothing waits for a device.
+
+Every point-wise function is put together in the same way, from ``u = x - center``:
+
+.. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot f(u) + \mathrm{bias}
+
+Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is centring, then RMSNorm, then the bias".
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import math
 import torch
 from torch import Tensor
 
+from dynorm.arguments import Axes, Constant, check_not_negative, constant, parameter, resolve
 from dynorm.errors import ArgumentError
 
 __all__ = [
@@ -35,8 +43,8 @@ __all__ = [
 ]
 
 
-def mean_square(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim: bool = False) -> Tensor:
-    r"""Mean of squares, the only statistic of RMSNorm.
+def mean_square(x: Tensor, dim: Axes = -1, keepdim: bool = False) -> Tensor:
+    r"""Return the mean of squares, the only statistic of RMSNorm (the note).
 
     .. math:: \mathrm{MS}(x) = \frac{1}{C} \sum_k x_k^2
 
@@ -48,22 +56,16 @@ def mean_square(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim: bool = Fals
     Returns:
         The shape of ``x`` without ``dim`` (or with size 1 there), the dtype of ``x``.
 
-    Raises:
-        ArgumentError: If ``x`` is not floating point or ``dim`` is out of range or repeated.
-
     Example:
         >>> mean_square(torch.tensor([3.0, 4.0]))
         tensor(12.5000)
-
-    Reference:
-        MS(x) of the note "LayerNorm is centring, then RMSNorm, then the bias".
     """
-    z, axes = _resolve(x, dim)
+    z, axes = resolve(x, dim)
     return (z * z).mean(axes, keepdim).to(x.dtype)
 
 
-def rms(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 0.0, keepdim: bool = False) -> Tensor:
-    r"""Root mean square, what RMSNorm divides by.
+def rms(x: Tensor, dim: Axes = -1, eps: float = 0.0, keepdim: bool = False) -> Tensor:
+    r"""Return the root mean square, by which RMSNorm divides (the note).
 
     .. math:: \mathrm{RMS}(x) = \sqrt{\mathrm{MS}(x) + \varepsilon}
 
@@ -76,23 +78,17 @@ def rms(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 0.0, keepdim: b
     Returns:
         The shape of ``x`` without ``dim`` (or with size 1 there), the dtype of ``x``.
 
-    Raises:
-        ArgumentError: If ``x``, ``dim`` or ``eps`` is outside its domain.
-
     Example:
         >>> rms(torch.tensor([1.0, 7.0]))
         tensor(5.)
-
-    Reference:
-        RMS(x) of the note "LayerNorm is centring, then RMSNorm, then the bias".
     """
-    z, _ = _resolve(x, dim)
-    _check_not_negative("eps", eps)
+    z, _ = resolve(x, dim)
+    check_not_negative("eps", eps)
     return torch.sqrt(mean_square(z, dim, keepdim) + eps).to(x.dtype)
 
 
-def center(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""Subtract the mean.
+def center(x: Tensor, dim: Axes = -1) -> Tensor:
+    r"""Subtract the mean (eq. 1; c(x) of the note).
 
     .. math:: c(x) = x - \mu = x \left(I - \tfrac{1}{C} 1^\top 1\right)
 
@@ -103,24 +99,18 @@ def center(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     Returns:
         The shape and dtype of ``x``; its mean over ``dim`` is 0.
 
-    Raises:
-        ArgumentError: If ``x`` is not floating point or ``dim`` is out of range or repeated.
-
     Example:
         >>> center(torch.tensor([1.0, 2.0, 6.0]))
         tensor([-2., -1.,  3.])
-
-    Reference:
-        Eq. 1 and c(x) of the note "LayerNorm is centring, then RMSNorm, then the bias".
     """
-    z, axes = _resolve(x, dim)
+    z, axes = resolve(x, dim)
     return (z - z.mean(axes, keepdim=True)).to(x.dtype)
 
 
 def centering_matrix(
     channels: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor:
-    r"""The matrix that centres a row vector; it can be folded into the linear map before it.
+    r"""Return the matrix that centres a row vector (the note); it can be folded into the linear map before it.
 
     .. math:: I - \tfrac{1}{C} 1^\top 1
 
@@ -132,16 +122,10 @@ def centering_matrix(
     Returns:
         A symmetric projection of shape (C, C).
 
-    Raises:
-        ArgumentError: If ``channels`` is less than 1.
-
     Example:
         >>> centering_matrix(2)
         tensor([[ 0.5000, -0.5000],
                 [-0.5000,  0.5000]])
-
-    Reference:
-        The centring matrix of the note "LayerNorm is centring, then RMSNorm, then the bias".
     """
     if channels < 1:
         raise ArgumentError(f"channels must be at least 1, got {channels}: give the number of channels")
@@ -149,20 +133,16 @@ def centering_matrix(
 
 
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    dim: int | tuple[int, ...] = -1,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, dim: Axes = -1
 ) -> Tensor:
-    r"""LayerNorm, written as centring, then RMSNorm, then the bias.
+    r"""Return LayerNorm, written as centring, then RMSNorm, then the bias (eq. 1-3; the note).
 
     .. math:: \mathrm{LN}(x) = \mathrm{RMSNorm}(c(x)) + \mathrm{bias}
         = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \odot \mathrm{weight} + \mathrm{bias}
 
     Args:
         x: Floating point tensor of any shape.
-        weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
+        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         eps: Added to the variance, not negative.
         dim: The normalised dimension, or several.
@@ -170,37 +150,25 @@ def layer_norm(
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> layer_norm(torch.tensor([1.0, 2.0, 6.0]), eps=0.0)
         tensor([-0.9258, -0.4629,  1.3887])
-
-    Reference:
-        Eq. 1-3 and LayerNorm of the note "LayerNorm is centring, then RMSNorm, then the bias".
     """
-    z, axes = _resolve(x, dim)
-    offset = _parameter("bias", bias, z, axes)
-    normed = rms_norm(center(z, dim), weight, None, eps, dim)
-    return _affine(normed, None, offset).to(x.dtype)
+    z, _ = resolve(x, dim)
+    return rms_norm(center(z, dim), weight, bias, eps, dim).to(x.dtype)
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    dim: int | tuple[int, ...] = -1,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, dim: Axes = -1
 ) -> Tensor:
-    r"""RMSNorm: LayerNorm without centring.
+    r"""Return RMSNorm: LayerNorm without centring (the note).
 
     .. math:: \mathrm{RMSNorm}(x) = \frac{x}{\sqrt{\mathrm{MS}(x) + \varepsilon}} \odot \mathrm{weight}
         + \mathrm{bias}
 
     Args:
         x: Floating point tensor of any shape.
-        weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
+        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         eps: Added to the mean of squares, not negative.
         dim: The normalised dimension, or several.
@@ -208,23 +176,16 @@ def rms_norm(
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> rms_norm(torch.tensor([1.0, 7.0]), eps=0.0)
         tensor([0.2000, 1.4000])
-
-    Reference:
-        RMSNorm of the note "LayerNorm is centring, then RMSNorm, then the bias".
     """
-    z, axes = _resolve(x, dim)
-    gain, offset = _parameter("weight", weight, z, axes), _parameter("bias", bias, z, axes)
-    return _affine(z / rms(z, dim, eps, keepdim=True), gain, offset).to(x.dtype)
+    z, axes = resolve(x, dim)
+    return _affine(z / rms(z, dim, eps, keepdim=True), None, weight, bias, axes).to(x.dtype)
 
 
-def isru(x: Tensor, alpha: float | Tensor, *, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""Inverse Square Root Unit: slope 1 at 0, bounded by :math:`1 / \sqrt\alpha`.
+def isru(x: Tensor, alpha: Constant, *, dim: Axes = -1) -> Tensor:
+    r"""Return the Inverse Square Root Unit: slope 1 at 0, bounded by :math:`1 / \sqrt\alpha` (eq. 30-32).
 
     .. math:: f(x) = \frac{x}{\sqrt{1 + \alpha x^2}} = \frac{\sqrt\beta x}{\sqrt{\beta + x^2}},
         \quad \beta = 1 / \alpha
@@ -237,40 +198,33 @@ def isru(x: Tensor, alpha: float | Tensor, *, dim: int | tuple[int, ...] = -1) -
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> isru(torch.tensor([-torch.inf, 0.0, 1.5]), 4.0)
         tensor([-0.5000,  0.0000,  0.4743])
-
-    Reference:
-        Eq. 30-32.
     """
-    z, axes = _resolve(x, dim)
-    beta = 1 / _constant("alpha", alpha, z, axes, positive=True)
+    z, axes = resolve(x, dim)
+    beta = 1 / constant("alpha", alpha, z, axes, positive=True)
     return (_soft_sign(z, beta) * beta**0.5).to(x.dtype)
 
 
 def dyt(
     x: Tensor,
-    alpha: float | Tensor,
+    alpha: Constant,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    center: float | Tensor | None = None,
-    scale: float | Tensor = 1.0,
-    dim: int | tuple[int, ...] = -1,
+    center: Constant | None = None,
+    scale: Constant = 1.0,
+    dim: Axes = -1,
 ) -> Tensor:
-    r"""Dynamic Tanh.
+    r"""Return the Dynamic Tanh (eq. 4; "Transformers without Normalization", arXiv 2503.10622).
 
-    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot
-        \tanh(\alpha (x - \mathrm{center})) + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \tanh(\alpha (x - \mathrm{center})) + \mathrm{bias}
 
     Args:
         x: Floating point tensor of any shape.
         alpha: Constant, float or tensor.
-        weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
+        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         center: Where the function is 0; a constant, or None for 0.
         scale: Bound of the function before ``weight``; a constant.
@@ -279,39 +233,32 @@ def dyt(
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> dyt(torch.tensor([-torch.inf, 0.0, 1.0]), 0.5)
         tensor([-1.0000,  0.0000,  0.4621])
-
-    Reference:
-        Eq. 4; "Transformers without Normalization", arXiv 2503.10622.
     """
-    z, axes = _resolve(x, dim)
-    alpha = _constant("alpha", alpha, z, axes)
-    gain, offset = _gain_and_offset(scale, weight, bias, z, axes)
-    return _affine(torch.tanh(alpha * _shifted(z, center, axes)), gain, offset).to(x.dtype)
+    z, axes = resolve(x, dim)
+    slope = constant("alpha", alpha, z, axes)
+    return _affine(torch.tanh(slope * _shifted(z, center, axes)), scale, weight, bias, axes).to(x.dtype)
 
 
 def scaled_dyt(
     x: Tensor,
-    alpha: float | Tensor,
+    alpha: Constant,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    center: float | Tensor | None = None,
-    dim: int | tuple[int, ...] = -1,
+    center: Constant | None = None,
+    dim: Axes = -1,
 ) -> Tensor:
-    r"""Dynamic Tanh with the bound of LayerNorm.
+    r"""Return the Dynamic Tanh with the bound of LayerNorm (eq. 11, Theorem 2).
 
     .. math:: y = \mathrm{weight} \cdot \sqrt{C - 1} \tanh(\alpha (x - \mathrm{center})) + \mathrm{bias}
 
     Args:
         x: Floating point tensor of any shape.
         alpha: Constant, float or tensor.
-        weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
+        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         center: Where the function is 0; a constant, or None for 0.
         dim: The normalised dimension, or several; C is their product.
@@ -319,37 +266,31 @@ def scaled_dyt(
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> scaled_dyt(torch.tensor([-torch.inf, 0.0, 1.0, 2.0, 3.0]), 0.5)
         tensor([-2.0000,  0.0000,  0.9242,  1.5232,  1.8103])
-
-    Reference:
-        Eq. 11, Theorem 2.
     """
-    _, axes = _resolve(x, dim)
+    _, axes = resolve(x, dim)
     return dyt(x, alpha, weight, bias, center=center, scale=_bound(x, axes), dim=dim)
 
 
 def dyisru(
     x: Tensor,
-    beta: float | Tensor,
+    beta: Constant,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    scale: float | Tensor | None = None,
-    dim: int | tuple[int, ...] = -1,
+    scale: Constant | None = None,
+    dim: Axes = -1,
 ) -> Tensor:
-    r"""Dynamic Inverse Square Root Unit, first called Elementwise Layer Normalization (ELN).
+    r"""Return the Dynamic Inverse Square Root Unit, first called Elementwise Layer Normalization (ELN; eq. 15).
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \frac{x}{\sqrt{\beta + x^2}} + \mathrm{bias}
 
     Args:
         x: Floating point tensor of any shape; infinities give the bound.
         beta: Positive constant, float or tensor.
-        weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
+        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         scale: Bound of the function before ``weight``; a constant, or None for :math:`\sqrt{C - 1}`.
         dim: The normalised dimension, or several; C is their product.
@@ -357,30 +298,24 @@ def dyisru(
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> dyisru(torch.tensor([-torch.inf, 0.0, 1.0, 1e30, 3.0]), 3.0)
         tensor([-2.0000,  0.0000,  1.0000,  2.0000,  1.7321])
-
-    Reference:
-        Eq. 15.
     """
     return dyisru_general(x, beta, None, weight, bias, scale=scale, dim=dim)
 
 
 def dyisru_general(
     x: Tensor,
-    beta: float | Tensor,
-    center: float | Tensor | None,
+    beta: Constant,
+    center: Constant | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    scale: float | Tensor | None = None,
-    dim: int | tuple[int, ...] = -1,
+    scale: Constant | None = None,
+    dim: Axes = -1,
 ) -> Tensor:
-    r"""DyISRU around a given centre, which stands where the paper has the mean.
+    r"""Return DyISRU around a given centre, which takes the place of the paper's mean (eq. 13, Theorem 3).
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot
         \frac{x - \mathrm{center}}{\sqrt{\beta + (x - \mathrm{center})^2}} + \mathrm{bias}
@@ -389,7 +324,7 @@ def dyisru_general(
         x: Floating point tensor of any shape; infinities give the bound.
         beta: Positive constant, float or tensor.
         center: Where the function is 0; a constant, or None for 0.
-        weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
+        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         scale: Bound of the function before ``weight``; a constant, or None for :math:`\sqrt{C - 1}`.
         dim: The normalised dimension, or several; C is their product.
@@ -397,34 +332,28 @@ def dyisru_general(
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> dyisru_general(torch.tensor([-torch.inf, 2.0, 3.0, 1e30, 5.0]), 3.0, 2.0)
         tensor([-2.0000,  0.0000,  1.0000,  2.0000,  1.7321])
-
-    Reference:
-        Eq. 13, Theorem 3.
     """
-    z, axes = _resolve(x, dim)
-    beta = _constant("beta", beta, z, axes, positive=True)
-    gain, offset = _gain_and_offset(_bound(z, axes) if scale is None else scale, weight, bias, z, axes)
-    return _affine(_soft_sign(_shifted(z, center, axes), beta), gain, offset).to(x.dtype)
+    z, axes = resolve(x, dim)
+    beta = constant("beta", beta, z, axes, positive=True)
+    y = _soft_sign(_shifted(z, center, axes), beta)
+    return _affine(y, _bound(z, axes) if scale is None else scale, weight, bias, axes).to(x.dtype)
 
 
 def derf(
     x: Tensor,
-    alpha: float | Tensor,
-    shift: float | Tensor = 0.0,
+    alpha: Constant,
+    shift: Constant = 0.0,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    center: float | Tensor | None = None,
-    scale: float | Tensor = 1.0,
-    dim: int | tuple[int, ...] = -1,
+    center: Constant | None = None,
+    scale: Constant = 1.0,
+    dim: Axes = -1,
 ) -> Tensor:
-    r"""Dynamic error function.
+    r"""Return the Dynamic error function ("Stronger Normalization-Free Transformers", arXiv 2512.10938).
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot
         \mathrm{erf}(\alpha (x - \mathrm{center}) + \mathrm{shift}) + \mathrm{bias}
@@ -433,7 +362,7 @@ def derf(
         x: Floating point tensor of any shape.
         alpha: Constant, float or tensor.
         shift: Added inside the error function; a constant.
-        weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
+        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         center: Subtracted from ``x``; a constant, or None for 0.
         scale: Bound of the function before ``weight``; a constant.
@@ -442,40 +371,33 @@ def derf(
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> derf(torch.tensor([-torch.inf, 0.0, 1.0]), 0.5)
         tensor([-1.0000,  0.0000,  0.5205])
-
-    Reference:
-        "Stronger Normalization-Free Transformers", arXiv 2512.10938.
     """
-    z, axes = _resolve(x, dim)
-    alpha, shift = _constant("alpha", alpha, z, axes), _constant("shift", shift, z, axes)
-    gain, offset = _gain_and_offset(scale, weight, bias, z, axes)
-    return _affine(torch.erf(alpha * _shifted(z, center, axes) + shift), gain, offset).to(x.dtype)
+    z, axes = resolve(x, dim)
+    slope, shift = constant("alpha", alpha, z, axes), constant("shift", shift, z, axes)
+    return _affine(torch.erf(slope * _shifted(z, center, axes) + shift), scale, weight, bias, axes).to(x.dtype)
 
 
 def linear(
     x: Tensor,
-    slope: float | Tensor,
+    slope: Constant,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    center: float | Tensor | None = None,
-    scale: float | Tensor = 1.0,
-    dim: int | tuple[int, ...] = -1,
+    center: Constant | None = None,
+    scale: Constant = 1.0,
+    dim: Axes = -1,
 ) -> Tensor:
-    r"""The control of every study: the same slope at the centre, without a bound.
+    r"""Return the control of every study: a constant slope and no bound; LayerNorm with constant statistics (eq. 3).
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \mathrm{slope} \cdot (x - \mathrm{center}) + \mathrm{bias}
 
     Args:
         x: Floating point tensor of any shape.
         slope: Constant, float or tensor.
-        weight: Gain of shape ``[x.shape[d] for d in dim]``, or None for 1.
+        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
         center: Where the function is 0; a constant, or None for 0.
         scale: Factor before ``weight``; a constant.
@@ -484,23 +406,16 @@ def linear(
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
     Example:
         >>> linear(torch.tensor([0.0, 1.0, 3.0]), 0.5, center=1.0)
         tensor([-0.5000,  0.0000,  1.0000])
-
-    Reference:
-        LayerNorm with its statistics held constant, Eq. 3.
     """
-    z, axes = _resolve(x, dim)
-    slope = _constant("slope", slope, z, axes)
-    gain, offset = _gain_and_offset(slope * _constant("scale", scale, z, axes), weight, bias, z, axes)
-    return _affine(_shifted(z, center, axes), gain, offset).to(x.dtype)
+    z, axes = resolve(x, dim)
+    slope, scale = constant("slope", slope, z, axes), constant("scale", scale, z, axes)
+    return _affine(_shifted(z, center, axes), slope * scale, weight, bias, axes).to(x.dtype)
 
 
-def _soft_sign(d: Tensor, beta: float | Tensor) -> Tensor:
+def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     """Return ``d / sqrt(beta + d**2)``, which goes from -1 to 1."""
     # Beyond the limit, 2**63 in float32, the quotient is 1 to rounding for any beta up to 1e30, but the square would
     # overflow and inf / inf be NaN.
@@ -509,102 +424,24 @@ def _soft_sign(d: Tensor, beta: float | Tensor) -> Tensor:
     return d / torch.sqrt(beta + d * d)
 
 
-def _affine(y: Tensor, gain: float | Tensor | None, offset: Tensor | None) -> Tensor:
-    """Return ``y * gain + offset``, leaving out what is None."""
-    y = y if gain is None else y * gain
-    return y if offset is None else y + offset
+def _shifted(z: Tensor, center: Constant | None, axes: tuple[int, ...]) -> Tensor:
+    """Return u, which is ``z - center``."""
+    return z if center is None else z - constant("center", center, z, axes)
 
 
-def _shifted(z: Tensor, center: float | Tensor | None, axes: tuple[int, ...]) -> Tensor:
-    """Return ``z - center``."""
-    return z if center is None else z - _constant("center", center, z, axes)
+def _affine(
+    f: Tensor, scale: Constant | None, weight: Tensor | None, bias: Tensor | None, axes: tuple[int, ...]
+) -> Tensor:
+    """Return ``weight * scale * f + bias``, leaving out what is None."""
+    factor = None if scale is None else constant("scale", scale, f, axes)
+    gain, offset = parameter("weight", weight, f, axes), parameter("bias", bias, f, axes)
+    if gain is not None:
+        # The product of two small tensors is cheaper than another pass over x.
+        factor = gain if factor is None else gain * factor
+    f = f if factor is None else f * factor
+    return f if offset is None else f + offset
 
 
 def _bound(x: Tensor, axes: tuple[int, ...]) -> float:
     """Return ``sqrt(C - 1)``, the largest value that a normalised channel can take."""
     return math.sqrt(max(math.prod([x.shape[axis] for axis in axes]) - 1, 0))
-
-
-def _gain_and_offset(
-    scale: float | Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor, axes: tuple[int, ...]
-) -> tuple[float | Tensor, Tensor | None]:
-    """Return ``scale * weight`` and ``bias``, laid along ``axes``."""
-    factor = _constant("scale", scale, z, axes)
-    gain = _parameter("weight", weight, z, axes)
-    # The product of two small tensors is cheaper than another pass over x.
-    return factor if gain is None else gain * factor, _parameter("bias", bias, z, axes)
-
-
-def _resolve(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return ``x`` in the dtype to compute in, and ``dim`` as axes counted from the front."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ArgumentError(f"x must be a real floating point tensor, got {got}: convert it, say with .float()")
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    if not dims or not all(-x.ndim <= d < x.ndim for d in dims):
-        raise ArgumentError(
-            f"dim must name dimensions of x, which has {x.ndim}, got {dim}: "
-            f"give one or more integers from {-x.ndim} to {x.ndim - 1}"
-        )
-    axes = tuple(d % x.ndim for d in dims)
-    if len(set(axes)) < len(axes):
-        raise ArgumentError(f"dim must not repeat a dimension, got {dim}: name each one once")
-    return x if x.dtype in (torch.float32, torch.float64) else x.float(), axes
-
-
-def _constant(
-    name: str, value: float | Tensor, z: Tensor, axes: tuple[int, ...], *, positive: bool = False
-) -> float | Tensor:
-    """Return ``value`` ready to be broadcast against ``z``; a tensor's values are never looked at."""
-    if not isinstance(value, Tensor):
-        # Both comparisons are False for NaN.
-        if not (0 if positive else -math.inf) < value < math.inf:
-            raise ArgumentError(
-                f"{name} must be {'positive and ' if positive else ''}finite, got {value}: give another value"
-            )
-        return value
-    _check_floating(name, value)
-    shape, normalized = tuple(value.shape), tuple(z.shape[axis] for axis in axes)
-    if shape == normalized:
-        return _along(value, z, axes)
-    # Under torch.compile, "1 in (1, m)" is False when m is symbolic.
-    broadcast = len(shape) == z.ndim and all(n == 1 or n == m for n, m in zip(shape, z.shape, strict=True))
-    if not broadcast and shape not in ((), (1,)):
-        raise ArgumentError(
-            f"{name} must be a float or a tensor of shape (1,), {normalized} or one that broadcasts against "
-            f"x of shape {tuple(z.shape)}, got {shape}: reshape it, or pass the dim along which it lies"
-        )
-    return value.to(z.dtype)
-
-
-def _parameter(name: str, value: Tensor | None, z: Tensor, axes: tuple[int, ...]) -> Tensor | None:
-    """Return ``value``, of the normalised shape, ready to be broadcast against ``z``."""
-    if value is None:
-        return None
-    _check_floating(name, value)
-    normalized = tuple(z.shape[axis] for axis in axes)
-    if tuple(value.shape) != normalized:
-        raise ArgumentError(
-            f"{name} must have the shape {normalized} of the normalised dimensions, "
-            f"got {tuple(value.shape)}: reshape it, or pass the dim along which it lies"
-        )
-    return _along(value, z, axes)
-
-
-def _along(value: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Lay ``value``, whose dimensions are ``axes`` of ``z``, along them."""
-    ordered = value.permute(sorted(range(len(axes)), key=axes.__getitem__))
-    return ordered.reshape([n if axis in axes else 1 for axis, n in enumerate(z.shape)]).to(z.dtype)
-
-
-def _check_floating(name: str, value: Tensor) -> None:
-    """Refuse what is not a real floating point tensor."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ArgumentError(f"{name} must be a real floating point tensor, got {got}: convert it first")
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    """Refuse negative, infinite and NaN numbers."""
-    if not 0 <= value < math.inf:
-        raise ArgumentError(f"{name} must be finite and not negative, got {value}: give 0 or a small number")

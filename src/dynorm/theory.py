@@ -1,7 +1,9 @@
-"""Closed forms that tie the norms to the point-wise functions, with C channels to a token.
+"""Closed forms that tie the norms to the point-wise functions, for tokens of C channels.
 
-m_i and v_i are the mean and the biased variance of the C - 1 channels other than i, and s_i is the sum of
-their squares. With these as constants, a point-wise function is the norm itself, not an approximation of it.
+m_i and v_i are the mean and the biased variance of the C - 1 channels other than i, and s_i is the sum of their
+squares. With these as constants, a point-wise function is the norm itself, not an approximation of it. Equation numbers
+are those of arXiv 2503.21708. All functions raise :class:`dynorm.ArgumentError` when an argument is outside its domain;
+those that leave one channel out need at least two.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from dynorm.arguments import Axes, check_not_negative, resolve
 from dynorm.errors import ArgumentError
-from dynorm.functional import _check_not_negative, _resolve, center, dyisru, dyisru_general, mean_square, rms
+from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 
 __all__ = [
     "channel_beta",
@@ -34,8 +37,8 @@ __all__ = [
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 
 
-def layer_norm_slope_factor(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim: bool = False) -> Tensor:
-    r"""The factor of LayerNorm's derivative that depends on the whole token.
+def layer_norm_slope_factor(x: Tensor, dim: Axes = -1, keepdim: bool = False) -> Tensor:
+    r"""Return the factor of LayerNorm's derivative that depends on the whole token (eq. 6).
 
     .. math:: F(x) = \frac{1}{C \sigma}
 
@@ -47,22 +50,16 @@ def layer_norm_slope_factor(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim:
     Returns:
         The shape of ``x`` without ``dim`` (or with size 1 there), the dtype of ``x``.
 
-    Raises:
-        ArgumentError: If ``x`` is not floating point or ``dim`` is out of range or repeated.
-
     Example:
         >>> layer_norm_slope_factor(torch.tensor([-2.0, 2.0]))
         tensor(0.2500)
-
-    Reference:
-        Eq. 6.
     """
-    z, axes = _resolve(x, dim)
+    z, axes = resolve(x, dim)
     return (1 / (_count(z, axes) * rms(center(z, dim), dim, keepdim=keepdim))).to(x.dtype)
 
 
-def layer_norm_derivative(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""How each channel of LayerNorm answers to its own input: the diagonal of the Jacobian.
+def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
+    r"""Return how each channel of LayerNorm answers to its own input: the Jacobian's diagonal (eq. 5, Theorem 1).
 
     .. math:: \frac{dy_i}{dx_i} = F(x) (C - 1 - y_i^2)
 
@@ -73,24 +70,18 @@ def layer_norm_derivative(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If ``x`` is not floating point or ``dim`` is out of range or repeated.
-
     Example:
         >>> layer_norm_derivative(torch.tensor([-1.0, 0.0, 1.0]))
         tensor([0.2041, 0.8165, 0.2041])
-
-    Reference:
-        Eq. 5, Theorem 1.
     """
-    z, axes = _resolve(x, dim)
+    z, axes = resolve(x, dim)
     channels, d = _count(z, axes), center(z, dim)
     y = d / rms(d, dim, keepdim=True)
     return (layer_norm_slope_factor(z, dim, keepdim=True) * (channels - 1 - y * y)).to(x.dtype)
 
 
-def channel_beta(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""The b that makes DyISRU around the mean equal to LayerNorm, one for each channel.
+def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
+    r"""Return the beta of each channel that makes DyISRU around the mean equal to LayerNorm (eq. 14, Theorem 4).
 
     .. math:: \beta_i = (C - 1) \sigma_{\neq i}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_i,
         \quad \sigma_{\neq i}^2 = \frac{1}{C - 1} \sum_{k \neq i} (x_k - \mu)^2
@@ -103,23 +94,17 @@ def channel_beta(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
         The shape and dtype of ``x``. It is evaluated as the paper writes it, a difference: where one channel
         dominates, :func:`leave_one_out_beta` keeps more digits.
 
-    Raises:
-        ArgumentError: If there are fewer than 2 channels, or ``x`` or ``dim`` is outside its domain.
-
     Example:
         >>> channel_beta(torch.tensor([0.0, 1.0, 3.0]))
         tensor([1.3333, 3.0000, 0.3333])
-
-    Reference:
-        Eq. 14, Theorem 4.
     """
-    z, _ = _resolve(x, dim)
+    z, _ = resolve(x, dim)
     d = center(z, dim)
     return (leave_one_out_square_sum(d, dim) - mean_square(d, dim, keepdim=True)).to(x.dtype)
 
 
-def leave_one_out_mean(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""Mean of the other channels, for each channel, in O(C).
+def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
+    r"""Return the mean of the other channels, for each channel, in O(C): the centre of :func:`layer_norm_as_dyisru`.
 
     .. math:: m_i = \frac{1}{C - 1} \sum_{k \neq i} x_k
 
@@ -130,23 +115,17 @@ def leave_one_out_mean(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     Returns:
         The shape and dtype of ``x``.
 
-    Raises:
-        ArgumentError: If there are fewer than 2 channels, or ``x`` or ``dim`` is outside its domain.
-
     Example:
         >>> leave_one_out_mean(torch.tensor([0.0, 1.0, 3.0]))
         tensor([2.0000, 1.5000, 0.5000])
-
-    Reference:
-        The centre of the exact form of eq. 13; see :func:`layer_norm_as_dyisru`.
     """
-    z, axes = _resolve(x, dim)
+    z, axes = resolve(x, dim)
     rest = _without_outlier(z, axes)
     return (rest.mean + (rest.peak - rest.deviation) / (rest.channels - 1)).to(x.dtype)
 
 
-def leave_one_out_variance(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""Biased variance of the other channels around their own mean, for each channel, in O(C).
+def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
+    r"""Return the biased variance of the other channels around their own mean, for each channel, in O(C) (eq. 14).
 
     .. math:: v_i = \frac{1}{C - 1} \sum_{k \neq i} (x_k - m_i)^2
 
@@ -157,30 +136,26 @@ def leave_one_out_variance(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor
     Returns:
         The shape and dtype of ``x``. One huge channel costs no digits, at itself or elsewhere.
 
-    Raises:
-        ArgumentError: If there are fewer than 2 channels, or ``x`` or ``dim`` is outside its domain.
-
     Example:
         >>> leave_one_out_variance(torch.tensor([0.0, 1.0, 3.0]))
         tensor([1.0000, 2.2500, 0.2500])
-
-    Reference:
-        Eq. 14, which is :math:`(C - 1)^2 v_i / C`.
     """
-    z, axes = _resolve(x, dim)
+    z, axes = resolve(x, dim)
     rest = _without_outlier(z, axes)
     others = rest.channels - 1
-    # What taking the outlier in and channel i out adds to the sum of squares, factored: as the outlier is the
-    # channel furthest from the mean, both factors have the sign of its deviation, and nothing cancels.
+    # Taking the outlier in and channel i out adds the product of these to the sum of squares. As the outlier is the
+    # channel farthest from the mean, both factors have the sign of its deviation, and nothing cancels.
     first = rest.peak - rest.deviation
     second = ((rest.channels - 2) * rest.peak + rest.channels * rest.deviation) / others
     return ((rest.square_sum + first * second) / others).to(x.dtype)
 
 
-def leave_one_out_beta(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 0.0) -> Tensor:
-    r"""The b that makes DyISRU around :func:`leave_one_out_mean` equal to LayerNorm, for each channel.
+def leave_one_out_beta(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
+    r"""Return the beta of each channel that makes DyISRU around :func:`leave_one_out_mean` equal to LayerNorm.
 
     .. math:: b_i = C v_i + \frac{C^2}{C - 1} \varepsilon
+
+    This is eq. 14 with its centre moved from the mean to :math:`m_i`, that is divided by :math:`((C - 1) / C)^2`.
 
     Args:
         x: Floating point tensor with at least 2 channels.
@@ -190,25 +165,19 @@ def leave_one_out_beta(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 
     Returns:
         The shape and dtype of ``x``; it does not depend on :math:`x_i`.
 
-    Raises:
-        ArgumentError: If there are fewer than 2 channels, or another argument is outside its domain.
-
     Example:
         >>> leave_one_out_beta(torch.tensor([0.0, 1.0, 3.0]))
         tensor([3.0000, 6.7500, 0.7500])
-
-    Reference:
-        Eq. 14 with its centre moved from the mean to :math:`m_i`, that is divided by :math:`((C - 1) / C)^2`.
     """
-    z, axes = _resolve(x, dim)
-    _check_not_negative("eps", eps)
+    z, axes = resolve(x, dim)
+    check_not_negative("eps", eps)
     channels = _count_at_least_two(z, axes)
     # x_i - mu is (C - 1) / C of x_i - m_i, hence not C eps as for RMSNorm.
     return (channels * leave_one_out_variance(z, dim) + eps * channels**2 / (channels - 1)).to(x.dtype)
 
 
-def leave_one_out_square_sum(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 0.0) -> Tensor:
-    r"""The b that makes DyISRU equal to RMSNorm, for each channel: the sum of the other channels' squares.
+def leave_one_out_square_sum(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
+    r"""Return the beta of each channel that makes DyISRU equal to RMSNorm: the others' square sum (eq. 14, no centre).
 
     .. math:: s_i = \sum_{k \neq i} x_k^2 + C \varepsilon
 
@@ -220,18 +189,12 @@ def leave_one_out_square_sum(x: Tensor, dim: int | tuple[int, ...] = -1, eps: fl
     Returns:
         The shape and dtype of ``x``. One huge channel costs no digits, at itself or elsewhere.
 
-    Raises:
-        ArgumentError: If there are fewer than 2 channels, or another argument is outside its domain.
-
     Example:
         >>> leave_one_out_square_sum(torch.tensor([1.0, 2.0, 3.0]))
         tensor([13., 10.,  5.])
-
-    Reference:
-        Eq. 14 without a centre.
     """
-    z, axes = _resolve(x, dim)
-    _check_not_negative("eps", eps)
+    z, axes = resolve(x, dim)
+    check_not_negative("eps", eps)
     channels, squares = _count_at_least_two(z, axes), z * z
     largest = _is_largest(squares, axes)
     rest, peak = _sum_without(largest, squares, axes), _sum_without(~largest, squares, axes)
@@ -239,8 +202,8 @@ def leave_one_out_square_sum(x: Tensor, dim: int | tuple[int, ...] = -1, eps: fl
     return (rest + (peak - squares) + channels * eps).to(x.dtype)
 
 
-def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""LayerNorm, evaluated as a DyISRU whose centre and b leave out the channel that they act on.
+def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
+    r"""Evaluate LayerNorm as a DyISRU whose centre and beta leave out the channel that they act on (eq. 13 and 14).
 
     .. math:: \mathrm{LN}(x)_i = \sqrt{C - 1} \frac{x_i - m_i}{\sqrt{b_i + (x_i - m_i)^2}}
 
@@ -252,23 +215,17 @@ def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int | tuple[int, ...]
     Returns:
         The shape and dtype of ``x``: LayerNorm without weight and bias, to rounding.
 
-    Raises:
-        ArgumentError: If there are fewer than 2 channels, or another argument is outside its domain.
-
     Example:
         >>> layer_norm_as_dyisru(torch.tensor([1.0, 2.0, 6.0]))
         tensor([-0.9258, -0.4629,  1.3887])
-
-    Reference:
-        Eq. 13 and 14, with the mean and the variance of the other channels.
     """
-    z, _ = _resolve(x, dim)
+    z, _ = resolve(x, dim)
     beta, middle = leave_one_out_beta(z, dim, eps), leave_one_out_mean(z, dim)
     return dyisru_general(z, beta, middle, dim=dim).to(x.dtype)
 
 
-def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int | tuple[int, ...] = -1) -> Tensor:
-    r"""RMSNorm, evaluated as a DyISRU whose b leaves out the channel that it acts on.
+def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
+    r"""Evaluate RMSNorm as a DyISRU whose beta leaves out the channel that it acts on (eq. 15).
 
     .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C} \frac{x_i}{\sqrt{s_i + x_i^2}}
 
@@ -280,25 +237,21 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int | tuple[int, ...] =
     Returns:
         The shape and dtype of ``x``: RMSNorm without weight and bias, to rounding.
 
-    Raises:
-        ArgumentError: If there are fewer than 2 channels, or another argument is outside its domain.
-
     Example:
         >>> rms_norm_as_dyisru(torch.tensor([1.0, 7.0]))
         tensor([0.2000, 1.4000])
-
-    Reference:
-        Eq. 15, with the squares of the other channels.
     """
-    z, axes = _resolve(x, dim)
+    z, axes = resolve(x, dim)
     beta = leave_one_out_square_sum(z, dim, eps)
     return dyisru(z, beta, scale=math.sqrt(_count(z, axes)), dim=dim).to(x.dtype)
 
 
 def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
-    r"""The b to start from, for activations of a known size.
+    r"""Return the beta to start from, for activations of a known size.
 
     .. math:: b_0 = C \sigma^2
+
+    This is eq. 14 for many channels of like size. With the scale sqrt(C) the slope at 0 is 1 / sigma.
 
     Args:
         variance: Variance of a site's activations, or their mean of squares where the norm does not centre; a
@@ -308,25 +261,19 @@ def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
     Returns:
         A float for a float, a tensor of the same shape and dtype for a tensor.
 
-    Raises:
-        ArgumentError: If a float is negative or not finite, or ``channels`` is less than 1.
-
     Example:
         >>> closed_form_beta(0.25, 384)
         96.0
-
-    Reference:
-        Eq. 14 for many channels of like size; with the scale sqrt(C) the slope at 0 is 1 / sigma.
     """
     if not isinstance(variance, Tensor):
-        _check_not_negative("variance", variance)
+        check_not_negative("variance", variance)
     if channels < 1:
         raise ArgumentError(f"channels must be at least 1, got {channels}: give the number of channels")
     return variance * channels
 
 
 def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:
-    r"""The alpha that gives scaled DyT the slope at 0 of DyISRU, both with the same scale.
+    r"""Return the alpha that gives scaled DyT the slope at 0 of a DyISRU of the same scale (eq. 11 and 15).
 
     .. math:: \alpha = \frac{1}{\sqrt\beta}
 
@@ -336,21 +283,15 @@ def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:
     Returns:
         A float for a float, a tensor of the same shape and dtype for a tensor.
 
-    Raises:
-        ArgumentError: If a float is not positive and finite.
-
     Example:
         >>> scaled_dyt_alpha(16.0)
         0.25
-
-    Reference:
-        The derivatives of eq. 11 and 15 at 0.
     """
     return _over_root(1.0, beta)
 
 
 def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
-    r"""The alpha that gives Derf the slope at 0 of DyISRU, both with the same scale.
+    r"""Return the alpha that gives Derf the slope at 0 of a DyISRU of the same scale (eq. 15).
 
     .. math:: \alpha = \frac{\sqrt\pi}{2 \sqrt\beta}
 
@@ -360,21 +301,15 @@ def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
     Returns:
         A float for a float, a tensor of the same shape and dtype for a tensor.
 
-    Raises:
-        ArgumentError: If a float is not positive and finite.
-
     Example:
         >>> round(derf_alpha(16.0), 6)
         0.221557
-
-    Reference:
-        The derivatives of erf and of eq. 15 at 0.
     """
     return _over_root(math.sqrt(math.pi) / 2, beta)
 
 
 def linear_slope(beta: FloatOrTensor, scale: float) -> FloatOrTensor:
-    r"""The slope of DyISRU at 0, which the linear control keeps everywhere.
+    r"""Return the slope of DyISRU at 0, which the linear control keeps everywhere (eq. 15).
 
     .. math:: \mathrm{slope} = \frac{\mathrm{scale}}{\sqrt\beta}
 
@@ -385,27 +320,21 @@ def linear_slope(beta: FloatOrTensor, scale: float) -> FloatOrTensor:
     Returns:
         A float for a float, a tensor of the same shape and dtype for a tensor.
 
-    Raises:
-        ArgumentError: If a float is not positive and finite.
-
     Example:
         >>> linear_slope(16.0, scale=8.0)
         2.0
-
-    Reference:
-        The derivative of eq. 15 at 0.
     """
     return _over_root(scale, beta)
 
 
 class _Rest(NamedTuple):
-    """The token without its outlier, the channel furthest from the mean."""
+    """The token without its outlier, the channel farthest from the mean."""
 
     channels: int
     mean: Tensor
     """Mean of the other channels."""
     deviation: Tensor
-    """What each channel, the outlier too, lies above that mean."""
+    """How far each channel, the outlier too, lies above that mean."""
     square_sum: Tensor
     """Sum of the squared deviations of the other channels."""
     peak: Tensor

@@ -16,7 +16,7 @@ from dynorm.errors import DataError, ModelError
 from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import own_betas
 from dynorm.layers import AnnealedNorm
-from dynorm.layers._base import gathered
+from dynorm.layers.base import gathered
 from dynorm.watch import site_tokens, token_masks
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, kl_div, log_softmax
 
+from dynorm.arguments import check_positive
 from dynorm.distill.pretrained import Pretrained, collate, on_device
 from dynorm.errors import ArgumentError, DataError
 from dynorm.fit.refine import joint_error, recorded
 from dynorm.layers import param_groups
-from dynorm.layers._base import check_positive
 from dynorm.replace.specs import require_layers
 from dynorm.watch import call, token_masks, valid_tokens
 

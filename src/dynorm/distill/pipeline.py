@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import check_positive
 from dynorm.distill.distill import distill_
 from dynorm.distill.pretrained import (
     Pretrained,
@@ -33,7 +34,6 @@ from dynorm.family import layer_class
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.layers import AnnealedNorm
-from dynorm.layers._base import check_positive
 from dynorm.replace import convert_
 from dynorm.report import InspectionReport, ModelReport, inspect_norms, measure
 from dynorm.site import select_sites

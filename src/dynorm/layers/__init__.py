@@ -1,11 +1,11 @@
 """Point-wise layers: DyISRU (ELN), DyT, Derf, the linear control, and the paths that lead to them."""
 
-from dynorm.layers._base import PointwiseNorm
-from dynorm.layers._groups import param_groups
 from dynorm.layers.annealed import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
+from dynorm.layers.base import PointwiseNorm
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT
+from dynorm.layers.groups import param_groups
 from dynorm.layers.linear import LinearControl
 
 ELN = DyISRU

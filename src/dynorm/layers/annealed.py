@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
+from dynorm.arguments import Shape, check_not_negative
 from dynorm.errors import ArgumentError
 from dynorm.kernels import traced
-from dynorm.layers._base import PointwiseNorm, Shape
+from dynorm.layers.base import PointwiseNorm
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT
@@ -77,10 +78,8 @@ class AnnealedNorm(PointwiseNorm):
     ) -> None:
         if kind not in ("layernorm", "rmsnorm"):
             raise ArgumentError(f"kind must be 'layernorm' or 'rmsnorm', got {kind!r}")
-        if not (isinstance(norm_eps, (int, float)) and math.isfinite(norm_eps) and norm_eps >= 0):
-            raise ArgumentError(f"norm_eps must be a finite number, not negative, got {norm_eps!r}")
         self.kind: Kind = kind
-        self.norm_eps = float(norm_eps)
+        self.norm_eps = check_not_negative("norm_eps", norm_eps)
         self.place = int(place)
         super().__init__(normalized_shape, *args, **options)
         # A tensor, so that a step of t compiles nothing anew, and so that a checkpoint knows it.

@@ -8,8 +8,9 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from dynorm import functional, kernels, theory
+from dynorm.arguments import Shape, check_positive, upcast
 from dynorm.errors import ArgumentError
-from dynorm.layers._base import LayerOptions, PointwiseNorm, Shape, check_positive, upcast
+from dynorm.layers.base import LayerOptions, PointwiseNorm
 
 
 class Derf(PointwiseNorm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynorm import functional, kernels
-from dynorm.layers._base import LogBetaNorm
+from dynorm.layers.base import LogBetaNorm
 
 
 class DyISRU(LogBetaNorm):

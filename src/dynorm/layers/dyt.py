@@ -7,7 +7,8 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from dynorm import functional, kernels, theory
-from dynorm.layers._base import LayerOptions, PointwiseNorm, Shape, check_positive, upcast
+from dynorm.arguments import Shape, check_positive, upcast
+from dynorm.layers.base import LayerOptions, PointwiseNorm
 
 
 class DyT(PointwiseNorm):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from dynorm import functional, kernels
-from dynorm.layers._base import LogBetaNorm, upcast
+from dynorm.arguments import upcast
+from dynorm.layers.base import LogBetaNorm
 
 
 class LinearControl(LogBetaNorm):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import Shape, check_dim, check_not_negative, check_shape, upcast
 from dynorm.errors import ArgumentError
-from dynorm.layers._base import Shape, _check_dim, _check_shape
 
 
 class RMSNorm(nn.Module):
@@ -56,14 +56,12 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not (isinstance(norm_eps, (int, float)) and math.isfinite(norm_eps) and norm_eps >= 0):
-            raise ArgumentError(f"norm_eps must be a finite number, 0 or more, got {norm_eps!r}")
-        self.normalized_shape = _check_shape(normalized_shape)
+        self.normalized_shape = check_shape(normalized_shape)
         if len(self.normalized_shape) != 1:
             raise ArgumentError(f"normalized_shape must be one size, got {normalized_shape!r}")
-        checked = _check_dim(dim, self.normalized_shape)
+        checked = check_dim(dim, self.normalized_shape)
         assert isinstance(checked, int)
-        self.dim, self.norm_eps = checked, float(norm_eps)
+        self.dim, self.norm_eps = checked, check_not_negative("norm_eps", norm_eps)
 
         def made(has: bool, value: float) -> nn.Parameter | None:
             return nn.Parameter(torch.full(self.normalized_shape, value, device=device, dtype=dtype)) if has else None
@@ -86,7 +84,7 @@ class RMSNorm(nn.Module):
             raise ArgumentError(
                 f"x must have {self.normalized_shape[0]} channels at dim {self.dim}, got {tuple(x.shape)}"
             )
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        wide = upcast(x)
         if self.dim in (-1, x.ndim - 1):
             weight = None if self.weight is None else self._shaped(self.weight, wide)
             y = nn.functional.rms_norm(wide, self.normalized_shape, weight, self.norm_eps)

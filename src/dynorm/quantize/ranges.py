@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dynorm.arguments import upcast
 from dynorm.errors import DataError
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
-from dynorm.layers._base import upcast
 from dynorm.quantize.bounds import Range
 from dynorm.replace.specs import require_layers
 from dynorm.watch import call, hooked, iterate, require_finite, site_tokens, token_masks, undisturbed

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from dynorm.errors import ArgumentError
-from dynorm.layers._base import PointwiseNorm
+from dynorm.layers.base import PointwiseNorm
 
 # Of a constant kept as its logarithm, over that of the weights.
 LOG_RATE = 30.0

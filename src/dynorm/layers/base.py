@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypedDict, Unpack
 
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import kernels
+from dynorm.arguments import Shape, check_dim, check_positive, check_shape, upcast
 from dynorm.errors import ArgumentError
-
-Shape = int | Sequence[int]
 
 
 class LayerOptions(TypedDict, total=False):
@@ -77,8 +75,8 @@ class PointwiseNorm(nn.Module):
         super().__init__()
         if dtype is not None and not dtype.is_floating_point:
             raise ArgumentError(f"dtype must be a real floating point dtype, got {dtype}")
-        self.normalized_shape = _check_shape(normalized_shape)
-        self.dim = _check_dim(dim, self.normalized_shape)
+        self.normalized_shape = check_shape(normalized_shape)
+        self.dim = check_dim(dim, self.normalized_shape)
         self.channels = math.prod(self.normalized_shape)
         self.scale = self._check_scale(scale)
         self.elementwise_affine = elementwise_affine
@@ -344,13 +342,6 @@ class LogBetaNorm(PointwiseNorm):
         return math.sqrt(self.channels)
 
 
-def check_positive(name: str, value: float) -> float:
-    """Return ``value``, or raise ArgumentError when it is not a positive finite number."""
-    if not (math.isfinite(value) and value > 0):
-        raise ArgumentError(f"{name} must be a positive finite number, got {value!r}")
-    return float(value)
-
-
 def as_stored(value: Tensor, parameter: Tensor) -> Tensor:
     """Return a value that broadcasts to a parameter as the parameter holds it; of a sharded one, this rank's part.
 
@@ -373,11 +364,6 @@ def gathered(value: Tensor) -> Tensor:
     return full
 
 
-def upcast(parameter: Tensor) -> Tensor:
-    """Return ``parameter`` in at least float32, so that exp and division keep their digits."""
-    return parameter if parameter.dtype in (torch.float32, torch.float64) else parameter.float()
-
-
 def _check_beta(beta: Tensor | float, constant: Tensor) -> Tensor:
     """Return ``beta`` as a tensor of at least float32 and the constant's precision, a number in float64."""
     value = beta if isinstance(beta, Tensor) else torch.tensor(beta, dtype=torch.float64)
@@ -390,27 +376,3 @@ def _check_beta(beta: Tensor | float, constant: Tensor) -> Tensor:
     if not value.is_meta and not bool((value.isfinite() & (value > 0)).all()):
         raise ArgumentError(f"beta must be positive and finite, got {beta}")
     return value
-
-
-def _check_shape(normalized_shape: Shape) -> tuple[int, ...]:
-    sizes = _integers("normalized_shape", normalized_shape)
-    if min(sizes) < 1:
-        raise ArgumentError(f"normalized_shape must be positive, got {normalized_shape!r}")
-    return sizes
-
-
-def _check_dim(dim: int | Sequence[int], shape: tuple[int, ...]) -> int | tuple[int, ...]:
-    dims = _integers("dim", dim)
-    if dims == (-1,) and isinstance(dim, int):
-        dims = tuple(range(-len(shape), 0))
-    if len(dims) != len(shape) or len(set(dims)) != len(dims):
-        raise ArgumentError(f"dim must name {len(shape)} different axes for normalized_shape {shape}, got {dim!r}")
-    return dims[0] if len(dims) == 1 else dims
-
-
-def _integers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """Return one integer or several as a tuple; NumPy's integers will do, booleans and floats will not."""
-    values = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not values or any(isinstance(v, bool) or not hasattr(v, "__index__") for v in values):
-        raise ArgumentError(f"{name} must be an int or a non-empty sequence of ints, got {value!r}")
-    return tuple(operator.index(v) for v in values)

@@ -1,0 +1,129 @@
+"""Checks of arguments, one wording each, for the functions and the layers.
+
+The values of tensors are never looked at: nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynorm.errors import ArgumentError
+
+Axes = int | tuple[int, ...]
+Constant = float | Tensor
+Shape = int | Sequence[int]
+
+
+def check_positive(name: str, value: float) -> float:
+    """Return ``value``, or raise ArgumentError when it is not a positive finite number."""
+    if not (math.isfinite(value) and value > 0):
+        raise ArgumentError(f"{name} must be a positive finite number, got {value!r}")
+    return float(value)
+
+
+def check_not_negative(name: str, value: float) -> float:
+    """Return ``value``, or raise ArgumentError when it is no number, negative, infinite or NaN."""
+    if not (hasattr(value, "__float__") and 0 <= value < math.inf):
+        raise ArgumentError(f"{name} must be finite and not negative, got {value!r}: give 0 or a small number")
+    return float(value)
+
+
+def check_shape(normalized_shape: Shape) -> tuple[int, ...]:
+    """Return the normalised shape as a tuple of positive sizes."""
+    sizes = _integers("normalized_shape", normalized_shape)
+    if min(sizes) < 1:
+        raise ArgumentError(f"normalized_shape must be positive, got {normalized_shape!r}")
+    return sizes
+
+
+def check_dim(dim: Shape, shape: tuple[int, ...]) -> Axes:
+    """Return the axes of ``shape``: the last ones for -1."""
+    dims = _integers("dim", dim)
+    if dims == (-1,) and isinstance(dim, int):
+        dims = tuple(range(-len(shape), 0))
+    if len(dims) != len(shape) or len(set(dims)) != len(dims):
+        raise ArgumentError(f"dim must name {len(shape)} different axes for normalized_shape {shape}, got {dim!r}")
+    return dims[0] if len(dims) == 1 else dims
+
+
+def _integers(name: str, value: Shape) -> tuple[int, ...]:
+    """Return one integer or several as a tuple; NumPy's integers will do, booleans and floats will not."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not values or any(isinstance(v, bool) or not hasattr(v, "__index__") for v in values):
+        raise ArgumentError(f"{name} must be an int or a non-empty sequence of ints, got {value!r}")
+    return tuple(operator.index(v) for v in values)
+
+
+def upcast(value: Tensor) -> Tensor:
+    """Return ``value`` in at least float32, so that exp and division keep their digits."""
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def resolve(x: Tensor, dim: Axes) -> tuple[Tensor, tuple[int, ...]]:
+    """Return ``x`` in the dtype to compute in, and ``dim`` as axes counted from the front."""
+    check_floating("x", x, "convert it, say with .float()")
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    if not dims or not all(-x.ndim <= d < x.ndim for d in dims):
+        raise ArgumentError(
+            f"dim must name dimensions of x, which has {x.ndim}, got {dim}: "
+            f"give one or more integers from {-x.ndim} to {x.ndim - 1}"
+        )
+    axes = tuple(d % x.ndim for d in dims)
+    if len(set(axes)) < len(axes):
+        raise ArgumentError(f"dim must not repeat a dimension, got {dim}: name each one once")
+    return upcast(x), axes
+
+
+def check_floating(name: str, value: Tensor, advice: str = "convert it first") -> None:
+    """Refuse anything but a real floating point tensor."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ArgumentError(f"{name} must be a real floating point tensor, got {got}: {advice}")
+
+
+def constant(name: str, value: Constant, z: Tensor, axes: tuple[int, ...], *, positive: bool = False) -> Constant:
+    """Return a constant of a point-wise function ready to be broadcast against ``z``."""
+    if not isinstance(value, Tensor):
+        # Both comparisons are False for NaN.
+        if not (0 if positive else -math.inf) < value < math.inf:
+            raise ArgumentError(
+                f"{name} must be {'positive and ' if positive else ''}finite, got {value}: give another value"
+            )
+        return value
+    check_floating(name, value)
+    shape, normalized = tuple(value.shape), tuple(z.shape[axis] for axis in axes)
+    if shape == normalized:
+        return along(value, z, axes).to(z.dtype)
+    # Under torch.compile, "1 in (1, m)" is False when m is symbolic.
+    broadcast = len(shape) == z.ndim and all(n == 1 or n == m for n, m in zip(shape, z.shape, strict=True))
+    if not broadcast and shape not in ((), (1,)):
+        raise ArgumentError(
+            f"{name} must be a float or a tensor of shape (1,), {normalized} or one that broadcasts against "
+            f"x of shape {tuple(z.shape)}, got {shape}: reshape it, or pass the dim along which it lies"
+        )
+    return value.to(z.dtype)
+
+
+def parameter(name: str, value: Tensor | None, z: Tensor, axes: tuple[int, ...]) -> Tensor | None:
+    """Return a parameter of the normalised shape ready to be broadcast against ``z``."""
+    if value is None:
+        return None
+    check_floating(name, value)
+    normalized = tuple(z.shape[axis] for axis in axes)
+    if tuple(value.shape) != normalized:
+        raise ArgumentError(
+            f"{name} must have the shape {normalized} of the normalised dimensions, "
+            f"got {tuple(value.shape)}: reshape it, or pass the dim along which it lies"
+        )
+    return along(value, z, axes).to(z.dtype)
+
+
+def along(value: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Lay ``value``, whose dimensions are ``axes`` of ``z``, along them."""
+    ordered = value.permute(sorted(range(len(axes)), key=axes.__getitem__))
+    return ordered.reshape([n if axis in axes else 1 for axis, n in enumerate(z.shape)])
