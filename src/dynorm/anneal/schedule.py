@@ -148,7 +148,7 @@ class AnnealSchedule:
     order: Order = "together"
 
     def __post_init__(self) -> None:
-        """Check what does not depend on the run."""
+        """Check the parts that do not depend on the run."""
         if not (_is_steps(self.start) and _is_steps(self.length) and self.length > 0):
             raise ArgumentError(
                 "start and length must be steps (integers) or shares of the run (floats from 0 to 1), and length "

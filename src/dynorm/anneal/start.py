@@ -1,4 +1,4 @@
-"""The begin of the annealing: constants from the activations of one training step, the same on every rank."""
+"""The beginning of the annealing: constants from the activations of one training step, the same on every rank."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class AnnealStart:
         with torch.no_grad():
             x = site_tokens(layer, args[0].detach(), self._masks).double()
             beta = own_betas(x, layer.kind, layer.norm_eps)
-            # Where all other channels are the same and there is no eps, no constant is asked for.
+            # Where all other channels are the same and there is no eps, every constant would do.
             counts = (beta != 0).to(x)
             sums = torch.stack([counts.sum(0), beta.where(beta != 0, 1.0).log().sum(0), (x * counts).sum(0)])
             self._sums[layer] += sums

@@ -29,8 +29,9 @@ from dynorm.watch import (
 )
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
-# How much the target leans on the original model's activations rather than on the norm applied to what the
-# converted part feeds it: the first undoes earlier errors, the second is easier to fit. Measured on all-MiniLM-L6-v2.
+Fits = dict[PointwiseNorm, SiteFit]
+# A layer's target lies between the norm's output in the original model, which undoes errors of the layers before, and
+# the norm's output on the inputs that these layers make, which is easier to fit. Best on all-MiniLM-L6-v2.
 _LEAN = 0.7
 
 
@@ -57,7 +58,7 @@ class SiteCalibration:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What ``calibrate_`` did, one row per site.
+    """The result of ``calibrate_``, one row per site.
 
     Args:
         sites: the fitted layers, in call order.
@@ -134,12 +135,12 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
         require_plain_model(model)
         layers = require_layers(model, with_norms=True)
         ranks.require_alike(layers.items())
-        norms = {path: replaced.site for path, layer in layers.items() if (replaced := replaced_by(layer)) is not None}
-        paths = {layers[path]: path for path in sorted(norms, key=lambda path: norms[path].order)}
-        fits = {layer: SiteFit(layer, norms[path].kind, norms[path].eps, ranks) for layer, path in paths.items()}
+        found = ((path, layer, replaced.site) for path, layer in layers.items() if (replaced := replaced_by(layer)))
+        in_call_order = sorted(found, key=lambda each: each[2].order)
+        fits = {layer: SiteFit(layer, site.kind, site.eps, ranks, path) for path, layer, site in in_call_order}
         with unchanged_on_error(fits), undisturbed(model, evaluate=True):
-            used = _stream(model, fits, paths, batches, ranks)
-    unreached = [paths[layer] for layer, fit in fits.items() if not fit.tokens]
+            used = _stream(model, fits, batches, ranks)
+    unreached = [fit.path for fit in fits.values() if not fit.tokens]
     if unreached:
         warnings.warn(
             f"kept the constants of {', '.join(unreached)}: no batch reached them, or only with inputs that are the "
@@ -148,20 +149,14 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
             stacklevel=2,
         )
     sites = [
-        SiteCalibration(paths[layer], fit.tokens, float(layer.beta().detach().median()), fit.error)
+        SiteCalibration(fit.path, fit.tokens, float(layer.beta().detach().median()), fit.error)
         for layer, fit in fits.items()
         if fit.tokens
     ]
     return CalibrationReport(sites, used, unreached)
 
 
-def _stream(
-    model: nn.Module,
-    fits: dict[PointwiseNorm, SiteFit],
-    paths: dict[PointwiseNorm, str],
-    batches: Iterable[Any],
-    ranks: Ranks,
-) -> int:
+def _stream(model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks) -> int:
     """Go through the batches, and return how many there were on all ranks."""
     given, batch, used, number = iterate(batches), None, 0, 0
     while set(ranks.all_say(OVER if (new := next(given, None)) is None else BATCH)) != {OVER}:
@@ -169,39 +164,32 @@ def _stream(
         used += new is not None
         # A rank that has no batch left runs its last one again, for the others' sums, and adds nothing.
         batch = batch if new is None else new
-        _fit_batch(model, fits, paths, batch, number, ranks, counts=new is not None)
+        _fit_batch(model, fits, batch, number, ranks, counts=new is not None)
     return ranks.total(used)
 
 
-def _fit_batch(
-    model: nn.Module,
-    fits: dict[PointwiseNorm, SiteFit],
-    paths: dict[PointwiseNorm, str],
-    batch: Any,
-    number: int,
-    ranks: Ranks,
-    *,
-    counts: bool,
-) -> None:
-    masks, targets, names = token_masks(batch), norm_outputs(model, batch), list(paths.values())
+def _fit_batch(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks, *, counts: bool) -> None:
+    """Fit each layer, as it is reached, to its norm, on the inputs that the layers before it make."""
+    masks, targets = token_masks(batch), norm_outputs(model, batch)
+    paths = [site.path for site in fits.values()]
 
     def fit(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         assert isinstance(layer, PointwiseNorm)
-        own = original_forward(layer, *args)
+        site, own = fits[layer], original_forward(layer, *args)
         first = targets[layer].pop(0) if targets[layer] else own
         target = torch.lerp(own, first, _LEAN) if first.shape == own.shape else own
         x, y = site_tokens(layer, args[0], masks), site_tokens(layer, target, masks)
-        require_finite(paths[layer], x, y, where=f" in batch {number - 1}")
-        ranks.meet(names, paths[layer])
+        require_finite(site.path, x, y, where=f" in batch {number - 1}")
+        ranks.meet(paths, site.path)
         counted = len(x) if counts else 0
         # The later a batch, the better the constants that fed it: its tokens count more.
-        fits[layer].update(x[:counted], y[:counted], weight=number)
-        fits[layer].solve_()
+        site.update(x[:counted], y[:counted], weight=number)
+        site.solve_()
         return layer.forward(args[0])
 
     with hooked(fits, fit):
         call(model, batch)
-    ranks.meet(names)
+    ranks.meet(paths)
 
 
 def norm_outputs(model: nn.Module, batch: Any) -> Outputs:

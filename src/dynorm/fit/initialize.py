@@ -19,7 +19,7 @@ from dynorm.watch import call, hooked, iterate, site_tokens, token_masks, unchan
 
 @dataclass(frozen=True)
 class InitializationReport:
-    """What ``init_from_batch_`` did, by path.
+    """The result of ``init_from_batch_``, by path.
 
     Args:
         beta: the constant of each layer, as DyISRU's.
@@ -112,8 +112,8 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, ranks: Ranks) ->
     variance = square - mean * mean if layer.center is not None else square
     if not (count > 0 and variance > 0 and layer.scale**2 * variance < float("inf")):
         raise DataError(
-            f"what a layer sees must be finite and not all the same, but {path!r} has mean {mean:g} and mean square "
-            f"{square:g} over {int(count)} values: look for an overflow or an empty batch"
+            f"a layer's input must be finite and not all the same, but that of {path!r} has mean {mean:g} and mean "
+            f"square {square:g} over {int(count)} values: look for an overflow or an empty batch"
         )
     beta, center = x.new_tensor([layer.scale**2 * variance, mean])
     layer.fill_constants_(beta, center)

@@ -19,12 +19,13 @@ from dynorm.fit.ranks import Ranks
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import require_layers
+from dynorm.table import Table
 from dynorm.watch import call, hooked, iterate, site_tokens, token_masks, unchanged_on_error, undisturbed
 
 
 @dataclass(frozen=True)
 class RefinementReport:
-    """What ``refine_`` did.
+    """The result of ``refine_``.
 
     Args:
         steps: how many gradient steps were taken.
@@ -42,19 +43,18 @@ class RefinementReport:
 
     def __str__(self) -> str:
         """Return the report as a line."""
-        return (
-            f"{self.steps} steps of joint refinement: mean site error {self.first_error:.3f} -> {self.last_error:.3f}"
-        )
+        errors = f"mean site error {self.first_error:.3f} -> {self.last_error:.3f}"
+        return str(Table((), (), title=f"{self.steps} steps of joint refinement: {errors}"))
 
 
 def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float = 3e-3) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.
 
-    :func:`calibrate_` fits one site at a time and cannot know what an error costs further on. Here all sites are
-    fitted at once: the loss is the mean over the sites of ``|f(x) - y|^2 / |y - mean y|^2``, where y is what the
-    norm gave in the original model, and each batch is one step of Adam on the point-wise layers' parameters
-    alone. No other weight moves and no label is needed, so this is still calibration, but each step costs a
-    forward pass of the original and a forward and backward pass of the converted model.
+    :func:`calibrate_` fits one site at a time and cannot know the cost of an error further on. Here all sites are
+    fitted at once: the loss is the mean over the sites of ``|f(x) - y|^2 / |y - mean y|^2``, where y is the norm's
+    output in the original model. Each batch is one step of Adam on the point-wise layers' parameters alone. No other
+    weight moves and no label is needed, so this is still calibration. Each step costs a forward pass of the original
+    and a forward and backward pass of the converted model.
 
     Args:
         model: a model that :func:`convert_` converted and :func:`calibrate_` calibrated.

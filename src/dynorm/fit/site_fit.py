@@ -18,7 +18,7 @@ from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 # a thousand, where the function is a straight line.
 _DECADES = (-1.0, 3.0)
 _CANDIDATES = 17
-# Least squares shrinks what it cannot predict; site after site the shrinkage multiplies. Half of it is given back.
+# Least squares shrinks outputs that it cannot predict; site after site the shrinkage multiplies. Half is given back.
 _GIVE_BACK = 0.5
 # A variance below this part of the mean square is rounding: about 1e-6 of the size, that is float32's resolution.
 _DEAD = 1e-12
@@ -67,17 +67,19 @@ class SiteFit:
     by one. The grid is centred on closed form 5 with the leave-one-out variance, ``exp(mean log(C v_i))``.
 
     Of an annealed layer only the constants are fitted, to the core of its norm: its weight and bias are the norm's, and
-    the norm needs them until the path has begun.
+    the norm needs them until the annealing has begun.
 
     Args:
-        layer: the layer to be fitted; its affine map decides what is fitted beside beta.
+        layer: the layer to be fitted; its affine map decides which parameters are fitted beside beta.
         kind: "layernorm" or "rmsnorm": which leave-one-out statistic beta starts from, and whether there is a centre.
         eps: the norm's eps.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
+        path: where the layer stands in its model.
     """
 
-    def __init__(self, layer: PointwiseNorm, kind: str, eps: float, ranks: Ranks | None = None) -> None:
+    def __init__(self, layer: PointwiseNorm, kind: str, eps: float, ranks: Ranks | None = None, path: str = "") -> None:
         self.layer = layer
+        self.path = path
         self.kind = kind
         self.eps = eps
         self.tokens = 0
@@ -215,7 +217,7 @@ class SiteFit:
         moves = var_f > _DEAD * (var_f + mean_f * mean_f)
         slope = torch.where(moves, cov / var_f.clamp_min(_TINY), 0.0)
         residual = (var_y - slope * cov).clamp_min(0)
-        # |correlation| is what least squares shrank the slope by.
+        # Least squares shrank the slope by |correlation|.
         correlation = (slope.abs() * (var_f.clamp_min(0) / var_y.clamp_min(_TINY)).sqrt()).clamp(1e-2, 1)
         slope = torch.where(moves, slope * correlation**-_GIVE_BACK, self._weight)
         return slope, mean_y - slope * mean_f, residual

@@ -31,7 +31,7 @@ Globs = str | Iterable[str] | None
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What ``convert_`` did, one row per site.
+    """The result of ``convert_``, one row per site.
 
     Args:
         to: the layer that the norms became.

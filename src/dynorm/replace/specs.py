@@ -1,10 +1,10 @@
-"""What stands where in a converted model: its layers, the norms they replaced, their serial form, and the swap."""
+"""The layers of a converted model: where they stand, the norms they replaced, their serial form, and the swap."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,8 @@ from dynorm.watch import HOOK_TABLES
 _NESTED = "_dynorm_use_nested_tensor"
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """The norm that a layer stands for, kept on the layer so that it can come back.
-
-    Args:
-        module: the original norm, untouched.
-        site: what was known of it.
-    """
+class Replaced(NamedTuple):
+    """The norm that a layer stands for, untouched, with its site: kept on the layer so that it can come back."""
 
     module: nn.Module
     site: NormSite
@@ -51,7 +45,7 @@ class LayerSpec:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerSpec:
-        """Read what :meth:`to_dict` wrote.
+        """Return the spec that :meth:`to_dict` wrote.
 
         Raises:
             ArgumentError: a key is missing or the layer is unknown.
