@@ -87,21 +87,15 @@ REFERENCES: dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A size and dtype with its inputs.
-
-    Args:
-        dtype: a name of :data:`DTYPES`; of inputs, parameters and outputs alike.
-        x: the input, (rows, channels), which takes no gradient.
-        leaf: the same memory, which takes one.
-        grad: the gradient of the output.
-        out: where an output goes that is given.
-        parameters: weight, bias, alpha, shift and log_beta; each contender has copies of those it takes.
-    """
+    """The inputs, parameters and output of a size and dtype; each contender has copies of the parameters it takes."""
 
     dtype: str
     x: Tensor
+    # The same memory, which takes a gradient.
     leaf: Tensor
+    # Of the output.
     grad: Tensor
+    # Where an output goes that is given.
     out: Tensor
     parameters: dict[str, Tensor]
 

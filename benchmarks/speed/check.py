@@ -31,11 +31,8 @@ def check(case: Case, contenders: Sequence[Contender]) -> int:
     parameter, a sum of n terms, by the tolerance times ``sqrt(n) + |value|``; those of torch's LayerNorm in
     bfloat16 and float16 by 2 n roundings more.
 
-    Returns:
-        How many tensors were compared; each contender computed its result once.
-
-    Raises:
-        WrongResultError: a value is off, not finite, or of another shape or dtype; nothing may be timed then.
+    Returns the number of tensors. A value that is off, not finite, or of another shape or dtype is a
+    :class:`WrongResultError`; nothing may be timed then.
     """
     compared = 0
     for function in dict.fromkeys(contender.function for contender in contenders):

@@ -45,18 +45,12 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute a function.
-
-    Args:
-        name: as tables show it.
-        function: what it computes, a key of :data:`benchmarks.speed.cases.REFERENCES`.
-        call: what is timed.
-        results: computes what is checked: "y", the gradient "x", and gradients of parameters by our names.
-    """
+    """One way to compute a function of :data:`benchmarks.speed.cases.REFERENCES`; ``call`` is timed."""
 
     name: str
     function: str
     call: Callable[[], Any]
+    # To be checked: "y", the gradient "x", and gradients of parameters by our names.
     results: Callable[[], dict[str, Tensor]]
 
     @property

@@ -39,10 +39,6 @@ def pretrained(
     """Load a transformers model and make its variants, which all batches share.
 
     A batch is so many texts of so many tokens, at most the model's positions; they are random, none is padding.
-
-    Raises:
-        StorageError: the folder holds no model.
-        ModelError: the model has no norm that can be replaced.
     """
     from dynorm.distill.pretrained import load_pretrained
 
@@ -97,11 +93,7 @@ def calls(model: WholeModel, compiled: bool) -> dict[str, Callable[[], Any]]:
 
 
 def check_model(model: WholeModel, timed: Mapping[str, Callable[[], Any]]) -> int:
-    """Compare each variant with its float64 copy, whose point-wise layers are computed by the plain definition.
-
-    Raises:
-        WrongResultError: one is off by more than :data:`TOLERANCE` of the largest value, or is not finite.
-    """
+    """Compare each variant with its float64 copy, whose point-wise layers are computed by the plain definition."""
     for name, call in timed.items():
         exact_model = copy.deepcopy(model.variants[name]).double()
         given = {key: value.double() if value.is_floating_point() else value for key, value in model.inputs.items()}

@@ -48,14 +48,8 @@ def run(
 ) -> dict[str, Any]:
     """Check and time everything: operations, a block of GPT-2, and the transformers model of a folder.
 
-    Returns:
-        The machine, the settings, one row per group of contenders, one per model, and the ratios that goals.json names;
-        plain values for JSON.
-
-    Raises:
-        StorageError: the model's folder holds none.
-        WrongResultError: a contender does not compute what the definition does; it is not timed.
-        DynormError: torch.compile failed.
+    Returns the machine, the settings, one row per group of contenders, one per model, and the ratios that goals.json
+    names; plain values for JSON. A wrong result ends the run before it is timed.
     """
     before, threads_before, found = load_average(), torch.get_num_threads(), Found()
     whole = models.pretrained(model, MODEL_BATCHES, settings.device, name) if model is not None else []

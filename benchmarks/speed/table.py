@@ -18,7 +18,6 @@ TITLES = {
     "backward": "backward alone",
     "both": "forward + backward through autograd",
 }
-LEGEND = "microseconds per call, the median of the rounds (times as fast as {norm} in the same rounds)"
 
 
 class Rows(NamedTuple):
@@ -108,7 +107,8 @@ def _operations(groups: Sequence[dict[str, Any]]) -> Rows:
     ]
     rounds = sorted({bound([group["rounds"] for group in groups]) for bound in (min, max)})
     note = (
-        f"{LEGEND.format(norm=norm)}; {' to '.join(map(str, rounds))} rounds; half the distance of the quartiles is "
+        f"microseconds per call, the median of the rounds (times as fast as {norm} in the same rounds); "
+        f"{' to '.join(map(str, rounds))} rounds; half the distance of the quartiles is "
         f"{statistics.median(spreads):.0%} of the median in the middle, {max(spreads):.0%} at most."
     )
     title = f"{TITLES[first['pass']]}, {first['dtype']}, {threads} thread{'s' * (threads != 1)}"

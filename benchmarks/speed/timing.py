@@ -114,11 +114,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles, interpolated between neighbours; all alike for one value.
-
-    Raises:
-        ArgumentError: there is no value, or one is not finite.
-    """
+    """Return the median and the quartiles, interpolated between neighbours; all alike for one value."""
     if not values or not all(map(math.isfinite, values)):
         raise ArgumentError(f"a spread needs finite values, at least one, got {list(values)[:4]}")
     if len(values) == 1:
@@ -128,11 +124,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Return the spread of the ratios in each round: what slows a whole round down cancels.
-
-    Raises:
-        ArgumentError: there are more rounds of the one than of the other.
-    """
+    """Return the spread of the ratios in each round: what slows a whole round down cancels."""
     if len(above) != len(below):
         raise ArgumentError(f"two contenders must have the same rounds, got {len(above)} and {len(below)}")
     return spread([a / b for a, b in zip(above, below, strict=True)])
