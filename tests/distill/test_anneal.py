@@ -167,6 +167,12 @@ def test_gradient_accumulation_sees_the_whole_batch(tmp_path: Path, monkeypatch:
     assert tokens == [{8.0 * 16}]
 
 
+def test_the_callback_is_reached_from_the_package() -> None:
+    assert dynorm.distill.AnnealCallback is AnnealCallback
+    with pytest.raises(AttributeError, match="no attribute 'Unheard'"):
+        getattr(dynorm.distill, "Unheard")  # noqa: B009
+
+
 def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path) -> None:
     with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
         trainer(model(), tmp_path, AnnealCallback(start=8, length=4)).train()

@@ -24,7 +24,7 @@ from dynorm.watch import call, token_masks, valid_tokens
 
 # Steps that are timed before the schedule is made, when a time and not a number of steps is given.
 _TIMED = 8
-# Measured at 384 channels (docs/quality.md). A step of Adam changes what a matrix gives in proportion to its width.
+# Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
 _RATE, _WIDTH = 1.5e-4, 384
 
 
@@ -151,22 +151,16 @@ def distillation_loss(student: Pretrained, teacher: nn.Module, batch: dict[str, 
     with recorded({layer: layer for layer in layers.values()}) as given:
         output = call(student.model, batch)
     masks = token_masks(batch)
-    final = _logit_loss if student.language_model else _embedding_loss
-    return joint_error(wanted, given, masks) + final(output, target, batch)
-
-
-def _embedding_loss(output: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
-    mask = batch["attention_mask"].unsqueeze(-1)
-    ours, theirs = ((o.last_hidden_state * mask).sum(1) for o in (output, target))
-    return (1 - cosine_similarity(ours, theirs, dim=-1)).mean()
-
-
-def _logit_loss(output: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
-    valid = valid_tokens(target.logits.shape, (-1,), token_masks(batch))
+    sites = joint_error(wanted, given, masks)
+    if not student.language_model:
+        mask = batch["attention_mask"].unsqueeze(-1)
+        ours, theirs = ((o.last_hidden_state * mask).sum(1) for o in (output, target))
+        return sites + (1 - cosine_similarity(ours, theirs, dim=-1)).mean()
+    valid = valid_tokens(target.logits.shape, (-1,), masks)
     ours, theirs = (log_softmax(o.logits.flatten(0, -2).float(), -1) for o in (output, target))
     if valid is not None:
         ours, theirs = ours[valid], theirs[valid]
-    return kl_div(ours, theirs, log_target=True, reduction="batchmean")
+    return sites + kl_div(ours, theirs, log_target=True, reduction="batchmean")
 
 
 def _steps_in(
@@ -186,7 +180,7 @@ def _steps_in(
         _backward(student, teacher, part)
     ended = time.perf_counter()
     student.model.zero_grad(set_to_none=True)
-    # The optimizer's part and the Trainer's own work come on top of what was timed.
+    # The optimizer's part and the Trainer's own work come on top of these steps.
     return max(1, int((seconds - (ended - begun)) / (1.15 * (ended - started) / _TIMED)))
 
 

@@ -236,7 +236,7 @@ class _Subject:
 
 @dataclass
 class _Job:
-    """A conversion under way: its stages change the model, and note for the report what they did and for how long."""
+    """A conversion under way: its stages change the model, and note results and times for the report."""
 
     recipe: Recipe
     subject: _Subject

@@ -29,7 +29,7 @@ _WEIGHTS = frozenset([
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model with what turns texts into its inputs.
+    """A model with the tokenizer that turns texts into its inputs.
 
     Args:
         model: the model, in eval mode.
@@ -193,7 +193,7 @@ def require_free(out: Path, overwrite: bool) -> None:
 
 
 def write_out(model: nn.Module, source: Path, out: Path, report: dict[str, Any], overwrite: bool) -> None:
-    """Write a changed model to ``out/model``, beside what else its old folder holds, and ``out/report.json``."""
+    """Write a changed model, with the other files of its old folder, to ``out/model``, and ``out/report.json``."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -205,9 +205,9 @@ def write_out(model: nn.Module, source: Path, out: Path, report: dict[str, Any],
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Copy what else the model's folder holds: tokenizer, card, and the modules of sentence-transformers.
+    """Copy the other files of the model's folder: tokenizer, card, and the modules of sentence-transformers.
 
-    Not its weights, which are the original's in whatever format; nor what is hidden, or was written by an earlier run.
+    Left out are its weights in any format, which are the original's, hidden files, and those of an earlier run.
     """
     parts = folders_of_modules(source)
     for file in sorted(source.rglob("*")):

@@ -18,7 +18,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def read_texts(paths: str | Path | Iterable[str | Path]) -> list[str]:
-    r"""Read texts from files and folders, a text a paragraph.
+    r"""Read texts from files and folders, one text per paragraph.
 
     Args:
         paths: one or several UTF-8 files or folders. Of a ``.py`` file the docstrings' first paragraphs are taken;

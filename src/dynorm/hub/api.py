@@ -115,7 +115,7 @@ def register_with_transformers() -> None:
 
     def register() -> None:
         try:
-            # It registers itself when it is imported, for it may be what imports transformers.
+            # The module registers itself when it is imported, for its own import may be the first of transformers.
             _with_transformers()
         # Importing transformers must go on, whatever another version of it lacks.
         except Exception as error:

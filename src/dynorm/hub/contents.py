@@ -22,7 +22,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Contents:
-    """What was changed in a model.
+    """The changes to a model that its class does not know.
 
     Args:
         layers: the point-wise layers and the RMSNorms of a fold.
@@ -118,12 +118,12 @@ def require_version(values: Mapping[str, Any], where: str) -> None:
 
 
 def is_list_of_str(value: object) -> TypeGuard[list[str]]:
-    """Whether a value is a list of strings."""
+    """Tell whether a value is a list of strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first five names of a message, and how many more there are.
+    """Return the first five names for a message, and how many more there are.
 
     Example:
         >>> listed("abcdefg")

@@ -75,7 +75,7 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts the layers into a model that ``from_pretrained`` is building, on the meta device."""
+    """The quantizer that puts the layers into a model while ``from_pretrained`` builds it on the meta device."""
 
     # Without it transformers would quantize an unconverted model on the fly; now it says that this cannot be done.
     requires_calibration = True
@@ -135,12 +135,12 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def base_prefix(model: Any) -> str:
-    """Return what stands before the paths of the base model: ``"bert."`` in a head's model, ``""`` in a base model."""
+    """Return the prefix of the base model's paths: ``"bert."`` in a model with a head, ``""`` in a base model."""
     return "" if model.base_model is model else f"{model.base_model_prefix}."
 
 
 def aliases_of(model: nn.Module, specs: list[LayerSpec]) -> dict[str, str]:
-    """Return the parameters' further names, where a layer has several paths, each with the first name."""
+    """Map the further names of parameters, where a layer has several paths, to the first name of each."""
     return {
         f"{alias}.{name}": f"{spec.paths[0]}.{name}"
         for spec in specs
