@@ -1,6 +1,6 @@
-"""Formulas as text, read once; what is shown, what is proven and what is computed come from the same tree.
+"""Formulas as text: what is proven, what is computed and what is shown come from the same tree.
 
-A formula is a Python expression of names, numbers, ``+ - * / **`` and the functions of :data:`FUNCTIONS`.
+A formula is a Python expression of names, integers, ``+ - * / **`` and the functions of :data:`FUNCTIONS`.
 ``x_i`` is the channel that is looked at, ``x_k`` one that a sum runs over; ``gamma`` and ``bias`` have channels
 too, ``delta_ki`` is Kronecker's delta. Other names are free numbers, or stand for a formula of their own.
 
@@ -19,15 +19,20 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from html import escape
+from types import CodeType
+from typing import Any
 
 from dynorm.errors import ArgumentError
 
 SUMS = {"sum_k": "k", "sum_l": "l", "others": "k"}
 ELEMENTARY = ("sqrt", "log", "exp", "tanh")
-FUNCTIONS = (*SUMS, *ELEMENTARY, "d", "diff", "limit")
+FUNCTIONS = {**dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1), "diff": 2, "limit": 2}
+"""For each function, how many arguments it takes."""
 
-_CHANNEL = re.compile(r"(x|gamma|bias)_([ijkl])")
-_DELTA = re.compile(r"delta_([ijkl])([ijkl])")
+_INDEXED = re.compile(r"(?:(x|gamma|bias)_|delta_([ijkl]))([ijkl])")
+_SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
+_ALLOWED = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, ast.USub, *_SIGNS)
 
 
 @lru_cache(maxsize=4096)
@@ -51,61 +56,9 @@ def parse(text: str) -> ast.expr:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ArgumentError(f"a formula must be a Python expression, got {text!r}: {error.msg}") from error
-    for node in ast.walk(tree):
-        _check(node, text)
-    return tree
-
-
-def names(tree: ast.expr) -> set[str]:
-    """Return the names in a formula, without those of functions."""
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in called}
-
-
-def channel(name: str) -> tuple[str, str] | None:
-    """Return vector and index of a channel's name, ``("x", "i")`` for ``x_i``; None for other names."""
-    match = _CHANNEL.fullmatch(name)
-    return (match[1], match[2]) if match else None
-
-
-def delta(name: str) -> tuple[str, str] | None:
-    """Return both indices of Kronecker's delta; None for other names."""
-    match = _DELTA.fullmatch(name)
-    return (match[1], match[2]) if match else None
-
-
-def function(node: ast.Call) -> str:
-    """Return the name of the function that is called."""
-    assert isinstance(node.func, ast.Name)
-    return node.func.id
-
-
-def argument_name(node: ast.Call) -> str:
-    """Return the second argument of ``diff`` and ``limit``, a name."""
-    variable = node.args[1]
-    assert isinstance(variable, ast.Name)
-    return variable.id
-
-
-_ALLOWED = (
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Call,
-    ast.Name,
-    ast.Constant,
-    ast.Load,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.Pow,
-    ast.USub,
-)
-
-
-def _check(node: ast.AST, text: str) -> None:
-    for problem in _problems(node):
+    for problem in (problem for node in ast.walk(tree) for problem in _problems(node)):
         raise ArgumentError(f"{problem} in the formula {text!r}: see dynorm.paper.proof.formula")
+    return tree
 
 
 def _problems(node: ast.AST) -> Iterator[str]:
@@ -114,9 +67,247 @@ def _problems(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Constant) and type(node.value) is not int:
         yield f"numbers must be integers, got {node.value!r}"
     elif isinstance(node, ast.Call):
-        if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS:
-            yield f"unknown function {ast.unparse(node.func)!r}"
-        elif len(node.args) != (2 if node.func.id in ("diff", "limit") else 1):
-            yield f"wrong number of arguments of {node.func.id!r}"
-        elif len(node.args) == 2 and not isinstance(node.args[1], ast.Name):
-            yield f"the second argument of {node.func.id!r} must be a name"
+        name = ast.unparse(node.func)
+        if name not in FUNCTIONS:
+            yield f"unknown function {name!r}"
+        elif len(node.args) != FUNCTIONS[name]:
+            yield f"wrong number of arguments of {name!r}"
+        elif not isinstance(node.args[-1], ast.Name) and len(node.args) == 2:
+            yield f"the second argument of {name!r} must be a name"
+
+
+def names(text: str) -> set[str]:
+    """Return the names in a formula, those of functions too."""
+    return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)}
+
+
+def indexed(name: str) -> tuple[str, str] | None:
+    """Return vector and index of ``x_i``, both indices of ``delta_ki``; None for other names."""
+    match = _INDEXED.fullmatch(name)
+    return (match[1] or match[2], match[3]) if match else None
+
+
+class Reading:
+    """A meaning of formulas: Python evaluates them, with names and functions as a subclass defines them.
+
+    A subclass has ``number``, ``name``, ``function`` (of :data:`ELEMENTARY`), ``total`` (of :data:`SUMS`), ``d``,
+    ``diff`` and ``limit``. The last four get their formula as a function, which they call as often as they need.
+    """
+
+    def read(self, text: str) -> Any:
+        """Return what a formula means."""
+        return eval(_code(text), {"__builtins__": {}, "reading": self})
+
+
+@lru_cache(maxsize=4096)
+def _code(text: str) -> CodeType:
+    return compile(_asking(parse(text)), "<formula>", "eval")
+
+
+def _asking(node: ast.expr) -> str:
+    """Return Python code that asks a reading for each part of a formula."""
+    match node:
+        case ast.Constant(value=value):
+            return f"reading.number({value!r})"
+        case ast.Name(id=name):
+            return f"reading.name({name!r})"
+        case ast.UnaryOp(operand=operand):
+            return f"(-{_asking(operand)})"
+        case ast.BinOp(left=left, op=op, right=right):
+            return f"({_asking(left)} {_SIGNS[type(op)]} {_asking(right)})"
+        case ast.Call(func=ast.Name(id=name), args=[body, *variable]):
+            if name in ELEMENTARY:
+                return f"reading.function({name!r}, {_asking(body)})"
+            if name in SUMS:
+                return f"reading.total({name!r}, lambda: {_asking(body)})"
+            return f"reading.{name}(lambda: {_asking(body)}{''.join(f', {ast.unparse(v)!r}' for v in variable)})"
+    raise AssertionError(ast.dump(node))
+
+
+SYMBOLS = {
+    "mu": r"\mu", "sigma": r"\sigma", "sigma_others": r"\sigma_{\neq i}", "alpha": r"\alpha", "gamma": r"\gamma",
+    "beta": r"\beta", "beta_0": r"\beta_0", "beta_t": r"\beta_t", "beta_i": r"\beta_i", "eps": r"\varepsilon",
+    "bias": r"\mathrm{bias}", "Y": r"\tilde{y}", "Y_i": r"\tilde{y}_i", "c_i": "c(x)_i",
+    "c_lhs": r"c^{\mathrm{LHS}}", "c_rhs": r"c^{\mathrm{RHS}}", "Dy": r"\frac{dy}{dx}", "dy_du": r"\frac{dy}{du}",
+    "MS": r"\mathrm{MS}", "MS_c": r"\mathrm{MS}(c(x))", "Var": r"\mathrm{Var}", "RMS_i": r"\mathrm{RMS}(x)_i",
+}  # fmt: skip
+"""How names are shown, as LaTeX; others as they are written."""
+
+# How strongly a construct binds.
+_SUM, _PRODUCT, _PREFIX, _POWER, _ATOM = range(1, 6)
+_SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+
+
+def latex(text: str) -> str:
+    r"""Return a formula as LaTeX, in the order in which it was written; sympy would sort and simplify it.
+
+    Example:
+        >>> latex("(x_i - mu) / sqrt(sigma**2)")
+        '\\frac{x_i - \\mu}{\\sqrt{\\sigma^{2}}}'
+    """
+    return _show(parse(text), True)[0]
+
+
+def plain(text: str) -> str:
+    """Return a formula as one line of text.
+
+    Example:
+        >>> plain("(x_i - mu) / sqrt(sigma**2)")
+        '(xᵢ − μ) / √(σ²)'
+    """
+    return _show(parse(text), False)[0]
+
+
+def _show(node: ast.expr, tex: bool) -> tuple[str, int]:
+    """Return a formula as LaTeX or as text, and how strongly it binds."""
+    match node:
+        case ast.Constant(value=value):
+            return str(value), _ATOM
+        case ast.Name(id=name):
+            return _symbol(name, tex), _ATOM
+        case ast.UnaryOp(operand=operand):
+            return f"{'-' if tex else '−'}{_inside(operand, _PRODUCT, tex)}", _SUM
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            if tex:
+                return rf"\frac{{{_show(left, tex)[0]}}}{{{_show(right, tex)[0]}}}", _PREFIX
+            return f"{_inside(left, _PRODUCT, tex)} / {_inside(right, _POWER, tex)}", _PRODUCT
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            exponent = ast.unparse(right).replace(" ", "")
+            high = f"^({exponent})" if "/" in exponent else exponent.translate(_SUPERSCRIPTS)
+            return f"{_inside(left, _ATOM, tex)}{f'^{{{exponent}}}' if tex else high}", _POWER
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first = _inside(left, _PREFIX if _is_long(left) or _is_fraction(left) else _PRODUCT, tex)
+            second = _inside(right, _PRODUCT if tex else _PREFIX, tex)
+            return f"{first}{_times(left, right) if tex else '·'}{second}", _PRODUCT
+        case ast.BinOp(left=left, op=op, right=right):
+            # Nothing that begins with a sign follows a sign.
+            minus = isinstance(op, ast.Sub)
+            needed = _PRODUCT if minus or isinstance(right, ast.UnaryOp) else _SUM
+            sign = "+" if not minus else "-" if tex else "−"
+            return f"{_inside(left, _SUM, tex)} {sign} {_inside(right, needed, tex)}", _SUM
+        case ast.Call(func=ast.Name(id=name), args=[body, *variable]):
+            return _show_call(name, body, [ast.unparse(v) for v in variable], tex)
+    raise AssertionError(ast.dump(node))
+
+
+def _show_call(name: str, body: ast.expr, variable: list[str], tex: bool) -> tuple[str, int]:
+    if name == "sqrt":
+        under = _show(body, tex)[0]
+        if tex:
+            return rf"\sqrt{{{under}}}", _ATOM
+        return f"√{under if isinstance(body, (ast.Constant, ast.Name)) else f'({under})'}", _ATOM
+    if name in SUMS:
+        if tex:
+            bounds = r"_{k \neq i}" if name == "others" else rf"_{{{SUMS[name]}=1}}^{{C}}"
+            return rf"\sum\limits{bounds} {_inside(body, _PRODUCT, tex)}", _PRODUCT
+        return f"Σ{'ₖ≠ᵢ' if name == 'others' else _LOW[SUMS[name]]} {_inside(body, _PREFIX, tex)}", _PRODUCT
+    to = _symbol(variable[0] if variable else "x_i", tex)
+    after = _inside(body, _PREFIX, tex)
+    if name in ("d", "diff"):
+        if isinstance(body, ast.Name):
+            return rf"\frac{{d{after}}}{{d{to}}}" if tex else f"d{after}/d{to}", _PREFIX
+        return (rf"\frac{{d}}{{d{to}}} {after}", _PRODUCT) if tex else (f"d/d{to} {after}", _PREFIX)
+    if name == "limit":
+        return (rf"\lim_{{{to} \to 0}} {after}", _PRODUCT) if tex else (f"lim[{to}→0] {after}", _PREFIX)
+    return rf"\{name}\left({_show(body, tex)[0]}\right)" if tex else f"{name}({_show(body, tex)[0]})", _ATOM
+
+
+def _inside(node: ast.expr, needed: int, tex: bool) -> str:
+    """Return a part, in parentheses where it binds less than needed."""
+    text, strength = _show(node, tex)
+    return text if strength >= needed else rf"\left({text}\right)" if tex else f"({text})"
+
+
+def _symbol(name: str, tex: bool) -> str:
+    if name in SYMBOLS:
+        shown = SYMBOLS[name]
+    elif name.startswith("delta_"):
+        shown = rf"\delta_{{{name[6:]}}}"
+    else:
+        vector, _, index = name.partition("_")
+        shown = "_".join([SYMBOLS.get(vector, vector), *([index] if index else [])])
+    return shown if tex else _text(shown)
+
+
+def _times(left: ast.expr, right: ast.expr) -> str:
+    """Return a dot where two factors would else be read as one."""
+    first = right
+    while isinstance(first, ast.BinOp) and isinstance(first.op, (ast.Mult, ast.Pow)):
+        first = first.left
+    dotted = any(isinstance(factor, ast.Constant) or _is_fraction(factor) for factor in (right, first))
+    return r" \cdot " if dotted or (_is_fraction(left) and not isinstance(right, ast.Name)) else r"\,"
+
+
+def _is_fraction(node: ast.expr) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+
+
+def _is_long(node: ast.expr) -> bool:
+    """Whether a call takes all that follows it, as a sum does."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) not in ELEMENTARY
+
+
+# What LaTeX's commands look like as text.
+_COMMANDS = {
+    "mu": "μ", "sigma": "σ", "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "varepsilon": "ε",
+    "sum": "Σ", "neq": "≠", "geq": "≥", "leq": "≤", "gg": "≫", "pm": "±", "cdot": "·", "to": "→", "prime": "′",
+    "Rightarrow": "⇒", "Leftrightarrow": "⇔", "top": "⊤", "in": "∈", "|": "‖", ",": " ", "log": "log",
+    "tanh": "tanh", "left": "", "right": "",
+}  # fmt: skip
+_SPACED = ("neq", "geq", "leq", "gg", "to", "log", "Rightarrow", "Leftrightarrow", "in", "|", ",")
+_LOW = dict(zip("0123456789ijklnt=+-", "₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₗₙₜ₌₊₋", strict=True)) | {"≠": "≠", " ": ""}
+_HIGH = dict(zip("0123456789+-⊤", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⊤", strict=True)) | {"′": "′"}
+_SINGLE = re.compile(r"d?[A-Za-zα-ω\d][ᵢⱼₖₗ₀-₉⁰¹²³⁴-⁹]*|√\w|√\([^()]*(\([^()]*\)[^()]*)*\)")
+_COMMAND = re.compile(r"\\(?!frac|sqrt|mathrm|tilde)([a-zA-Z]+|.)( (?=[\w\\(]))?")
+_SCRIPT = re.compile(r"\\(?:mathrm|(tilde))\{([^{}]*)\}|([_^])(?:\{([^{}]*)\}|([^{}\\]))")
+_FRACTION = re.compile(r"\\(?:sqrt|frac\{([^{}]*)\})\{([^{}]*)\}")
+
+
+def as_text(sentence: str) -> str:
+    r"""Return a sentence, with LaTeX between dollar signs, as plain text.
+
+    Example:
+        >>> as_text(r"So $\frac{d}{dx_i} (x_i - \mu) = \frac{C-1}{C}$, not 1.")
+        'So d/dxᵢ (xᵢ − μ) = (C−1)/C, not 1.'
+    """
+    parts = sentence.split("$")
+    return "".join(_text(part) if odd % 2 else part for odd, part in enumerate(parts))
+
+
+def as_html(sentence: str) -> str:
+    """Return a sentence as HTML, its formulas as MathML."""
+    parts = sentence.split("$")
+    return "".join(mathml(part) if odd % 2 else escape(part) for odd, part in enumerate(parts))
+
+
+def mathml(latex: str, *, display: bool = False) -> str:
+    """Return LaTeX as a MathML element, which browsers show without help."""
+    from latex2mathml.converter import convert
+
+    element: str = convert(latex, display="block" if display else "inline")
+    return element
+
+
+def _text(latex: str) -> str:
+    # The space that ends the name of a command is kept only beside what is set apart anyhow.
+    text = _COMMAND.sub(lambda m: _COMMANDS[m[1]] + (m[2] or "") * (m[1] in _SPACED), latex)
+    previous = ""
+    while text != previous:
+        previous, text = text, _FRACTION.sub(_fraction, _SCRIPT.sub(_script, text))
+    text = re.sub(r"\s*·\s*", "·", text.replace("-", "−"))
+    return re.sub(r" +", " ", text).strip()
+
+
+def _script(match: re.Match[str]) -> str:
+    tilde, name, mark, group, letter = match.groups(default="")
+    script, table = group or letter, _LOW if mark == "_" else _HIGH
+    if not mark:
+        return "ỹ" if tilde else name
+    if all(sign in table for sign in script):
+        return "".join(table[sign] for sign in script)
+    return f"{mark}{script}" if len(script) == 1 or script.isalpha() else f"{mark}({script})"
+
+
+def _fraction(match: re.Match[str]) -> str:
+    above, below = (part if _SINGLE.fullmatch(part) else f"({part.strip()})" for part in match.groups(default=""))
+    return f"√{below}" if match[1] is None else f"{above}/{below}"

@@ -1,159 +1,144 @@
 """A step as numbers: both sides evaluated on random tokens to 50 digits, by the formulas as they stand.
 
 Sums are added up channel by channel and derivatives are taken by differences; no rule of the algebra is used,
-so a mistake there shows here.
+so a mistake there shows here. dynorm's functions and their automatic derivatives are compared with the same numbers.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from mpmath import mp, mpf
+from torch import Tensor
 
-from dynorm.paper.proof.formula import SUMS, argument_name, channel, delta, function, parse
+from dynorm.paper.proof.formula import SUMS, Reading, indexed
+from dynorm.paper.proof.functions import FUNCTIONS, Function
 from dynorm.paper.proof.statement import Statement, Step
 
 DIGITS = 50
 TOLERANCE = 1e-50
 CHANNELS = (2, 3, 7, 100)
 
-# What is lost to cancellation, and by derivatives, is carried besides: half the digits are the step's error.
+# What is lost to cancellation, and by derivatives, is carried besides.
 _WORKING = DIGITS + 15
-_STEP, _STEP_DIGITS = -(_WORKING // 2 + 5), 3 * _WORKING
 
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}
 Number = Any
 """An mpmath number; mpmath is not typed."""
 
 
 @dataclass
-class Token:
+class Token(Reading):
     """A token, the channel that is looked at, and the free numbers.
 
     Args:
-        vectors: x, and weight and bias of the norm, by name; each with a number a channel.
+        vectors: x, and weight and bias of the norm, by name; each with one number per channel.
         place: The channel i, from 0.
         numbers: Free numbers by name.
         definitions: Names that stand for formulas.
         indices: Where the indices besides i stand.
+
+    Example:
+        >>> Token({"x": [mpf(1), mpf(5)]}, 0, {}, {"mu": "sum_k(x_k) / C"}).read("x_i - mu")
+        mpf('-2.0')
     """
 
-    vectors: Mapping[str, list[Number]]
+    vectors: Mapping[str, Sequence[Number]]
     place: int
     numbers: Mapping[str, Number]
     definitions: Mapping[str, str]
     indices: Mapping[str, int] = field(default_factory=dict)
-    _known: dict[str, Number] = field(default_factory=dict, repr=False)
 
-    def value(self, text: str) -> Number:
-        """Return the value of a formula.
+    number = staticmethod(mpf)
 
-        Example:
-            >>> Token({"x": [mpf(1), mpf(5)]}, 0, {}, {"mu": "sum_k(x_k) / C"}).value("x_i - mu")
-            mpf('-2.0')
-        """
-        return self._value(parse(text), dict(self.indices))
+    def __post_init__(self) -> None:
+        self._at = self._outside = {**self.indices, "i": self.place}
+        self._known: dict[str, Number] = {}
 
-    def _value(self, node: ast.expr, at: dict[str, int]) -> Number:
-        match node:
-            case ast.Constant(value=value):
-                return mpf(int(str(value)))
-            case ast.Name(id=name):
-                return self._name(name, at)
-            case ast.UnaryOp(operand=operand):
-                return -self._value(operand, at)
-            case ast.BinOp(left=left, op=op, right=right):
-                return _OPERATORS[type(op)](self._value(left, at), self._value(right, at))
-            case ast.Call():
-                return self._call(node, at)
-        raise AssertionError(ast.dump(node))
-
-    def _name(self, name: str, at: dict[str, int]) -> Number:
+    def name(self, name: str) -> Number:
+        """Return the value of a name."""
         if name == "C":
             return mpf(len(self.vectors["x"]))
-        if of := channel(name):
-            return self.vectors[of[0]][self._index(of[1], at)]
-        if pair := delta(name):
-            return mpf(self._index(pair[0], at) == self._index(pair[1], at))
+        if pair := indexed(name):
+            if name.startswith("delta_"):
+                return mpf(self._at[pair[0]] == self._at[pair[1]])
+            moved = pair[0] == "x" and self._at[pair[1]] == self.place and "x_i" in self.numbers
+            return self.numbers["x_i"] if moved else self.vectors[pair[0]][self._at[pair[1]]]
         if name in self.numbers:
             return self.numbers[name]
         if name not in self._known:
-            self._known[name] = self._value(parse(self.definitions[name]), dict(self.indices))
+            # A sum's index means nothing in a definition that the sum uses.
+            inside, self._at = self._at, self._outside
+            self._known[name] = self.read(self.definitions[name])
+            self._at = inside
         return self._known[name]
 
-    def _index(self, index: str, at: dict[str, int]) -> int:
-        return self.place if index == "i" else at[index]
+    def function(self, name: str, value: Number) -> Number:
+        """Return the value of an elementary function."""
+        return getattr(mp, name)(value)
 
-    def _call(self, node: ast.Call, at: dict[str, int]) -> Number:
-        name, body = function(node), node.args[0]
-        if name in SUMS:
-            index = SUMS[name]
-            places = [k for k in range(len(self.vectors["x"])) if name != "others" or k != self.place]
-            return mp.fsum(self._value(body, at | {index: k}) for k in places)
-        if name == "d":
-            return _difference(lambda step: self._moved(step)._value(body, at))
-        if name == "diff":
-            variable = argument_name(node)
-            here = self._name(variable, at)
-            return _difference(lambda step: self._with(variable, here + step)._value(body, at))
-        if name == "limit":
-            with mp.workdps(8 * _WORKING):
-                return self._with(argument_name(node), mpf(10) ** (-2 * _WORKING))._value(body, at)
-        return getattr(mp, name)(self._value(body, at))
+    def total(self, name: str, body: Callable[[], Number]) -> Number:
+        """Add up over channels, one by one."""
+        outer, terms = self._at, []
+        for place in range(len(self.vectors["x"])):
+            if name != "others" or place != self.place:
+                self._at = {**outer, SUMS[name]: place}
+                terms.append(body())
+        self._at = outer
+        return mp.fsum(terms)
 
-    def _moved(self, step: Number) -> Token:
-        """Return the token with x_i moved."""
-        x = list(self.vectors["x"])
-        x[self.place] += step
-        return replace(self, vectors={**self.vectors, "x": x}, _known={})
+    def d(self, body: Callable[[], Number]) -> Number:
+        """Differentiate with respect to x_i, by differences."""
+        return self.diff(body, "x_i")
 
-    def _with(self, name: str, value: Number) -> Token:
-        return replace(self, numbers={**self.numbers, name: value}, _known={})
+    def diff(self, body: Callable[[], Number], variable: str) -> Number:
+        """Differentiate with respect to a number, by differences."""
+        return mp.diff(lambda value: self._where(variable, value, body), self.name(variable))
 
+    def limit(self, body: Callable[[], Number], variable: str) -> Number:
+        """Return the value very near to 0."""
+        with mp.workdps(8 * _WORKING):
+            return self._where(variable, mpf(10) ** (-2 * _WORKING), body)
 
-def _difference(function_of_step: Any) -> Number:
-    """Return a derivative by a central difference, right to all working digits."""
-    with mp.workdps(_STEP_DIGITS):
-        step = mpf(10) ** _STEP
-        return (function_of_step(step) - function_of_step(-step)) / (2 * step)
+    def _where(self, name: str, value: Number, body: Callable[[], Number]) -> Number:
+        """Return the value of a formula where a number, or x_i, has another value."""
+        before = self.numbers, self._known
+        self.numbers, self._known = {**self.numbers, name: value}, {}
+        result = body()
+        self.numbers, self._known = before
+        return result
 
 
-def random_token(statement: Statement, channels: int, draw: random.Random) -> Token:
-    """Return a token whose channels all differ, with free numbers from where the statement has them.
+def tokens_for(statement: Statement, seed: int, channels: tuple[int, ...] = CHANNELS) -> list[Token]:
+    """Return one random token for each number of channels.
 
     Args:
         statement: For definitions and numbers.
-        channels: C.
-        draw: Source of randomness.
+        seed: Seed of the tokens.
+        channels: Each C; those that the statement is not meant for are left out.
 
     Returns:
-        A token of rational numbers, with i and j at random channels.
+        Tokens of rational numbers whose channels all differ, with i, j and k at random channels.
     """
+    draw = random.Random(f"{seed} {statement.name}")
+    with mp.workdps(_WORKING):
+        return [_random_token(statement, count, draw) for count in channels if count >= statement.least_channels]
 
+
+def _random_token(statement: Statement, channels: int, draw: random.Random) -> Token:
     def number(low: int = -3000) -> Number:
         return mpf(draw.randint(low, 3000)) / 1009
 
     offset = number()
     # A grid, shuffled and shaken: random, but never all values alike, so that sigma is not lost to rounding.
-    grid = [mpf(2 * k - channels + 1) * 3 / channels + mpf(draw.randint(-900, 900)) / 1009 / channels
-            for k in range(channels)]  # fmt: skip
+    grid = [mpf(2 * k - channels + 1) * 3 / channels + number() * 3 / 10 / channels for k in range(channels)]
     draw.shuffle(grid)
-    vectors = {
-        "x": [value + offset for value in grid],
-        "gamma": [number() for _ in grid],
-        "bias": [number() for _ in grid],
-    }
+    vectors = {"x": [value + offset for value in grid]} | {name: [number() for _ in grid] for name in ("gamma", "bias")}
     numbers = {name: number(1) if domain != "real" else number() for name, domain in statement.numbers.items()}
     indices = {"j": draw.randrange(channels), "k": draw.randrange(channels)}
     return Token(vectors, draw.randrange(channels), numbers, statement.definitions, indices)
@@ -182,26 +167,49 @@ def measure(step: Step, tokens: list[Token]) -> Measured:
     Returns:
         Whether it holds, and how far the sides are apart. A side that is not finite or not real does not hold.
     """
-    errors, signs = [], []
+    differences = []
     with mp.workdps(_WORKING):
         for token in tokens:
             try:
-                left, right = token.value(step.left), token.value(step.right)
+                left, right = token.read(step.left), token.read(step.right)
             except ZeroDivisionError:
                 return Measured(False, float("inf"))
-            size = max(1, abs(left), abs(right))
-            real = not isinstance(left - right, mp.mpc) and mp.isfinite(left - right)
-            errors.append(float(abs(left - right) / size) if real else float("inf"))
-            signs.append(float((left - right) / size) if real else float("-inf"))
+            difference = (left - right) / max(1, abs(left), abs(right))
+            real = not isinstance(difference, mp.mpc) and mp.isfinite(difference)
+            differences.append(float(difference) if real else float("-inf"))
+    errors = [abs(difference) for difference in differences]
     if step.relation == "=":
         return Measured(max(errors) < TOLERANCE, max(errors))
     if step.relation == "!=":
         return Measured(any(1e-6 < error < float("inf") for error in errors), None)
-    return Measured(min(signs) > (0 if step.relation == ">" else -TOLERANCE), None)
+    return Measured(min(differences) > (0 if step.relation == ">" else -TOLERANCE), None)
 
 
-def tokens_for(statement: Statement, seed: int, channels: tuple[int, ...] = CHANNELS) -> list[Token]:
-    """Return one random token for each number of channels."""
-    draw = random.Random(f"{seed} {statement.name}")
-    with mp.workdps(_WORKING):
-        return [random_token(statement, count, draw) for count in channels if count >= statement.least_channels]
+def autograd_error(statement: Statement, tokens: list[Token]) -> float:
+    """Return how far dynorm's functions and their automatic derivatives are from a statement's formulas, in float64.
+
+    Args:
+        statement: One whose name :data:`FUNCTIONS` has.
+        tokens: At least one.
+
+    Returns:
+        Largest difference of values and derivatives over tokens and channels, relative to the larger or to 1.
+    """
+    errors = []
+    for token in tokens:
+        vectors = {name: torch.tensor(list(map(float, v)), dtype=torch.float64) for name, v in token.vectors.items()}
+        x = vectors.pop("x")
+        free = SimpleNamespace(**vectors, **{name: float(value) for name, value in token.numbers.items()})
+        for formula, function in FUNCTIONS[statement.name].items():
+
+            def twice(x: Tensor, function: Function = function, free: Any = free) -> tuple[Tensor, Tensor]:
+                return (y := function(x, free).expand_as(x)), y
+
+            slopes, values = torch.func.jacrev(twice, has_aux=True)(x)
+            for place in {0, token.place, len(x) - 1}:
+                here = replace(token, place=place)
+                for tensor, text in ((values[place], formula), (slopes[place, place], f"d({formula})")):
+                    with mp.workdps(_WORKING):
+                        got, want = float(tensor), here.read(text)
+                        errors.append(float(abs(got - want) / max(1, abs(got), abs(want))))
+    return max(error if math.isfinite(error) else float("inf") for error in errors)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 
 from dynorm.errors import ArgumentError
 from dynorm.files import require_writable, write_text
-from dynorm.paper.proof.formula import names, parse
-from dynorm.paper.proof.notation import latex
-from dynorm.paper.proof.prose import as_html, mathml
+from dynorm.paper.proof.formula import as_html, latex, mathml, names
 from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
 from dynorm.paper.proof.statement import Statement
-from dynorm.paper.proof.style import STYLE
 from dynorm.paper.proof.terminal import equations, failure, summary
 
 _RELATIONS = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
@@ -62,11 +60,23 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
 def render(report: Report) -> str:
     """Return the page as text."""
     known = [checked.statement.name for checked in report.statements]
-    body = "\n".join((_head(report), *(_section(checked, known) for checked in report.statements), _method()))
-    return _PAGE.format(style=STYLE, body=body)
+    sections = "\n".join(_section(checked, known) for checked in report.statements)
+    method = "".join(f"<p>{as_html(text)}</p>" for text in _METHOD)
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    return _PAGE.format(style=style, head=_head(report), sections=sections, method=method)
 
 
 def _head(report: Report) -> str:
+    titles = ("Statement", "Equations", "For every C", "Autograd", "50 digits")
+    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
+    rows = "".join(
+        f'<tr><th scope="row"><a href="#{checked.statement.name}">{escape(checked.statement.title)}</a></th>'
+        f"<td>{escape(checked.statement.equations)}</td>"
+        f"<td>{_mark(checked.proven)} {'proven' if checked.proven else 'not proven'}</td>"
+        f"<td{'' if checked.autograd_holds else ' class=bad'}>{_power(checked.autograd)}</td>"
+        f"<td{'' if checked.digits_hold else ' class=bad'}>{_power(checked.digits)}</td></tr>"
+        for checked in report.statements
+    )
     return (
         "<header><h1>From LayerNorm to DyISRU, proven</h1>"
         f'<p class="lead {"" if report.holds else "bad"}">{escape(summary(report))}.</p>'
@@ -74,15 +84,6 @@ def _head(report: Report) -> str:
         "sides are computed from their definitions, by another program, on random tokens of 2, 3, 7 and 100 channels "
         f"(seed {report.seed}). The functions of dynorm and their automatic derivatives are the third witness. "
         '<a href="#method">How it is done</a></p></header>'
-        f"{_contents(report)}"
-    )
-
-
-def _contents(report: Report) -> str:
-    rows = "".join(_contents_row(checked) for checked in report.statements)
-    titles = ("Statement", "Equations", "For every C", "Autograd", "50 digits")
-    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
-    return (
         '<nav aria-label="Contents"><h2>Contents</h2>'
         '<div class="scroll" tabindex="0" role="region" aria-label="Table of statements">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
@@ -91,52 +92,34 @@ def _contents(report: Report) -> str:
     )
 
 
-def _contents_row(checked: CheckedStatement) -> str:
-    statement = checked.statement
-    return (
-        f'<tr><th scope="row"><a href="#{statement.name}">{escape(statement.title)}</a></th>'
-        f"<td>{escape(statement.equations)}</td>"
-        f"<td>{_mark(checked.proven)} {'proven' if checked.proven else 'not proven'}</td>"
-        f"<td{'' if checked.autograd_holds else ' class=bad'}>{_power(checked.autograd)}</td>"
-        f"<td{'' if checked.digits_hold else ' class=bad'}>{_power(checked.digits)}</td></tr>"
-    )
-
-
 def _section(checked: CheckedStatement, known: Sequence[str]) -> str:
     statement = checked.statement
-    about = f"<code>{statement.name}</code> {_source(statement.source)}, {escape(equations(statement))}"
+    source = escape(statement.source)
+    for number, address in _SOURCES.items():
+        source = source.replace(number, f'<a href="{address}">arXiv {number}</a>')
+    used = [f"{latex(name)} = {latex(statement.definitions[name])}" for name in _used(statement)]
+    definitions = f'<ul class="definitions" aria-label="Definitions">{_items(map(mathml, used))}</ul>' if used else ""
     steps = "".join(_step(step, known) for step in checked.steps)
-    remarks = "".join(f"<li>{_linked(remark, known)}</li>" for remark in statement.remarks)
+    remarks = _items(_linked(remark, known) for remark in statement.remarks)
     return (
         f'<section id="{statement.name}"{" class=misprint" if statement.misprint else ""}>'
         f"<h2>{_mark(checked.holds)} {escape(statement.title)}</h2>"
-        f'<p class="note">{about}</p><p class="claim">{as_html(statement.claim)}.</p>'
-        f"<p>Assumed: {_linked(statement.assumes, known)}.</p>{_definitions(statement)}"
+        f'<p class="note"><code>{statement.name}</code> {source}, {escape(equations(statement))}</p>'
+        f'<p class="claim">{as_html(statement.claim)}.</p>'
+        f"<p>Assumed: {_linked(statement.assumes, known)}.</p>{definitions}"
         f'<ol class="steps">{steps}</ol>'
         f"{f'<ul class=remarks>{remarks}</ul>' if remarks else ''}"
         '<p class="up"><a href="#top">Contents</a></p></section>'
     )
 
 
+def _items(entries: Iterable[str]) -> str:
+    return "".join(f"<li>{entry}</li>" for entry in entries)
+
+
 def _linked(sentence: str, known: Sequence[str]) -> str:
     """Return a sentence as HTML, the names of other statements leading to them."""
-    html = as_html(sentence)
-    return re.sub(rf"\b({'|'.join(known)})\b", r'<a href="#\1">\1</a>', html)
-
-
-def _source(source: str) -> str:
-    text = escape(source)
-    for number, address in _SOURCES.items():
-        text = text.replace(number, f'<a href="{address}">arXiv {number}</a>')
-    return text
-
-
-def _definitions(statement: Statement) -> str:
-    used = _used(statement)
-    if not used:
-        return ""
-    items = "".join(f"<li>{mathml(f'{latex(name)} = {latex(statement.definitions[name])}')}</li>" for name in used)
-    return f'<ul class="definitions" aria-label="Definitions">{items}</ul>'
+    return re.sub(rf"\b({'|'.join(known)})\b", r'<a href="#\1">\1</a>', as_html(sentence))
 
 
 def _used(statement: Statement) -> list[str]:
@@ -144,9 +127,9 @@ def _used(statement: Statement) -> list[str]:
     waiting = [formula for step in statement.steps for formula in (step.left, step.right)]
     found: set[str] = set()
     while waiting:
-        for name in names(parse(waiting.pop())) & statement.definitions.keys() - found:
-            found.add(name)
-            waiting.append(statement.definitions[name])
+        new = names(waiting.pop()) & statement.definitions.keys() - found
+        found |= new
+        waiting += [statement.definitions[name] for name in new]
     return [name for name in statement.definitions if name in found]
 
 
@@ -165,11 +148,8 @@ def _step(checked: CheckedStep, known: Sequence[str]) -> str:
 
 
 def _mark(holds: bool) -> str:
-    return (
-        '<span class="mark" role="img" aria-label="holds">✓</span>'
-        if holds
-        else '<span class="mark bad" role="img" aria-label="does not hold">✗</span>'
-    )
+    kind, label, sign = ("mark", "holds", "✓") if holds else ("mark bad", "does not hold", "✗")
+    return f'<span class="{kind}" role="img" aria-label="{label}">{sign}</span>'
 
 
 def _power(value: float) -> str:
@@ -180,30 +160,19 @@ def _power(value: float) -> str:
     return f"{digits}·10<sup>{str(int(exponent)).replace('-', '−')}</sup>"
 
 
-def _method() -> str:
-    texts = "".join(f"<p>{as_html(text)}</p>" for text in _texts())
-    return f'<section id="method"><h2>How it is done</h2>{texts}</section>'
-
-
-def _texts() -> Iterator[str]:
-    yield (
-        "Each step is one formula, written once. What is shown here, what the algebra decides and what the numbers "
-        "check is the same tree."
-    )
-    yield (
-        r"Algebra: the statement “What one channel sees of its token” shows that sums over channels can be "
-        r"replaced by $x_i$, C and mean $m_i$ and variance $v_i$ of the other channels, which reach every token: "
-        r"$m_i$ is any number and $v_i \geq 0$ any other. After differentiation, each step is a quotient of "
-        r"polynomials in $x_i - m_i$, $m_i$, $v_i$, $C - 1$ and in roots of quantities that are not negative. Two "
-        "sides are equal when the numerator of their difference, divided by the relations of the roots, is the zero "
-        "polynomial. What sympy cannot bring to that is “not proven”, which counts as a failure."
-    )
-    yield (
-        "Numbers: both sides are evaluated on a random token to 65 digits, sums channel by channel, derivatives "
-        "by central differences at 195 digits; they must agree to 50 digits. No rule of the algebra is used."
-    )
-    yield "A step with ≠ is proven by one exact token that tells both sides apart: so is a misprint shown to be one."
-
+_METHOD = (
+    "Each step is one formula, written once. What is shown here, what the algebra decides and what the numbers "
+    "check is the same tree.",
+    r"Algebra: the statement “What one channel sees of its token” shows that sums over channels can be "
+    r"replaced by $x_i$, C and mean $m_i$ and variance $v_i$ of the other channels, which reach every token: "
+    r"$m_i$ is any number and $v_i \geq 0$ any other. After differentiation, each step is a quotient of "
+    r"polynomials in $x_i - m_i$, $m_i$, $v_i$, $C - 1$ and in roots of quantities that are not negative. Two "
+    "sides are equal when the numerator of their difference, divided by the relations of the roots, is the zero "
+    "polynomial. What sympy cannot bring to that is “not proven”, which counts as a failure.",
+    "Numbers: both sides are evaluated on a random token to 65 digits, sums channel by channel, derivatives "
+    "by differences at twice as many; they must agree to 50 digits. No rule of the algebra is used.",
+    "A step with ≠ is proven by one exact token that tells both sides apart: so is a misprint shown to be one.",
+)
 
 _PAGE = """<!doctype html>
 <html lang="en" id="top">
@@ -216,7 +185,9 @@ _PAGE = """<!doctype html>
 </head>
 <body>
 <main>
-{body}
+{head}
+{sections}
+<section id="method"><h2>How it is done</h2>{method}</section>
 </main>
 </body>
 </html>

@@ -10,22 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynorm.errors import ArgumentError
-from dynorm.paper.proof import closed_forms, foundations, isru_and_note, misprints, theorems_1_2, theorems_3_4
-from dynorm.paper.proof.statement import Statement, Step
+from dynorm.paper.proof.statement import Statement, Step, load
 
 if TYPE_CHECKING:
-    from dynorm.paper.proof.decide import Verdict
+    from dynorm.paper.proof.exact import Verdict
     from dynorm.paper.proof.numbers import Measured
 
-STATEMENTS: tuple[Statement, ...] = (
-    *foundations.STATEMENTS,
-    *theorems_1_2.STATEMENTS,
-    *theorems_3_4.STATEMENTS,
-    *isru_and_note.STATEMENTS,
-    *closed_forms.STATEMENTS,
-    *misprints.STATEMENTS,
-)
+STATEMENTS: tuple[Statement, ...] = load()
 """All statements, in the order in which they rest on each other."""
+
+_ROUNDING = 1e-11
 
 
 @dataclass(frozen=True)
@@ -50,14 +44,12 @@ class CheckedStatement:
         statement: The statement.
         steps: Its steps, checked.
         autograd: Largest relative error against dynorm and automatic differentiation, in float64.
-        autograd_holds: Whether that is rounding.
         seconds: How long it took.
     """
 
     statement: Statement
     steps: tuple[CheckedStep, ...]
     autograd: float
-    autograd_holds: bool
     seconds: float
 
     @property
@@ -76,6 +68,11 @@ class CheckedStatement:
         return max((step.measured.error for step in self.steps if step.measured.error is not None), default=0.0)
 
     @property
+    def autograd_holds(self) -> bool:
+        """Whether dynorm and automatic differentiation differ by rounding alone."""
+        return self.autograd < _ROUNDING
+
+    @property
     def holds(self) -> bool:
         """Whether it is proven, and no number contradicts."""
         return self.proven and self.digits_hold and self.autograd_holds
@@ -86,7 +83,7 @@ class Report:
     """What became of all statements.
 
     Args:
-        statements: A row each.
+        statements: One row each.
         seed: Of the random tokens.
         seconds: How long it took.
     """
@@ -131,14 +128,16 @@ def prove(
         (True, True)
     """
     chosen = choose(only)
-    require_libraries()
+    for library in ("sympy", "mpmath"):
+        if importlib.util.find_spec(library) is None:
+            raise ArgumentError(f"proofs need {library}, which is not installed: pip install 'dynorm[paper]'")
     start = time.perf_counter()
     checked = tuple(check(statement, seed) for statement in track(chosen))
     return Report(checked, seed, time.perf_counter() - start)
 
 
 def choose(only: Sequence[str]) -> tuple[Statement, ...]:
-    """Return the statements of the given names or globs.
+    """Return the statements of the given names or globs, all when there are none.
 
     Raises:
         ArgumentError: If a name or glob fits none.
@@ -148,17 +147,6 @@ def choose(only: Sequence[str]) -> tuple[Statement, ...]:
             names = ", ".join(statement.name for statement in STATEMENTS)
             raise ArgumentError(f"no statement is called {pattern!r}: give one of {names}, or a glob")
     return tuple(s for s in STATEMENTS if not only or any(fnmatch.fnmatchcase(s.name, p) for p in only))
-
-
-def require_libraries() -> None:
-    """Refuse to start where sympy or mpmath is missing.
-
-    Raises:
-        ArgumentError: If one is not installed.
-    """
-    for library in ("sympy", "mpmath"):
-        if importlib.util.find_spec(library) is None:
-            raise ArgumentError(f"proofs need {library}, which is not installed: pip install 'dynorm[paper]'")
 
 
 def check(statement: Statement, seed: int = 0) -> CheckedStatement:
@@ -171,48 +159,40 @@ def check(statement: Statement, seed: int = 0) -> CheckedStatement:
     Returns:
         The checked statement.
     """
-    from dynorm.paper.proof import autograd
-    from dynorm.paper.proof.decide import decide
-    from dynorm.paper.proof.numbers import measure, tokens_for
+    from dynorm.paper.proof.exact import decide
+    from dynorm.paper.proof.numbers import autograd_error, measure, tokens_for
 
     start = time.perf_counter()
     tokens = tokens_for(statement, seed)
     steps = tuple(CheckedStep(s, decide(s, statement, seed), measure(s, tokens)) for s in statement.steps)
-    error = autograd.largest_error(statement.name, seed)
-    return CheckedStatement(statement, steps, error, error < autograd.TOLERANCE, time.perf_counter() - start)
+    return CheckedStatement(statement, steps, autograd_error(statement, tokens), time.perf_counter() - start)
 
 
 def _row(checked: CheckedStatement) -> dict[str, Any]:
     statement = checked.statement
-    return {
-        "name": statement.name,
-        "title": statement.title,
-        "source": statement.source,
-        "equations": statement.equations,
-        "misprint": statement.misprint,
+    about = {name: getattr(statement, name) for name in ("name", "title", "source", "equations", "misprint")}
+    return about | {
         "holds": checked.holds,
         "proven": checked.proven,
         "autograd_error": _finite(checked.autograd),
         "digits_error": _finite(checked.digits),
         "seconds": round(checked.seconds, 3),
-        "steps": [_step_row(step) for step in checked.steps],
+        "steps": [
+            {
+                "left": row.step.left,
+                "relation": row.step.relation,
+                "right": row.step.right,
+                "equation": row.step.tag,
+                "reason": row.step.reason,
+                "outcome": row.verdict.outcome,
+                "remains": row.verdict.remains,
+                "numbers_hold": row.measured.holds,
+                "digits_error": _finite(row.measured.error),
+            }
+            for row in checked.steps
+        ],
     }
 
 
-def _step_row(checked: CheckedStep) -> dict[str, Any]:
-    step = checked.step
-    return {
-        "left": step.left,
-        "relation": step.relation,
-        "right": step.right,
-        "equation": step.tag,
-        "reason": step.reason,
-        "outcome": checked.verdict.outcome,
-        "remains": checked.verdict.remains,
-        "numbers_hold": checked.measured.holds,
-        "digits_error": None if checked.measured.error is None else _finite(checked.measured.error),
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and abs(value) < float("inf") else None

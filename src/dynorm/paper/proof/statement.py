@@ -1,13 +1,16 @@
-"""What is claimed: statements made of steps. Nothing here computes."""
+"""Claims and their proofs as data: statements made of steps. Nothing here computes."""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 Relation = Literal["=", "!=", ">=", ">"]
-"""What a step claims; ``!=`` is claimed of a misprint: that the two are not the same function."""
+"""What a step claims. Misprints use ``!=``: the two sides are not the same function."""
 
 Domain = Literal["positive", "nonnegative", "real"]
 
@@ -23,7 +26,7 @@ class Step:
         relation: How the two are related.
         tag: The equation's number in the source, if it has one.
         follows: Whether ``left`` is the ``right`` of the step before, so that it need not be shown again.
-        rules: ``"channel"`` reduces each sum to what channel i sees; ``"sums"`` proves those rules themselves.
+        by_sums: Whether sympy's own symbolic sums prove it. All other steps use the rules that these steps prove.
     """
 
     reason: str
@@ -32,7 +35,7 @@ class Step:
     relation: Relation = "="
     tag: str = ""
     follows: bool = False
-    rules: Literal["channel", "sums"] = "channel"
+    by_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Statement:
         equations: Numbers of the equations that it covers, as the source counts them.
         claim: The formula or sentence that is proven; LaTeX between dollar signs.
         assumes: Where it holds, in words.
-        steps: The proof.
+        steps: The proof, best written with :func:`proof`.
         definitions: Names that stand for formulas.
         numbers: Free numbers and where they lie; those not named here are real.
         remarks: What a reader should know besides.
@@ -68,41 +71,50 @@ class Statement:
     least_channels: int = 2
 
 
-def chain(start: str, *links: tuple[str, str] | tuple[str, str, str]) -> tuple[Step, ...]:
-    """Return a step for each link of ``start = a = b = ...``.
+_LINE = re.compile(r"(.*?) ?(=|!=|>=|>) (.*?)(?: \[(\d+)\])?(?: +:: (.*))?")
+
+
+def proof(text: str, short: Mapping[str, str] | None = None, by_sums: int = 0) -> tuple[Step, ...]:
+    r"""Read the steps of a proof, one per line: ``left = right [equation] :: reason``.
 
     Args:
-        start: The first formula.
-        links: For each, the next formula, the reason, and the equation's number where there is one.
+        text: The steps. A line that begins with a relation goes on from the one before; a line that begins
+            with ``::`` goes on with the reason.
+        short: Words that stand for longer formulas in these steps.
+        by_sums: How many of the first steps are proven with sympy's own sums.
 
     Returns:
-        The steps, all but the first following the one before.
+        The steps.
 
     Example:
-        >>> [step.left for step in chain("a*b/b", ("a*1", "b cancels"), ("a", "one is neutral"))]
-        ['a*b/b', 'a*1']
+        >>> steps = proof("a*b/b = a*ONE :: b cancels\n = a [7] :: one\n :: is neutral", {"ONE": "1"})
+        >>> [(step.left, step.right, step.tag, step.reason) for step in steps]
+        [('a*b/b', 'a*1', '', 'b cancels'), ('a*1', 'a', '7', 'one is neutral')]
     """
-    steps = []
-    left = start
-    for position, (right, reason, *tag) in enumerate(links):
-        steps.append(Step(reason, left, right, tag="".join(tag), follows=position > 0))
-        left = right
+    steps: list[Step] = []
+    for line in re.sub(r"\n\s*:: ", " :: ", text).strip().splitlines():
+        match = _LINE.fullmatch(line.strip())
+        assert match is not None, line
+        left, relation, right, tag, reason = match.groups(default="")
+        for word, formula in (short or {}).items():
+            left, right = (re.sub(rf"\b{word}\b", formula, side) for side in (left, right))
+        start, first = left or steps[-1].right, len(steps) < by_sums
+        steps.append(Step(reason.replace(" :: ", " "), start, right, relation, tag, not left, first))  # type: ignore[arg-type]
     return tuple(steps)
 
 
-PAPER = "The Mathematical Relationship Between Layer Normalization and Dynamic Activation Functions (2503.21708)"
-FIRST_TEXT = "Elementwise Layer Normalization, the first version of 2503.21708"
-NOTE = "The note: LayerNorm is centring, then RMSNorm, then the bias"
-OURS = "dynorm, beyond the sources"
-
-TOKEN: Mapping[str, str] = {
-    "mu": "sum_k(x_k) / C",
-    "sigma": "sqrt(sum_k((x_k - mu)**2) / C)",
-    "y_i": "(x_i - mu) / sigma",
-    "F": "1 / (C*sigma)",
-    "sigma_others": "sqrt(others((x_k - mu)**2) / (C - 1))",
-    "m_i": "others(x_k) / (C - 1)",
-    "v_i": "others((x_k - m_i)**2) / (C - 1)",
-    "beta_i": "(C - 1)*sigma_others**2 - sigma**2",
-}
-"""LayerNorm's quantities, and those that leave channel i out."""
+def load() -> tuple[Statement, ...]:
+    """Return the statements of ``statements.toml``."""
+    data = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
+    statements = []
+    for entry in data["statement"]:
+        shared = [data["shared"][name] for name in entry.pop("with", ())]
+        entry["definitions"] = {
+            name: formula for table in (*shared, entry.get("definitions", {})) for name, formula in table.items()
+        }
+        entry["source"] = data["sources"][entry["source"]]
+        entry["steps"] = proof(entry.pop("proof"), entry.pop("short", None), entry.pop("by_sums", 0))
+        # Long lines of a sentence are broken in the file.
+        entry |= {name: entry[name].replace("\n", " ") for name in ("claim", "assumes")}
+        statements.append(Statement(**entry | {"remarks": tuple(entry.get("remarks", ()))}))
+    return tuple(statements)

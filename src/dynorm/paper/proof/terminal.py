@@ -7,8 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dynorm.paper.proof.notation import plain
-from dynorm.paper.proof.prose import as_text
+from dynorm.paper.proof.formula import as_text, plain
 from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
 from dynorm.paper.proof.statement import Statement
 
@@ -23,11 +22,25 @@ def show(report: Report, console: Console, *, brief: bool = False) -> None:
         console: Where to.
         brief: Whether the table alone is printed.
     """
-    if not brief:
-        for checked in report.statements:
-            console.print(_proof(checked))
-            console.print()
-    console.print(_table(report))
+    for checked in () if brief else report.statements:
+        console.print(_proof(checked))
+        console.print()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("statement", no_wrap=True)
+    table.add_column("equations", overflow="fold")
+    table.add_column("for every C")
+    for title in ("autograd", "50 digits", "seconds"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for checked in report.statements:
+        table.add_row(
+            checked.statement.name,
+            checked.statement.equations,
+            Text("proven", "green") if checked.proven else Text("not proven", "bold red"),
+            Text(f"{checked.autograd:.0e}", "" if checked.autograd_holds else "bold red"),
+            Text(f"{checked.digits:.0e}", "" if checked.digits_hold else "bold red"),
+            f"{checked.seconds:.2f}",
+        )
+    console.print(table)
     console.print(summary(report), markup=False)
     for checked in report.statements:
         for step in checked.steps:
@@ -50,34 +63,8 @@ def failure(checked: CheckedStep) -> str:
     claim = f"{plain(checked.step.left)} {_RELATIONS[checked.step.relation]} {plain(checked.step.right)}"
     numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
     remains = f"; what remains of the difference: {checked.verdict.remains}" if checked.verdict.remains else ""
-    outcome = {"proven": "proven", "false": "false", "undecided": "not proven"}[checked.verdict.outcome]
+    outcome = checked.verdict.outcome.replace("undecided", "not proven")
     return f"{claim}: {outcome}, {numbers}{remains}"
-
-
-def _proof(checked: CheckedStatement) -> Group:
-    statement = checked.statement
-    heading = Text.assemble(_tick(checked.holds), " ", (statement.title, "bold"), ("   " + _reference(checked), "dim"))
-    about = (Text(as_text(statement.claim), style="cyan"), Text(f"Assumed: {as_text(statement.assumes)}.", style="dim"))
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(width=1)
-    grid.add_column(ratio=3, overflow="fold")
-    grid.add_column(justify="right", width=4)
-    grid.add_column(ratio=2, overflow="fold", style="dim")
-    for step in checked.steps:
-        grid.add_row(_tick(step.holds), _equation(step), f"({step.step.tag})" * bool(step.step.tag),
-                     as_text(step.step.reason))  # fmt: skip
-    notes = [Text(f"Note: {as_text(remark)}", style="dim") for remark in statement.remarks]
-    return Group(heading, Padding(Group(*about, grid, *notes), (0, 0, 0, 2)))
-
-
-def _equation(checked: CheckedStep) -> Text:
-    step = checked.step
-    right = f"{_RELATIONS[step.relation]} {plain(step.right)}"
-    return Text(f"  {right}" if step.follows else f"{plain(step.left)} {right}")
-
-
-def _reference(checked: CheckedStatement) -> str:
-    return f"{checked.statement.name}, {equations(checked.statement)}"
 
 
 def equations(statement: Statement) -> str:
@@ -85,24 +72,24 @@ def equations(statement: Statement) -> str:
     return f"{'eq. ' if statement.equations[0].isdigit() else ''}{statement.equations}"
 
 
+def _proof(checked: CheckedStatement) -> Group:
+    statement = checked.statement
+    reference = f"   {statement.name}, {equations(statement)}"
+    heading = Text.assemble(_tick(checked.holds), " ", (statement.title, "bold"), (reference, "dim"))
+    about = (Text(as_text(statement.claim), style="cyan"), Text(f"Assumed: {as_text(statement.assumes)}.", style="dim"))
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(width=1)
+    grid.add_column(ratio=3, overflow="fold")
+    grid.add_column(justify="right", width=4)
+    grid.add_column(ratio=2, overflow="fold", style="dim")
+    for row in checked.steps:
+        left = " " if row.step.follows else plain(row.step.left)
+        formula = Text(f"{left} {_RELATIONS[row.step.relation]} {plain(row.step.right)}")
+        tag = f"({row.step.tag})" * bool(row.step.tag)
+        grid.add_row(_tick(row.holds), formula, tag, as_text(row.step.reason))
+    notes = [Text(f"Note: {as_text(remark)}", style="dim") for remark in statement.remarks]
+    return Group(heading, Padding(Group(*about, grid, *notes), (0, 0, 0, 2)))
+
+
 def _tick(holds: bool) -> Text:
     return Text("✓", style="green") if holds else Text("✗", style="bold red")
-
-
-def _table(report: Report) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("statement", no_wrap=True)
-    table.add_column("equations", overflow="fold")
-    table.add_column("for every C")
-    for title in ("autograd", "50 digits", "seconds"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for checked in report.statements:
-        table.add_row(
-            checked.statement.name,
-            checked.statement.equations,
-            Text("proven", "green") if checked.proven else Text("not proven", "bold red"),
-            Text(f"{checked.autograd:.0e}", "" if checked.autograd_holds else "bold red"),
-            Text(f"{checked.digits:.0e}", "" if checked.digits_hold else "bold red"),
-            f"{checked.seconds:.2f}",
-        )
-    return table

@@ -1,0 +1,274 @@
+"""Whether a step is proven: by exact algebra, for every number of channels at once, never by how close numbers are.
+
+sympy reads a formula with its own symbolic sums and derivatives. Channel i sees of its token only x_i, C and the
+sums A and B of the other channels and of their squares; the statement "reduction" proves so. In their place come
+C = n + 1, the mean m and the variance v of the others, and e = x_i - m, which reach every token: n > 0, v >= 0, any
+m, any e. In these all roots are of positive things, and two formulas are equal where the numerator of their
+difference is the zero polynomial.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import sympy as sp
+
+from dynorm.errors import DynormError
+from dynorm.paper.proof.formula import SUMS, Reading, indexed
+from dynorm.paper.proof.statement import Statement, Step
+
+Outcome = Literal["proven", "false", "undecided"]
+Expr = Any
+"""A sympy expression; sympy itself is not fully typed."""
+
+# Values are computed to 50 digits; what is smaller than this may be 0.
+_NOISE = sp.Float("1e-30")
+
+# The size of the token, and a channel's place in it.
+_C = sp.Symbol("C", integer=True, positive=True)
+_PLACES = {name: sp.Symbol(name, integer=True, positive=True) for name in "ijkl"}
+_X_I = sp.IndexedBase("x", real=True)[_PLACES["i"]]
+
+# Dummies, so that no name in a formula can be taken for one of them.
+_N = sp.Dummy("n", positive=True)
+_M, _E = (sp.Dummy(name, real=True) for name in "me")
+_V = sp.Dummy("v", nonnegative=True)
+_EVERY_TOKEN = {_X_I: _M + _E, _C: _N + 1}
+_OTHERS = (_N, _N * _M, _N * (_V + _M**2))
+"""The sums of 1, of the other channels and of their squares."""
+
+
+class NotReducibleError(DynormError):
+    """A formula is outside the rules of algebra here; what rests on it stays undecided."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What algebra says of a step.
+
+    Args:
+        outcome: ``"proven"``; ``"false"`` where a token was found for which the step does not hold;
+            ``"undecided"`` where neither was reached, which is no proof.
+        remains: What is left of the difference of both sides, as text; empty when proven.
+    """
+
+    outcome: Outcome
+    remains: str = ""
+
+
+def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
+    """Prove a step or refute it.
+
+    Args:
+        step: The step.
+        statement: To which it belongs, for definitions and numbers.
+        seed: Seed of the search for a counterexample.
+
+    Returns:
+        The verdict. What sympy cannot bring to an end is undecided.
+
+    Example:
+        >>> from dynorm.paper.proof.statement import Statement
+        >>> step = Step("", "sum_k((x_k - mu)**2)", "sum_k(x_k**2) - C*mu**2")
+        >>> decide(step, Statement("", "", "", "", "", "", (step,), definitions={"mu": "sum_k(x_k) / C"})).outcome
+        'proven'
+    """
+    try:
+        reading = _Exact(statement)
+        difference = reading.read(step.left) - reading.read(step.right)
+        return _by_sums(difference) if step.by_sums else _by_channel(difference, step.relation, seed)
+    # sympy gives up with a NotImplementedError, and with a ValueError or TypeError where a value is not a number.
+    except (NotReducibleError, NotImplementedError, ValueError, TypeError, ZeroDivisionError) as error:
+        return Verdict("undecided", f"sympy could not decide it: {error or type(error).__name__}")
+
+
+class _Exact(Reading):
+    """Formulas of a statement as sympy expressions, with symbolic sums."""
+
+    number = sp.Integer
+
+    def __init__(self, statement: Statement) -> None:
+        self.definitions = statement.definitions
+        self.numbers = statement.numbers
+        self._held: frozenset[str] = frozenset()
+        self._known: dict[tuple[str, frozenset[str]], Expr] = {}
+
+    def name(self, name: str) -> Expr:
+        if name == "C":
+            return _C
+        if pair := indexed(name):
+            if name.startswith("delta_"):
+                return sp.KroneckerDelta(*(_PLACES[place] for place in pair))
+            return sp.IndexedBase(pair[0], real=True)[_PLACES[pair[1]]]
+        if name not in self.definitions or name in self._held:
+            return sp.Symbol(name, **{self.numbers.get(name, "real"): True})
+        if (name, self._held) not in self._known:
+            self._known[name, self._held] = self.read(self.definitions[name])
+        return self._known[name, self._held]
+
+    def function(self, name: str, value: Expr) -> Expr:
+        return getattr(sp, name)(value)
+
+    def total(self, name: str, body: Callable[[], Expr]) -> Expr:
+        place, term = _PLACES[SUMS[name]], body()
+        return sp.Sum(term, (place, 1, _C)) - (term.subs(place, _PLACES["i"]) if name == "others" else 0)
+
+    def d(self, body: Callable[[], Expr]) -> Expr:
+        return sp.diff(body(), _X_I)
+
+    def diff(self, body: Callable[[], Expr], variable: str) -> Expr:
+        # What is held changes the meaning of the definitions that use it.
+        before, self._held = self._held, self._held | {variable}
+        free, held = self.name(variable), body()
+        self._held = before
+        return sp.diff(held, free).subs(free, self.name(variable))
+
+    def limit(self, body: Callable[[], Expr], variable: str) -> Expr:
+        return sp.limit(body().subs(_C, _N + 1), self.name(variable), 0, "+")
+
+
+def reduced(expression: Expr) -> Expr:
+    """Return an expression of what channel i sees.
+
+    Raises:
+        NotReducibleError: If a sum is not of a polynomial of at most degree 2 in the channels.
+    """
+    without_sums = expression.replace(lambda e: isinstance(e, sp.Sum), _reduced_sum)
+    return without_sums.xreplace(_EVERY_TOKEN)
+
+
+def _reduced_sum(total: Expr) -> Expr:
+    body, (place, *_) = total.args
+    body, alone = sp.expand(body), sp.Integer(0)
+    # A term with Kronecker's delta counts at one channel alone.
+    while deltas := [delta for delta in body.atoms(sp.KroneckerDelta) if place in delta.args]:
+        (other,) = set(deltas[0].args) - {place}
+        elsewhere = body.xreplace({deltas[0]: sp.Integer(0)})
+        alone += (body - elsewhere).subs(place, other)
+        body = sp.expand(elsewhere)
+    x_k = sp.IndexedBase("x", real=True)[place]
+    coefficients = [body.coeff(x_k, degree) for degree in range(3)]
+    rest = body - sum(coefficient * x_k**degree for degree, coefficient in enumerate(coefficients))
+    if sp.expand(rest) != 0 or any(coefficient.has(place) for coefficient in coefficients):
+        raise NotReducibleError(f"the sum of {body} is no mean or variance: only those are seen by one channel")
+    moments = (other + _X_I**degree for degree, other in enumerate(_OTHERS))
+    return alone + sum(coefficient * moment for coefficient, moment in zip(coefficients, moments, strict=True))
+
+
+def _by_channel(difference: Expr, relation: str, seed: int) -> Verdict:
+    difference = reduced(difference)
+    if difference.has(sp.zoo, sp.nan, sp.oo):
+        return Verdict("undecided", f"a side is not finite: {difference}")
+    rest = remainder(difference)
+    if (relation == "=" and rest == 0) or (relation in (">=", ">") and _has_sign(rest, strict=relation == ">")):
+        return Verdict("proven")
+    values = _values(difference, seed)
+    if relation == "!=":
+        differs = any(value.is_real and abs(value) > _NOISE for value in values)
+        return Verdict("proven") if differs else Verdict("undecided", "no token tells both sides apart")
+    # sympy marks the names of dummies by an underscore.
+    readable = re.sub(r"\b_(?=\w)", "", str(sp.factor(rest)))
+    return Verdict("false" if any(_refutes(value, relation) for value in values) else "undecided", readable)
+
+
+def _by_sums(difference: Expr) -> Verdict:
+    difference = sp.simplify(sp.expand(sp.refine(difference.doit(), sp.Q.le(_PLACES["i"], _C))))
+    if difference == 0:
+        return Verdict("proven")
+    # One token, of three channels, is enough to refute it.
+    values = difference.subs({_C: 3, _PLACES["i"]: 2}).doit()
+    values = values.replace(lambda e: e.is_Indexed, lambda e: sp.Integer(2) ** (e.indices[0] + 1))
+    values = values.subs({s: 11 + 3 * place for place, s in enumerate(sorted(values.free_symbols, key=str))})
+    return Verdict("false" if values.is_number and values != 0 else "undecided", str(difference))
+
+
+def remainder(expression: Expr) -> Expr:
+    """Return what is left of an expression of n, v, e, m and numbers; 0 only where it is 0 identically.
+
+    Roots, logarithms and exponentials become symbols of their own, the squares of roots are put in again, and
+    the numerator, over positive denominators, is divided by these relations. An expression that is not a
+    quotient of polynomials in such symbols keeps its form, and is 0 only if sympy says so.
+    """
+    expression = _split(expression.rewrite(sp.exp))
+    roots: dict[Expr, Expr] = {}
+    expression = expression.replace(_is_root, lambda e: _root(e.base, roots) ** (2 * e.exp))
+    exponentials: dict[Expr, Expr] = {}
+    expression = _name_exponentials(expression, exponentials)
+    numerator, denominator = sp.fraction(sp.together(expression))
+    numerator = sp.expand(numerator)
+    for base, root in roots.items():
+        numerator = sp.expand(sp.rem(numerator, root**2 - base, root))
+    meant = {r: sp.sqrt(base) for base, r in roots.items()} | {e: sp.exp(z) for z, e in exponentials.items()}
+    return (numerator / denominator).xreplace(meant)
+
+
+# The same roots return in step after step.
+@lru_cache(maxsize=8192)
+def _split(expression: Expr) -> Expr:
+    """Bring what is under roots and in logarithms into factors, and take those of known sign out."""
+    if not expression.args:
+        return expression
+    expression = expression.func(*(_split(argument) for argument in expression.args))
+    if _is_root(expression):
+        return sp.expand_power_base(sp.factor(expression.base) ** expression.exp)
+    if isinstance(expression, sp.log):
+        return sp.expand_log(sp.log(sp.factor(expression.args[0])))
+    if isinstance(expression, sp.exp):
+        return sp.expand_power_exp(sp.exp(sp.expand(expression.args[0])))
+    return expression
+
+
+def _is_root(expression: Expr) -> bool:
+    return bool(expression.is_Pow and expression.exp.is_Rational and expression.exp.q == 2)
+
+
+def _root(base: Expr, roots: dict[Expr, Expr]) -> Expr:
+    return roots.setdefault(base, sp.Dummy("r", positive=True))
+
+
+def _name_exponentials(expression: Expr, bases: dict[Expr, Expr]) -> Expr:
+    """Put powers of one symbol for exponentials of multiples of one argument."""
+
+    def name(e: Expr) -> Expr:
+        factor, argument = e.args[0].as_coeff_Mul()
+        return bases.setdefault(argument, sp.Dummy("E", positive=True)) ** factor
+
+    return expression.replace(lambda e: isinstance(e, sp.exp), name)
+
+
+def _has_sign(expression: Expr, *, strict: bool) -> bool:
+    """Whether a quotient is not negative, or positive, wherever its denominator is not 0."""
+    numerator, denominator = (sp.factor(part) for part in sp.fraction(sp.together(expression)))
+    if denominator.is_nonpositive:
+        numerator, denominator = -numerator, -denominator
+    return bool(denominator.is_nonnegative and (numerator.is_positive if strict else numerator.is_nonnegative))
+
+
+def _values(expression: Expr, seed: int) -> Iterator[Expr]:
+    """Yield the values of an expression at a few tokens of rational numbers."""
+    draw = random.Random(seed)
+    for _ in range(4):
+        symbols = expression.atoms(sp.Symbol, sp.Indexed, sp.KroneckerDelta)
+        values = {s: _sample(s, draw) for s in sorted(symbols, key=str)}
+        value = sp.N(expression.xreplace(values), 50)
+        if value.is_number:
+            yield value
+
+
+def _refutes(value: Expr, relation: str) -> bool:
+    """Whether a value that a difference takes breaks its relation to 0; one that is not real is not 0."""
+    if relation == "=":
+        return bool(abs(value) > _NOISE)
+    return bool(value.is_real and (value < -_NOISE or (relation == ">" and value == 0)))
+
+
+def _sample(symbol: Expr, draw: random.Random) -> Expr:
+    if isinstance(symbol, sp.KroneckerDelta):
+        return sp.Integer(draw.randint(0, 1))
+    value = sp.Rational(draw.randint(1, 40), draw.randint(1, 9))
+    return value if symbol.is_nonnegative else value * draw.choice((-1, 1))
