@@ -23,9 +23,8 @@ import dynorm
 from benchmarks.subjects import LENGTH, trained
 from dynorm.distill.pipeline import inspect_pretrained
 from dynorm.distill.texts import split_texts, standard_library_docstrings
-from dynorm.report.inspection_html import drawing
 from dynorm.report.picture import DAYLIGHT, draw
-from dynorm.report.text import short_path
+from dynorm.table import shortened
 from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
@@ -40,10 +39,10 @@ def save_picture(report: dynorm.InspectionReport, path: Path) -> None:
     figure = Figure(figsize=(2.6 * columns, 2.4 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, site in zip(panels, report.sites, strict=False):
-        draw(axes, drawing(site))
+        draw(axes, site.drawing())
         residuals = site.outliers.residuals
         figures = "  ".join(f"{short} {residuals[name]:.2f}" for name, short in LABELS.items())
-        axes.set_title(f"{short_path(site.path, 34)}\n{figures}", fontsize=7.5)
+        axes.set_title(f"{shortened(site.path, 34)}\n{figures}", fontsize=7.5)
         axes.tick_params(labelsize=7)
         axes.set_xlabel(axes.get_xlabel(), fontsize=8)
         axes.set_ylabel(axes.get_ylabel(), fontsize=8)

@@ -26,7 +26,7 @@ def test_long_paths_are_shortened_and_still_told_apart() -> None:
 
 def test_what_cannot_be_shortened_is_cut() -> None:
     lines = str(Table(["site", "reason"], [("x" * 99, "y" * 60)])).splitlines()
-    assert lines[1] == f"{'x' * 17}.. {'y' * 60}"
+    assert lines[1] == f"{'x' * 11}..{'x' * 6} {'y' * 60}"
 
 
 def test_groups_stand_above_their_columns_and_a_page_has_more() -> None:

@@ -33,7 +33,8 @@ class Function:
         title: in prose, tables and pictures.
         layer: the layer that computes it.
         annealed: the layer that begins as a norm and ends as that one.
-        color: of its curve on white paper.
+        color: of its curve on white; Okabe and Ito's palette, which the colour-blind can tell apart.
+        night: the same on black.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Function:
     layer: type[PointwiseNorm]
     annealed: type[AnnealedNorm]
     color: str
+    night: str
 
     @property
     def kernel(self) -> int:
@@ -60,10 +62,10 @@ class Function:
 FAMILY: dict[str, Function] = {
     row.name: row
     for row in (
-        Function("dyisru", "DyISRU", DyISRU, AnnealedDyISRU, "#0072B2"),
-        Function("dyt", "DyT", DyT, AnnealedDyT, "#D55E00"),
-        Function("derf", "Derf", Derf, AnnealedDerf, "#009E73"),
-        Function("linear", "linear", LinearControl, AnnealedLinear, "#CC79A7"),
+        Function("dyisru", "DyISRU", DyISRU, AnnealedDyISRU, "#0072B2", "#3F9FE0"),
+        Function("dyt", "DyT", DyT, AnnealedDyT, "#D55E00", "#FF8B3D"),
+        Function("derf", "Derf", Derf, AnnealedDerf, "#009E73", "#2CC597"),
+        Function("linear", "linear", LinearControl, AnnealedLinear, "#CC79A7", "#E68FC4"),
     )
 }
 """The functions by name."""

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -25,7 +26,7 @@ class Column:
     Args:
         title: its head.
         form: turns a value into text: a format specification like ".3f", or a function. None always becomes a dash.
-        note: its meaning, said below the table.
+        note: its meaning, said below the table; that of a group's first column stands there for the group.
         group: a head above neighbouring columns that are compared; a page marks the least value of each row.
         page_only: whether to leave it out of plain text, which has no room for all.
     """
@@ -76,11 +77,13 @@ class Table:
 
     def __str__(self) -> str:
         """Return the table as plain text."""
-        shown = [column for column in self.head() if column.note and not column.page_only] if self.rows else []
-        meanings = ["; ".join(f"{column.title}: {column.note}" for column in shown)]
-        title, notes, below = map(_wrapped, (self.title.splitlines(), self.notes, meanings))
-        parts = (title, "\n".join(self._lines()), notes, below)
-        return "\n\n".join(part for part in parts if part).translate(_ASCII)
+        meanings: dict[str, str] = {}
+        for column in self.head():
+            if column.note and self.rows and not column.page_only:
+                meanings.setdefault(column.group or column.title, column.note)
+        below = _wrapped([f"{name}: {note}" for name, note in meanings.items()])
+        parts = (_wrapped(self.title.splitlines()), "\n".join(self._lines()), _wrapped(self.notes), below)
+        return "\n\n".join(part for part in parts if part)
 
     def _lines(self) -> list[str]:
         if not self.rows:
@@ -101,7 +104,8 @@ class Table:
 
 
 def _wrapped(lines: Sequence[str]) -> str:
-    return "\n".join(textwrap.fill(line, WIDTH, break_long_words=False) for line in lines)
+    fill = partial(textwrap.fill, width=WIDTH, subsequent_indent="  ", break_long_words=False)
+    return "\n".join(fill(line.translate(_ASCII)) for line in lines)
 
 
 def shortened(text: str, width: int) -> str:
@@ -111,7 +115,7 @@ def shortened(text: str, width: int) -> str:
         if len("".join(words)) > width and place < len(words) - 1:
             words[place] = word[:1] + re.sub(r"\D", "", word[1:])
     short = "".join(words)
-    return short if len(short) <= width else short[: width - 2] + ".."
+    return short if len(short) <= width else f"{short[: width - 8]}..{short[-6:]}"
 
 
 def plain(value: Any) -> Any:

@@ -16,8 +16,7 @@ from torch import nn
 
 from dynorm import calibrate_, convert_, find_norms
 from dynorm.errors import DynormError, StorageError
-from dynorm.report.html import save_html
-from dynorm.report.measure import ModelReport, measure
+from dynorm.report import ModelReport, measure
 from dynorm.report.output import OutputReport
 from tests.pages import Page
 
@@ -53,10 +52,10 @@ class TestPage:
         odd_report().to_html(path)
         return path.read_text(encoding="utf-8")
 
-    def test_it_holds_a_picture_a_site(self, text: str) -> None:
+    def test_it_holds_a_picture_of_each_site(self, text: str) -> None:
         page = Page(text)
         assert page.tags["figure"] == page.tags["svg"] == 2
-        assert page.tags["tr"] == 3
+        assert page.tags["tr"] == 4
         labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
         assert all("DyISRU 0." in label for label in labels)
         assert all(f"var(--{name})" in text for name in ("dyisru", "dyt", "linear", "point", "bar"))
@@ -92,12 +91,12 @@ class TestPage:
     def test_an_encoder_and_a_language_model_have_their_cards(self, tmp_path: Path) -> None:
         outputs = {
             "of sentence embeddings": OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, spearman=0.123),
-            "nats a token: 2.000 to 2.500": OutputReport(
+            "nats per token: 2.000 to 2.500": OutputReport(
                 "language", 8, 0.9, 0.8, 0.85, 0.92, None, 70, 2.0, 2.5, 0.5, 0.6
             ),
         }
         for words, output in outputs.items():
-            save_html(replace(odd_report(), output=output), tmp_path / "page.html")
+            replace(odd_report(), output=output).to_html(tmp_path / "page.html")
             text = (tmp_path / "page.html").read_text(encoding="utf-8")
             Page(text)
             assert words in text

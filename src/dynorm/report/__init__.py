@@ -1,8 +1,9 @@
-"""Reports on a model's norms: what replacing them lost, and how the functions fit what they do."""
+"""Reports on a model's norms: the loss from replacing them, and how well functions describe them."""
 
-from dynorm.report.inspection import InspectedSite, InspectionReport, inspect_norms
-from dynorm.report.measure import ModelReport, SiteReport, measure
+from dynorm.report.conversion import measure
+from dynorm.report.inspection import inspect_norms
 from dynorm.report.output import OutputReport
+from dynorm.report.records import InspectedSite, InspectionReport, ModelReport, SiteReport
 
 __all__ = [
     "InspectedSite",

@@ -3,150 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import chain
-from pathlib import Path
-from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from dynorm import functional, theory
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.probe import find_norms
+from dynorm.fit.site_fit import own_betas
 from dynorm.guard import require_plain_model
-from dynorm.report.outliers import OutlierFit, Outliers
-from dynorm.report.stats import CoreFit, Picture, SiteStats
+from dynorm.report.records import InspectedSite, InspectionReport
+from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Reservoir, SiteStats, best_beta
 from dynorm.site import NormSite
 from dynorm.watch import arguments, call, iterate, require_finite, site_tokens, token_masks, undisturbed
 
-
-@dataclass(frozen=True)
-class InspectedSite:
-    """One norm and its outliers; an outlier is the channel of a token that is farthest from the mean (an RMSNorm's: 0).
-
-    The core is the norm without weight and bias. Functions are named "linear", "dyt" (scaled) and "dyisru"; each has
-    one constant a site, fitted on some tokens and measured on others.
-
-    Args:
-        path: where it stands.
-        kind: "layernorm" or "rmsnorm".
-        channels: C.
-        tokens: how many tokens it saw, padding not counted.
-        outlier: the largest value of the core, in sigmas of its own token: sqrt(C - 1) at most (RMSNorm: sqrt(C)).
-        outlier_site: the largest deviation in typical sigmas of the site, their geometric mean; no bound.
-        sigma_spread: standard deviation over tokens of the natural logarithm of sigma.
-        outliers: how well the functions, fitted on outliers alone, describe outliers, as section 4.2 asks.
-        core: how well they describe all channels when fitted on all.
-        picture: what its picture is drawn from.
-    """
-
-    path: str
-    kind: str
-    channels: int
-    tokens: int
-    outlier: float
-    outlier_site: float
-    sigma_spread: float
-    outliers: OutlierFit = field(repr=False)
-    core: CoreFit = field(repr=False)
-    picture: Picture = field(repr=False)
-
-    @property
-    def alpha(self) -> float:
-        """DyT's constant, fitted on the outliers: ``1 / sqrt(beta)`` of the same slope."""
-        return 1 / math.sqrt(self.outliers.fit.betas["dyt"])
-
-    @property
-    def beta(self) -> float:
-        """DyISRU's constant, fitted on the outliers."""
-        return self.outliers.fit.betas["dyisru"]
-
-    @property
-    def ratio(self) -> float:
-        """DyT's mean absolute residual on outliers over DyISRU's: above 1 where the paper's claim holds."""
-        return self.outliers.residuals["dyt"] / max(self.outliers.residuals["dyisru"], 1e-300)
-
-    @property
-    def holds(self) -> bool:
-        """Whether DyISRU describes the outliers with a smaller mean absolute residual than DyT, as the paper claims."""
-        return self.outliers.residuals["dyisru"] < self.outliers.residuals["dyt"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The row as plain values, without the sampled points."""
-        row = {name: value for name, value in asdict(self).items() if name != "picture"}
-        row["outliers"] = {name: value for name, value in row["outliers"].items() if name != "points"}
-        return row | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
-
-
-@dataclass(frozen=True)
-class InspectionReport:
-    """What :func:`inspect_norms` found.
-
-    Args:
-        model: the class of the model.
-        sites: the norms, in call order.
-        batches: how many batches were measured.
-        refused: paths of what looked like a norm but is none of ours, with the reason.
-        unreached: paths of the norms that no batch reached.
-        meta: whatever should stand beside the figures.
-    """
-
-    model: str
-    sites: list[InspectedSite]
-    batches: int
-    refused: dict[str, str] = field(default_factory=dict)
-    unreached: list[str] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    def summary(self) -> dict[str, Any]:
-        """Return in how many sites the paper's claim holds, and by how much."""
-        ratios = [site.ratio for site in self.sites]
-        core = [site.core.errors for site in self.sites]
-        residuals = [site.outliers.residuals for site in self.sites]
-        return {
-            "sites": len(self.sites),
-            "holds": sum(site.holds for site in self.sites),
-            "outliers_best": _wins(residuals),
-            "core_best": _wins(core),
-            "core_holds": sum(e["dyisru"] < e["dyt"] for e in core),
-            "ratio_median": median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-            "exact": max(site.outliers.exact for site in self.sites),
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows, without the sampled points."""
-        from dynorm.report.text import plain
-
-        values = {name: getattr(self, name) for name in ("model", "batches", "refused", "unreached", "meta")}
-        whole = values | {"summary": self.summary(), "sites": [site.to_dict() for site in self.sites]}
-        return {name: plain(value) for name, value in whole.items()}
-
-    def to_html(self, path: str | Path) -> None:
-        """Write the report as one HTML page that needs no other file, with a picture a site.
-
-        Raises:
-            ArgumentError: matplotlib is not installed.
-            StorageError: the file cannot be written.
-        """
-        from dynorm.files import write_text
-        from dynorm.report.inspection_html import render
-
-        write_text(path, render(self))
-
-    def __str__(self) -> str:
-        """Return the report as a table, at most 120 columns wide."""
-        from dynorm.report.inspection_text import table
-
-        return table(self)
-
-
-def _wins(rows: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """In how many rows each function has the smallest value."""
-    return {name: sum(min(row, key=row.__getitem__) == name for row in rows) for name in rows[0]}
+# How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
+_KEPT = 20_000
 
 
 def inspect_norms(
@@ -208,9 +85,15 @@ def inspect_norms(
         for batch in () if fit_on is None else iterate(fit_on, "fit_on"):
             _run(model, watched, batch, fitted=1.0)
         for batch in remaining:
-            _run(model, watched, batch, fitted=0.0 if fit_on is not None else 0.5)
             count += 1
-    return _report(type(model).__name__, sites, list(watched.values()), count, meta)
+            _run(model, watched, batch, fitted=0.0 if fit_on is not None else 0.5)
+    reached = [entry for entry in watched.values() if entry.stats.tokens]
+    if not reached:
+        raise DataError("the batches must reach at least one norm, but reached none: give batches that use them")
+    rows = [entry.row() for entry in sorted(reached, key=lambda entry: entry.site.order)]
+    refused = {site.path: site.refused for site in sites if site.refused is not None}
+    unreached = [entry.site.path for entry in watched.values() if not entry.stats.tokens]
+    return InspectionReport(type(model).__name__, rows, count, refused, unreached, dict(meta or {}))
 
 
 class _Watched:
@@ -258,42 +141,107 @@ def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int
             "the model must have a LayerNorm or RMSNorm to inspect, but has none"
             f"{f' ({reasons})' if reasons else ''}: a converted model has lost its norms, inspect the original"
         )
-    return {_module(model, site): _Watched(site, seed, points) for site in usable}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if missing := [site.path for site in usable if site.path not in modules]:
+        raise ModelError(f"the sites must be those of this model, but it has no {missing[0]!r}")
+    return {modules[site.path]: _Watched(site, seed, points) for site in usable}
 
 
-def _module(model: nn.Module, site: NormSite) -> nn.Module:
-    try:
-        return model.get_submodule(site.path)
-    except AttributeError as error:
-        raise ModelError(f"the sites must be those of this model, but it has no {site.path!r}") from error
+def _run(model: nn.Module, watched: Mapping[nn.Module, _Watched], batch: Any, fitted: float) -> None:
+    masks = token_masks(batch)
 
-
-@contextmanager
-def _seen(watched: Mapping[nn.Module, _Watched], masks: list[Tensor], fitted: float) -> Iterator[None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entry = watched[module]
         x = args[0] if args else next(iter(kwargs.values()))
         entry.see(site_tokens(entry.site, x, masks), fitted)
 
-    handles = [module.register_forward_hook(hook, with_kwargs=True, prepend=True) for module in watched]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _run(model: nn.Module, watched: Mapping[nn.Module, _Watched], batch: Any, fitted: float) -> None:
-    with undisturbed(model, batch), _seen(watched, token_masks(batch), fitted):
+    with undisturbed(model, batch), ExitStack() as stack:
+        for module in watched:
+            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
         call(model, batch)
 
 
-def _report(
-    name: str, sites: Sequence[NormSite], watched: list[_Watched], count: int, meta: Mapping[str, Any] | None
-) -> InspectionReport:
-    rows = [entry.row() for entry in sorted(watched, key=lambda entry: entry.site.order) if entry.stats.tokens]
-    if not rows:
-        raise DataError("the batches must reach at least one norm, but reached none: give batches that use them")
-    refused = {site.path: site.refused for site in sites if site.refused is not None}
-    unreached = [entry.site.path for entry in watched if not entry.stats.tokens]
-    return InspectionReport(name, rows, count, refused, unreached, dict(meta or {}))
+class Outliers:
+    """Running sample and sums of the outliers of one site: of each token the channel with the largest deviation.
+
+    Args:
+        site: the norm.
+        seed: of the sample.
+
+    Reference:
+        Section 4.1 with eq. 17, where the outlier is ``argmax x``; here it may stand on either side.
+    """
+
+    def __init__(self, site: NormSite, seed: int) -> None:
+        self.site = site
+        self._fitted, self._held_out = (Reservoir(_KEPT, seed + half) for half in (0, 1))
+        self._count = 0
+        self._log_sum = self._log_square_sum = self._exact = 0.0
+
+    def add_fitted(self, x: Tensor) -> None:
+        """Add tokens (tokens, C) to those that the functions are fitted on."""
+        self._add(self._fitted, x)
+
+    def add(self, x: Tensor) -> None:
+        """Add tokens (tokens, C) to those that are measured on."""
+        beta = self._add(self._held_out, x)
+        self._count += len(beta)
+        log_beta = beta.clamp_min(torch.finfo(beta.dtype).tiny).log()
+        self._log_sum += float(log_beta.sum())
+        self._log_square_sum += float(log_beta.square().sum())
+
+    def fit(self, scale: float, center: float) -> OutlierFit:
+        """Fit each function by least squares and measure it; where one half has no tokens, on the other.
+
+        Args:
+            scale: the bound of the functions.
+            center: the mean of the site where the norm centres, else 0.
+        """
+        held_out = self._held_out if self._count else self._fitted
+        x, y = _columns(self._fitted if len(self._fitted) else held_out)
+        other_x, other_y = _columns(held_out)
+        start = float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12)) * scale**2
+        betas, errors, residuals = {}, {}, {}
+        for name in FUNCTIONS:
+            betas[name] = best_beta(partial(_errors, name, x, y, center=center, scale=scale), start)
+            residual = _residual(
+                name, other_x, other_y, torch.tensor([betas[name]], dtype=torch.float64), center, scale
+            )
+            errors[name] = float(residual.norm() / other_y.norm().clamp_min(1e-300))
+            residuals[name] = float(residual.abs().mean())
+        mean = self._log_sum / max(self._count, 1)
+        spread = math.sqrt(max(self._log_square_sum / max(self._count, 1) - mean * mean, 0.0))
+        few = slice(None, None, max(1, len(other_x) // 800))
+        points = other_x[few].tolist(), other_y[few].tolist()
+        fit = CoreFit(scale, center, betas, errors)
+        return OutlierFit(fit, residuals, math.exp(mean), spread, self._exact, points)
+
+    def _add(self, kept: Reservoir, x: Tensor) -> Tensor:
+        """Keep the outliers of tokens, and return the constant that each would need."""
+        x = x.double()
+        centred = self.site.kind == "layernorm"
+        deviation = x - x.mean(-1, keepdim=True) if centred else x
+        place = deviation.abs().argmax(-1, keepdim=True)
+        size = (deviation.square().mean(-1, keepdim=True) + self.site.eps).sqrt()
+        y = (deviation.gather(-1, place) / size.clamp_min(torch.finfo(x.dtype).tiny))[:, 0]
+        outlier, beta = (each.gather(-1, place) for each in (x, own_betas(x, self.site.kind, self.site.eps)))
+        middle = theory.leave_one_out_mean(x).gather(-1, place) if centred else None
+        exact = functional.dyisru_general(outlier, beta, middle, scale=math.sqrt(x.shape[-1] - centred))
+        known = size[:, 0] > 0
+        gap = (exact[:, 0] - y)[known]
+        self._exact = max([self._exact, *gap.abs().amax(0, keepdim=True).tolist()]) if len(gap) else self._exact
+        kept.add(outlier.cpu(), y.cpu(), torch.ones(len(y), dtype=torch.float64))
+        return beta[:, 0]
+
+
+def _columns(kept: Reservoir) -> tuple[Tensor, Tensor]:
+    x, y = (torch.tensor(column, dtype=torch.float64) for column in kept.points())
+    return x, y
+
+
+def _residual(name: str, x: Tensor, y: Tensor, betas: Tensor, center: float, scale: float) -> Tensor:
+    return FUNCTIONS[name](x.expand(len(betas), -1), betas[:, None], center, scale) - y
+
+
+def _errors(name: str, x: Tensor, y: Tensor, betas: Tensor, *, center: float, scale: float) -> Tensor:
+    return _residual(name, x, y, betas, center, scale).square().sum(-1)

@@ -1,130 +1,126 @@
-"""The parts that every page of a report is made of: one HTML file with its style in it, that loads nothing."""
+"""One HTML page for any report: figures, a table and pictures, in one file that loads nothing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
+from itertools import groupby
 from typing import Any
 
-from dynorm.report.text import number, plain
+from dynorm.report.picture import Drawing, colors_of_the_page, svg_picture
+from dynorm.table import Column, Table, plain
 
 
-def whole_page(title: str, parts: Iterable[str]) -> str:
-    """Return a page; the parts are HTML already, the title is not."""
-    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(parts))
+@dataclass(frozen=True)
+class Page:
+    """What a page shows, from top to bottom; all of it plain text.
+
+    Args:
+        title: of the page.
+        lead: a sentence or two on what was done.
+        cards: the headline figures, each with its name and a note.
+        table: one row per site.
+        heading: of the pictures.
+        legend: what stands in the pictures, by its style.
+        drawings: the pictures.
+        meta: how it was made.
+        findings: a paragraph on what follows from the figures.
+    """
+
+    title: str
+    lead: str
+    cards: Sequence[tuple[str, str, str]]
+    table: Table
+    heading: str
+    legend: Mapping[str, str]
+    drawings: Sequence[Drawing]
+    meta: Mapping[str, Any]
+    findings: str = ""
+
+    def html(self) -> str:
+        """Return the page, which follows the reader's choice of light or dark.
+
+        Raises:
+            ArgumentError: matplotlib is not installed.
+        """
+        cards = (
+            f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd>{escape(note)}</dd></div>"
+            for value, label, note in self.cards
+        )
+        legend = (f'<li><i class="{style}"></i>{escape(words)}</li>' for style, words in self.legend.items())
+        figures = (
+            f"<figure><figcaption><b>{_breakable(drawing.path)}</b><span>{escape(drawing.caption)}</span></figcaption>"
+            f"{svg_picture(drawing)}</figure>"
+            for drawing in self.drawings
+        )
+        meta = ((str(key), _nested(plain(value))) for key, value in self.meta.items())
+        body = [
+            f"<h1>{escape(self.title)}</h1>",
+            f'<p class="lead">{escape(self.lead)}</p>',
+            f'<dl class="cards">{"".join(cards)}</dl>',
+            f"<p>{escape(self.findings)}</p>" * bool(self.findings),
+            "<h2>Every site</h2>",
+            _table(self.table),
+            f"<h2>{escape(self.heading)}</h2>",
+            f'<ul class="legend">{"".join(legend)}</ul>',
+            f'<p class="note">{_AXES}</p>',
+            f'<div class="grid">{"".join(figures)}</div>',
+            f"<h2>How it was made</h2>{_definitions(meta)}" * bool(self.meta),
+        ]
+        style = colors_of_the_page() + files(__package__).joinpath("page.css").read_text("utf-8")
+        return _PAGE.format(title=escape(self.title), style=style, body="\n".join(body))
 
 
-def card(value: str, label: str, note: str) -> str:
-    """A figure with its name, and a note that is HTML already."""
-    return f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd>{note}</dd></div>"
-
-
-def scrolled_table(columns: Iterable[tuple[str, str]], rows: Iterable[str], label: str) -> str:
-    """A table that scrolls sideways by itself; columns are titles with their meaning, rows are HTML already."""
-    head = "".join(f'<th scope="col" title="{escape(note)}">{escape(title)}</th>' for title, note in columns)
+def _table(table: Table) -> str:
+    """Return the table with its notes; it scrolls sideways by itself, and what its columns say is folded away."""
+    columns = table.head()
+    groups = [(name, len(list(part))) for name, part in groupby(column.group for column in columns)]
+    above = "".join(f'<th colspan="{count}">{escape(name)}</th>' for name, count in groups)
+    heads = "".join(f'<th scope="col" title="{escape(c.note)}">{escape(c.title)}</th>' for c in columns)
+    meanings = ((", ".join(filter(None, (c.title, c.group))), escape(c.note)) for c in columns if c.note)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Table of sites"><table>'
+        f"<thead><tr>{above}</tr><tr>{heads}</tr></thead>"
+        f"<tbody>{''.join(_row(columns, row) for row in table.rows)}</tbody></table></div>"
+        f"{''.join(f'<p>{escape(note)}</p>' for note in table.notes)}"
+        f"<details><summary>What the columns say</summary>{_definitions(meanings)}</details>"
     )
 
 
-def breakable(path: str) -> str:
-    """The path, escaped, which may break after its dots and underscores."""
-    return escape(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
+def _row(columns: Sequence[Column], row: Sequence[Any]) -> str:
+    """Return a row whose first cell is its head; the least value of each group is marked as best."""
+    best = {
+        name: min(value for column, value in zip(columns, row, strict=True) if column.group == name)
+        for name in {column.group for column in columns if column.group}
+    }
+    cells = (
+        f"<td{' class=best' * (bool(c.group) and value == best[c.group])}>{escape(c.text(value))}</td>"
+        for c, value in list(zip(columns, row, strict=True))[1:]
+    )
+    return f'<tr><th scope="row">{_breakable(str(row[0]))}</th>{"".join(cells)}</tr>'
 
 
-def three(*values: float) -> list[str]:
-    """Cells of figures that are compared, the least marked as best."""
-    return [f"<td{' class=best' * (value == min(values))}>{number(value, 3)}</td>" for value in values]
+def _definitions(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return a list of names, which are escaped here, with what is said of each, which is HTML already."""
+    return f'<dl class="notes">{"".join(f"<dt>{escape(name)}</dt><dd>{text}</dd>" for name, text in pairs)}</dl>'
 
 
-def column_notes(columns: Iterable[tuple[str, str]]) -> str:
-    """What the columns say, folded away."""
-    rows = "".join(f"<dt>{escape(title)}</dt><dd>{escape(note)}</dd>" for title, note in columns)
-    return f'<details><summary>What the columns say</summary><dl class="notes">{rows}</dl></details>'
-
-
-def panel(path: str, caption: str, svg: str) -> str:
-    """A picture under its site's path and a line of text."""
-    return f"<figure><figcaption><b>{breakable(path)}</b><span>{escape(caption)}</span></figcaption>{svg}</figure>"
-
-
-def unreached_note(paths: Iterable[str]) -> list[str]:
-    """A paragraph on the norms that no batch reached, or nothing."""
-    names = ", ".join(paths)
-    return [f"<p>Not reached by any batch: {escape(names)}.</p>"] if names else []
-
-
-def meta_list(meta: Mapping[str, Any]) -> list[str]:
-    """A section on how the report was made, or nothing."""
-    if not meta:
-        return []
-    rows = "".join(f"<dt>{escape(str(key))}</dt><dd>{_value(plain(value))}</dd>" for key, value in meta.items())
-    return ["<h2>How it was made</h2>", f'<dl class="notes">{rows}</dl>']
-
-
-def _value(value: Any) -> str:
+def _nested(value: Any) -> str:
     if isinstance(value, dict):
-        return "<br>".join(f"{escape(str(key))}: {_value(item)}" for key, item in value.items())
+        return "<br>".join(f"{escape(name)}: {_nested(item)}" for name, item in value.items())
     return escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-_STYLE = """
-:root { color-scheme: light dark; --page: #fbfaf8; --card: #fff; --ink: #1f2328; --soft: #5c6570; --edge: #dfdcd6;
-  --dyisru: #1a5fd0; --dyt: #c2410c; --linear: #5f7a3a; --point: #b4b9bf; --bar: #333a42; --outlier: #8a3ffc; }
-@media (prefers-color-scheme: dark) { :root { --page: #14171b; --card: #1c2026; --ink: #e8e6e3; --soft: #a3abb5;
-  --edge: #343a42; --dyisru: #78acff; --dyt: #ff9a62; --linear: #a9cb7b; --point: #5d646d; --bar: #d5dae0;
-  --outlier: #c9a2ff; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 78rem; padding: 1.5rem 1rem 4rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { margin: 0 0 .25rem; font-size: 1.7rem; line-height: 1.2; overflow-wrap: anywhere; }
-h2 { margin: 2.2rem 0 .8rem; font-size: 1.2rem; }
-.lead, .note { margin: 0 0 1.2rem; color: var(--soft); max-width: 46rem; }
-.note, .legend, .notes { font-size: .875rem; }
-dl, dd, figure { margin: 0; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; }
-.cards div, figure, .scroll { background: var(--card); border: 1px solid var(--edge); border-radius: .5rem; }
-.cards div { display: flex; flex-direction: column; padding: .75rem .9rem; min-width: 0; }
-.cards dt { font-size: .875rem; color: var(--soft); }
-.cards dd { font-size: 1.6rem; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.cards dd + dd { font-size: .8rem; font-weight: 400; color: var(--soft); overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { padding: .4rem .5rem; text-align: right; white-space: nowrap; }
-thead th { font-weight: 500; color: var(--soft); vertical-align: bottom; white-space: normal; }
-tbody tr { border-top: 1px solid var(--edge); }
-th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); }
-tbody th { font-weight: 400; }
-tbody th wbr { display: none; }
-thead th:nth-child(2), td:nth-child(2) { text-align: left; }
-.best { font-weight: 700; color: var(--dyisru); }
-details { margin-top: .8rem; }
-summary { cursor: pointer; color: var(--soft); font-size: .875rem; }
-.notes { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; margin-top: .6rem; }
-.notes dt { color: var(--soft); }
-.notes dd { overflow-wrap: anywhere; min-width: 0; }
-.legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; list-style: none; margin: 0 0 .6rem; padding: 0; }
-.legend li { display: flex; align-items: center; gap: .45rem; }
-.legend i { display: inline-block; width: 1.5rem; flex: none; }
-.legend .line { border-top: 2.5px solid; }
-.legend .dyisru { border-color: var(--dyisru); }
-.legend .dyt { border-color: var(--dyt); border-top-style: dashed; }
-.legend .linear { border-color: var(--linear); border-top-style: dotted; }
-.legend .bound { border-color: var(--soft); border-top: 1px dashed; }
-.legend .point { width: .5rem; height: .5rem; border-radius: 50%; background: var(--point); }
-.legend .point.outlier { background: var(--outlier); }
-.legend .bar { width: 0; height: 1.1rem; border-left: 2px solid var(--bar); }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); gap: .75rem; }
-figure { padding: .7rem .8rem .4rem; min-width: 0; }
-figcaption { font-size: .84rem; overflow-wrap: anywhere; }
-figcaption span { display: block; color: var(--soft); font-variant-numeric: tabular-nums; }
-svg { display: block; width: 100%; height: auto; }
-@media (max-width: 34rem) { .notes { grid-template-columns: 1fr; gap: 0; } .notes dd { margin-bottom: .5rem; }
-  th, td { padding: .35rem .45rem; } tbody th { min-width: 8rem; white-space: normal; overflow-wrap: anywhere; }
-  tbody th wbr { display: inline; } }
-"""
+def _breakable(path: str) -> str:
+    """Return the path, escaped, which may break after its dots and underscores."""
+    return escape(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+_AXES = """Each curve has the one constant that fits the site best. Both axes are linear near 0 and logarithmic far from
+it (asinh), so that outliers stay in view; there even a straight line bends."""
 
 _PAGE = """<!doctype html>
 <html lang="en">

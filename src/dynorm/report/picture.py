@@ -14,24 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from dynorm.errors import require_library
+from dynorm.family import FAMILY
 from dynorm.report.stats import FUNCTIONS, PICTURE_KNEE, CoreFit, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
 
-DAYLIGHT = {
+DAYLIGHT = {name: function.color for name, function in FAMILY.items()} | {
     "ink": "#1f2328",
     "soft": "#5c6570",
     "edge": "#c9c5bd",
     "point": "#c3c7cc",
     "bar": "#333a42",
     "outlier": "#8a3ffc",
-    "dyisru": "#1a5fd0",
-    "dyt": "#c2410c",
-    "linear": "#5f7a3a",
 }
-"""The colours of a picture on white paper, by what they are for."""
+"""The colours of a picture on white paper, by their use."""
 
 # Colours that stand for the page's own, which differ by day and night; matplotlib only knows fixed ones.
 _OF_THE_PAGE = {name: f"#0101{place:02x}" for place, name in enumerate(DAYLIGHT, start=1)}
@@ -44,23 +41,30 @@ class Drawing:
 
     Args:
         path: of the site.
+        caption: a line of figures.
+        words: the picture in words, for who cannot see it.
         fit: the curves.
         sample: the points and error bars behind them.
         outliers: x and y of the points that the curves were fitted on, where these are outliers alone.
     """
 
     path: str
+    caption: str
+    words: str
     fit: CoreFit
     sample: Picture
     outliers: tuple[list[float], list[float]] | None = None
 
 
-def svg_picture(drawing: Drawing, alternative: str) -> str:
-    """Return the picture as an ``<svg>`` element whose colours are the page's variables.
+def colors_of_the_page() -> str:
+    """Return the functions' colours as CSS variables."""
+    day = "".join(f"--{name}: {function.color}; " for name, function in FAMILY.items())
+    night = "".join(f"--{name}: {function.night}; " for name, function in FAMILY.items())
+    return f":root {{ {day}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {night}}} }}\n"
 
-    Args:
-        drawing: what it shows.
-        alternative: the same in words.
+
+def svg_picture(drawing: Drawing) -> str:
+    """Return the picture as an ``<svg>`` element whose colours are the page's variables.
 
     Raises:
         ArgumentError: matplotlib is not installed.
@@ -75,25 +79,44 @@ def svg_picture(drawing: Drawing, alternative: str) -> str:
         figure = Figure(figsize=(4.4, 3.1), layout="constrained")
         draw(figure.add_subplot(), drawing, _OF_THE_PAGE)
         figure.savefig(buffer, format="svg", transparent=True)
-    return _inline(buffer.getvalue(), alternative)
+    svg = buffer.getvalue()
+    # As an element of a page: no headers, short numbers, the page's colours and font.
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'\s(?:xmlns(?::xlink)?|version|width|height)="[^"]*"', "", svg, count=5)
+    svg = re.sub(r"(\d\.\d{2})\d+", r"\1", svg)
+    for name, color in _OF_THE_PAGE.items():
+        svg = svg.replace(color, f"var(--{name})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(drawing.words)}"', 1)
 
 
 def draw(axes: Axes, drawing: Drawing, colors: Mapping[str, str] = DAYLIGHT) -> None:
     """Draw points first, then bounds and curves, error bars or outliers on top; x is counted from the centre."""
-    center, sample = drawing.fit.center, drawing.sample
-    x = [x - center for x in sample.x]
-    far = [] if drawing.outliers is None else [x - center for x in drawing.outliers[0]]
-    ends = _scale_axes(axes, drawing, x + far, colors)
+    fit, sample, knee = drawing.fit, drawing.sample, PICTURE_KNEE * drawing.sample.sigma
+    x = [x - fit.center for x in sample.x]
+    far, far_y = ([], []) if drawing.outliers is None else drawing.outliers
+    far = [x - fit.center for x in far]
+    low, high = (math.asinh(end / knee) for end in (min(x + far), max(x + far)))
+    margin = 0.06 * max(high - low, 1.0)
+    low, high, top = low - margin, high + margin, math.asinh(1.35 * fit.scale / PICTURE_KNEE)
+    _scale(axes, "x", low, high, knee)
+    _scale(axes, "y", -top, top, PICTURE_KNEE)
+    axes.set_xlabel("input x − centre" if fit.center else "input x", color=colors["soft"])
+    axes.set_ylabel("norm's core y", color=colors["soft"])
+    axes.tick_params(colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
+    for spine in axes.spines.values():
+        spine.set_color(colors["edge"])
     _draw_dots(axes, x, sample.y, colors["point"])
     for side in (-1, 1):
-        axes.axhline(side * drawing.fit.scale, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
-    if drawing.outliers is not None:
-        _draw_dots(axes, far, drawing.outliers[1], colors["outlier"])
-    _draw_functions(axes, drawing, ends, colors)
+        axes.axhline(side * fit.scale, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
+    _draw_dots(axes, far, far_y, colors["outlier"])
+    curve = knee * torch.linspace(low, high, 121, dtype=torch.float64).sinh()
+    for name, function in FUNCTIONS.items():
+        y = function(curve, torch.tensor(fit.betas[name], dtype=torch.float64), 0.0, fit.scale)
+        axes.plot(curve.tolist(), y.tolist(), color=colors[name], linewidth=1.5, linestyle=_STYLES[name])
     if drawing.outliers is None:
-        places, means = [b.x - center for b in sample.bins], [b.mean for b in sample.bins]
-        spread = [b.std for b in sample.bins]
-        axes.errorbar(places, means, spread, fmt="none", ecolor=colors["bar"], elinewidth=1.1)
+        places, means, stds = ([getattr(b, name) for b in sample.bins] for name in ("x", "mean", "std"))
+        places = [place - fit.center for place in places]
+        axes.errorbar(places, means, stds, fmt="none", ecolor=colors["bar"], elinewidth=1.1)
 
 
 def _draw_dots(axes: Axes, x: list[float], y: list[float], color: str) -> None:
@@ -105,29 +128,11 @@ def _draw_dots(axes: Axes, x: list[float], y: list[float], color: str) -> None:
     axes.plot(*dots, color=color, linewidth=3, solid_capstyle="round")
 
 
-def _scale_axes(axes: Axes, drawing: Drawing, x: list[float], colors: Mapping[str, str]) -> tuple[float, float]:
-    """Axes that are linear within two sigmas and logarithmic beyond; returns the ends of x on that scale."""
-    knee = PICTURE_KNEE * drawing.sample.sigma
-    low, high = math.asinh(min(x) / knee), math.asinh(max(x) / knee)
-    margin = 0.06 * max(high - low, 1.0)
-    top = math.asinh(1.35 * drawing.fit.scale / PICTURE_KNEE)
-    axes.set_xscale("asinh", linear_width=knee)
-    axes.set_yscale("asinh", linear_width=PICTURE_KNEE)
-    ends = low - margin, high + margin
-    axes.set_xlim(*(knee * math.sinh(end) for end in ends))
-    axes.set_ylim(-1.35 * drawing.fit.scale, 1.35 * drawing.fit.scale)
-    _set_ticks(axes.xaxis, *ends, knee)
-    _set_ticks(axes.yaxis, -top, top, PICTURE_KNEE)
-    axes.set_xlabel("input x − centre" if drawing.fit.center else "input x", color=colors["soft"])
-    axes.set_ylabel("norm's core y", color=colors["soft"])
-    axes.tick_params(colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
-    for spine in axes.spines.values():
-        spine.set_color(colors["edge"])
-    return ends
+def _scale(axes: Axes, letter: str, low: float, high: float, knee: float) -> None:
+    """Let an axis be linear up to the knee and logarithmic beyond; ``low`` and ``high`` are places on that scale.
 
-
-def _set_ticks(axis: Axis, low: float, high: float, knee: float) -> None:
-    """Put ticks at 0 and at round numbers with room between them, on an asinh scale from low to high."""
+    Ticks stand at 0 and at round numbers with room between them.
+    """
     decades = [10.0**k for k in range(math.ceil(math.log10(knee)) + 12, math.floor(math.log10(knee)) - 2, -1)]
     sizes = [*decades, *(f * v for f in (3, 2, 5) for v in decades)]
     chosen: dict[float, float] = {}
@@ -135,23 +140,8 @@ def _set_ticks(axis: Axis, low: float, high: float, knee: float) -> None:
         place = math.asinh(value / knee)
         if low <= place <= high and all(abs(place - other) > 0.11 * (high - low) for other in chosen):
             chosen[place] = value
+    getattr(axes, f"set_{letter}scale")("asinh", linear_width=knee)
+    axes.set(**{f"{letter}lim": (knee * math.sinh(low), knee * math.sinh(high))})
+    axis = getattr(axes, f"{letter}axis")
     axis.set_ticks(list(chosen.values()), [f"{value:g}".replace("-", "−") for value in chosen.values()])
     axis.set_ticks([], minor=True)
-
-
-def _draw_functions(axes: Axes, drawing: Drawing, ends: tuple[float, float], colors: Mapping[str, str]) -> None:
-    d = PICTURE_KNEE * drawing.sample.sigma * torch.linspace(*ends, 121, dtype=torch.float64).sinh()
-    for name, function in FUNCTIONS.items():
-        y = function(d, torch.tensor(drawing.fit.betas[name], dtype=torch.float64), 0.0, drawing.fit.scale)
-        axes.plot(d.tolist(), y.tolist(), color=colors[name], linewidth=1.5, linestyle=_STYLES[name])
-
-
-def _inline(svg: str, alternative: str) -> str:
-    """An SVG document as an element of a page: no headers, the page's colours and font, short numbers."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\s(?:xmlns(?::xlink)?|version|width|height)="[^"]*"', "", svg, count=5)
-    svg = re.sub(r"(\d\.\d{2})\d+", r"\1", svg)
-    for name, color in _OF_THE_PAGE.items():
-        svg = svg.replace(color, f"var(--{name})")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(alternative)}"', 1)

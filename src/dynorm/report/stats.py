@@ -159,6 +159,27 @@ class CoreFit:
     errors: dict[str, float]
 
 
+@dataclass(frozen=True)
+class OutlierFit:
+    """What the functions, each with one constant fitted on outliers, make of other outliers.
+
+    Args:
+        fit: the curves; their errors are relative, ``|y - f| / |y|``.
+        residuals: mean absolute residual ``|f - y|`` of each, in units of the core.
+        beta: geometric mean of the constants of which each outlier would need its own.
+        beta_spread: standard deviation of their natural logarithm: 0 if one constant serves all.
+        exact: the largest ``|f - y|`` of DyISRU with these own constants.
+        points: x and y of some of the outliers that were measured on.
+    """
+
+    fit: CoreFit
+    residuals: dict[str, float]
+    beta: float
+    beta_spread: float
+    exact: float
+    points: tuple[list[float], list[float]]
+
+
 def fit_core(fitted: Histogram, held_out: Histogram, scale: float, centred: bool) -> CoreFit:
     """Fit each function to one histogram and say how well it does on another."""
     center = fitted.mean() if centred else 0.0

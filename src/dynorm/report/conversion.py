@@ -1,0 +1,244 @@
+"""Measure what a converted model lost, site by site and as a whole, on held-out data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.family import NAMES
+from dynorm.guard import require_plain_model
+from dynorm.layers import PointwiseNorm
+from dynorm.replace.specs import original_forward, replaced_by, require_layers
+from dynorm.report.output import OutputComparison
+from dynorm.report.records import ModelReport, SiteReport
+from dynorm.report.stats import SiteStats
+from dynorm.watch import call, hooked, iterate, require_finite, site_tokens, token_masks, undisturbed
+
+# A value is saturated when the function gives more than this share of its bound: beyond 3 sqrt(beta) for DyISRU.
+SATURATION = 0.95
+
+See = Callable[[PointwiseNorm, Tensor, Tensor], None]
+
+
+def measure(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    output: Callable[[Any], Tensor] | None = None,
+    original: nn.Module | None = None,
+    fit_on: Iterable[Any] | None = None,
+    seed: int = 0,
+    points: int = 1500,
+    meta: Mapping[str, Any] | None = None,
+) -> ModelReport:
+    """Measure what a converted model lost, on batches that its constants were not fitted on.
+
+    Each batch is run through the original and through the converted model, once each; a batch of ``fit_on`` through the
+    original alone. Everything is summed as it goes by, so memory is that of one batch, plus histograms of
+    0.3 MB a site; of an encoder the sentence embeddings are kept. Padding is left out as in :func:`calibrate_`. The
+    models are run in eval mode, without gradient; they, their buffers and random states are afterwards as they were.
+
+    Args:
+        model: a model that :func:`convert_` converted, with its final constants.
+        batches: held-out tensors, tuples or dicts, as for :func:`calibrate_`; read once.
+        output: finds the tensor to compare in the model's output. None takes its ``logits``, else its
+            ``last_hidden_state``, else its first tensor. A ``last_hidden_state`` (B, T, D), or any such tensor with a
+            mask in the batch, is compared as sentence embeddings; logits of each of ``input_ids``, where no token
+            changes the logits before it, as a language model's; all else as one vector a sample.
+        original: the untouched model, where training has changed other weights too; None takes the same model with
+            its original norms.
+        fit_on: batches to fit the functions of :class:`SiteReport` on, before their errors are measured on
+            ``batches``. None fits them on the first half of each batch's tokens and measures on the second.
+        seed: of the sampled points.
+        points: how many points to sample a site, for its picture.
+        meta: what should stand beside the figures.
+
+    Returns:
+        A report with one row per site.
+
+    Raises:
+        ArgumentError: ``points`` is not positive.
+        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model), or ``original`` lacks
+            its norms.
+        DataError: there is no batch, one is of the wrong kind, the models cannot run it, no layer is reached, or
+            an activation or output is not finite (the message names the site).
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+        >>> report = dynorm.measure(model, [torch.randn(64, 8) for _ in range(4)])
+        >>> report.sites[0].path, report.sites[0].tokens, report.output.kind
+        ('1', 256, 'tensor')
+    """
+    if points < 1:
+        raise ArgumentError(f"points must be at least 1, got {points}")
+    require_plain_model(model)
+    found = _Measurement(model, original, OutputComparison(output), seed, points)
+    with ExitStack() as stack:
+        for each in found.models:
+            stack.enter_context(undisturbed(each, evaluate=True))
+        for batch in () if fit_on is None else iterate(fit_on, "fit_on"):
+            found.fit(batch)
+        for batch in iterate(batches):
+            found.add(batch, halve=fit_on is None)
+    return found.report(meta)
+
+
+class _Measurement:
+    """The original and the converted model, run one after the other with their norms and layers watched."""
+
+    def __init__(
+        self, model: nn.Module, original: nn.Module | None, comparison: OutputComparison, seed: int, points: int
+    ) -> None:
+        layers = require_layers(model, with_norms=True)
+        self.model, self.original, self.comparison = model, original, comparison
+        self.models = [model] if original is None else [model, original]
+        self.sites = {layer: _Site(path, layer, seed, points) for path, layer in layers.items()}
+        # The modules whose outputs are the original's.
+        self.norms: dict[nn.Module, PointwiseNorm] = {layer: layer for layer in self.sites}
+        if original is not None:
+            self.norms = _norms_of(original, layers)
+
+    def run_original(self, batch: Any, see: See) -> Any:
+        """Return the original's output; ``see`` gets each layer with its norm's input and output."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            layer = self.norms[module]
+            output = original_forward(layer, *args) if self.original is None else output
+            see(layer, args[0], output)
+            return output
+
+        # Random states come back, so that a model which draws numbers draws the same ones when converted.
+        with undisturbed(self.models[-1], batch), hooked(self.norms, hook):
+            return call(self.models[-1], batch)
+
+    def fit(self, batch: Any) -> None:
+        """Add a batch to those that the functions are fitted on."""
+        masks = token_masks(batch)
+        self.run_original(batch, lambda layer, x, _: self.sites[layer].stats.add_fitted(self._tokens(layer, x, masks)))
+
+    def add(self, batch: Any, *, halve: bool) -> None:
+        """Add a batch to those that are measured on, or its second half alone, and fit on the first."""
+        masks = token_masks(batch)
+        wanted: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.sites}
+
+        def see_norm(layer: PointwiseNorm, x: Tensor, y: Tensor) -> None:
+            tokens = self._tokens(layer, x, masks)
+            # A copy: the model may go on to write into its own.
+            wanted[layer].append(self._tokens(layer, y, masks).clone())
+            self.sites[layer].stats.add(tokens, fitted=len(tokens) // 2 if halve else 0)
+
+        def see_layer(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+            assert isinstance(layer, PointwiseNorm)
+            site, now = self.sites[layer], site_tokens(layer, y, masks)
+            site.add_saturation(self._tokens(layer, args[0], masks))
+            norms = wanted[layer].pop(0) if wanted[layer] else None
+            if norms is not None and norms.shape == now.shape:
+                site.compare(now, norms)
+
+        first = self.run_original(batch, see_norm)
+        with hooked(self.sites, see_layer):
+            second = call(self.model, batch)
+        self.comparison.add(batch, first, second, lambda changed: self.run_original(changed, lambda *_: None))
+
+    def report(self, meta: Mapping[str, Any] | None) -> ModelReport:
+        """Return the report; sites in call order."""
+        sites = sorted(self.sites.values(), key=lambda site: site.stats.site.order)
+        rows = [site.report() for site in sites if site.stats.tokens]
+        if not rows:
+            raise DataError("the batches must reach at least one converted norm, but reached none: give others")
+        unreached = [site.path for site in self.sites.values() if not site.stats.tokens]
+        name, comparison = type(self.model).__name__, self.comparison
+        return ModelReport(name, rows, comparison.report(), comparison.batches, unreached, dict(meta or {}))
+
+    def _tokens(self, layer: PointwiseNorm, x: Tensor, masks: list[Tensor]) -> Tensor:
+        """Return the tokens of x, (tokens, C), without padding, after a look at them."""
+        tokens = site_tokens(layer, x, masks)
+        require_finite(self.sites[layer].path, tokens)
+        return tokens
+
+
+def _norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm]) -> dict[nn.Module, PointwiseNorm]:
+    """Return the layer that replaced each norm of the original."""
+    require_plain_model(original)
+    norms: dict[nn.Module, PointwiseNorm] = {}
+    for path, layer in layers.items():
+        try:
+            norm = original.get_submodule(path)
+        except AttributeError as error:
+            raise ModelError(
+                f"original must be the model before convert_, but has no {path!r}: pass a model of the same class"
+            ) from error
+        if isinstance(norm, PointwiseNorm):
+            raise ModelError(f"original must be the model before convert_, but its {path!r} is converted already")
+        norms[norm] = layer
+    return norms
+
+
+class _Site:
+    """A layer with the sums of what its norm sees in the original, and of what it makes of it itself."""
+
+    def __init__(self, path: str, layer: PointwiseNorm, seed: int, points: int) -> None:
+        replaced = replaced_by(layer)
+        assert replaced is not None
+        self.path = path
+        self.layer = layer
+        self.stats = SiteStats(replaced.site, seed + replaced.site.order, points)
+        # The layer over the last axis of (tokens, C), without weight and bias.
+        bare = {"normalized_shape": layer.channels, "elementwise_affine": False, "bias": False, "dim": -1}
+        device = next(layer.parameters()).device
+        self._bare = type(layer)(**(layer.config() | bare), device=device, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in self._bare.named_parameters():
+                parameter.copy_(layer.get_parameter(name).reshape(parameter.shape))
+        self._values = self._saturated = 0
+        self._compared, self._residual = 0, 0.0
+        self._sums = torch.zeros(2, layer.channels, dtype=torch.float64, device=device)
+
+    def compare(self, now: Tensor, wanted: Tensor) -> None:
+        """Add what the layer gives, and what the norm gave there; (tokens, C)."""
+        wanted, now = wanted.double().to(now.device), now.double()
+        self._compared += len(now)
+        self._residual += float((now - wanted).square().sum())
+        self._sums = self._sums + torch.stack([wanted.sum(0), wanted.square().sum(0)])
+
+    def add_saturation(self, x: Tensor) -> None:
+        """Count the tokens' values near the bound."""
+        self._saturated += int((self._bare(x).abs() > SATURATION * abs(self.layer.scale)).sum())
+        self._values += x.numel()
+
+    def report(self) -> SiteReport:
+        """Return the row."""
+        stats, layer = self.stats, self.layer
+        fit = stats.fit()
+        outlier, outlier_site = stats.outliers()
+        sigma_spread, sigma_range = stats.spread()
+        # Of the outputs' mean square about their channel's mean.
+        y, yy = self._sums / max(self._compared, 1)
+        spread = float((yy - y * y).sum()) * self._compared
+        return SiteReport(
+            path=self.path,
+            kind=stats.site.kind,
+            layer=NAMES.get(type(layer), type(layer).__name__),
+            channels=layer.channels,
+            tokens=stats.tokens,
+            outlier=outlier,
+            outlier_site=outlier_site,
+            sigma_spread=sigma_spread,
+            sigma_range=sigma_range,
+            error_linear=fit.errors["linear"],
+            error_dyt=fit.errors["dyt"],
+            error_dyisru=fit.errors["dyisru"],
+            error_now=math.sqrt(self._residual / spread) if spread > 0 else None,
+            beta=float(layer.beta().detach().median()),
+            center=None if layer.center is None else float(layer.center.detach().median()),
+            saturated=self._saturated / self._values if self._values else None,
+            fit=fit,
+            picture=stats.picture(),
+        )

@@ -1,0 +1,447 @@
+"""What the reports hold, one record per site and one per model, and what each says as a table and as a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dynorm.family import FAMILY
+from dynorm.files import write_text
+from dynorm.report.output import OutputReport
+from dynorm.report.page import Page
+from dynorm.report.picture import Drawing
+from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
+from dynorm.table import Column, Table, plain
+
+# In the order in which every report names them.
+TITLES = {name: FAMILY[name].title for name in FUNCTIONS}
+
+
+def _constant(value: float) -> str:
+    """Return a constant as a table shows it: whole where it is large, else to three digits."""
+    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
+
+
+def _share(value: float) -> str:
+    """Return a share in percent; what is not 0 does not look like it."""
+    return "0" if not value else f"{value:.2%}" if value >= 1e-4 else "<0.01%"
+
+
+def _digits(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
+
+
+def _named(values: Mapping[str, float]) -> str:
+    """Return a figure for each function, in one line."""
+    return " · ".join(f"{title} {values[name]:.3f}" for name, title in TITLES.items())
+
+
+def _functions(group: str, note: str) -> list[Column]:
+    forms = {"DyT": "f = √(C−1) tanh((x − c)/√(β)), where 1/√(β) is α", "DyISRU": "f = √(C−1) (x − c)/√(β + (x − c)²)"}
+    return [Column(title, ".3f", forms.get(title, note), group) for title in TITLES.values()]
+
+
+_LEGEND = {"line dyisru": "DyISRU", "line dyt": "DyT", "line linear": "linear", "line bound": "the norm's bounds"}
+_SITE = Column("site")
+_NORM = Column("norm", lambda kind: {"layernorm": "LN", "rmsnorm": "RMS"}.get(kind, kind))
+_CHANNELS = Column("C", ",", "channels", page_only=True)
+_SPREAD = Column(
+    "σ spread",
+    ".2f",
+    "standard deviation over tokens of ln σ; at 0 a constant serves as well as the norm",
+    page_only=True,
+)
+
+
+_COLUMNS = (
+    _SITE,
+    _NORM,
+    _CHANNELS,
+    Column("outlier", ",.1f", "largest |x − mean|, in the site's typical σ"),
+    Column("own σ", ",.1f", "the same in the σ of its own token; √(C−1) at most", page_only=True),
+    _SPREAD,
+    Column("σ p99/p1", ",.1f", "99th percentile of the tokens' σ over the 1st", page_only=True),
+    *_functions("relative error", "|y − f| / |y| of the norm's core y and a function f of one constant"),
+    Column("now", ".3f", "error of the layer in place against the norm in the original; 1 is as bad as a constant"),
+    Column("β", _constant, "the layer's constant, the median of many"),
+    Column("centre", _digits, "what the layer subtracts first, the median of many", page_only=True),
+    Column("saturated", _share, "share of values beyond 95 % of the layer's bound"),
+)
+_OUTLIER_COLUMNS = (
+    _SITE,
+    _NORM,
+    _CHANNELS,
+    Column("outlier", ",.1f", "largest |x − mean|, in the σ of its token; √(C−1) at most"),
+    _SPREAD,
+    *_functions("outliers", "mean |y − f| of the norm's core y and a function f of one constant"),
+    Column("ratio", ".2f", "DyT's over DyISRU's; the paper's claim is that it lies above 1"),
+    Column("α", ".3g", "DyT's constant, fitted on outliers", page_only=True),
+    Column("β", _constant, "DyISRU's constant, fitted on outliers", page_only=True),
+    Column("own β spread", ".2f", "standard deviation of ln of the β that each outlier would need", page_only=True),
+    *_functions("all channels", "|y − f| / |y|, fitted and measured on all channels"),
+)
+
+
+class Report:
+    """A report on a model, which prints itself as a table and writes itself as a page."""
+
+    model: str
+    unreached: list[str]
+    meta: dict[str, Any]
+
+    def table(self) -> Table:
+        """Return the report as a table, one row per site."""
+        raise NotImplementedError
+
+    def page(self) -> Page:
+        """Return the report as a page, with a picture of each site."""
+        raise NotImplementedError
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the report as one HTML page that needs no other file, whole or not at all.
+
+        Args:
+            path: the file; one that exists is replaced.
+
+        Raises:
+            ArgumentError: matplotlib is not installed.
+            StorageError: the file cannot be written.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+            >>> report = dynorm.inspect_norms(model, [torch.randn(64, 8)])
+            >>> report.to_html(getfixture("tmp_path") / "report.html")
+        """
+        write_text(path, self.page().html())
+
+    def __str__(self) -> str:
+        """Return the report as a table of 80 columns."""
+        return str(self.table())
+
+    def _name(self) -> str:
+        return str(self.meta.get("model", self.model))
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One replaced norm. The core is the norm without its weight and bias, ``(x - mean) / sigma`` or ``x / rms``.
+
+    Args:
+        path: where it stands.
+        kind: the norm that stood there: "layernorm" or "rmsnorm".
+        layer: what stands there now: "dyisru", "dyt", "derf" or "linear".
+        channels: C.
+        tokens: how many tokens the original norm saw, padding not counted.
+        outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, sqrt(C - 1) at most (for
+            an RMSNorm ``|x|`` in the token's rms, sqrt(C) at most).
+        outlier_site: the largest ``|x - mean|`` in typical sigmas, the geometric mean over the site's tokens; no bound.
+        sigma_spread: standard deviation of the natural logarithm of the tokens' sigma (an RMSNorm's rms): 0 if all are
+            alike, and then a constant serves as well as the norm; 0.5 if they commonly differ by a factor of 1.6.
+        sigma_range: the 99th percentile of sigma over the 1st.
+        error_linear: what ``scale / sqrt(beta) (x - c)`` leaves of the core, ``|y - f| / |y|`` over all held-out tokens
+            and channels, with one beta and the centre c fitted on other tokens.
+        error_dyt: the same of ``scale tanh((x - c) / sqrt(beta))``.
+        error_dyisru: the same of ``scale (x - c) / sqrt(beta + (x - c)^2)``.
+        error_now: how far what the converted layer gives, fed by the converted model, lies from what the norm gave in
+            the original one: root of the squared distance over that of the norm's outputs from their channel's mean,
+            1 being as bad as a constant. None where the two cannot be paired.
+        beta: the layer's constant, as the inverse square of its slope (the channels' median where there are many).
+        center: its centre (the median likewise), or None.
+        saturated: share of the values that the converted layer takes beyond 95 % of its bound; of the linear control,
+            which has none, beyond 95 % of the norm's.
+        fit: the constants that the three errors of the core belong to.
+        picture: what its picture is drawn from.
+    """
+
+    path: str
+    kind: str
+    layer: str
+    channels: int
+    tokens: int
+    outlier: float
+    outlier_site: float
+    sigma_spread: float
+    sigma_range: float
+    error_linear: float
+    error_dyt: float
+    error_dyisru: float
+    error_now: float | None
+    beta: float
+    center: float | None
+    saturated: float | None
+    fit: CoreFit = field(repr=False)
+    picture: Picture = field(repr=False)
+
+    def drawing(self) -> Drawing:
+        """Return what the site's picture shows."""
+        errors = _named(self.fit.errors)
+        words = (
+            f"Scatter of input and output of the {self.kind} at {self.path}, without weight and bias; outliers of "
+            f"up to {self.outlier_site:.1f} sigma. Relative errors of the fitted curves: {errors}."
+        )
+        return Drawing(self.path, errors, words, self.fit, self.picture)
+
+
+@dataclass(frozen=True)
+class ModelReport(Report):
+    """What ``measure`` found.
+
+    Args:
+        model: the class of the model.
+        sites: the replaced norms, in call order.
+        output: the model's output beside the original's.
+        batches: how many batches were measured.
+        unreached: paths of the layers that no batch reached.
+        meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
+    """
+
+    model: str
+    sites: list[SiteReport]
+    output: OutputReport
+    batches: int
+    unreached: list[str] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON knows, without the sampled points; no NaN, but None."""
+        values = asdict(self)
+        for site in values["sites"]:
+            site["bins"] = site.pop("picture")["bins"]
+        return {name: plain(value) for name, value in values.items()}
+
+    def table(self) -> Table:
+        """Return the report as a table, one row per site."""
+        out, count = self.output, len(self.sites)
+        figures = f"mean {out.cosine_mean:.4f}, worst {out.cosine_min:.4f}, median {out.cosine_median:.4f}"
+        lines = [
+            f"{self._name()}: {count} norm{'s' * (count != 1)} replaced, measured on {self.batches} batches",
+            f"cosine of the output to the original's, {out.samples} samples: {figures}",
+        ]
+        if out.kind == "encoder":
+            lines.append(f"Spearman of all pair similarities: {_digits(out.spearman, 4)}")
+        if out.loss_now is not None:
+            change = f"{_digits(out.loss_original, 4)} -> {_digits(out.loss_now, 4)} ({out.loss_difference:+.4f})"
+            lines.append(f"loss {change} nats per token, KL {_digits(out.kl, 4)}, {out.tokens} tokens")
+        rows = []
+        for s in self.sites:
+            sizes = (s.outlier_site, s.outlier, s.sigma_spread, s.sigma_range)
+            errors = (s.error_linear, s.error_dyt, s.error_dyisru, s.error_now)
+            rows.append((s.path, s.kind, s.channels, *sizes, *errors, s.beta, s.center, s.saturated))
+        return Table(_COLUMNS, rows, [f"{path}  not reached" for path in self.unreached], "\n".join(lines))
+
+    def page(self) -> Page:
+        """Return the report as a page, with a picture of each site."""
+        out, count = self.output, len(self.sites)
+        kinds = {"encoder": "of sentence embeddings", "language": "of logits", "tensor": "of outputs"}
+        cards = [
+            (_digits(out.cosine_mean), "mean cosine", f"{kinds[out.kind]}, converted to original"),
+            (_digits(out.cosine_min), "worst cosine", f"5 % of samples are below {_digits(out.cosine_p05)}"),
+        ]
+        if out.kind == "encoder":
+            cards.append((_digits(out.spearman), "Spearman", "of the similarities of all pairs"))
+        if out.loss_difference is not None:
+            losses = f"nats per token: {_digits(out.loss_original)} to {_digits(out.loss_now)}"
+            cards.append((f"{out.loss_difference:+.3f}".replace("-", "−"), "loss", losses))
+            cards.append((_digits(out.kl), "KL divergence", "nats per token, from the original"))
+        best = sum(site.error_dyisru < min(site.error_dyt, site.error_linear) for site in self.sites)
+        worst = max(self.sites, key=lambda site: site.outlier_site)
+        layers = " and ".join(sorted({FAMILY[s.layer].title if s.layer in FAMILY else s.layer for s in self.sites}))
+        return Page(
+            title=f"{self._name()} without its norms",
+            lead=f"{count} norm{'s' * (count != 1)} replaced by {layers}, and compared with the original on "
+            f"{out.samples:,} held-out samples.",
+            cards=[
+                *cards,
+                (f"{best} of {count}", "sites", "where DyISRU fits the core best of the three"),
+                (f"{worst.outlier_site:,.0f} σ", "largest outlier", worst.path),
+            ],
+            table=self.table(),
+            heading="Input and output of every norm",
+            legend={
+                "point": "sampled values of the norm's core, outliers drawn more often",
+                "bar": "mean ± standard deviation of all values",
+                **_LEGEND,
+            },
+            drawings=[site.drawing() for site in self.sites],
+            meta=self.meta,
+        )
+
+
+@dataclass(frozen=True)
+class InspectedSite:
+    """One norm and its outliers; an outlier is the channel of a token that is farthest from the mean (an RMSNorm's: 0).
+
+    The core is the norm without weight and bias. Functions are named "linear", "dyt" (scaled) and "dyisru"; each has
+    one constant a site, fitted on some tokens and measured on others.
+
+    Args:
+        path: where it stands.
+        kind: "layernorm" or "rmsnorm".
+        channels: C.
+        tokens: how many tokens it saw, padding not counted.
+        outlier: the largest value of the core, in sigmas of its own token: sqrt(C - 1) at most (RMSNorm: sqrt(C)).
+        outlier_site: the largest deviation in typical sigmas of the site, their geometric mean; no bound.
+        sigma_spread: standard deviation over tokens of the natural logarithm of sigma.
+        outliers: how well the functions, fitted on outliers alone, describe outliers, as section 4.2 asks.
+        core: how well they describe all channels when fitted on all.
+        picture: what its picture is drawn from.
+    """
+
+    path: str
+    kind: str
+    channels: int
+    tokens: int
+    outlier: float
+    outlier_site: float
+    sigma_spread: float
+    outliers: OutlierFit = field(repr=False)
+    core: CoreFit = field(repr=False)
+    picture: Picture = field(repr=False)
+
+    @property
+    def alpha(self) -> float:
+        """DyT's constant, fitted on the outliers: ``1 / sqrt(beta)`` of the same slope."""
+        return 1 / math.sqrt(self.outliers.fit.betas["dyt"])
+
+    @property
+    def beta(self) -> float:
+        """DyISRU's constant, fitted on the outliers."""
+        return self.outliers.fit.betas["dyisru"]
+
+    @property
+    def ratio(self) -> float:
+        """DyT's mean absolute residual on outliers over DyISRU's: above 1 where the paper's claim holds."""
+        return self.outliers.residuals["dyt"] / max(self.outliers.residuals["dyisru"], 1e-300)
+
+    @property
+    def holds(self) -> bool:
+        """Whether DyISRU describes the outliers with a smaller mean absolute residual than DyT, as the paper claims."""
+        return self.outliers.residuals["dyisru"] < self.outliers.residuals["dyt"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain values, without the sampled points."""
+        row = {name: value for name, value in asdict(self).items() if name != "picture"}
+        row["outliers"] = {name: value for name, value in row["outliers"].items() if name != "points"}
+        return row | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
+
+    def drawing(self) -> Drawing:
+        """Return what the site's picture shows."""
+        residuals = _named(self.outliers.residuals)
+        words = (
+            f"Outliers at the {self.kind} {self.path}, up to {self.outlier:.1f} sigma of their token, and the "
+            f"functions fitted to them. Mean absolute residuals: {residuals}."
+        )
+        return Drawing(self.path, residuals, words, self.outliers.fit, self.picture, self.outliers.points)
+
+
+@dataclass(frozen=True)
+class InspectionReport(Report):
+    """What :func:`inspect_norms` found.
+
+    Args:
+        model: the class of the model.
+        sites: the norms, in call order.
+        batches: how many batches were measured.
+        refused: paths of what looked like a norm but is none of ours, with the reason.
+        unreached: paths of the norms that no batch reached.
+        meta: whatever should stand beside the figures.
+    """
+
+    model: str
+    sites: list[InspectedSite]
+    batches: int
+    refused: dict[str, str] = field(default_factory=dict)
+    unreached: list[str] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """Return in how many sites the paper's claim holds, and by how much."""
+        ratios = [site.ratio for site in self.sites]
+        core = [site.core.errors for site in self.sites]
+        residuals = [site.outliers.residuals for site in self.sites]
+        return {
+            "sites": len(self.sites),
+            "holds": sum(site.holds for site in self.sites),
+            "outliers_best": _wins(residuals),
+            "core_best": _wins(core),
+            "core_holds": sum(e["dyisru"] < e["dyt"] for e in core),
+            "ratio_median": median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+            "exact": max(site.outliers.exact for site in self.sites),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON knows, without the sampled points."""
+        values = {name: getattr(self, name) for name in ("model", "batches", "refused", "unreached", "meta")}
+        whole = values | {"summary": self.summary(), "sites": [site.to_dict() for site in self.sites]}
+        return {name: plain(value) for name, value in whole.items()}
+
+    def table(self) -> Table:
+        """Return the report as a table, one row per norm."""
+        title = f"{self._name()}: {len(self.sites)} norms, outliers against functions with one constant per site"
+        rows = []
+        for s in self.sites:
+            residuals, errors = (
+                [figures[name] for name in TITLES] for figures in (s.outliers.residuals, s.core.errors)
+            )
+            constants = (s.ratio, s.alpha, s.beta, s.outliers.beta_spread)
+            rows.append((s.path, s.kind, s.channels, s.outlier, s.sigma_spread, *residuals, *constants, *errors))
+        notes = [
+            *(f"{path}  not reached" for path in self.unreached),
+            *(f"{path}  left out: {reason}" for path, reason in self.refused.items()),
+        ]
+        return Table(_OUTLIER_COLUMNS, rows, notes, f"{title}\n{self.findings()}")
+
+    def findings(self) -> str:
+        """Return the sentences that follow from the figures alone."""
+        found = self.summary()
+        count = found["sites"]
+        outliers, core = (
+            ", ".join(f"{title} {found[key][name]}" for name, title in TITLES.items())
+            for key in ("outliers_best", "core_best")
+        )
+        low, high = (math.exp(f(site.outliers.beta_spread for site in self.sites)) for f in (min, max))
+        return (
+            f"On outliers DyISRU's residual is below DyT's, as the paper claims, at {found['holds']} of {count} norms; "
+            f"DyT's over DyISRU's is {found['ratio_min']:.2f} to {found['ratio_max']:.2f}, median "
+            f"{found['ratio_median']:.2f}. Smallest of the three: {outliers}. On all channels DyISRU is below DyT at "
+            f"{found['core_holds']} of {count}; smallest: {core}. With a constant of its own for each outlier DyISRU "
+            f"is the norm, to {found['exact']:.0e}. One constant for all falls short because these differ, by a factor "
+            f"of {low:.2f} to {high:.2f} (a standard deviation of their logarithm)."
+        )
+
+    def page(self) -> Page:
+        """Return the report as a page, with a picture of each norm."""
+        found, count = self.summary(), len(self.sites)
+        worst = max(self.sites, key=lambda site: site.outlier)
+        span = f"{found['ratio_min']:.2f} to {found['ratio_max']:.2f}"
+        straight = found["outliers_best"]["linear"]
+        return Page(
+            title=f"{self._name()}: what its norms do to outliers",
+            lead="In each token the channel farthest from the mean is its outlier. Each function has one constant per "
+            "norm, fitted by least squares on the outliers of some tokens and measured on those of others: section 4 "
+            "of the DyISRU paper, on real activations.",
+            cards=[
+                (f"{found['holds']} of {count}", "norms", "where DyISRU describes outliers better than DyT"),
+                (f"{found['ratio_median']:.2f}", "median ratio", f"of DyT's residual to DyISRU's; {span}"),
+                (f"{straight} of {count}", "norms", "where a straight line describes outliers best"),
+                (f"{worst.outlier:,.1f} σ", "largest outlier", f"in its token's own σ, at {worst.path}"),
+                (f"{found['exact']:.0e}", "exact form", "largest residual of DyISRU with each outlier's own constant"),
+            ],
+            findings=self.findings(),
+            table=self.table(),
+            heading="Outliers and the functions fitted to them",
+            legend={"point outlier": "one outlier per token", "point": "other values of the norm's core", **_LEGEND},
+            drawings=[site.drawing() for site in self.sites],
+            meta=self.meta,
+        )
+
+
+def _wins(rows: Sequence[Mapping[str, float]]) -> dict[str, int]:
+    """In how many rows each function has the smallest value."""
+    return {name: sum(min(row, key=row.__getitem__) == name for row in rows) for name in rows[0]}
