@@ -14,6 +14,7 @@ from torch import Tensor
 import dynorm
 from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.distill.texts import standard_library_docstrings
+from dynorm.family import FAMILY
 from dynorm.fit.site_fit import SiteFit
 from dynorm.watch import call, site_tokens, token_masks
 from tools.demo_model import folder
@@ -59,11 +60,11 @@ def draw(x: Tensor, y: Tensor) -> None:
         x.flatten()[points], y.flatten()[points], c=sigma.log10(), s=5, cmap="viridis", linewidths=0
     )
     figure.colorbar(marks, ax=axes[0], label=r"$\log_{10}\sigma$ of the token")
-    axes[0].set_title("before: LayerNorm, a line a token", fontsize=11)
+    axes[0].set_title("before: LayerNorm, one line per token", fontsize=11)
     line = torch.linspace(float(x.min()) * 1.02, float(x.max()) * 1.02, 2000)
     axes[1].scatter(x.flatten()[points], y.flatten()[points], c="0.8", s=5, linewidths=0)
     curve = dynorm.functional.dyisru(line, float(layer.beta()), scale=layer.scale).detach()
-    axes[1].plot(line, curve, color="#c0392b", lw=2, label=rf"DyISRU, $\beta$ = {float(layer.beta()):.0f}")
+    axes[1].plot(line, curve, color=FAMILY["dyisru"].color, lw=2, label=rf"DyISRU, $\beta$ = {float(layer.beta()):.0f}")
     axes[1].set_title("after: DyISRU, one curve, no statistics", fontsize=11)
     axes[1].legend(frameon=False, loc="lower right")
     for axis in axes:

@@ -13,13 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+from dynorm.family import FAMILY
 from studies.arms import ARMS
 from studies.plan import LONG, SMALL, Part
 from studies.runs import Record
 from studies.tables import rate
 
-COLOURS = {"layernorm": "#111111", "rmsnorm": "#8a8a8a", "dyisru": "#c0392b", "dyt": "#1f5fa8", "derf": "#16907a"}
-COLOURS |= {"linear": "#d98200", "annealed": "#c0392b", "annealed_dyt": "#1f5fa8", "annealed_linear": "#d98200"}
+COLOURS = {"layernorm": "#111111", "rmsnorm": "#8a8a8a"}
+COLOURS |= {name: row.color for row in FAMILY.values() for name in (row.name, row.annealed_name)}
 STYLES = {None: "-", "batch": "-", "published": ":", "path": "--"}
 # A single run has no line to tell it by.
 MARKERS = {None: "o", "batch": "o", "published": "s", "path": "D"}

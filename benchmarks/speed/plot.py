@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.speed.machine import summary
+from dynorm.family import FAMILY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PASSES = {"forward": "forward, no grad", "backward": "backward alone", "both": "forward + backward"}
-# Okabe and Ito's palette, which the colour-blind can tell apart.
-COLORS = {"LayerNorm": "#000000", "RMSNorm": "#8A8A8A", "DyISRU": "#0072B2", "DyT": "#D55E00", "Derf": "#009E73"}
+COLORS = {"LayerNorm": "#000000", "RMSNorm": "#8A8A8A"} | {row.title: row.color for row in FAMILY.values()}
 # Contender: its line's name, the same for the function and the module of torch.
 TORCH = {
     "forward": {"F.layer_norm": "LayerNorm, torch", "F.rms_norm": "RMSNorm, torch"},

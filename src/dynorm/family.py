@@ -88,3 +88,10 @@ def layer_class(name: str) -> type[PointwiseNorm]:
     if name not in LAYERS:
         raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
     return LAYERS[name]
+
+
+def css_colors() -> str:
+    """Return the functions' colours as variables of a style sheet, by the reader's choice of light or dark."""
+    day = " ".join(f"--{row.name}: {row.color};" for row in FAMILY.values())
+    night = " ".join(f"--{row.name}: {row.night};" for row in FAMILY.values())
+    return f":root {{ {day} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {night} }} }}\n"

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynorm.errors import require_library
+from dynorm.family import FAMILY
 from dynorm.paper.simulation import Simulation
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ __all__ = [
     "with_mean",
 ]
 
-# Okabe and Ito's palette, which the colour-blind can tell apart; each function has its own dashes and marker too.
-COLORS = {"DyT": "#D55E00", "Derf": "#009E73", "DyISRU": "#0072B2", "linear": "#CC79A7", "closed form": "#000000"}
+# Each function has its own dashes and marker too.
+COLORS = {function.title: function.color for function in FAMILY.values()} | {"closed form": "#000000"}
 DASHES: dict[str, Any] = {"DyT": "-", "Derf": (0, (5, 1.5)), "DyISRU": "-", "linear": (0, (1, 1.2)), "closed form": "-"}
 MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
 GREY = "#8A8A8A"

@@ -10,7 +10,8 @@ from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
-from dynorm.report.picture import Drawing, colors_of_the_page, svg_picture
+from dynorm.family import css_colors
+from dynorm.report.picture import Drawing, svg_picture
 from dynorm.table import Column, Table, plain
 
 
@@ -70,7 +71,7 @@ class Page:
             f'<div class="grid">{"".join(figures)}</div>',
             f"<h2>How it was made</h2>{_definitions(meta)}" * bool(self.meta),
         ]
-        style = colors_of_the_page() + files(__package__).joinpath("page.css").read_text("utf-8")
+        style = css_colors() + files(__package__).joinpath("page.css").read_text("utf-8")
         return _PAGE.format(title=escape(self.title), style=style, body="\n".join(body))
 
 

@@ -56,13 +56,6 @@ class Drawing:
     outliers: tuple[list[float], list[float]] | None = None
 
 
-def colors_of_the_page() -> str:
-    """Return the functions' colours as CSS variables."""
-    day = "".join(f"--{name}: {function.color}; " for name, function in FAMILY.items())
-    night = "".join(f"--{name}: {function.night}; " for name, function in FAMILY.items())
-    return f":root {{ {day}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {night}}} }}\n"
-
-
 def svg_picture(drawing: Drawing) -> str:
     """Return the picture as an ``<svg>`` element whose colours are the page's variables.
 

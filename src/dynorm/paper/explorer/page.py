@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 
 from dynorm import __version__
+from dynorm.family import css_colors
 from dynorm.files import require_writable, write_text
 
 __all__ = ["build_page", "save_page"]
@@ -51,7 +52,7 @@ def build_page() -> str:
     return Template(_read("page.html")).substitute(
         version=__version__,
         licence=_read("vendor", "LICENSE").strip(),
-        style=_read("vendor", "uPlot.min.css") + _read("style.css"),
+        style=_read("vendor", "uPlot.min.css") + css_colors() + _read("style.css"),
         equations=_read("equations.html").strip(),
         library=_read("vendor", "uPlot.iife.min.js"),
         # A block keeps the names of the scripts to themselves.
