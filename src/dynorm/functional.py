@@ -13,6 +13,15 @@ Every point-wise function is put together in the same way, from ``u = x - center
 
 .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot f(u) + \mathrm{bias}
 
+With witness channels, a few named channels K, beta is no longer the same for all tokens:
+
+.. math:: \beta_i(x) = \beta + \sum_{k \in K, k \neq i} g_k u_k^2
+
+DyISRU takes it for its beta; in the other functions k = i stays in the sum, and beta stands for the slope at 0,
+:math:`1 / \sqrt{\beta}`. K empty is the function of one channel, bit for bit. For DyISRU with K all channels, g = 1,
+:math:`\beta = C \varepsilon`, center 0 and scale :math:`\sqrt{C}` it is RMSNorm, exactly. RMSNorm over some channels is
+pRMSNorm (arXiv 1910.07467).
+
 Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is centring, then RMSNorm, then the bias".
 """
 
@@ -23,7 +32,7 @@ import math
 import torch
 from torch import Tensor
 
-from dynorm.arguments import Axes, Constant, check_not_negative, constant, parameter, resolve
+from dynorm.arguments import Axes, Constant, along, check_floating, check_not_negative, constant, parameter, resolve
 from dynorm.errors import ArgumentError
 
 __all__ = [
@@ -216,6 +225,8 @@ def dyt(
     center: Constant | None = None,
     scale: Constant = 1.0,
     dim: Axes = -1,
+    witnesses: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor:
     r"""Return the Dynamic Tanh (eq. 4; "Transformers without Normalization", arXiv 2503.10622).
 
@@ -229,6 +240,9 @@ def dyt(
         center: Where the function is 0; a constant, or None for 0.
         scale: Bound of the function before ``weight``; a constant.
         dim: The normalised dimension, or several.
+        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
+            None for none.
+        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
 
     Returns:
         The shape and dtype of ``x``.
@@ -238,8 +252,9 @@ def dyt(
         tensor([-1.0000,  0.0000,  0.4621])
     """
     z, axes = resolve(x, dim)
-    slope = constant("alpha", alpha, z, axes)
-    return _affine(torch.tanh(slope * _shifted(z, center, axes)), scale, weight, bias, axes).to(x.dtype)
+    u, told = _shifted(z, center, axes, witnesses, gain)
+    slope = _slope(constant("alpha", alpha, z, axes), told)
+    return _affine(torch.tanh(slope * u), scale, weight, bias, axes).to(x.dtype)
 
 
 def scaled_dyt(
@@ -282,6 +297,8 @@ def dyisru(
     *,
     scale: Constant | None = None,
     dim: Axes = -1,
+    witnesses: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor:
     r"""Return the Dynamic Inverse Square Root Unit, first called Elementwise Layer Normalization (ELN; eq. 15).
 
@@ -294,6 +311,9 @@ def dyisru(
         bias: Offset of the same shape, or None for 0.
         scale: Bound of the function before ``weight``; a constant, or None for :math:`\sqrt{C - 1}`.
         dim: The normalised dimension, or several; C is their product.
+        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
+            None for none.
+        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
 
     Returns:
         The shape and dtype of ``x``.
@@ -302,7 +322,7 @@ def dyisru(
         >>> dyisru(torch.tensor([-torch.inf, 0.0, 1.0, 1e30, 3.0]), 3.0)
         tensor([-2.0000,  0.0000,  1.0000,  2.0000,  1.7321])
     """
-    return dyisru_general(x, beta, None, weight, bias, scale=scale, dim=dim)
+    return dyisru_general(x, beta, None, weight, bias, scale=scale, dim=dim, witnesses=witnesses, gain=gain)
 
 
 def dyisru_general(
@@ -314,6 +334,8 @@ def dyisru_general(
     *,
     scale: Constant | None = None,
     dim: Axes = -1,
+    witnesses: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor:
     r"""Return DyISRU around a given centre, which takes the place of the paper's mean (eq. 13, Theorem 3).
 
@@ -328,6 +350,9 @@ def dyisru_general(
         bias: Offset of the same shape, or None for 0.
         scale: Bound of the function before ``weight``; a constant, or None for :math:`\sqrt{C - 1}`.
         dim: The normalised dimension, or several; C is their product.
+        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
+            None for none.
+        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
 
     Returns:
         The shape and dtype of ``x``.
@@ -338,7 +363,8 @@ def dyisru_general(
     """
     z, axes = resolve(x, dim)
     beta = constant("beta", beta, z, axes, positive=True)
-    y = _soft_sign(_shifted(z, center, axes), beta)
+    u, told = _shifted(z, center, axes, witnesses, gain, leave_one_out=True)
+    y = _soft_sign(u, beta if told is None else beta + told)
     return _affine(y, _bound(z, axes) if scale is None else scale, weight, bias, axes).to(x.dtype)
 
 
@@ -352,6 +378,8 @@ def derf(
     center: Constant | None = None,
     scale: Constant = 1.0,
     dim: Axes = -1,
+    witnesses: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor:
     r"""Return the Dynamic error function ("Stronger Normalization-Free Transformers", arXiv 2512.10938).
 
@@ -367,6 +395,9 @@ def derf(
         center: Subtracted from ``x``; a constant, or None for 0.
         scale: Bound of the function before ``weight``; a constant.
         dim: The normalised dimension, or several.
+        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
+            None for none.
+        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
 
     Returns:
         The shape and dtype of ``x``.
@@ -376,8 +407,10 @@ def derf(
         tensor([-1.0000,  0.0000,  0.5205])
     """
     z, axes = resolve(x, dim)
-    slope, shift = constant("alpha", alpha, z, axes), constant("shift", shift, z, axes)
-    return _affine(torch.erf(slope * _shifted(z, center, axes) + shift), scale, weight, bias, axes).to(x.dtype)
+    u, told = _shifted(z, center, axes, witnesses, gain)
+    # The slope of erf at 0 is 2 / sqrt(pi).
+    slope = _slope(constant("alpha", alpha, z, axes), told, 4 / math.pi)
+    return _affine(torch.erf(slope * u + constant("shift", shift, z, axes)), scale, weight, bias, axes).to(x.dtype)
 
 
 def linear(
@@ -389,6 +422,8 @@ def linear(
     center: Constant | None = None,
     scale: Constant = 1.0,
     dim: Axes = -1,
+    witnesses: Tensor | None = None,
+    gain: Tensor | None = None,
 ) -> Tensor:
     r"""Return the control of every study: a constant slope and no bound; LayerNorm with constant statistics (eq. 3).
 
@@ -402,6 +437,9 @@ def linear(
         center: Where the function is 0; a constant, or None for 0.
         scale: Factor before ``weight``; a constant.
         dim: The normalised dimension, or several.
+        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
+            None for none.
+        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
 
     Returns:
         The shape and dtype of ``x``.
@@ -412,21 +450,75 @@ def linear(
     """
     z, axes = resolve(x, dim)
     slope, scale = constant("slope", slope, z, axes), constant("scale", scale, z, axes)
-    return _affine(_shifted(z, center, axes), slope * scale, weight, bias, axes).to(x.dtype)
+    u, told = _shifted(z, center, axes, witnesses, gain)
+    if told is not None:
+        u, slope = u * _slope(slope, told), 1.0
+    return _affine(u, slope * scale, weight, bias, axes).to(x.dtype)
+
+
+def _limit(z: Tensor) -> float:
+    """Return the size from which squares no longer matter: 2**63 in float32."""
+    # Beyond it the quotient of DyISRU is 1 to rounding for any beta up to 1e30, but the square would overflow and
+    # inf / inf be NaN.
+    return float(torch.finfo(z.dtype).max ** 0.5 / 2)
 
 
 def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     """Return ``d / sqrt(beta + d**2)``, which goes from -1 to 1."""
-    # Beyond the limit, 2**63 in float32, the quotient is 1 to rounding for any beta up to 1e30, but the square would
-    # overflow and inf / inf be NaN.
-    limit = torch.finfo(d.dtype).max ** 0.5 / 2
-    d = d.clamp(-limit, limit)
+    d = d.clamp(-_limit(d), _limit(d))
     return d / torch.sqrt(beta + d * d)
 
 
-def _shifted(z: Tensor, center: Constant | None, axes: tuple[int, ...]) -> Tensor:
-    """Return u, which is ``z - center``."""
-    return z if center is None else z - constant("center", center, z, axes)
+def _slope(slope: Constant, told: Tensor | None, ratio: float = 1.0) -> Constant:
+    """Return the slope for beta(x), beta with the witnesses' sum; ``ratio`` is ``1 / (beta * slope**2)``.
+
+    As a factor of the slope, so that its sign stays and 0 is no division by 0.
+    """
+    return slope if told is None else slope * torch.rsqrt(1 + ratio * (slope * slope) * told)
+
+
+def _shifted(
+    z: Tensor,
+    center: Constant | None,
+    axes: tuple[int, ...],
+    witnesses: Tensor | None,
+    gain: Tensor | None,
+    *,
+    leave_one_out: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return u, which is ``z - center``, and the witnesses' sum, ``sum_k g_k u_k**2``; None where there are none.
+
+    With ``leave_one_out`` a witness is not in its own sum. Sums of the others, rather than a difference: a witness is
+    often larger than all of them together.
+    """
+    u = z if center is None else z - constant("center", center, z, axes)
+    if witnesses is None or witnesses.numel() == 0:
+        if gain is not None and gain.numel():
+            raise ArgumentError(f"gain must come with witnesses, got {tuple(gain.shape)} for none: give both")
+        return u, None
+    shape = [z.shape[axis] for axis in axes]
+    channels, count = math.prod(shape), witnesses.numel()
+    if witnesses.ndim != 1 or witnesses.dtype not in (torch.int32, torch.int64) or count > channels:
+        raise ArgumentError(
+            f"witnesses must be an integer tensor (K,) with K at most the {channels} channels of x, got "
+            f"{witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of channels, each once"
+        )
+    if gain is not None:
+        check_floating("gain", gain)
+        if gain.shape != witnesses.shape:
+            raise ArgumentError(f"gain must have the witnesses' shape ({count},), got {tuple(gain.shape)}")
+    u = u.clamp(-_limit(u), _limit(u))
+    last = tuple(range(-len(axes), 0))
+    squares = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses).square()
+    terms = squares if gain is None else squares * gain.to(u.dtype)
+    one_per_token = [1 if axis in axes else n for axis, n in enumerate(z.shape)]
+    position = along(torch.arange(channels, device=z.device).reshape(shape), z, axes)
+    told: Tensor | None = None
+    for witness, term in zip(witnesses.unbind(), terms.unbind(-1), strict=True):
+        term = term.reshape(one_per_token)
+        term = torch.where(position == witness, 0, term) if leave_one_out else term
+        told = term if told is None else told + term
+    return u, told
 
 
 def _affine(

@@ -21,6 +21,7 @@ from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 __all__ = [
     "channel_beta",
     "closed_form_beta",
+    "closed_form_gain",
     "derf_alpha",
     "layer_norm_as_dyisru",
     "layer_norm_derivative",
@@ -31,7 +32,9 @@ __all__ = [
     "leave_one_out_variance",
     "linear_slope",
     "rms_norm_as_dyisru",
+    "rms_norm_by_witnesses",
     "scaled_dyt_alpha",
+    "witness_derivative",
 ]
 
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
@@ -246,6 +249,68 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
     return dyisru(z, beta, scale=math.sqrt(_count(z, axes)), dim=dim).to(x.dtype)
 
 
+def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
+    r"""Evaluate RMSNorm as a DyISRU with every channel as a witness of gain 1: one end of the witnesses' sum.
+
+    .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C} \frac{x_i}{\sqrt{C \varepsilon + \sum_{k \neq i} x_k^2 + x_i^2}}
+
+    Args:
+        x: Floating point tensor of any shape; the work grows with the square of C.
+        eps: The number that RMSNorm adds to its mean of squares, not negative.
+        dim: The normalised dimension, or several.
+
+    Returns:
+        The shape and dtype of ``x``: RMSNorm without weight and bias, to rounding.
+
+    Example:
+        >>> rms_norm_by_witnesses(torch.tensor([1.0, 7.0]))
+        tensor([0.2000, 1.4000])
+    """
+    z, axes = resolve(x, dim)
+    check_not_negative("eps", eps)
+    channels = _count(z, axes)
+    # A tensor: a float must be positive, but beta is 0 without eps.
+    beta, every = torch.full((1,), eps * channels, dtype=z.dtype), torch.arange(channels, device=z.device)
+    return dyisru(z, beta.to(z.device), scale=math.sqrt(channels), dim=dim, witnesses=every).to(x.dtype)
+
+
+def witness_derivative(
+    x: Tensor, beta: float, witnesses: Tensor, gain: Tensor | None = None, *, scale: float = 1.0
+) -> Tensor:
+    r"""Return the Jacobian of DyISRU with witnesses: a diagonal, and one column per witness.
+
+    .. math:: \frac{\partial y_i}{\partial x_i} = \mathrm{scale} \frac{\beta_i(x)}{(\beta_i(x) + x_i^2)^{3/2}}, \quad
+        \frac{\partial y_i}{\partial x_k} = -\mathrm{scale} \frac{g_k x_i x_k}{(\beta_i(x) + x_i^2)^{3/2}},
+        \quad k \in K, k \neq i
+
+    Args:
+        x: Floating point tensor (..., C).
+        beta: Positive number.
+        witnesses: Integer tensor (K,), each channel at most once.
+        gain: Positive tensor (K,), or None for 1.
+        scale: The function's bound.
+
+    Returns:
+        The shape of ``x`` with C once more at the end, the dtype of ``x``; the last dimension is that of the input.
+
+    Example:
+        >>> witness_derivative(torch.tensor([1.0, 2.0]), 1.0, torch.tensor([1]))
+        tensor([[ 0.3402, -0.1361],
+                [-0.0000,  0.0894]])
+    """
+    z, _ = resolve(x, -1)
+    channels = z.shape[-1]
+    column = torch.zeros(channels, dtype=z.dtype, device=z.device)
+    column[witnesses] = 1 if gain is None else gain.to(z.dtype)
+    same = torch.eye(channels, dtype=torch.bool, device=z.device)
+    # One row per output, its own column left out.
+    gains = torch.where(same, 0, column)
+    constant = beta + (gains * (z * z)[..., None, :]).sum(-1)
+    off = -gains * z[..., :, None] * z[..., None, :]
+    root = (constant + z * z) ** -1.5
+    return (scale * root[..., None] * torch.where(same, constant[..., None], off)).to(x.dtype)
+
+
 def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
     r"""Return the beta to start from, for activations of a known size.
 
@@ -270,6 +335,32 @@ def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
     if channels < 1:
         raise ArgumentError(f"channels must be at least 1, got {channels}: give the number of channels")
     return variance * channels
+
+
+def closed_form_gain(channels: int, count: int, share: float) -> float:
+    r"""Return the gain to start from, with which K witnesses of typical size carry a share p of the token's sum.
+
+    .. math:: g_0 = \frac{p\,C}{K}, \quad \beta_0 = (1 - p)\, C \sigma^2
+
+    The expected sum stays :math:`C \sigma^2`, as without witnesses (:func:`closed_form_beta`).
+
+    Args:
+        channels: C.
+        count: K, from 1 to C.
+        share: p, above 0 and below 1.
+
+    Returns:
+        A float.
+
+    Example:
+        >>> closed_form_gain(128, 4, share=0.5)
+        16.0
+    """
+    if not 1 <= count <= channels:
+        raise ArgumentError(f"count must be from 1 to the {channels} channels, got {count}: name fewer witnesses")
+    if not 0 < share < 1:
+        raise ArgumentError(f"share must be above 0 and below 1, got {share}: give the part of the sum, as 0.5")
+    return share * channels / count
 
 
 def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:

@@ -1,0 +1,218 @@
+"""Witness channels in the reference functions: against a loop, their derivatives, their two ends, their edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+import dynorm.functional as F  # noqa: N812
+from dynorm import theory
+from dynorm.errors import ArgumentError
+
+# name: the function of (x, constant, weight, bias, center), f of u and beta, and the constant of a beta.
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[[float, float], float], Callable[[Tensor], Tensor]]] = {
+    "dyisru": (
+        lambda x, a, w, b, c, **more: F.dyisru_general(x, a, c, w, b, scale=1.5, **more),
+        lambda u, beta: u / math.sqrt(beta + u * u),
+        lambda beta: beta,
+    ),
+    "dyt": (
+        lambda x, a, w, b, c, **more: F.dyt(x, a, w, b, center=c, scale=1.5, **more),
+        lambda u, beta: math.tanh(u / math.sqrt(beta)),
+        lambda beta: beta**-0.5,
+    ),
+    "derf": (
+        lambda x, a, w, b, c, **more: F.derf(x, a, 0.25, w, b, center=c, scale=1.5, **more),
+        lambda u, beta: math.erf(math.sqrt(math.pi / beta) / 2 * u + 0.25),
+        theory.derf_alpha,
+    ),
+    "linear": (
+        lambda x, a, w, b, c, **more: F.linear(x, a, w, b, center=c, scale=1.5, **more),
+        lambda u, beta: u / math.sqrt(beta),
+        lambda beta: beta**-0.5,
+    ),
+}
+NAMES = list(FUNCTIONS)
+C = 7
+WITNESSES, GAIN = (5, 0, 2), (0.3, 20.0, 1.0)
+
+
+def sample(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def parameters(seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One beta, weight, bias and centre per channel."""
+    beta, weight, bias, center = sample(4, C, seed=seed)
+    return beta.abs() + 0.5, weight, bias, center
+
+
+def witnesses() -> dict[str, Tensor]:
+    return {"witnesses": torch.tensor(WITNESSES), "gain": torch.tensor(GAIN, dtype=torch.float64)}
+
+
+def by_loop(name: str, x: Tensor, beta: Tensor, weight: Tensor, bias: Tensor, center: Tensor) -> Tensor:
+    """The definition, one number at a time."""
+    y = torch.empty_like(x)
+    for token, out in zip(x.tolist(), y, strict=True):
+        u = [value - c for value, c in zip(token, center.tolist(), strict=True)]
+        for i in range(C):
+            total = float(beta[i])
+            for k, g in zip(WITNESSES, GAIN, strict=True):
+                if name != "dyisru" or k != i:
+                    total += g * u[k] ** 2
+            out[i] = weight[i] * 1.5 * FUNCTIONS[name][1](u[i], total) + bias[i]
+    return y
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_value(name: str, dtype: torch.dtype) -> None:
+    function, _, constant = FUNCTIONS[name]
+    x, (beta, weight, bias, center) = 3 * sample(5, C).to(dtype), parameters()
+    found = function(x, constant(beta), weight, bias, center, **witnesses())
+    assert found.dtype == dtype
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    wanted = by_loop(name, x.double(), beta, weight, bias, center)
+    assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dims(name: str) -> None:
+    function, _, constant = FUNCTIONS[name]
+    x, (beta, weight, bias, center) = sample(4, C, 3), parameters()
+    wanted = function(x.movedim(1, -1), constant(beta), weight, bias, center, **witnesses()).movedim(-1, 1)
+    assert_close(function(x, constant(beta), weight, bias, center, dim=1, **witnesses()), wanted, rtol=0, atol=0)
+    # Over several dimensions a witness is a position in the flattened normalised shape, in the order of dim.
+    x, shape = sample(3, 2, 4), (4, 2)
+    more = {"witnesses": torch.tensor([6, 1]), "gain": torch.tensor([2.0, 3.0], dtype=torch.float64)}
+    beta, weight, bias, center = sample(4, 8, seed=2).abs() + 0.5
+    flat = x.permute(0, 2, 1).reshape(3, 8)
+    wanted = function(flat, constant(beta), weight, bias, center, **more).reshape(3, *shape).permute(0, 2, 1)
+    own = [p.reshape(shape) for p in (constant(beta), weight, bias, center)]
+    assert_close(function(x, *own, dim=(2, 1), **more), wanted, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("none", [None, torch.empty(0, dtype=torch.int64)])
+def test_without_witnesses_it_is_the_function_of_one_channel_bit_for_bit(name: str, none: Tensor | None) -> None:
+    function, _, constant = FUNCTIONS[name]
+    x, (beta, weight, bias, center) = sample(5, C).float(), parameters()
+    arguments = (x, constant(beta), weight, bias, center)
+    gain = None if none is None else torch.empty(0)
+    assert torch.equal(function(*arguments, witnesses=none, gain=gain), function(*arguments))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+@pytest.mark.parametrize("dim", [-1, 1, (1, 2)])
+def test_with_all_channels_dyisru_is_rms_norm(eps: float, dim: int | tuple[int, ...]) -> None:
+    x = sample(4, 6, 3)
+    # One value larger than all others together.
+    x[0, 2, 1] = 1e6
+    assert_close(theory.rms_norm_by_witnesses(x, eps, dim), F.rms_norm(x, eps=eps, dim=dim), rtol=1e-14, atol=0)
+    own = theory.rms_norm_as_dyisru(x, eps, dim)
+    assert_close(theory.rms_norm_by_witnesses(x, eps, dim), own, rtol=1e-14, atol=0)
+
+
+def test_with_some_channels_the_linear_map_is_a_partial_rms_norm() -> None:
+    x, some = sample(5, 8), torch.tensor([0, 1, 2])
+    wanted = x / x[:, :3].square().mean(-1, keepdim=True).sqrt()
+    assert_close(F.linear(x, 1e9, scale=3**0.5, witnesses=some), wanted, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives(name: str) -> None:
+    function, _, constant = FUNCTIONS[name]
+    beta, weight, bias, center = parameters()
+    index = torch.tensor(WITNESSES)
+    inputs = [t.requires_grad_() for t in (sample(2, C), constant(beta), weight, bias, center, witnesses()["gain"])]
+    assert gradcheck(lambda x, a, w, b, c, g: function(x, a, w, b, c, witnesses=index, gain=g), inputs)
+
+
+def test_the_jacobian_is_the_closed_form() -> None:
+    x, index, gain = sample(C), torch.tensor(WITNESSES), torch.tensor(GAIN, dtype=torch.float64)
+
+    def function(x: Tensor) -> Tensor:
+        return F.dyisru(x, 2.0, scale=1.5, witnesses=index, gain=gain)
+
+    found = torch.autograd.functional.jacobian(function, x)
+    assert_close(theory.witness_derivative(x, 2.0, index, gain, scale=1.5), found, rtol=1e-13, atol=1e-15)
+    others = [k for k in range(C) if k not in WITNESSES]
+    assert not (found - found.diag().diag())[:, others].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_large_witness_shrinks_the_others(name: str) -> None:
+    function, _, constant = FUNCTIONS[name]
+    x = torch.ones(2, 4)
+    x[1, 3] = 1e3
+    one = torch.ones(())
+    y = function(x, constant(one), None, None, 0.0, witnesses=torch.tensor([3]))
+    limit = math.erf(0.25) * 1.5 if name == "derf" else 0.0
+    assert (y[1, :3] - limit).abs().max() < 0.01 < (y[0, :3] - limit).min()
+    # Its own value stays large.
+    assert y[1, 3] > 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_infinite_witness_makes_no_nan(name: str) -> None:
+    function, _, constant = FUNCTIONS[name]
+    for value in (math.inf, -math.inf, 3e38):
+        x = torch.tensor([[1.0, value, -2.0]], requires_grad=True)
+        y = function(x, constant(torch.ones(())), None, None, 0.0, witnesses=torch.tensor([1]), gain=torch.ones(1))
+        y.sum().backward()
+        assert y.isfinite().all()
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+    x = torch.tensor([[1.0, math.nan, 2.0]])
+    assert function(x, 1.0, None, None, 0.0, witnesses=torch.tensor([1]))[:, 0].isnan()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("name", NAMES)
+def test_transforms(name: str) -> None:
+    function, _, constant = FUNCTIONS[name]
+    x, (beta, weight, bias, center) = sample(5, C), parameters()
+
+    def call(x: Tensor) -> Tensor:
+        return function(x, constant(beta), weight, bias, center, **witnesses())
+
+    assert_close(torch.vmap(call)(x), call(x))
+    tangent = sample(5, C, seed=9)
+    _, found = torch.func.jvp(call, (x,), (tangent,))
+    step = 1e-6
+    assert_close(found, (call(x + step * tangent) - call(x - step * tangent)) / (2 * step), rtol=1e-6, atol=1e-6)
+    assert_close(torch.compile(call, fullgraph=True, backend="eager")(x), call(x))
+    assert function(x.to("meta"), 1.0, None, None, None, witnesses=torch.tensor(WITNESSES, device="meta")).is_meta
+
+
+def test_closed_form_gain_keeps_the_expected_sum() -> None:
+    x, share = sample(100_000, 16), 0.9
+    gain = torch.full((4,), theory.closed_form_gain(16, 4, share), dtype=torch.float64)
+    total = theory.closed_form_beta((1 - share) * 1.0, 16) + (gain * x[:, :4].square()).sum(-1)
+    assert total.mean().item() == pytest.approx(16, rel=0.02)
+
+
+X = torch.ones(2, 3)
+ERRORS: list[tuple[Callable[[], object], str]] = [
+    (lambda: F.dyt(X, 0.5, witnesses=torch.ones(1)), r"witnesses must be an integer tensor.*float32 of shape \(1,\)"),
+    (lambda: F.dyisru(X, 1.0, witnesses=torch.tensor(1)), r"witnesses must be.*got torch.int64 of shape \(\)"),
+    (lambda: F.linear(X, 1.0, witnesses=torch.arange(4)), r"at most the 3 channels of x, got .* of shape \(4,\)"),
+    (lambda: F.derf(X, 0.5, witnesses=torch.arange(2), gain=torch.ones(1)), r"gain must have .*\(2,\), got \(1,\)"),
+    (lambda: F.dyt(X, 0.5, witnesses=torch.arange(2), gain=torch.arange(2)), "gain must be a real floating point"),
+    (lambda: F.dyt(X, 0.5, gain=torch.ones(2)), r"gain must come with witnesses, got \(2,\) for none"),
+    (lambda: theory.closed_form_gain(3, 4, 0.5), "count must be from 1 to the 3 channels, got 4"),
+    (lambda: theory.closed_form_gain(3, 1, 1.0), "share must be above 0 and below 1, got 1.0"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS)
+def test_error(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call()
