@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dynorm
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, Rewrite, fold_
-from dynorm.fold import edits as edits_module
+from dynorm.fold import fold as fold_module
 from dynorm.fold.check import Check, fresh, relative_error
 from dynorm.layers.rmsnorm import RMSNorm
 
@@ -423,15 +423,18 @@ def assert_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]], te
     assert not any("_dynorm" in name for module in model.modules() for name in module.__dict__)
 
 
-@pytest.mark.parametrize("trace", ["export", "modules"])
-def test_a_wrong_fold_is_found_and_rolled_back_exactly(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = edits_module.Change.applied
-    monkeypatch.setattr(edits_module.Change, "applied", lambda self, old: right(self, old) * (1 + 1e-9))
+def test_a_wrong_fold_is_found_and_rolled_back_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fold_module.new_values
+
+    def wrong(folds: Any) -> Any:
+        return tuple({slot: value * (1 + 1e-9) for slot, value in part.items()} for part in right(folds))
+
+    monkeypatch.setattr(fold_module, "new_values", wrong)
     model = nn.Sequential(Tied(), nn.LayerNorm(11), nn.Linear(11, 2, bias=False))
     shaken(model)
     before, text = state(model), repr(model)
     with pytest.raises(ModelError, match="everything was put back"):
-        fold_(model, torch.randint(0, 11, (2, 5)), untie=True, add_bias=True, trace=trace)
+        fold_(model, torch.randint(0, 11, (2, 5)), untie=True, add_bias=True)
     assert_untouched(model, before, text)
 
 
@@ -465,26 +468,12 @@ class Branching(nn.Module):
         return y
 
 
-def test_what_cannot_be_traced_says_where_and_offers_the_fallback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_traced_says_where_and_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
     model = shaken(Branching())
-    with pytest.raises(ModelError, match=r"test_fold\.py:\d+ \(in forward\).*trace='modules'"):
+    with pytest.raises(ModelError, match=r"test_fold\.py:\d+ \(in forward\).*torch\.where.*is_exporting"):
         fold_(model, torch.randn(2, C).double())
     assert capfd.readouterr().out == ""
     assert "forward" not in model.norm.__dict__
-    report = folded(model, torch.randn(2, C).double(), trace="modules", check=False)
-    assert row(report).state == "folded"
-    assert report.error is not None
-
-
-@pytest.mark.parametrize("name", ["not linear", "added to something", "channels split", "reads itself"])
-def test_the_fallback_refuses_what_it_sees_elsewhere(name: str) -> None:
-    report = fold_(net(REFUSALS[name][0]), torch.randn(2, 5, C).double(), trace="modules")
-    assert row(report).state == "refused"
-
-
-@pytest.mark.parametrize("name", ["plain", "merged axes", "dropout in eval"])
-def test_the_fallback_folds_into_linear_layers(name: str) -> None:
-    assert row(folded(net(PASSES[name]), trace="modules")).into == ("reader.weight",)
 
 
 def bad_models() -> dict[str, tuple[Callable[[], nn.Module], str]]:
@@ -522,7 +511,6 @@ def test_bad_arguments_name_themselves() -> None:
     for options, words in (
         ({"only": "nothing.*"}, "matches none"),
         ({"skip": "nothing.*"}, "matches none"),
-        ({"trace": "jit"}, "trace must be"),
         ({"tolerance": -1.0}, "tolerance must be"),
     ):
         with pytest.raises(ArgumentError, match=words):

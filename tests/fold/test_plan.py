@@ -193,11 +193,10 @@ class Scale(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("trace", ["export", "modules"])
-def test_a_weight_that_is_not_saved_stays(trace: str) -> None:
-    report = unchecked(model_of(lambda m, x: m.h(m.n(m.e(x))), n=Scale(False)), trace=trace)
+def test_a_weight_that_is_not_saved_stays() -> None:
+    report = unchecked(model_of(lambda m, x: m.h(m.n(m.e(x))), n=Scale(False)))
     assert "not saved with the model" in reasons(report, "affine")
-    assert unchecked(model_of(lambda m, x: m.h(m.n(m.e(x))), n=Scale(True)), trace=trace).count("affine") == 1
+    assert unchecked(model_of(lambda m, x: m.h(m.n(m.e(x))), n=Scale(True))).count("affine") == 1
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -329,12 +328,9 @@ class Adds(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Ignores, Adds])
-@pytest.mark.parametrize("trace", ["export", "modules"])
-def test_a_layer_with_a_forward_of_its_own_gets_a_bias_if_it_adds_it(trace: str, kind: type[nn.Linear]) -> None:
+def test_a_layer_with_a_forward_of_its_own_gets_a_bias_if_it_adds_it(kind: type[nn.Linear]) -> None:
     model = model_of(lambda m, x: m.h(m.n(m.e(x))), h=kind(C, 3, bias=False))
-    # The watch over modules knows linear layers by their class.
-    expected = kind is Adds and trace == "export"
-    assert unchecked(model, add_bias=True, trace=trace).count("affine") == expected
+    assert unchecked(model, add_bias=True).count("affine") == (kind is Adds)
 
 
 @pytest.mark.parametrize("at", ["stream", "norm"])
@@ -351,7 +347,7 @@ def test_what_is_rounded_on_the_way_is_refused(at: str) -> None:
 
 
 def test_norms_whose_readers_are_shared_in_a_chain_fall_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dynorm.fold import plan
+    from dynorm.fold import affine
 
     def run(m: Any, x: Tensor) -> Any:
         x = m.e(x)
@@ -362,6 +358,6 @@ def test_norms_whose_readers_are_shared_in_a_chain_fall_together(monkeypatch: py
     model = model_of(run, k=nn.Linear(C, 3), **norms)
     for name in norms:
         getattr(model, name).load_state_dict(model.n.state_dict())
-    monkeypatch.setattr(plan, "affine_is_exact", lambda place: place.path != "n3")
+    monkeypatch.setattr(affine, "affine_is_exact", lambda fold: fold.path != "n3")
     report = unchecked(model, center=False)
     assert report.count("affine") == 0

@@ -149,7 +149,6 @@ def fold(
     ] = True,
     add_bias: Annotated[bool, typer.Option("--add-bias", help="Give linear layers the biases they lack.")] = False,
     untie: Annotated[bool, typer.Option("--untie", help="Untie the head from the embedding where needed.")] = False,
-    modules: Annotated[bool, typer.Option("--modules", help="Without a graph: affine maps only.")] = False,
     only: Only = None,
     skip: Skip = None,
     overwrite: Overwrite = False,
@@ -170,6 +169,5 @@ def fold(
         "untie": untie,
         "only": only or None,
         "skip": skip or None,
-        "trace": "modules" if modules else "export",
     }
     show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

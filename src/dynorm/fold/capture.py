@@ -1,4 +1,4 @@
-"""The graph of one call of a model, in which each norm is a single node."""
+"""The graph of one call of a model, in which each norm is a single node and each owner's use of a parameter shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.errors import DynormError, ModelError
-from dynorm.fold.graph import Graph
-from dynorm.fold.nested import held_tensors, mapped, tensors_in
+from dynorm.fold.channels import leaves
+from dynorm.fold.check import Inputs, attributes_kept
+from dynorm.fold.graph import Graph, Owner, Slot
+from dynorm.fold.tensors import held_tensors, mapped, tensors_in
 from dynorm.watch import undisturbed
 
 
@@ -32,7 +34,7 @@ def _(x: Tensor, index: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def capture(model: nn.Module, norms: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Graph:
+def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, untie: bool) -> Graph:
     """Trace one call with ``torch.export``, non-strict, and make it functional; linear operators stay whole.
 
     The values are fake, so nothing is computed, and control flow that asks for one is refused by torch. Sizes are
@@ -40,49 +42,90 @@ def capture(model: nn.Module, norms: Sequence[nn.Module], args: Sequence[Any], k
 
     Args:
         model: in eval mode; it is as before afterwards.
-        norms: the modules that become one node each, ``fold_site(x, index)``.
-        args: of the call.
-        kwargs: of the call.
+        norms: the modules that become one node each, ``fold_site(x, index)``, by their index.
+        example: of one call.
+        untie: whether the owners of a tied parameter may get one each.
 
     Raises:
-        ModelError: the model cannot be traced; the message says where, and why. Or what it returns cannot be seen.
+        ModelError: the model cannot be traced; the message says where, and why. Or its outputs cannot be seen.
         DataError: the arguments cannot be copied.
     """
     # Brings sympy, which importing dynorm must not.
     import torch.export
     from torch.export.graph_signature import InputKind
 
+    owners: dict[Tensor, list[Owner]] = {}
+    for path, module in model.named_modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                owners.setdefault(tensor, []).append(Owner(module, name, path))
+    apart = _overlapping(model)
+    tied = [held_by for tensor, held_by in owners.items() if tensor not in apart]
     try:
-        with attributes_kept(model), undisturbed(model), _opaque(norms), _silent():
-            flat = _Flat(model, (tuple(args), dict(kwargs)))
-            program = torch.export.export(flat, tuple(flat.tensors), strict=False)
-            program = program.run_decompositions({})
+        with attributes_kept(model), undisturbed(model), _silent(), _untied(tied):
+            for index, norm in norms.items():
+                # An instance attribute is found before the class's method.
+                norm.__dict__["forward"] = lambda x, index=index: torch.ops.dynorm.fold_site(x, index)
+            flat = _Flat(model, example)
+            program = torch.export.export(flat, tuple(flat.tensors), strict=False).run_decompositions({})
     except DynormError:
         raise
-    # torch.export raises a dozen kinds of its own, and whatever the model makes of tensors without values.
+    # torch.export raises a dozen kinds of its own, and passes on whatever the model's code raises.
     except Exception as error:
-        where = _place(error)
+        message = (str(error).strip().splitlines() or ["nothing more"])[0]
         raise ModelError(
-            f"the model must be traceable by torch.export, but{where} it raised {type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'nothing more'}; data-dependent control "
-            "flow cannot be analysed. Pass trace='modules' to fold only the affine maps, from what the modules do"
+            f"the model must be traceable by torch.export, but{_line_of(error)} it raised {type(error).__name__}: "
+            f"{message}; data-dependent control flow cannot be analysed: write it with torch.where, skip it if "
+            "torch.compiler.is_exporting(), or fold the parts of the model that have none"
         ) from error
-    held = {
-        spec.arg.name: str(spec.target).removeprefix("model.")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    targets = {
+        spec.arg.name: str(spec.target).removeprefix("model.").rpartition(".")
         for spec in program.graph_signature.input_specs
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None
     }
-    calls: dict[int, list[Node]] = {}
+    held: dict[tuple[nn.Module, str], list[Node]] = {}
     for node in program.graph.nodes:
-        if node.target is torch.ops.dynorm.fold_site.default:
-            calls.setdefault(int(node.args[1]), []).append(node)
-    return Graph(model, program.graph, held, calls)
+        if node.op == "placeholder" and node.name in targets:
+            path, _, name = targets[node.name]
+            held.setdefault((modules[path], name), []).append(node)
+    inside = {part for norm in norms.values() for part in norm.modules()}
+    slots = []
+    for tensor, held_by in owners.items():
+        found = [Slot(tensor, [owner], nodes=held.get((owner.module, owner.name), [])) for owner in held_by]
+        slots += _joined(found, untie, tensor in apart)
+    for slot in slots:
+        # An opaque norm does not show what it does with its own parameters.
+        hidden = next((owner for owner in slot.owners if owner.module in inside), None)
+        if hidden is not None:
+            slot.fixed = slot.fixed or f"{hidden} is part of a norm"
+    return Graph(model, list(program.graph.nodes), slots)
+
+
+def _joined(slots: list[Slot], untie: bool, apart: bool) -> list[Slot]:
+    """Return the slots of one tensor: one for each owner where it may be untied, else one for all of them."""
+    for slot in slots:
+        slot.leaves = {leaf for node in slot.nodes for leaf in leaves(node)}
+    # A buffer stays one tensor: only parameters are untied.
+    buffer = any(slot.owners[0].table is slot.owners[0].module._buffers for slot in slots)
+    if untie and not buffer and not apart:
+        return slots
+    hint = "" if len(slots) == 1 or untie else ": pass untie=True"
+    whole = Slot(slots[0].tensor, [slot.owners[0] for slot in slots], is_shared=apart, hint=hint)
+    whole.leaves = {leaf for slot in slots for leaf in slot.leaves}
+    whole.nodes = [node for slot in slots for node in slot.nodes]
+    idle = next((slot for slot in slots if not slot.leaves), None)
+    if apart:
+        whole.fixed = f"{whole.name} shares its memory with another tensor of the model"
+    elif idle is not None and len(slots) > 1:
+        whole.fixed = f"{whole.name} is {idle.name} too, which the example does not use{'' if buffer else hint}"
+    return [whole]
 
 
 class _Flat(nn.Module):
     """A model that takes and returns only the tensors in its inputs and outputs: no exporter knows all classes."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         super().__init__()
         self.model = model
         self.inputs = inputs
@@ -96,24 +139,44 @@ class _Flat(nn.Module):
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put the plain attributes of all modules back: what a forward keeps on ``self`` is of the caller's calls only.
-
-    Example:
-        >>> model = nn.ReLU()
-        >>> with attributes_kept(model):
-        ...     model.last = 1
-        >>> hasattr(model, "last")
-        False
-    """
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
+def _untied(tied: Iterable[Sequence[Owner]]) -> Iterator[None]:
+    """Let each owner of a tensor hold one of its own, in the same memory: the graph then shows whose use is whose."""
+    before = [(owner.table, owner.name, owner.table[owner.name]) for owners in tied for owner in owners[1:]]
     try:
+        for table, name, held in before:
+            alias = held.detach()
+            table[name] = nn.Parameter(alias, held.requires_grad) if isinstance(held, nn.Parameter) else alias
         yield
     finally:
-        for module, state in before:
-            for name in module.__dict__.keys() - state.keys():
-                del module.__dict__[name]
-            module.__dict__.update(state)
+        for table, name, held in before:
+            table[name] = held
+
+
+def _overlapping(model: nn.Module) -> set[Tensor]:
+    """Return the parameters whose memory others use too: their uses cannot be told from the graph."""
+    storages: dict[Any, set[Tensor]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel():
+            storages.setdefault(_storage(tensor), set()).add(tensor)
+    found = {tensor for tensors in storages.values() if len(tensors) > 1 for tensor in tensors}
+    for module in model.modules():
+        # A module may hold tensors as plain attributes too, or in plain containers.
+        plain = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+        for tensor in _held_plainly(plain, 5):
+            found |= storages.get(_storage(tensor), set())
+    return found
+
+
+def _storage(tensor: Tensor) -> tuple[object, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _held_plainly(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        yield value
+    elif depth and isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        for part in list(value.values() if isinstance(value, Mapping) else value):
+            yield from _held_plainly(part, depth - 1)
 
 
 @contextmanager
@@ -130,36 +193,9 @@ def _silent() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextmanager
-def _opaque(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Let each norm be one operator, called as the norm would be."""
-    before = [(norm, dict(norm.__dict__)) for norm in norms]
-    try:
-        for index, norm in enumerate(norms):
-            # An instance attribute is found before the class's method.
-            norm.__dict__["forward"] = _site_forward(index)
-        yield
-    finally:
-        for norm, state in before:
-            norm.__dict__.pop("forward", None)
-            if "forward" in state:
-                norm.__dict__["forward"] = state["forward"]
-
-
-def _site_forward(index: int) -> Any:
-    def forward(x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.dynorm.fold_site(x, index)
-        return result
-
-    return forward
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor ours, as " at file:line (function)"."""
+def _line_of(error: BaseException) -> str:
+    """Return the innermost line that is neither torch's nor ours, as " at file:line (in function)"."""
     own = ("/torch/", "/dynorm/", "<string>", "/site-packages/sympy/")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in own)]
     frames = [frame for frame in frames if not frame.filename.startswith(sys.base_prefix + "/lib")]
-    if not frames:
-        return ""
-    frame = frames[-1]
-    return f" at {frame.filename}:{frame.lineno} (in {frame.name})"
+    return f" at {frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})" if frames else ""

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,23 +14,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynorm.errors import DataError, DynormError, ModelError
-from dynorm.fold.capture import attributes_kept
-from dynorm.fold.fresh import Inputs, fresh, is_same
-from dynorm.fold.nested import copied, mapped, tensors_in
+from dynorm.fold.tensors import copied, held_tensors, mapped, tensors_in
 from dynorm.watch import undisturbed
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 _HALVES = (torch.float16, torch.bfloat16)
-# The folded weights are rounded once more than the original's, as its activations are: sqrt(2) of its noise, and room.
+# The folded weights are rounded once more than the original's: sqrt(2) of its noise, and room.
 _NOISE = 2.0
 # Of one output alone, which may have a few numbers only.
 _NOISE_OF_ONE = 4.0
-# Beyond, nothing is left that a wrong fold could not hide behind.
+# Beyond this noise a wrong fold could hide.
 _LARGEST_NOISE = 0.1
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Wide(TorchFunctionMode):
-    """Compute in float64 what a float64 model computes in float32: norms, softmax, rotations, by their own casts.
+    """Widen a float64 model's own casts to float32, as in norms, softmax and rotations, to float64.
 
     Example:
         >>> with Wide():
@@ -46,7 +47,7 @@ class Wide(TorchFunctionMode):
 
 
 class Check:
-    """What a model gave for the example and for fresh inputs, to compare what it gives later with.
+    """A model's outputs for the example and for fresh inputs, to compare later outputs with.
 
     Args:
         model: in eval mode.
@@ -69,7 +70,9 @@ class Check:
         tolerance: float | None = None,
         samples: int = 2,
     ) -> None:
-        self.dtype = _dtype_of(model)
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        # The narrowest.
+        self.dtype = min(dtypes, key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps), default=torch.float32)
         self.inputs = [copied((tuple(args), dict(kwargs)))]
         self._before = [self._of_example(model)]
         for seed in range(1, samples + 1):
@@ -134,7 +137,10 @@ class Check:
         example, whole = self.inputs[0], _all_finite(self._before[0])
         for integers, constants in itertools.product((True, False), (True, False)):
             inputs = fresh(example, seed, integers, constants)
-            if is_same(inputs, example):
+            # Layouts other than plain ones are never drawn anew.
+            pairs = zip(held_tensors(inputs), held_tensors(example), strict=True)
+            plain = [(a, b) for a, b in pairs if a.layout == torch.strided and not a.is_nested]
+            if all(a.nan_to_num().equal(b.nan_to_num()) for a, b in plain):
                 continue
             try:
                 outputs = self._outputs(model, inputs)
@@ -150,7 +156,8 @@ class Check:
         """Take what the model gives in float32 for the truth, and its own distance from that for its noise."""
         try:
             exact = copy.deepcopy(model).float()
-            wide = [self._outputs(exact, mapped(inputs, _float)) for inputs in self.inputs]
+            inputs = [mapped(x, lambda t: t.detach().float() if t.dtype in _HALVES else t) for x in self.inputs]
+            wide = [self._outputs(exact, x) for x in inputs]
         except Exception as error:
             if tolerance is not None:
                 # What it gave in half precision stays what it is compared with.
@@ -173,18 +180,33 @@ class Check:
         return TOLERANCES.get(self.dtype, 1e-5) if self.noise is None else _NOISE * self.noise
 
     def _outputs(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
-        with attributes_kept(model), undisturbed(model, inputs), _wide_if(self.dtype == torch.float64):
+        wide = Wide() if self.dtype == torch.float64 else nullcontext()
+        with attributes_kept(model), undisturbed(model, inputs), wide:
             torch.manual_seed(0)
             args, kwargs = copied(inputs)
             found = [tensor.detach().clone() for tensor in tensors_in(model(*args, **kwargs))]
         return [_plain(tensor) for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def run(model: nn.Module, inputs: Inputs) -> None:
-    """Run a model once, to see that it does."""
-    with attributes_kept(model), undisturbed(model, inputs):
-        args, kwargs = copied(inputs)
-        model(*args, **kwargs)
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put the plain attributes of all modules back: only the caller's own calls may leave something on ``self``.
+
+    Example:
+        >>> model = nn.ReLU()
+        >>> with attributes_kept(model):
+        ...     model.last = 1
+        >>> hasattr(model, "last")
+        False
+    """
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, state in before:
+            for name in module.__dict__.keys() - state.keys():
+                del module.__dict__[name]
+            module.__dict__.update(state)
 
 
 def relative_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -237,20 +259,48 @@ def _relative(given: Tensor, exact: Tensor) -> float:
     return error / size if size else (math.inf if error else 0.0)
 
 
-def _float(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().float() if tensor.dtype in _HALVES else tensor.detach().clone()
+def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = True) -> Inputs:
+    """Return random inputs like an example: its classes, shapes and dtypes, numbers in its range, the same masks.
+
+    Args:
+        inputs: the example.
+        seed: of the random numbers.
+        integers: draw integers anew.
+        constants: draw tensors anew in which all floating-point numbers are the same.
+
+    Example:
+        >>> fresh(((torch.tensor([3, 9, 5]), torch.tensor([1, 0, 1])), {}), seed=1)[0][1]
+        tensor([1, 0, 1])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return mapped(inputs, lambda tensor: _renewed(tensor, generator, integers, constants))
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The narrowest dtype among the parameters."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return min(dtypes, key=lambda dtype: (torch.finfo(dtype).bits, -torch.finfo(dtype).eps), default=torch.float32)
+def _renewed(value: Tensor, generator: torch.Generator, integers: bool, constants: bool) -> Tensor:
+    same = value.detach().clone()
+    if value.is_nested or value.layout != torch.strided or value.is_quantized or not value.numel():
+        return same
+    if value.is_floating_point():
+        return _renewed_floats(same, generator, constants).to(value.device, value.dtype)
+    if not integers or value.dtype not in _INTEGERS:
+        return same
+    low, high = int(value.min()), int(value.max())
+    # Zeros and ones are a mask.
+    if low >= 0 and high <= 1:
+        return same
+    return torch.randint(low, high + 1, value.shape, generator=generator).to(value.device, value.dtype)
 
 
-@contextmanager
-def _wide_if(wide: bool) -> Iterator[None]:
-    if not wide:
-        yield
-        return
-    with Wide():
-        yield
+def _renewed_floats(value: Tensor, generator: torch.Generator, constants: bool) -> Tensor:
+    wide = value.to("cpu", torch.float64)
+    low, high = float(wide.min()), float(wide.max())
+    # A mask of zeros and minus infinities is no activation.
+    if not bool(wide.isfinite().all()) or (low == high and not constants):
+        return value
+    if low < high and low < 0:
+        return wide.mean() + wide.std() * torch.randn(wide.shape, generator=generator, dtype=torch.float64)
+    if low == high == 0:
+        return torch.randn(wide.shape, generator=generator, dtype=torch.float64)
+    # What has one sign may need it, as under a logarithm.
+    low, high = (low, high) if low < high else (0.5 * low, 1.5 * high)
+    return low + (high - low) * torch.rand(wide.shape, generator=generator, dtype=torch.float64)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DynormError, ModelError
-from dynorm.fold.capture import attributes_kept
-from dynorm.fold.check import Check, run
-from dynorm.fold.guard import require_foldable
-from dynorm.fold.nested import copied
-from dynorm.fold.places import find_places
-from dynorm.fold.plan import Plan
+from dynorm.fold.affine import fold_affine
+from dynorm.fold.apply import Swap, new_values
+from dynorm.fold.capture import capture
+from dynorm.fold.check import Check, attributes_kept
 from dynorm.fold.report import FoldReport
-from dynorm.fold.rows import report_of
-from dynorm.fold.swap import Swap
+from dynorm.fold.saved import added_biases, untied
+from dynorm.fold.site_fold import find_folds
+from dynorm.fold.stream import fold_centers, fold_means
+from dynorm.fold.tensors import copied
+from dynorm.guard import require_plain_model
+from dynorm.layers import PointwiseNorm
+from dynorm.watch import undisturbed
 
 Globs = str | Iterable[str] | None
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def fold_(
@@ -36,10 +39,9 @@ def fold_(
     skip: Globs = None,
     check: bool = True,
     tolerance: float | None = None,
-    trace: str = "export",
     **kwargs: Any,
 ) -> FoldReport:
-    r"""Folds what is linear in a model's norms into its neighbours, in place; its outputs stay the same.
+    r"""Fold the linear parts of a model's norms into its neighbours, in place; its outputs stay the same.
 
     A norm is ``weight * core(x) + bias``, and LayerNorm's core centres first, with P = I - 11^T / C. Three rewrites:
 
@@ -69,17 +71,16 @@ def fold_(
         untie: give tied weights, as of an embedding and a head, a tensor each where a fold needs it.
         only: globs of the norms' paths to fold; None means all.
         skip: globs of the paths to leave alone.
-        check: compare the outputs; always with ``trace="modules"``. Without, the result is only run once.
+        check: compare the outputs. Without, the result is only run once.
         tolerance: the relative error to allow; by default 1e-12 in float64, 1e-5 in float32, and for half precision
             twice the model's own error against float32, measured.
-        trace: "export", or "modules": no graph, affine maps only, readers found by watching linear layers in a run.
         **kwargs: what one call takes by keyword.
 
     Returns:
-        A report with a row a site: what went where, or why it was refused.
+        A report with one row per site: where each part went, or why it stays.
 
     Raises:
-        ArgumentError: ``trace`` is unknown, ``tolerance`` is negative, or a glob matches no site.
+        ArgumentError: ``tolerance`` is negative, or a glob matches no site.
         ModelError: the model has no norm, cannot be traced, is in training mode, quantized, sharded, compiled,
             wrapped or on the meta device; returns what cannot be seen, such as a generator; rounds too coarsely to be
             checked; or the outputs changed, or its code raised. It is then as it was.
@@ -91,61 +92,98 @@ def fold_(
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)).eval()
         >>> print(fold_(model, torch.randn(2, 4), check=False))
         1 of 1 affine maps folded, 1 of 1 means; 16 parameters and 64 operations less
-          1  layernorm(8) -> RMSNorm
-            affine: folded into 2.weight
-            center: folded into 0.weight, 0.bias
-          loads where dynorm is imported: save it with dynorm.save
+        <BLANKLINE>
+        site  norm                     affine  center
+        1     layernorm(8) -> RMSNorm  folded  folded
+        <BLANKLINE>
+        loads where dynorm is imported: save it with dynorm.save
 
     Reference:
         S. Ashkboos et al., "SliceGPT", arXiv 2401.15024, section 3.1, for pre-norm transformers.
     """
-    if trace not in ("export", "modules"):
-        raise ArgumentError(f"trace must be 'export' or 'modules', got {trace!r}")
     if tolerance is not None and not _is_tolerance(tolerance):
         raise ArgumentError(f"tolerance must be a finite number, 0 or more, got {tolerance!r}")
-    require_foldable(model)
-    # A run may write into what it is given: a cache grows.
+    _require_foldable(model)
+    # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     with attributes_kept(model):
-        places = find_places(model, *copied(example), only, skip)
-    plan = Plan(places)
-    swap = Swap()
-    before: Check | None = None
-    error: float | None = None
+        folds = find_folds(model, *copied(example), only, skip)
+    swap, before, error = Swap(), None, None
     try:
-        with _explained():
-            if trace == "export":
-                plan.by_graph(model, *example, affine, center, constants, add_bias, untie)
-            else:
-                plan.by_modules(model, *example, affine, constants, add_bias)
-            if not plan.anything():
-                return report_of(plan, model, None)
-            if check or trace == "modules":
-                before = Check(model, *example, tolerance)
-            plan.apply_(model, swap)
-            if before is None:
-                run(model, example)
-            else:
+        # A norm that cannot be folded is traced as it is.
+        norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
+        graph = capture(model, norms, example, untie)
+        for i, fold in enumerate(folds):
+            fold.calls = graph.calls.get(i, [])
+        fold_affine(graph, folds, affine, constants, add_bias)
+        if center:
+            fold_means(graph, folds)
+        if constants:
+            fold_centers(graph, folds)
+        values, added = new_values(folds)
+        if values or added or any(fold.becomes_rms for fold in folds):
+            before = Check(model, *example, tolerance) if check else None
+            swap.apply(model, folds, values, added, drop_affine=affine)
+            if before is not None:
                 error = before.require_same(model)
-    except BaseException:
+            else:
+                with attributes_kept(model), undisturbed(model, example):
+                    args, kwargs = copied(example)
+                    model(*args, **kwargs)
+    except BaseException as problem:
         swap.undo()
-        raise
-    return report_of(plan, model, before, error)
+        if isinstance(problem, DynormError) or not isinstance(problem, Exception):
+            raise
+        raise ModelError(
+            f"the model must compute as before when it is folded, but {type(problem).__name__} was raised: {problem}; "
+            "everything was put back. Its code may use tensors that a norm or a layer holds: only= and skip= help to "
+            "find which"
+        ) from problem
+    biases, free = added_biases(model), untied(model)
+    ours = bool(biases) or any(fold.becomes_rms or isinstance(fold.module, PointwiseNorm) for fold in folds)
+    return FoldReport(
+        [fold.row(affine, center, constants) for fold in folds],
+        biases,
+        free,
+        error,
+        None if before is None else before.tolerance,
+        None if before is None else before.noise,
+        # transformers does not tie what is saved apart; another class does.
+        "dynorm" if ours or (free and not hasattr(model, "save_pretrained")) else "stock",
+        0 if before is None else before.fresh,
+    )
 
 
 def _is_tolerance(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= 0
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Let what the model's own code raises on the way be one of our errors."""
-    try:
-        yield
-    except DynormError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"the model must compute as before when it is folded, but {type(error).__name__} was raised: {error}; "
-            "everything was put back. Its code may use what a norm or a layer holds: only= and skip= help to find which"
-        ) from error
+def _require_foldable(model: nn.Module) -> None:
+    """Check that the weights are plain numbers and that the model computes as it will be used.
+
+    Raises:
+        ArgumentError: it is no module.
+        ModelError: it is in training mode, quantized, sharded, compiled, wrapped or on the meta device.
+    """
+    require_plain_model(model)
+    training = next((path for path, module in model.named_modules() if module.training), None)
+    if training is not None:
+        place = f"{training!r} is" if training else "it is"
+        raise ModelError(f"the model must be in eval mode, but {place} in training mode: call model.eval()")
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ModelError("the model's weights must be plain numbers, but it is quantized: fold it first, then quantize")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        whole = type(tensor) in _PLAIN and type(tensor.data) in _PLAIN and not tensor.is_quantized
+        if not whole or (tensor.is_floating_point() and tensor.element_size() < 2):
+            raise ModelError(
+                f"the model's weights must be plain numbers, but {name!r} is {_kind(tensor)}: fold the model before it "
+                "is quantized or sharded"
+            )
+    for path, module in model.named_modules():
+        if ".quantized" in type(module).__module__:
+            raise ModelError(f"the model's weights must be plain numbers, but {path!r} is quantized: fold it before")
+
+
+def _kind(tensor: Tensor) -> str:
+    inner = type(tensor.data).__name__
+    return f"of {tensor.dtype}" if inner in ("Tensor", "Parameter") else f"a {inner}"

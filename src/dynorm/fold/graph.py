@@ -1,17 +1,17 @@
-"""What the analysis asks of a traced graph: where tensors come from, who uses them, and which module holds them."""
+"""The traced graph of a model: where tensors come from, who uses them, and which module holds them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
+# These take only the shape and dtype of a value.
 _SHAPE_ONLY = {
     f"aten.{name}"
     for name in ("ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full", "new_empty")
@@ -19,6 +19,10 @@ _SHAPE_ONLY = {
 
 Leaf = tuple[Node, Node]
 """A use of a parameter: the operator, and the value, the parameter or a view of it, that it takes."""
+
+
+class RefusedError(Exception):
+    """Why something cannot be folded; the report says it."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,52 @@ class Owner:
     name: str
     path: str
 
+    @property
+    def table(self) -> dict[str, Any]:
+        """The module's dict of parameters or of buffers that holds it."""
+        return self.module._parameters if self.name in self.module._parameters else self.module._buffers
+
     def __str__(self) -> str:
         """Return the parameter's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter or buffer that can change: for all its owners at once, or, where it may be untied, for one.
+
+    Args:
+        tensor: the parameter or buffer.
+        owners: the modules that hold it: all, or the one.
+        leaves: their uses of it.
+        fixed: why it must not change, whatever it is used for; or None.
+        is_shared: whether other tensors lie in its memory.
+        hint: how the caller could allow more, as the end of a message.
+        nodes: its placeholders in the graph.
+    """
+
+    tensor: Tensor
+    owners: list[Owner]
+    leaves: set[Leaf] = field(default_factory=set)
+    fixed: str | None = None
+    is_shared: bool = False
+    hint: str = ""
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name in the model, the first one."""
+        return str(self.owners[0])
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the state dict has it, as floating-point numbers."""
+        persistent = all(owner.name not in owner.module._non_persistent_buffers_set for owner in self.owners)
+        return persistent and self.tensor.is_floating_point()
+
+    def double(self) -> Tensor:
+        """Return a copy in float64, in which all new values are computed."""
+        return self.tensor.detach().to(torch.float64, copy=True)
 
 
 class Graph:
@@ -45,84 +92,41 @@ class Graph:
 
     Args:
         model: that was traced.
-        graph: of torch.fx, functional.
-        held: the parameters and buffers among the placeholders, by the placeholder's name.
-        calls: the nodes that call each norm.
+        nodes: of torch.fx, functional.
+        slots: all parameters and buffers.
     """
 
-    def __init__(
-        self, model: nn.Module, graph: FxGraph, held: Mapping[str, str], calls: Mapping[int, list[Node]]
-    ) -> None:
-        self.model = model
-        self.calls = {index: list(nodes) for index, nodes in calls.items()}
-        self.nodes = list(graph.nodes)
-        self._held = {node: held[node.name] for node in self.nodes if node.op == "placeholder" and node.name in held}
+    def __init__(self, model: nn.Module, nodes: Sequence[Node], slots: Sequence[Slot]) -> None:
+        self.slots = {node: slot for slot in slots for node in slot.nodes}
+        self.calls: dict[int, list[Node]] = {}
+        for node in nodes:
+            if packet(node) == "dynorm.fold_site":
+                self.calls.setdefault(site_of(node), []).append(node)
+        self._slots = slots
+        self._modules: Mapping[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
 
-    def renumber(self, index: Mapping[int, int]) -> None:
-        """Give the norms other numbers: those of the places that they stand for."""
-        self.calls = {index[i]: calls for i, calls in self.calls.items()}
-        for i, calls in self.calls.items():
-            for call in calls:
-                call.args = (call.args[0], i)
-
-    def tensor(self, node: Node) -> Tensor | None:
-        """Return the parameter or buffer that a placeholder stands for, or None."""
-        name = self._held.get(node)
-        return None if name is None else self._tensors[name]
-
-    def placeholders(self, tensor: Tensor) -> list[Node]:
-        """Return the placeholders of a parameter."""
-        return [node for node in self._held if self.tensor(node) is tensor]
-
-    def owners(self, tensor: Tensor) -> list[Owner]:
-        """Return every module that holds a parameter or buffer; a module at two paths once."""
-        return self._owners.get(id(tensor), [])
-
-    def is_saved(self, tensor: Tensor) -> bool:
-        """Whether a parameter or buffer is part of the state dict."""
-        return all(owner.name not in owner.module._non_persistent_buffers_set for owner in self.owners(tensor))
+    def slots_of(self, tensor: Tensor) -> list[Slot]:
+        """Return the slots of a parameter: several if it may be untied."""
+        return [slot for slot in self._slots if slot.tensor is tensor]
 
     def modules_of(self, node: Node) -> list[nn.Module]:
         """Return the modules whose forward a node belongs to, the innermost last."""
-        return [self._modules[path] for path in self.paths_of(node) if path in self._modules]
-
-    def paths_of(self, node: Node) -> list[str]:
-        """Return the paths of :meth:`modules_of`."""
-        stack = node.meta.get("nn_module_stack") or {}
-        paths = [str(path) for path, _ in stack.values()]
-        return [path.removeprefix("model").removeprefix(".") for path in paths if path]
+        return [self._modules[path] for path in _paths_of(node) if path in self._modules]
 
     def where(self, node: Node) -> str:
         """Name an operator and its place for a message."""
         if node.op == "output":
             return "the model's output"
         node, _ = producer(node)
-        paths = self.paths_of(node)
+        paths = _paths_of(node)
         name = packet(node) or str(node.target)
         return f"{name} in {paths[-1]}" if paths and paths[-1] else name
 
-    @cached_property
-    def called(self) -> set[int]:
-        """The ids of all modules that the example calls."""
-        return {id(module) for node in self.nodes for module in self.modules_of(node)}
 
-    @cached_property
-    def _modules(self) -> dict[str, nn.Module]:
-        return dict(self.model.named_modules(remove_duplicate=False))
-
-    @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        return {**named, **dict(self.model.named_buffers(remove_duplicate=False))}
-
-    @cached_property
-    def _owners(self) -> dict[int, list[Owner]]:
-        found: dict[int, list[Owner]] = {}
-        for path, module in self.model.named_modules():
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is not None:
-                    found.setdefault(id(tensor), []).append(Owner(module, name, path))
-        return found
+def _paths_of(node: Node) -> list[str]:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(path) for path, _ in stack.values()]
+    return [path.removeprefix("model").removeprefix(".") for path in paths if path]
 
 
 def shape(node: Node) -> tuple[int, ...]:
@@ -135,16 +139,24 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
 
 
+def width(node: Node) -> int:
+    """Return the bytes of one number of a node's value."""
+    size: int = node.meta["val"].dtype.itemsize
+    return size
+
+
 def packet(node: Node) -> str:
     """Return the operator's name without its overload, as "aten.add"; empty for what is no operator."""
     return str(getattr(node.target, "overloadpacket", "")) if node.op == "call_function" else ""
 
 
-def users(node: Node) -> Iterator[Node]:
-    """Yield who uses a value: tensor-valued nodes (the parts of a split each by itself) and the output.
+def argument(node: Node, index: int | None) -> Any:
+    """Return the positional argument of an operator, or None where it was left out."""
+    return node.args[index] if index is not None and index < len(node.args) else None
 
-    What takes only its shape and dtype is no user.
-    """
+
+def users(node: Node) -> Iterator[Node]:
+    """Yield who uses a value: tensor-valued nodes (the parts of a split each by itself) and the output."""
     for user in node.users:
         if packet(user) in _SHAPE_ONLY:
             continue

@@ -1,19 +1,22 @@
-"""What a fold did: a row a norm, and what it bought."""
+"""The report of a fold: one row per norm, and what it saves."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dynorm.table import Table
+
 FOLDED, REFUSED, NOTHING, OFF = "folded", "refused", "nothing to fold", "off"
+_REWRITES = ("affine", "center", "constants")
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What one of the three rewrites did at one site.
+    """The outcome of one of the three rewrites at one site.
 
     Args:
-        state: "folded", "refused", "nothing to fold", or "off" where it was not asked for.
+        state: "folded", "refused", "nothing to fold", or "off" where the caller did not want it.
         into: the parameters that took it over.
         reason: why it was refused.
 
@@ -36,7 +39,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class FoldedSite:
-    """What became of one norm or point-wise layer.
+    """One norm or point-wise layer after a fold.
 
     Args:
         path: its path.
@@ -63,21 +66,21 @@ class FoldedSite:
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values that JSON knows."""
         values = asdict(self)
-        for name in ("affine", "center", "constants"):
+        for name in _REWRITES:
             values[name]["into"] = list(values[name]["into"])
         return values
 
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What ``fold_`` did, a row a site.
+    """The outcome of ``fold_``, one row per site.
 
     Args:
         sites: the norms and point-wise layers, in call order.
         added_biases: the modules that got a bias.
         untied: the parameters that were tied to others before.
         error: the largest relative error of the outputs on fresh inputs and the example, or None if not checked.
-        tolerance: what was allowed.
+        tolerance: the error that was allowed.
         noise: of a half-precision model, its own error against float32.
         loads_with: "stock" if the model's own class loads the weights with the same result, else "dynorm".
         fresh: on how many inputs beside the example that was; 0 if the model takes no other, or was not checked.
@@ -112,44 +115,41 @@ class FoldReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows."""
-        return {
-            "sites": [site.to_dict() for site in self.sites],
-            "added_biases": list(self.added_biases),
-            "untied": list(self.untied),
-            "error": self.error,
-            "tolerance": self.tolerance,
-            "noise": self.noise,
-            "loads_with": self.loads_with,
-            "fresh": self.fresh,
-            "parameters_removed": self.parameters_removed,
-            "operations_removed": self.operations_removed,
-        }
+        values = {**asdict(self), "sites": [site.to_dict() for site in self.sites]}
+        sums = {"parameters_removed": self.parameters_removed, "operations_removed": self.operations_removed}
+        return values | sums
 
-    def __str__(self) -> str:
-        """Return the report as a table."""
-        lines = [
-            f"{self._counted('affine')} affine maps folded, {self._counted('center')} means; "
-            f"{self.parameters_removed:,} parameters and {self.operations_removed:,} operations less"
-        ]
+    def table(self) -> Table:
+        """Return the report as a table: one row per site, the reasons of its refusals as numbered notes."""
+        reasons: dict[str, int] = {}
+        rows = []
         for site in self.sites:
-            lines.append(
-                f"  {site.path}  {site.kind}({site.channels})" + (f" -> {site.becomes}" if site.becomes else "")
-            )
-            for name in ("affine", "center", "constants"):
-                rewrite = getattr(site, name)
-                if rewrite.state != OFF:
-                    lines.append(f"    {name}: {rewrite}")
+            cells = [site.path, f"{site.kind}({site.channels})" + (f" -> {site.becomes}" if site.becomes else "")]
+            for rewrite in (getattr(site, name) for name in self._wanted()):
+                number = reasons.setdefault(rewrite.reason, len(reasons) + 1) if rewrite.reason else None
+                known = {NOTHING: "-", OFF: "-"}.get(rewrite.state, rewrite.state)
+                cells.append(known if number is None else f"{known} ({number})")
+            rows.append(cells)
+        notes = [f"({number}) {reason}" for reason, number in reasons.items()]
         if self.added_biases:
-            lines.append(f"  biases added: {', '.join(self.added_biases)}")
+            notes.append(f"biases added: {', '.join(self.added_biases)}")
         if self.untied:
-            lines.append(f"  untied: {', '.join(self.untied)}")
+            notes.append(f"untied: {', '.join(self.untied)}")
         if self.error is not None:
             where = "on fresh inputs" if self.fresh else "on the example alone, as the model takes no other,"
-            lines.append(f"  relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
+            notes.append(f"relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
         if self.sites and self.loads_with == "dynorm":
-            lines.append("  loads where dynorm is imported: save it with dynorm.save")
-        return "\n".join(lines)
+            notes.append("loads where dynorm is imported: save it with dynorm.save")
+        of = {name: f"{self.count(name)} of {self.count(name) + self.count(name, REFUSED)}" for name in _REWRITES}
+        title = (
+            f"{of['affine']} affine maps folded, {of['center']} means; "
+            f"{self.parameters_removed:,} parameters and {self.operations_removed:,} operations less"
+        )
+        return Table(["site", "norm", *self._wanted()], rows, notes, title)
 
-    def _counted(self, rewrite: str) -> str:
-        asked = [site for site in self.sites if getattr(site, rewrite).state in (FOLDED, REFUSED)]
-        return f"{self.count(rewrite)} of {len(asked)}"
+    def __str__(self) -> str:
+        """Return the report as plain text."""
+        return str(self.table())
+
+    def _wanted(self) -> list[str]:
+        return [name for name in _REWRITES if any(getattr(site, name).state != OFF for site in self.sites)]

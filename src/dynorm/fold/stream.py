@@ -1,172 +1,156 @@
-"""Rewrite (b): the mean out of everything that writes into a residual stream, so that its LayerNorms become RMSNorms.
+"""Rewrites (b) and (c): means out of the residual stream, learned centres of layers into the bias before them.
 
-With P = I - 11^T / C, LayerNorm(P x) = LayerNorm(x), and for a centred x it is RMSNorm. So if all that writes into the
-stream is centred, W' = P W and b' = P b, and nothing but LayerNorms looks at it, no output changes.
+With P = I - 11^T / C, LayerNorm(P x) = LayerNorm(x), and for an x without a mean it is RMSNorm. So if the mean is taken
+out of everything that writes into the stream, W' = P W and b' = P b, and nothing but LayerNorms looks at it, no output
+changes. The centre c of a point-wise layer goes into the one operator that feeds it, b' = b - c.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch.fx import Node
 
-from dynorm.fold.graph import Graph, Leaf, is_tensor, packet, producer, shape, site_of, users
-from dynorm.fold.moves import averaged, came_from, factor_of, held_at, is_move, moved
-from dynorm.fold.places import Place
-from dynorm.fold.slots import Slot, Slots
+from dynorm.fold.channels import averaged, came_from, carried, factor_of, held_at, made_by
+from dynorm.fold.graph import (
+    Graph,
+    RefusedError,
+    Slot,
+    argument,
+    is_tensor,
+    packet,
+    producer,
+    shape,
+    site_of,
+    users,
+    width,
+)
+from dynorm.fold.readers import CONVOLUTIONS
+from dynorm.fold.site_fold import SiteFold, Stream, Write, is_exact_layernorm
+from dynorm.layers import PointwiseNorm
 
 _ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
 _SUMS = {"aten.add", "aten.sub", "aten.rsub"}
-_CONVOLUTIONS = {"aten.conv1d", "aten.conv2d", "aten.conv3d"}
 _PRODUCTS = {"aten.mm", "aten.matmul", "aten.bmm"}
 
 
-@dataclass(frozen=True)
-class Write:
-    """A parameter that writes into a stream.
-
-    Args:
-        leaf: its use.
-        placeholder: of the parameter.
-        axis: of the parameter that the stream's channels go along.
-        gain: the use and placeholder of what multiplies each channel of it on the way (LayerScale), or None.
-    """
-
-    leaf: Leaf
-    placeholder: Node
-    axis: int
-    gain: tuple[Leaf, Node] | None = None
-
-
-@dataclass(eq=False)
-class Stream:
-    """All values that are sums of one another, up to what leaves each channel alone.
-
-    Args:
-        values: the nodes, with the axis of the channels.
-        writes: everything that writes into it.
-        norms: the indices of the LayerNorms that look at it.
-        problem: why it cannot be centred, or None.
-    """
-
-    values: dict[Node, int] = field(default_factory=dict)
-    writes: list[Write] = field(default_factory=list)
-    norms: set[int] = field(default_factory=set)
-    problem: str | None = None
-
-
-def plan_center(graph: Graph, slots: Slots, places: list[Place]) -> dict[int, list[Stream]]:
-    """Return the streams that each LayerNorm is called on, by its index; one stream is one object.
+def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
+    """Find the streams that each LayerNorm is called on, and whether their means can be taken out.
 
     Args:
         graph: the traced model.
-        slots: its parameters.
-        places: its norms, numbered as in the graph.
+        folds: its norms, numbered as in the graph.
     """
-    wanted = [i for i, p in enumerate(places) if i in graph.calls and p.problem is None and p.site.kind == "layernorm"]
     found: list[Stream] = []
-    for index in wanted:
-        for call in graph.calls[index]:
+    layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
+    for fold in layernorms:
+        fold.streams = []
+        for call in fold.calls:
             source = call.args[0]
             assert isinstance(source, Node)
-            if not any(source in stream.values for stream in found):
-                found.append(_Walk(graph, places).stream(source, places[index].axis(len(shape(source)))))
-    for stream in found:
-        stream.problem = stream.problem or _shared(graph, slots, stream)
-    return {index: [s for s in found if any(c.args[0] in s.values for c in graph.calls[index])] for index in wanted}
+            stream = next((stream for stream in found if source in stream.values), None)
+            if stream is None:
+                stream = _Walk(graph, folds).stream(source, fold.axis(len(shape(source))))
+                found.append(stream)
+            if stream not in fold.streams:
+                fold.streams.append(stream)
+    for fold in layernorms:
+        assert fold.streams is not None
+        if any(stream.refused is None for stream in fold.streams) and not is_exact_layernorm(fold):
+            for stream in fold.streams:
+                stream.refused = stream.refused or f"{fold.path} is no LayerNorm to the last digits"
 
 
 class _Walk:
     """The way from one value to all of its stream."""
 
-    def __init__(self, graph: Graph, places: list[Place]) -> None:
-        self.graph, self.places = graph, places
+    def __init__(self, graph: Graph, folds: Sequence[SiteFold]) -> None:
+        self.graph, self.folds = graph, folds
         self.found = Stream()
         self.todo: list[tuple[Node, int]] = []
 
     def stream(self, start: Node, axis: int) -> Stream:
+        """Return the stream of a value, refused where its mean must stay."""
         self.todo.append((start, axis))
-        while self.todo and self.found.problem is None:
-            value, axis = self.todo.pop()
-            known = self.found.values.get(value)
-            if known is None:
-                self.found.values[value] = axis
-                self.found.problem = self._source(value, axis) or self._uses(value, axis)
-            elif known != axis:
-                self.found.problem = f"{self.graph.where(value)} has the channels on two axes"
+        try:
+            while self.todo:
+                value, axis = self.todo.pop()
+                if value not in self.found.values:
+                    self.found.values[value] = axis
+                    self._source(value, axis)
+                    for user in users(value):
+                        self._use(user, value, axis)
+                elif self.found.values[value] != axis:
+                    raise RefusedError(f"{self.graph.where(value)} has the channels on two axes")
+            self._require_free()
+        except RefusedError as refusal:
+            self.found.refused = str(refusal)
         return self.found
 
-    def _source(self, value: Node, axis: int) -> str | None:
-        """Follow a value to where it comes from."""
+    def _source(self, value: Node, axis: int) -> None:
+        """Follow a value to the values that it is made of."""
         graph, (op, _) = self.graph, producer(value)
         name = packet(op)
         if name in _ZEROS:
-            return None
-        if graph.tensor(value) is not None:
-            self.found.writes.append(Write((value, value), value, axis))
-            return None
-        if name in _SUMS:
-            return self._sum(op, value, axis)
-        if name == "aten.cat":
-            return self._all(list(op.args[0]), value, axis, op)  # type: ignore[arg-type]
+            return
+        if value in graph.slots:
+            slot = graph.slots[value]
+            self.found.writes.append(Write((value, value), slot, axis))
+            # Other owners of the same parameter: their uses are values of the stream too.
+            self.todo += [(node, axis) for node in slot.nodes]
+            return
+        if name in _SUMS or name == "aten.cat":
+            parts: Any = op.args[:2] if name in _SUMS else op.args[0]
+            for part in parts:
+                self._part(part, value, axis, op)
+            return
         for source in (a for a in op.args[:2] if is_tensor(a)):
             assert isinstance(source, Node)
-            if factor_of(op, source, axis - len(shape(value)) + len(shape(source))):
+            rank = len(shape(source))
+            if factor_of(op, source, axis - len(shape(value)) + rank):
                 self.todo.append((source, axis))
-                return None
-            back = _before_mean(op, source, axis)
-            if back is not None:
-                self.todo.append((source, back))
-                return None
+                return
+            before = next((a for a in range(rank) if averaged(op, source, a) == axis), None)
+            if before is not None:
+                self.todo.append((source, before))
+                return
         moved_from = came_from(value, axis)
         if moved_from is not None:
             self.todo.append(moved_from)
-            return None
-        written = writes_of(graph, op, axis)
-        if written:
-            self.found.writes += written
-            return None
-        if op.op == "placeholder":
-            return f"written by {op.name}, which the model is given"
-        if name == "dynorm.fold_site":
-            norm = self.places[site_of(op)].path
-            return f"written by the norm {norm}, whose weight and bias give it a mean again (post-norm)"
-        return f"written by {graph.where(op)}, which cannot be centred"
+            return
+        written = _writes(graph, op, axis)
+        if not written and op.op == "placeholder":
+            raise RefusedError(f"written by {op.name}, which the model is given")
+        if not written and name == "dynorm.fold_site":
+            norm = self.folds[site_of(op)].path
+            raise RefusedError(f"written by the norm {norm}, whose weight and bias give it a mean again (post-norm)")
+        if not written:
+            raise RefusedError(f"written by {graph.where(op)}, which cannot be centred")
+        self.found.writes += written
 
-    def _sum(self, op: Node, value: Node, axis: int) -> str | None:
-        return self._all(list(op.args[:2]), value, axis, op)
+    def _part(self, part: Any, value: Node, axis: int, op: Node) -> None:
+        """Follow one part of a sum or a concatenation."""
+        if not is_tensor(part):
+            raise RefusedError(f"written by {self.graph.where(op)}, which adds a number to all channels")
+        at = len(shape(part)) - len(shape(value)) + axis
+        if at < 0 or shape(part)[at] != shape(value)[axis]:
+            raise RefusedError(f"written by {self.graph.where(op)}, in parts or one number for all channels")
+        self.todo.append((part, at))
 
-    def _all(self, parts: list[object], value: Node, axis: int, op: Node) -> str | None:
-        from_end = len(shape(value)) - axis
-        for part in parts:
-            if not is_tensor(part):
-                return f"written by {self.graph.where(op)}, which adds a number to all channels"
-            assert isinstance(part, Node)
-            rank = len(shape(part))
-            if rank < from_end or shape(part)[rank - from_end] != shape(value)[axis]:
-                return f"written by {self.graph.where(op)}, in parts or one number for all channels"
-            self.todo.append((part, rank - from_end))
-        return None
-
-    def _uses(self, value: Node, axis: int) -> str | None:
-        """Follow a value to where it is used."""
-        for user in users(value):
-            problem = self._use(user, value, axis)
-            if problem is not None:
-                return problem
-        return None
-
-    def _use(self, user: Node, value: Node, axis: int) -> str | None:
-        graph = self.graph
+    def _use(self, user: Node, value: Node, axis: int) -> None:
+        """Follow a value to one of its uses."""
         if user.op == "output":
-            return "the model returns it, with its mean"
+            raise RefusedError("the model returns it, with its mean")
         op, _ = producer(user)
         name = packet(op)
         if name == "dynorm.fold_site":
-            return self._read_by(site_of(op), axis, len(shape(value)))
-        to = axis if factor_of(op, value, axis) else averaged(op, value, axis)
-        if to is None and is_move(user, value):
-            to = moved(user, value, axis)
+            norm = self.folds[site_of(op)]
+            if norm.site.kind != "layernorm" or norm.axis(len(shape(value))) != axis:
+                raise RefusedError(f"{norm.path} sees its mean")
+            return
+        to = carried(user, value, axis)
         if to is None and name in _SUMS:
             to = axis - len(shape(value)) + len(shape(user))
         if to is None and name == "aten.cat":
@@ -174,55 +158,67 @@ class _Walk:
             assert isinstance(dim, int)
             to = axis if dim % len(shape(user)) != axis else None
         if to is None:
-            return f"{graph.where(op)} sees its mean"
+            raise RefusedError(f"{self.graph.where(op)} sees its mean")
         self.todo.append((user, to))
-        return None
 
-    def _read_by(self, index: int, axis: int, rank: int) -> str | None:
-        place = self.places[index]
-        if place.problem is None and place.site.kind == "layernorm" and place.axis(rank) == axis:
-            self.found.norms.add(index)
-            return None
-        return f"{place.path} sees its mean"
+    def _require_free(self) -> None:
+        """Check that the parameters that write into the stream do nothing else."""
+        graph, writes = self.graph, self.found.writes
+        of_leaf = {write.leaf: write for write in writes}
+        gains = {write.gain[0] for write in writes if write.gain is not None}
+        narrowest = min(width(value) for value in self.found.values)
+        for write in writes:
+            slot = write.slot
+            if narrowest < slot.tensor.dtype.itemsize:
+                raise RefusedError(f"{slot.name} writes into it, and it is rounded to fewer digits than that has")
+            if slot.fixed is not None:
+                raise RefusedError(f"{slot.name} writes into it: {slot.fixed}")
+            if not slot.is_saved:
+                raise RefusedError(f"{slot.name} writes into it, and is not saved with the model")
+            # A parameter that is itself a value of the stream, as learned positions are: its uses were followed.
+            for leaf in () if write.leaf[0] is write.leaf[1] else slot.leaves:
+                other = of_leaf.get(leaf)
+                if other is None or other.axis != write.axis:
+                    use = graph.where(leaf[0])
+                    raise RefusedError(f"{slot.name} writes into it, and is also used by {use}{slot.hint}")
+                if (other.gain and other.gain[1]) is not (write.gain and write.gain[1]):
+                    how = f"several times, not always scaled by the same gain{slot.hint}"
+                    raise RefusedError(f"{slot.name} writes into it {how}")
+            if write.gain is not None:
+                gain = write.gain[1]
+                if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= gains:
+                    raise RefusedError(f"{gain.name} scales what is written into it, and is used elsewhere too")
+                if not gain.is_saved:
+                    raise RefusedError(f"{gain.name} scales what is written into it, and is not saved with the model")
 
 
-def _before_mean(op: Node, source: Node, axis: int) -> int | None:
-    fitting = (a for a in range(len(shape(source))) if averaged(op, source, a) == axis)
-    return next(fitting, None)
-
-
-def writes_of(graph: Graph, op: Node, axis: int) -> list[Write]:
-    """What a linear operator writes with: weight and bias, or a table; nothing where it is no such operator."""
+def _writes(graph: Graph, op: Node, axis: int) -> list[Write]:
+    """Return the weight and bias, or the table, that a linear operator writes with; [] for any other operator."""
     name, rank = packet(op), len(shape(op))
     if name == "aten.mul":
         return _gained(graph, op, axis)
-    parts: list[tuple[object, int]] = []
+    parts: list[tuple[Any, int]] = []
     if name == "aten.linear" and axis == rank - 1:
-        parts = [(op.args[1], 0), (op.args[2] if len(op.args) > 2 else None, 0)]
+        parts = [(op.args[1], 0), (argument(op, 2), 0)]
     elif name == "aten.addmm" and axis == rank - 1 and not op.kwargs:
         parts = [(op.args[2], 1), (op.args[0], 0)]
     elif name in _PRODUCTS and axis == rank - 1 and is_tensor(op.args[1]):
         parts = [(op.args[1], len(shape(op.args[1])) - 1)]  # type: ignore[arg-type]
     elif name == "aten.embedding" and axis == rank - 1:
         parts = [(op.args[0], 1)]
-    elif name in _CONVOLUTIONS and axis == 1 and (op.args[6] if len(op.args) > 6 else 1) == 1 and not op.kwargs:
-        parts = [(op.args[1], 0), (op.args[2] if len(op.args) > 2 else None, 0)]
+    elif name in CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
+        parts = [(op.args[1], 0), (argument(op, 2), 0)]
     found = []
-    for part, along in parts:
-        if part is None:
-            continue
-        held = held_at(graph, part, along) if isinstance(part, Node) and is_tensor(part) else None
-        if held is None or shape(part)[along] != shape(op)[axis]:  # type: ignore[arg-type]
+    for part, at in (pair for pair in parts if pair[0] is not None):
+        held = held_at(graph, part, at)
+        if held is None or shape(part)[at] != shape(op)[axis] or sum(arg is part for arg in op.args) != 1:
             return []
-        if sum(arg is part for arg in op.args) != 1:
-            return []
-        assert isinstance(part, Node)
         found.append(Write((op, part), *held))
     return found
 
 
 def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
-    """LayerScale: a parameter times what a linear operator writes; folded into that operator it can be centred."""
+    """Return the writes of a linear operator times a parameter (LayerScale), which can go into its weight and bias."""
     if len(op.args) != 2 or op.kwargs or not all(is_tensor(arg) for arg in op.args):
         return []
     from_end = len(shape(op)) - axis
@@ -230,56 +226,48 @@ def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
         assert isinstance(gain, Node)
         assert isinstance(value, Node)
         held = held_at(graph, gain, len(shape(gain)) - from_end) if len(shape(gain)) >= from_end else None
-        if held is None or len(shape(held[0])) != 1 or shape(value) != shape(op):
+        if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
             continue
-        along = axis
-        while True:
-            if len(list(users(value))) != 1:
-                return []
-            source = came_from(value, along)
-            if source is None:
-                break
-            value, along = source
-        written = writes_of(graph, producer(value)[0], along) if packet(value) != "aten.mul" else []
-        return [Write(w.leaf, w.placeholder, w.axis, ((op, gain), held[0])) for w in written]
+        made = made_by(value, axis)
+        if made is None or packet(made[0]) == "aten.mul":
+            return []
+        written = _writes(graph, producer(made[0])[0], made[1])
+        return [Write(write.leaf, write.slot, write.axis, ((op, gain), held[0])) for write in written]
     return []
 
 
-def _shared(graph: Graph, slots: Slots, stream: Stream) -> str | None:
-    """Why a parameter that writes into the stream must not change: it does something else too."""
-    axes = {write.leaf: write.axis for write in stream.writes}
-    scaled = {write.leaf: None if write.gain is None else write.gain[1] for write in stream.writes}
-    gains = {write.gain[0] for write in stream.writes if write.gain is not None}
-    narrowest = min(value.meta["val"].dtype.itemsize for value in stream.values)
-    for write in stream.writes:
-        for slot in slots_of(slots, write):
-            if narrowest < slot.tensor.dtype.itemsize:
-                return f"{slot.name} writes into it, and it is rounded to fewer digits than that has"
-            if slot.tied is not None:
-                return f"{slot.name} writes into it: {slot.tied}"
-            if not graph.is_saved(slot.tensor) or not slot.tensor.is_floating_point():
-                return f"{slot.name} writes into it, and is not saved with the model"
-            # The uses of a parameter that is itself a value of the stream were followed as such.
-            for leaf in () if is_value(write) else slot.leaves:
-                hint = ": pass untie=True" if len(slot.owners) > 1 and not slots.untie else ""
-                if axes.get(leaf) != write.axis:
-                    return f"{slot.name} writes into it, and is also used by {graph.where(leaf[0])}{hint}"
-                if scaled[leaf] is not scaled[write.leaf]:
-                    return f"{slot.name} writes into it several times, not always scaled by the same gain{hint}"
-        if write.gain is not None:
-            gain = slots.of(*write.gain)
-            if gain.tied is not None or len(gain.leaves) != 1 or not gain.leaves <= gains:
-                return f"{gain.name} scales what is written into it, and is used elsewhere too"
-            if not graph.is_saved(gain.tensor) or not gain.tensor.is_floating_point():
-                return f"{gain.name} scales what is written into it, and is not saved with the model"
-    return None
+def fold_centers(graph: Graph, folds: Sequence[SiteFold]) -> None:
+    """Decide for each point-wise layer with a learned centre whether the bias before it can take it.
+
+    The scale goes into the readers with the weight. The constant of the slope stays: a layer computes alpha * x, or
+    beta + x^2, in the pass over x that it makes anyway, so moving it into a weight would save nothing.
+    """
+    for fold in folds:
+        center = fold.module.center if isinstance(fold.module, PointwiseNorm) else None
+        if center is None or not fold.chosen or not fold.calls:
+            continue
+        fold.center = center.detach().to("cpu", torch.float64)
+        try:
+            fold.center_into = _bias_before(graph, fold)
+        except RefusedError as refusal:
+            fold.center_kept = str(refusal)
 
 
-def slots_of(slots: Slots, write: Write) -> list[Slot]:
-    """Return the slots of the parameter that writes: one, unless it is itself a value of the stream."""
-    return slots.all_of(write.placeholder) if is_value(write) else [slots.of(write.leaf, write.placeholder)]
-
-
-def is_value(write: Write) -> bool:
-    """Whether a parameter is itself a value of the stream, as learned positions are."""
-    return write.leaf[0] is write.leaf[1]
+def _bias_before(graph: Graph, fold: SiteFold) -> Slot:
+    if len(fold.calls) != 1:
+        raise RefusedError("the layer is called several times")
+    value = fold.calls[0].args[0]
+    assert isinstance(value, Node)
+    made = made_by(value, fold.axis(len(shape(value))))
+    if made is None:
+        raise RefusedError(f"its input is also read by others than {fold.path}")
+    op, _ = producer(made[0])
+    at = 0 if packet(op) == "aten.addmm" else 2
+    biased = packet(op) in ("aten.linear", "aten.addmm", *CONVOLUTIONS) and len(op.args) > at
+    written = _writes(graph, op, made[1]) if biased else []
+    bias = next((write for write in written if write.leaf[1] is op.args[at]), None)
+    if bias is None:
+        raise RefusedError(f"fed by {graph.where(op)}, which has no bias to take its centre")
+    if bias.slot.fixed is not None or bias.slot.leaves != {bias.leaf}:
+        raise RefusedError(bias.slot.fixed or f"{bias.slot.name} is used elsewhere too")
+    return bias.slot

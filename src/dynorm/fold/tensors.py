@@ -1,15 +1,15 @@
-"""The tensors inside nested containers and objects: what a call takes and returns, whatever its classes."""
+"""The tensors inside nested containers and objects that a call takes or returns, whatever their classes."""
 
 from __future__ import annotations
 
 import copy
 import enum
-import functools
+import gc
 import re
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,16 +20,18 @@ from dynorm.errors import DataError, ModelError
 
 _Value = TypeVar("_Value")
 
-# What holds no tensor that a model computes.
+# These hold no tensor that a model computes.
 _EMPTY = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, type, range, slice, enum.Enum, re.Pattern),
     *(np.generic, np.dtype, nn.Module, types.ModuleType, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(torch.Generator, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Stream, torch.Event),
 )
+# The flag of a class whose objects show the garbage collector all that they refer to.
+_SHOWS_ITS_PARTS = 1 << 14
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers, plain objects, functions and arrays, each object's once, in order.
+    """Yield the tensors in containers, plain objects, functions and arrays, each once, in order.
 
     Raises:
         ModelError: something may hold tensors that cannot be seen, such as a generator.
@@ -58,11 +60,11 @@ def held_tensors(value: Any) -> list[Tensor]:
         >>> held_tensors(([x, x], iter([x])))
         [tensor(1)]
     """
-    return list({id(part): part for part in _walk(value, {}) if isinstance(part, Tensor)}.values())
+    return [part for part in _walk(value, {}) if isinstance(part, Tensor)]
 
 
 def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
-    """Return a deep copy in which each tensor is what a function makes of it; classes and aliases are kept.
+    """Return a deep copy in which a function has replaced each tensor; classes and aliases are kept.
 
     Raises:
         DataError: it cannot be copied.
@@ -94,66 +96,26 @@ def copied(value: _Value) -> _Value:
 
 
 def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """Yield tensors, arrays, and what cannot be looked into."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        yield value
-        return
+    """Yield tensors, arrays, and objects that cannot be looked into."""
     if isinstance(value, _EMPTY) or type(value) is object or id(value) in seen:
         return
     # Kept, so that no temporary's id is used twice.
     seen[id(value)] = value
-    parts = _parts(value)
-    if parts is None:
+    parts: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        # Not its globals, which lead to everything.
+        parts = [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    elif isinstance(value, weakref.ref):
+        parts = [value()]
+    # Looking into an iterator would use it up.
+    elif isinstance(value, (Tensor, np.ndarray, Iterator, memoryview)) or not type(value).__flags__ & _SHOWS_ITS_PARTS:
         yield value
-        return
+    else:
+        # In their own order first: the collector goes through lists and tuples from the end.
+        if isinstance(value, Mapping):
+            parts = list(value.values())
+        elif isinstance(value, (tuple, list, deque)):
+            parts = list(value)
+        parts += gc.get_referents(value)
     for part in parts:
         yield from _walk(part, seen)
-
-
-def _parts(value: Any) -> list[Any] | None:
-    """What an object holds, or None if that cannot be known."""
-    inside: list[Any] | None = None
-    if isinstance(value, Mapping):
-        inside = list(value.values())
-    elif isinstance(value, (tuple, list, deque, Set, ValuesView)):
-        inside = list(value)
-    elif isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        inside = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    elif isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
-        inside = [value.__self__, getattr(value, "__func__", None)]
-    elif isinstance(value, functools.partial):
-        inside = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, weakref.ref):
-        inside = [value()]
-    elif isinstance(value, Iterator):
-        # Looking would use it up.
-        return None
-    held = _attributes(value)
-    if inside is None:
-        return held
-    known = {id(part) for part in inside}
-    return [*inside, *(part for part in held or [] if id(part) not in known)]
-
-
-def _attributes(value: Any) -> list[Any] | None:
-    """The values of an object's attributes, of slots too; None if its class keeps its state where Python has none."""
-    found = list(vars(value).values()) if hasattr(value, "__dict__") else None
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__")
-        if slots is None:
-            continue
-        found = [] if found is None else found
-        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
-            name = f"_{kind.__name__.lstrip('_')}{slot}" if slot.startswith("__") and slot[-2:] != "__" else slot
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found.append(getattr(value, name))
-    return found
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""What a folded model is made of beside its class: RMSNorms, added biases and untied tensors, as plain values."""
+"""The marks of a folded model beside its class: RMSNorms, added biases and untied tensors, for saving and loading."""
 
 from __future__ import annotations
 
@@ -10,11 +10,34 @@ import torch
 from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError
-from dynorm.fold.marks import ADDED_BIAS, UNTIED
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec
 
 RMSNORM = "rmsnorm"
+# Attributes of the modules that a fold gave a parameter of their own.
+ADDED_BIAS = "_dynorm_added_bias"
+UNTIED = "_dynorm_untied"
+
+
+def added_biases(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that got a bias.
+
+    Example:
+        >>> added_biases(nn.Linear(2, 2))
+        []
+    """
+    return [path for path, module in model.named_modules() if module.__dict__.get(ADDED_BIAS)]
+
+
+def untied(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that were tied to others.
+
+    Example:
+        >>> untied(nn.Linear(2, 2))
+        []
+    """
+    names = ((path, name) for path, module in model.named_modules() for name in module.__dict__.get(UNTIED, ()))
+    return [f"{path}.{name}" if path else name for path, name in names]
 
 
 @dataclass(frozen=True)

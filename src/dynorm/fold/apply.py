@@ -1,0 +1,218 @@
+"""Put a fold into a model: all new values are computed first, then put in at once, and can be taken out exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.find.tokens import HOOK_TABLES
+from dynorm.fold.graph import Owner, Slot
+from dynorm.fold.readers import along
+from dynorm.fold.saved import ADDED_BIAS, UNTIED, untied
+from dynorm.fold.site_fold import SiteFold, held
+from dynorm.layers import PointwiseNorm
+from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.replace.specs import tensor_like
+
+
+def new_values(folds: Sequence[SiteFold]) -> tuple[dict[Slot, Tensor], dict[Slot, Tensor]]:
+    """Return the new values of all parameters that a fold changes, in float64, from the old ones.
+
+    Returns:
+        The values of each changed parameter; and the biases to give to layers that have none, by the layer's weight.
+    """
+    values: dict[Slot, Tensor] = {}
+    added: dict[Slot, Tensor] = {}
+
+    def value(slot: Slot) -> Tensor:
+        return values[slot] if slot in values else slot.double()
+
+    # The readers first. Norms that share one have the same factor and shift, which go in once.
+    given = [(fold, found) for fold in folds if fold.is_given for found in fold.reads]
+    for weight, (fold, found) in {found.weight: (fold, found) for fold, found in given}.items():
+        if fold.factor is not None:
+            values[weight] = found.scaled(weight.double(), fold.factor)
+    pairs = {(found.weight, found.bias and found.bias[1]): (fold, found) for fold, found in given}
+    for (weight, bias), (fold, found) in pairs.items():
+        if fold.shift is None:
+            continue
+        constant = found.constant(weight.double(), fold.shift)
+        if bias is None:
+            added[weight] = constant
+        else:
+            values[bias] = value(bias) + constant.to(bias.tensor.device)
+    # Then the writers: a gain (LayerScale) goes into them, as the mean is taken of what it has scaled.
+    streams = dict.fromkeys(stream for fold in folds if fold.becomes_rms for stream in fold.streams or ())
+    writes = {write.slot: write for stream in streams for write in stream.writes}
+    for slot, write in writes.items():
+        new = value(slot)
+        if write.gain is not None:
+            gain = write.gain[1].double().to(new.device)
+            new = new * along(gain, write.axis, new.ndim)
+            if slot in added:
+                added[slot] = added[slot] * gain
+        values[slot] = new - new.mean(write.axis, keepdim=True)
+        if slot in added:
+            added[slot] = added[slot] - added[slot].mean()
+    for write in writes.values():
+        if write.gain is not None:
+            values[write.gain[1]] = torch.ones_like(write.gain[1].double())
+    for fold in folds:
+        if fold.center_into is not None and fold.center is not None:
+            slot = fold.center_into
+            values[slot] = value(slot) - fold.center.to(slot.tensor.device)
+    return values, added
+
+
+class Swap:
+    """A change of a model that can be undone to the bit: the same parameters, modules and attributes as before."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def undo(self) -> None:
+        """Put everything back, the last change first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def apply(
+        self,
+        model: nn.Module,
+        folds: Sequence[SiteFold],
+        values: dict[Slot, Tensor],
+        added: dict[Slot, Tensor],
+        drop_affine: bool,
+    ) -> None:
+        """Put new values, biases and layers into a model.
+
+        Args:
+            model: the model.
+            folds: what becomes of its norms.
+            values: of its parameters.
+            added: the biases that it gets, by the weight of their layer.
+            drop_affine: whether the point-wise layers that gave their scale away gave weight and bias too.
+        """
+        layers = [(fold.module, _rms_for(model, fold)) for fold in folds if fold.becomes_rms]
+        by_tensor: dict[Tensor, list[tuple[Owner, Tensor]]] = {}
+        for slot, value in values.items():
+            by_tensor.setdefault(slot.tensor, []).extend((owner, value) for owner in slot.owners)
+        tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+        for tensor, changed in by_tensor.items():
+            owners = sum(held is tensor for table in tables for held in table.values())
+            self._set_values(tensor, changed, owners == len(changed))
+        if untied(model):
+            self._untie_config(model)
+        for slot, value in added.items():
+            layer = slot.owners[0].module
+            self._put(layer._parameters, "bias", _parameter(value, slot.tensor))
+            self._put(layer.__dict__, ADDED_BIAS, True)
+        for fold in folds:
+            if fold.is_given and isinstance(fold.module, PointwiseNorm):
+                self._strip(fold.module, drop_affine)
+            elif fold.is_given:
+                # A norm that is replaced too: the model may call it through a list of its own as well.
+                for tensor, neutral in fold.own():
+                    self._fill(tensor, tensor.detach().new_full(tensor.shape, neutral))
+            if fold.center_into is not None:
+                self._put(fold.module._parameters, "center", None)
+                self._drop(fold.module, "replaced")
+        for old, new in layers:
+            for parent in list(model.modules()):
+                for name in [name for name, child in parent._modules.items() if child is old]:
+                    self._put(parent._modules, name, new)
+
+    def _set_values(self, tensor: Tensor, changed: list[tuple[Owner, Tensor]], all_change: bool) -> None:
+        """Give a parameter its new value; where its owners' values differ, untie those that change.
+
+        The owners that do not change keep the parameter as it is, else the first one does.
+        """
+        if all_change:
+            first = changed[0][1]
+            changed = [] if all(value.equal(first) for _, value in changed) else changed[1:]
+        for owner, value in changed:
+            self._put(owner.table, owner.name, _parameter(value, tensor))
+            marks = owner.module.__dict__.get(UNTIED, ())
+            self._put(owner.module.__dict__, UNTIED, (*marks, owner.name))
+        if all_change:
+            self._fill(tensor, first)
+
+    @torch.no_grad()
+    def _fill(self, tensor: Tensor, value: Tensor) -> None:
+        """Give a parameter new values; it stays the object it is, of its dtype, on its device."""
+        before = tensor.detach().clone()
+
+        @torch.no_grad()
+        def undo() -> None:
+            tensor.copy_(before)
+
+        self._undo.append(undo)
+        tensor.copy_(value)
+
+    def _untie_config(self, model: nn.Module) -> None:
+        """Let a transformers model say that its weights are no longer tied, where saying so changes nothing else."""
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "to_dict") or config.__dict__.get("tie_word_embeddings") is not True:
+            return
+        told = config.to_dict() | {"tie_word_embeddings": False}
+        # Some classes read more from it when they are loaded: T5 how it scales its output.
+        if type(config).from_dict(dict(told)).to_dict() == told:
+            self._put(config.__dict__, "tie_word_embeddings", False)
+
+    def _strip(self, layer: PointwiseNorm, affine: bool) -> None:
+        """Take scale, and weight and bias where they were folded too, off a point-wise layer."""
+        self._put(layer.__dict__, "scale", 1.0)
+        if affine and layer.elementwise_affine:
+            self._put(layer._parameters, "weight", None)
+            self._put(layer._parameters, "bias", None)
+            self._put(layer.__dict__, "elementwise_affine", False)
+        self._drop(layer, "replaced")
+
+    def _drop(self, holder: Any, name: str) -> None:
+        """Delete a plain attribute, where there is one."""
+        state = holder.__dict__
+        if name in state:
+            before = state.pop(name)
+            self._undo.append(lambda: state.__setitem__(name, before))
+
+    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
+        had, before = name in table, table.get(name)
+
+        def undo() -> None:
+            if had:
+                table[name] = before
+            else:
+                table.pop(name, None)
+
+        self._undo.append(undo)
+        table[name] = value
+
+
+def _rms_for(model: nn.Module, fold: SiteFold) -> RMSNorm:
+    """Return the RMSNorm that takes a LayerNorm's place: its own weight and bias, unless they were folded."""
+    module, site = fold.module, fold.site
+    keep_weight, keep_bias = (not fold.is_given and name is not None for name in (site.weight_name, site.bias_name))
+    like = tensor_like(module, model)
+    assert isinstance(site.dim, int)
+    layer = RMSNorm(
+        site.normalized_shape, site.eps, keep_weight, keep_bias, dim=site.dim, device=like.device, dtype=like.dtype
+    )
+    for keep, name, own, offset in (
+        (keep_weight, "weight", site.weight_name, site.weight_offset),
+        (keep_bias, "bias", site.bias_name, 0.0),
+    ):
+        tensor = held(module, own) if keep else None
+        if tensor is not None:
+            # A buffer becomes a parameter without a gradient: the values are the same, and saved.
+            same = isinstance(tensor, nn.Parameter) and not offset
+            layer._parameters[name] = tensor if same else _parameter(tensor.detach().double() + offset, tensor)  # type: ignore[assignment]
+    for name in (*HOOK_TABLES, "_is_full_backward_hook"):
+        # The same dict, not a copy: a handle that the user holds removes its hook here too.
+        setattr(layer, name, getattr(module, name))
+    return layer.train(module.training)
+
+
+def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.to(like.device, like.dtype), requires_grad=like.requires_grad)
