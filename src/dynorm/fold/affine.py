@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dynorm.fold.channels import carried, factor_of, is_move
-from dynorm.fold.graph import Graph, Leaf, RefusedError, shape, users, width
+from dynorm.fold.graph import Graph, Leaf, RefusedError, carried, factor_of, is_move, shape, users, width
 from dynorm.fold.readers import Read, read
 from dynorm.fold.site_fold import SiteFold, affine_is_exact
 from dynorm.layers import PointwiseNorm

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.errors import DynormError, ModelError
-from dynorm.fold.channels import leaves
 from dynorm.fold.check import Inputs, attributes_kept
-from dynorm.fold.graph import Graph, Owner, Slot
+from dynorm.fold.graph import Graph, Owner, Slot, leaves
 from dynorm.fold.tensors import held_tensors, mapped, tensors_in
 from dynorm.watch import undisturbed
 

@@ -84,7 +84,8 @@ class Check:
         if self.dtype in _HALVES:
             self._widen(model, tolerance)
         self._given = tolerance
-        self.tolerance = tolerance if tolerance is not None else self._default()
+        usual = TOLERANCES.get(self.dtype, 1e-5) if self.noise is None else _NOISE * self.noise
+        self.tolerance = usual if tolerance is None else tolerance
 
     def error(self, model: nn.Module) -> float:
         """Return the largest relative error of any output now."""
@@ -176,9 +177,6 @@ class Check:
             )
         self._before = wide
 
-    def _default(self) -> float:
-        return TOLERANCES.get(self.dtype, 1e-5) if self.noise is None else _NOISE * self.noise
-
     def _outputs(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
         wide = Wide() if self.dtype == torch.float64 else nullcontext()
         with attributes_kept(model), undisturbed(model, inputs), wide:
@@ -204,9 +202,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, state in before:
-            for name in module.__dict__.keys() - state.keys():
-                del module.__dict__[name]
-            module.__dict__.update(state)
+            now = module.__dict__
+            for name in now.keys() - state.keys():
+                del now[name]
+            now |= state
 
 
 def relative_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""The traced graph of a model: where tensors come from, who uses them, and which module holds them."""
+"""The traced graph of a model: who uses which value and parameter, and where the channels of a value go."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
 # These take only the shape and dtype of a value.
 _SHAPE_ONLY = {
     f"aten.{name}"
     for name in ("ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full", "new_empty")
 }
+# Operators that give each element on, and those that move elements about.
+_SAME = {"clone", "alias", "detach", "contiguous", "to", "_to_copy", "lift_fresh_copy", "type_as"}
+_VIEWS = {"view", "_unsafe_view", "reshape", "flatten", "unflatten"}
+_PERMUTATIONS = {"transpose", "permute", "t", "numpy_T", "mT", "swapaxes", "swapdims", "movedim", "moveaxis"}
+_MOVES = (
+    (_VIEWS | _PERMUTATIONS)
+    | {"unsqueeze", "squeeze", "expand", "repeat", "tile", "flip", "roll", "repeat_interleave", "unfold"}
+    | {"slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
+    | {"tensor_split", "index", "index_select"}
+)
+_DROPOUT = {"dropout", "feature_dropout", "alpha_dropout"}
+
 
 Leaf = tuple[Node, Node]
 """A use of a parameter: the operator, and the value, the parameter or a view of it, that it takes."""
@@ -27,13 +39,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that holds a parameter, and the name it has there.
-
-    Args:
-        module: the module.
-        name: the attribute.
-        path: of the module in the model, the first one.
-    """
+    """A module that holds a parameter, its first path in the model, and the parameter's name there."""
 
     module: nn.Module
     name: str
@@ -88,13 +94,7 @@ class Slot:
 
 
 class Graph:
-    """The traced graph of a model.
-
-    Args:
-        model: that was traced.
-        nodes: of torch.fx, functional.
-        slots: all parameters and buffers.
-    """
+    """The traced graph of a model, with all its parameters and buffers."""
 
     def __init__(self, model: nn.Module, nodes: Sequence[Node], slots: Sequence[Slot]) -> None:
         self.slots = {node: slot for slot in slots for node in slot.nodes}
@@ -150,9 +150,9 @@ def packet(node: Node) -> str:
     return str(getattr(node.target, "overloadpacket", "")) if node.op == "call_function" else ""
 
 
-def argument(node: Node, index: int | None) -> Any:
-    """Return the positional argument of an operator, or None where it was left out."""
-    return node.args[index] if index is not None and index < len(node.args) else None
+def argument(node: Node, index: int) -> Any:
+    """Return a positional argument of an operator, or None where it was left out."""
+    return node.args[index] if index < len(node.args) else None
 
 
 def users(node: Node) -> Iterator[Node]:
@@ -184,3 +184,178 @@ def site_of(node: Node) -> int:
     index = node.args[1]
     assert isinstance(index, int)
     return index
+
+
+def carried(node: Node, value: Node, axis: int) -> int | None:
+    """Return the channel axis of ``node`` if it leaves each channel of ``value`` by itself and whole; else None.
+
+    Such are moves, a factor that all channels of a token share, and a mean over tokens.
+    """
+    if factor_of(node, value, axis):
+        return axis
+    to = averaged(node, value, axis)
+    return moved(node, value, axis) if to is None else to
+
+
+def moved(node: Node, source: Node, axis: int) -> int | None:
+    """Return the channel axis of ``node``, a move of ``source``; None where it is none, or does not keep it whole.
+
+    The operator is tried on a tensor that holds each element's channel, so only its effect counts: a view may merge or
+    split any axes but that of the channels, and not reorder it.
+
+    Args:
+        node: a value.
+        source: the value that its operator takes.
+        axis: of the channels in ``source``.
+    """
+    if not is_move(node, source):
+        return None
+    op, part = producer(node)
+    name = _name(op)
+    if _is_same(op, name):
+        return axis
+    values = [value for value in (*op.all_input_nodes, node) if is_tensor(value)]
+    channels = shape(source)[axis]
+    if channels < 2 or any(-1 in shape(value) for value in values):
+        return None
+
+    def tried(value: Node) -> Tensor:
+        # Other tensors are indices: whichever token is taken, a channel stays the same.
+        return _channels(shape(source), axis) if value is source else torch.zeros(shape(value), dtype=torch.long)
+
+    assert callable(op.target)
+    result = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
+    result = result if part is None else result[part]
+    sizes = tuple(result.shape)
+    whole = (a for a, n in enumerate(sizes) if n == channels and torch.equal(result, _channels(sizes, a)))
+    to = next(whole, None) if result.numel() else None
+    return None if to is not None and name in _VIEWS and _is_blurred(node, source, axis, to) else to
+
+
+def is_move(node: Node, source: Node) -> bool:
+    """Whether a value is made of another one's elements only."""
+    op, _ = producer(node)
+    return bool(op.args) and op.args[0] is source and (_is_same(op, _name(op)) or _name(op) in _MOVES)
+
+
+def came_from(node: Node, axis: int) -> tuple[Node, int] | None:
+    """Return the value that ``node`` was moved from, and its channel axis there; None where it was computed."""
+    op, _ = producer(node)
+    source = op.args[0] if op.args else None
+    if not isinstance(source, Node) or not is_tensor(source):
+        return None
+    candidates = [a for a, size in enumerate(shape(source)) if size == shape(node)[axis]]
+    return next(((source, a) for a in candidates if moved(node, source, a) == axis), None)
+
+
+def made_by(node: Node, axis: int) -> tuple[Node, int] | None:
+    """Return the computed value that ``node`` was moved from, with its axis; None if others use it on the way."""
+    while len(list(users(node))) == 1:
+        source = came_from(node, axis)
+        if source is None:
+            return node, axis
+        node, axis = source
+    return None
+
+
+def held_at(graph: Graph, node: Any, axis: int) -> tuple[Slot, int] | None:
+    """Return the parameter that a value is a view of, and the axis there; None for any other."""
+    while is_tensor(node) and node not in graph.slots:
+        node, axis = came_from(node, axis) or (None, 0)
+    return (graph.slots[node], axis) if node in graph.slots else None
+
+
+def leaves(placeholder: Node) -> set[Leaf]:
+    """Return every use of a parameter, through its views."""
+    found: set[Leaf] = set()
+    todo = [placeholder]
+    while todo:
+        value = todo.pop()
+        for user in users(value):
+            if user.op != "output" and is_move(user, value):
+                todo.append(user)
+            else:
+                found.add((producer(user)[0], value))
+    return found
+
+
+def factor_of(node: Node, value: Node, axis: int) -> bool:
+    """Whether ``node`` is ``value`` times, or divided by, one number for all channels of a token."""
+    if packet(node) not in ("aten.mul", "aten.div") or len(node.args) != 2 or node.kwargs:
+        return False
+    first, second = node.args
+    if (first is value) is (second is value) or (second is value and packet(node) == "aten.div"):
+        return False
+    other: Any = second if first is value else first
+    if not is_tensor(other):
+        return isinstance(other, (int, float)) and shape(node) == shape(value)
+    from_end = len(shape(value)) - axis
+    uniform = len(shape(other)) < from_end or shape(other)[-from_end] == 1
+    return uniform and shape(node) == shape(value)
+
+
+def averaged(node: Node, value: Node, axis: int) -> int | None:
+    """Return the channel axis after a mean over other axes; None where ``node`` is none."""
+    if packet(node) != "aten.mean" or len(node.args) < 2 or node.args[0] is not value:
+        return None
+    rank, given = len(shape(value)), node.args[1]
+    dims = {int(d) % rank for d in (given if isinstance(given, (list, tuple)) else [given])}  # type: ignore[arg-type]
+    keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    if not dims or axis in dims:
+        return None
+    return axis if keep else axis - sum(d < axis for d in dims)
+
+
+def _name(op: Node) -> str:
+    return packet(op).removeprefix("aten.")
+
+
+def _is_same(op: Node, name: str) -> bool:
+    if not (packet(op).startswith("aten.") and is_tensor(op) and op.meta["val"].is_floating_point()):
+        return False
+    return name in _SAME or (name in _DROPOUT and len(op.args) == 3 and op.args[2] is False)
+
+
+def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
+    """Whether a view keeps the channels only because an axis beside them has one index, and with more would mix them.
+
+    It does if such an axis changes sides with the channels, or if it did so by a permutation and is then merged away.
+    """
+    sizes, views = shape(source), shape(node)
+    before, after = sizes[:axis].count(1), sizes[axis + 1 :].count(1)
+    now_before, now_after = views[:to].count(1), views[to + 1 :].count(1)
+    if (now_before < before and now_after > after) or (now_after < after and now_before > before):
+        return True
+    if now_before >= before and now_after >= after:
+        return False
+    crossed = _crossed(source, axis)
+    return (now_before < before and "before" in crossed) or (now_after < after and "after" in crossed)
+
+
+def _crossed(value: Node, axis: int) -> set[str]:
+    """On which side of the channels the permutations before a value put axes of one index that were on the other."""
+    single = [i for i, size in enumerate(shape(value)) if size == 1]
+    # at[i]: where axis i of the last value is in the one that is looked at.
+    at = list(range(len(shape(value))))
+    node = value
+    while True:
+        op, part = producer(node)
+        source = op.args[0] if op.args else None
+        if part is not None or not isinstance(source, Node) or not is_tensor(source):
+            break
+        if _name(op) in _PERMUTATIONS:
+            assert callable(op.target)
+            # Of distinct sizes, so that each axis is told from the others.
+            tried = op.target(torch.empty([i + 2 for i in range(len(at))], device="meta"), *op.args[1:], **op.kwargs)
+            at = [tried.shape[i] - 2 for i in at]
+        elif not _is_same(op, _name(op)):
+            break
+        node = source
+    return {"before" if i < axis else "after" for i in single if (i < axis) != (at[i] < at[axis])}
+
+
+def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:
+    """Return a tensor that holds the channel of each element."""
+    view = [1] * len(sizes)
+    view[axis] = -1
+    return torch.arange(sizes[axis]).view(view).expand(sizes).contiguous()

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from dynorm.fold.channels import held_at
-from dynorm.fold.graph import Graph, Leaf, RefusedError, Slot, argument, is_tensor, packet, shape, users
+from dynorm.fold.graph import Graph, Leaf, RefusedError, Slot, argument, held_at, is_tensor, packet, shape, users
 
 CONVOLUTIONS = {"aten.conv1d", "aten.conv2d", "aten.conv3d"}
 _TRANSPOSED = {"aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d"}
@@ -64,13 +63,7 @@ def along(vector: Tensor, axis: int, rank: int) -> Tensor:
 
 
 def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
-    """Find how an operator reads the channels of a value.
-
-    Args:
-        graph: the graph.
-        node: the operator.
-        value: that it takes.
-        axis: of the channels in the value.
+    """Find how an operator reads the channels of a value, which lie along an axis.
 
     Raises:
         RefusedError: it is not linear in them, or its weight is no parameter.
@@ -83,24 +76,26 @@ def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
         return _convolution(graph, node, rank, axis)
     if name == "aten.einsum":
         return _einsum(graph, node, value, axis)
-    # The argument that is the weight, the one that is the bias, and the contracted axis of the weight, from the end.
+    # The weight, the bias, and the weight's contracted axis, from the end.
+    weight: Any
+    bias: Any = None
     if name == "aten.linear" and node.args[0] is value and axis == rank - 1:
-        at, bias_at, from_end = 1, 2, -1
+        weight, bias, from_end = argument(node, 1), argument(node, 2), -1
     elif name == "aten.addmm" and node.args[1] is value and axis == 1 and not node.kwargs:
-        at, bias_at, from_end = 2, 0, -2
+        weight, bias, from_end = node.args[2], node.args[0], -2
     elif name in _PRODUCTS and node.args[0] is value and axis == rank - 1:
-        at, bias_at, from_end = 1, None, -2
+        weight, from_end = node.args[1], -2
     elif name in _PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0) and "grouped" not in name:
-        at, bias_at, from_end = 0, None, -1
+        weight, from_end = node.args[0], -1
     else:
         raise RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
-    weight = argument(node, at)
     if not is_tensor(weight) or sum(arg is weight for arg in node.args) != 1:
         raise RefusedError(f"read by {graph.where(node)}, whose weight is no tensor, or its bias too")
     size = len(shape(weight))
     contracted, out = (0, None) if size == 1 else (size + from_end, size - 2 if from_end == -1 else size - 1)
-    # Of a weight from the left the outputs do not come last: what is added to them is no bias.
-    return _assembled(graph, node, weight, contracted, out, argument(node, bias_at), added=from_end != -1 or at == 1)
+    # The outputs of a weight on the left do not come last: a vector added to them is no bias.
+    added = weight is not node.args[0]
+    return _assembled(graph, node, weight, contracted, out, bias, added=added)
 
 
 def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> Read:

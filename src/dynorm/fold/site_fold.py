@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.errors import ModelError
-from dynorm.find.affine import channel_axes, plain_arithmetic
+from dynorm.find.affine import plain_arithmetic
 from dynorm.find.probe import find_norms
 from dynorm.find.recover import NotANormError
 from dynorm.find.tokens import CannotProbeError, plain_copy
@@ -21,7 +21,6 @@ from dynorm.fold.graph import Leaf, Slot, shape
 from dynorm.fold.readers import Read, along
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite, select_sites
 from dynorm.watch import undisturbed
 
@@ -266,27 +265,30 @@ def affine_is_exact(fold: SiteFold) -> bool:
     with torch.no_grad():
         for tensor, value in fold.own(neutral):
             tensor.fill_(value)
-    return _is_exact(fold, neutral, centred=False)
+    return _is_exact(fold, lambda x, axis: _run(neutral, x))
 
 
 def is_exact_layernorm(fold: SiteFold) -> bool:
     """Whether a LayerNorm is, to the last digits, an RMSNorm of the same eps on tokens without a mean."""
-    assert isinstance(fold.site.dim, int)
-    rms = RMSNorm(fold.site.normalized_shape, fold.site.eps, False, dim=fold.site.dim, dtype=torch.float64)
-    return _is_exact(fold, rms, centred=True)
+
+    def rms(x: Tensor, axis: int) -> Tensor:
+        x = x - x.mean(axis, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(axis, keepdim=True) + fold.site.eps)
+
+    return _is_exact(fold, rms)
 
 
-def _is_exact(fold: SiteFold, core: nn.Module, centred: bool) -> bool:
-    """Whether a norm is ``core``, perhaps of centred tokens, times its weight plus its bias."""
+def _is_exact(fold: SiteFold, core: Callable[[Tensor, int], Tensor]) -> bool:
+    """Whether a norm is a function of tokens and their channel axis, times its weight plus its bias."""
     module = _wide_copy(fold.module)
     if module is None:
         return False
     sizes = [2] * len(fold.site.input_shape)
-    sizes[channel_axes(fold.site)[0]] = fold.site.normalized_shape[0]
     axis, generator = fold.axis(len(sizes)), torch.Generator().manual_seed(0)
+    sizes[axis] = fold.site.normalized_shape[0]
     for scale in _SCALES:
         x = scale * (torch.randn(sizes, generator=generator, dtype=torch.float64) + 0.5)
-        expected = _run(core, x - x.mean(axis, keepdim=True) if centred else x)
+        expected = core(x, axis)
         expected = expected if fold.weight is None else expected * along(fold.weight, axis, x.ndim)
         expected = expected if fold.bias is None else expected + along(fold.bias, axis, x.ndim)
         if not relative_error([_run(module, x)], [expected]) <= _EXACT:

@@ -13,13 +13,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dynorm.fold.channels import averaged, came_from, carried, factor_of, held_at, made_by
 from dynorm.fold.graph import (
     Graph,
     RefusedError,
     Slot,
     argument,
+    averaged,
+    came_from,
+    carried,
+    factor_of,
+    held_at,
     is_tensor,
+    made_by,
     packet,
     producer,
     shape,
