@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dynorm.fold.graph import Graph, Leaf, RefusedError, carried, factor_of, is_move, shape, users, width
+from dynorm.fold.graph import Graph, Leaf, RefusedError, carried, factor_of, is_move, is_norm, shape, users, width
 from dynorm.fold.readers import Read, read
 from dynorm.fold.site_fold import SiteFold, affine_is_exact
 from dynorm.layers import PointwiseNorm
@@ -21,13 +21,6 @@ def fold_affine(graph: Graph, folds: Sequence[SiteFold], affine: bool, constants
 
     They can if every use of its output, through operators that keep the channels, is a product with a parameter, if no
     other value is multiplied by that parameter, and if the products have a bias where one is needed.
-
-    Args:
-        graph: the traced model.
-        folds: its norms.
-        affine: fold weight and bias.
-        constants: fold the scale of point-wise layers.
-        add_bias: a reader may get a bias that it lacks.
     """
     for fold in folds:
         try:
@@ -73,7 +66,8 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
         if (value, axis) in seen:
             continue
         seen.add((value, axis))
-        for user in users(value):
+        # Another norm last: of all its readers it says least about why the affine map stays.
+        for user in sorted(users(value), key=is_norm):
             if user.op == "output":
                 raise RefusedError("the model returns it")
             to = carried(user, value, axis)

@@ -31,13 +31,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Wide(TorchFunctionMode):
-    """Widen a float64 model's own casts to float32, as in norms, softmax and rotations, to float64.
-
-    Example:
-        >>> with Wide():
-        ...     torch.ones(2, dtype=torch.float64).float().dtype
-        torch.float64
-    """
+    """Widen a float64 model's own casts to float32, as in norms, softmax and rotations, to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
@@ -188,15 +182,7 @@ class Check:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put the plain attributes of all modules back: only the caller's own calls may leave something on ``self``.
-
-    Example:
-        >>> model = nn.ReLU()
-        >>> with attributes_kept(model):
-        ...     model.last = 1
-        >>> hasattr(model, "last")
-        False
-    """
+    """Put the plain attributes of all modules back: only the caller's own calls may leave something on ``self``."""
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         yield
@@ -212,10 +198,6 @@ def relative_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the largest of |given - exact| / |exact| over several tensors, in the Euclidean norm.
 
     What is infinite or no number in one must be the same in the other, else the error is infinite.
-
-    Example:
-        >>> relative_error([torch.tensor([3.0, 4.5])], [torch.tensor([3.0, 4.0])])
-        0.1
     """
     return max(_errors(given, exact), default=0.0)
 
@@ -261,15 +243,7 @@ def _relative(given: Tensor, exact: Tensor) -> float:
 def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = True) -> Inputs:
     """Return random inputs like an example: its classes, shapes and dtypes, numbers in its range, the same masks.
 
-    Args:
-        inputs: the example.
-        seed: of the random numbers.
-        integers: draw integers anew.
-        constants: draw tensors anew in which all floating-point numbers are the same.
-
-    Example:
-        >>> fresh(((torch.tensor([3, 9, 5]), torch.tensor([1, 0, 1])), {}), seed=1)[0][1]
-        tensor([1, 0, 1])
+    Without ``integers`` these stay, without ``constants`` tensors in which all floating-point numbers are the same.
     """
     generator = torch.Generator().manual_seed(seed)
     return mapped(inputs, lambda tensor: _renewed(tensor, generator, integers, constants))

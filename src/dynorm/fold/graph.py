@@ -100,7 +100,7 @@ class Graph:
         self.slots = {node: slot for slot in slots for node in slot.nodes}
         self.calls: dict[int, list[Node]] = {}
         for node in nodes:
-            if packet(node) == "dynorm.fold_site":
+            if is_norm(node):
                 self.calls.setdefault(site_of(node), []).append(node)
         self._slots = slots
         self._modules: Mapping[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
@@ -120,7 +120,9 @@ class Graph:
         node, _ = producer(node)
         paths = _paths_of(node)
         name = packet(node) or str(node.target)
-        return f"{name} in {paths[-1]}" if paths and paths[-1] else name
+        if not paths or not paths[-1]:
+            return name
+        return f"the norm {paths[-1]}" if is_norm(node) else f"{name} in {paths[-1]}"
 
 
 def _paths_of(node: Node) -> list[str]:
@@ -179,6 +181,11 @@ def producer(node: Node) -> tuple[Node, int | None]:
     return node, None
 
 
+def is_norm(node: Node) -> bool:
+    """Whether a node stands for a call of a norm."""
+    return packet(node) == "dynorm.fold_site"
+
+
 def site_of(node: Node) -> int:
     """Return the index of the norm that a ``fold_site`` node stands for."""
     index = node.args[1]
@@ -202,11 +209,6 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
 
     The operator is tried on a tensor that holds each element's channel, so only its effect counts: a view may merge or
     split any axes but that of the channels, and not reorder it.
-
-    Args:
-        node: a value.
-        source: the value that its operator takes.
-        axis: of the channels in ``source``.
     """
     if not is_move(node, source):
         return None

@@ -20,22 +20,12 @@ UNTIED = "_dynorm_untied"
 
 
 def added_biases(model: nn.Module) -> list[str]:
-    """Return the paths of the modules that got a bias.
-
-    Example:
-        >>> added_biases(nn.Linear(2, 2))
-        []
-    """
+    """Return the paths of the modules that got a bias."""
     return [path for path, module in model.named_modules() if module.__dict__.get(ADDED_BIAS)]
 
 
 def untied(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that were tied to others.
-
-    Example:
-        >>> untied(nn.Linear(2, 2))
-        []
-    """
+    """Return the names of the parameters that were tied to others."""
     names = ((path, name) for path, module in model.named_modules() for name in module.__dict__.get(UNTIED, ()))
     return [f"{path}.{name}" if path else name for path, name in names]
 
@@ -65,12 +55,7 @@ class RMSNormSpec(LayerSpec):
 
 
 def rms_specs(model: nn.Module) -> list[LayerSpec]:
-    """Return the spec of every RMSNorm of ours in a model, shared ones once with all their paths.
-
-    Example:
-        >>> rms_specs(nn.Sequential(RMSNorm(2)))[0].paths
-        ('0',)
-    """
+    """Return the spec of every RMSNorm of ours in a model, shared ones once with all their paths."""
     paths: dict[RMSNorm, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if type(module) is RMSNorm:

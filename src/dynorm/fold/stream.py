@@ -23,6 +23,7 @@ from dynorm.fold.graph import (
     carried,
     factor_of,
     held_at,
+    is_norm,
     is_tensor,
     made_by,
     packet,
@@ -42,12 +43,7 @@ _PRODUCTS = {"aten.mm", "aten.matmul", "aten.bmm"}
 
 
 def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
-    """Find the streams that each LayerNorm is called on, and whether their means can be taken out.
-
-    Args:
-        graph: the traced model.
-        folds: its norms, numbered as in the graph.
-    """
+    """Find the streams that each LayerNorm is called on, and whether their means can be taken out."""
     found: list[Stream] = []
     layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
     for fold in layernorms:
@@ -128,7 +124,7 @@ class _Walk:
         written = _writes(graph, op, axis)
         if not written and op.op == "placeholder":
             raise RefusedError(f"written by {op.name}, which the model is given")
-        if not written and name == "dynorm.fold_site":
+        if not written and is_norm(op):
             norm = self.folds[site_of(op)].path
             raise RefusedError(f"written by the norm {norm}, whose weight and bias give it a mean again (post-norm)")
         if not written:
@@ -150,7 +146,7 @@ class _Walk:
             raise RefusedError("the model returns it, with its mean")
         op, _ = producer(user)
         name = packet(op)
-        if name == "dynorm.fold_site":
+        if is_norm(op):
             norm = self.folds[site_of(op)]
             if norm.site.kind != "layernorm" or norm.axis(len(shape(value))) != axis:
                 raise RefusedError(f"{norm.path} sees its mean")

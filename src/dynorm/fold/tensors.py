@@ -35,10 +35,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
     Raises:
         ModelError: something may hold tensors that cannot be seen, such as a generator.
-
-    Example:
-        >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), "c"]})]
-        [1, 2]
     """
     for part in _walk(value, {}):
         if isinstance(part, Tensor):
@@ -53,13 +49,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def held_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors that can be seen, each once, whatever else there is.
-
-    Example:
-        >>> x = torch.tensor(1)
-        >>> held_tensors(([x, x], iter([x])))
-        [tensor(1)]
-    """
+    """Return the tensors that can be seen, each once, whatever else there is."""
     return [part for part in _walk(value, {}) if isinstance(part, Tensor)]
 
 
@@ -68,10 +58,6 @@ def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
 
     Raises:
         DataError: it cannot be copied.
-
-    Example:
-        >>> mapped({"a": [torch.tensor(1)]}, lambda tensor: tensor + 1)
-        {'a': [tensor(2)]}
     """
     memo: dict[int, Any] = {id(tensor): function(tensor) for tensor in held_tensors(value)}
     try:
@@ -85,13 +71,7 @@ def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
 
 
 def copied(value: _Value) -> _Value:
-    """Return a deep copy, its tensors detached, so that a run cannot write into what the caller holds.
-
-    Example:
-        >>> x = torch.zeros(1)
-        >>> copied([x])[0].add_(1), x
-        (tensor([1.]), tensor([0.]))
-    """
+    """Return a deep copy, its tensors detached, so that a run cannot write into what the caller holds."""
     return mapped(value, lambda tensor: tensor.detach().clone())
 
 
