@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.find.tokens import HOOK_TABLES
 from dynorm.fold.graph import Owner, Slot
 from dynorm.fold.readers import along
 from dynorm.fold.saved import ADDED_BIAS, UNTIED, untied
@@ -16,6 +15,7 @@ from dynorm.fold.site_fold import SiteFold, held
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import tensor_like
+from dynorm.watch import HOOK_TABLES
 
 
 def new_values(folds: Sequence[SiteFold]) -> tuple[dict[Slot, Tensor], dict[Slot, Tensor]]:

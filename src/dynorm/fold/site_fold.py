@@ -12,17 +12,15 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.errors import ModelError
-from dynorm.find.affine import plain_arithmetic
 from dynorm.find.probe import find_norms
 from dynorm.find.recover import NotANormError
-from dynorm.find.tokens import CannotProbeError, plain_copy
+from dynorm.find.tokens import CannotProbeError, plain_arithmetic, plain_copy
 from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.graph import Leaf, Slot, shape
 from dynorm.fold.readers import Read, along
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.site import NormSite, select_sites
-from dynorm.watch import undisturbed
 
 _EXACT = 1e-11
 # Small tokens show whether eps stands beside the variance, and where.
@@ -305,6 +303,6 @@ def _wide_copy(module: nn.Module) -> nn.Module | None:
 
 def _run(module: nn.Module, x: Tensor) -> Tensor:
     device = next((t.device for t in (*module.parameters(), *module.buffers())), x.device)
-    with undisturbed(module), plain_arithmetic(), Wide():
+    with plain_arithmetic(module), Wide():
         y: Tensor = module(x.to(device)).to(x.device, x.dtype)
     return y

@@ -12,8 +12,7 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
-from dynorm.fold.saved import added_biases, untied
-from dynorm.fold.saved import RMSNORM, RMSNormSpec, rms_specs
+from dynorm.fold.saved import RMSNORM, RMSNormSpec, added_biases, rms_specs, untied
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 
