@@ -379,7 +379,7 @@ def test_a_refused_call_leaves_the_model_alone() -> None:
     model, x = net(), torch.randn(2, C)
     readers = find_readers(model, x)
     for options, message in [
-        ({"per_channel": True, "symmetric": False}, "a scale a channel must be symmetric"),
+        ({"per_channel": True, "symmetric": False}, "scales per channel must be symmetric"),
         ({"ranges": {"one": (x.min(), x.max())}}, "ranges must hold the layer two, got one"),
         ({"sigmas": -1.0}, "sigmas must be a positive"),
     ]:

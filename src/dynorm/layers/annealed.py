@@ -1,4 +1,4 @@
-"""The path: layers that begin as the norm they replace and end as a point-wise function."""
+"""Annealed layers, which begin as the norm they replace and end as a point-wise function."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ Kind = Literal["layernorm", "rmsnorm"]
 
 
 class AnnealedNorm(PointwiseNorm):
-    r"""Base of the layers on a path: a norm at t = 0, a point-wise function at t = 1, a blend of both in between.
+    r"""Base of the annealed layers: a norm at t = 0, a point-wise function at t = 1, a blend of both in between.
 
     .. math:: y = (1 - t)\,\mathrm{norm}(x) + t\,f(x)
 
     At t = 0 the norm is computed as torch computes it, and the constants of f have no part in it; at t = 1 nothing is
-    reduced over channels. The result is linear in t, so it and its gradients are smooth along the path. What something
-    else than :meth:`set_t_` writes into the buffer ``t`` holds from the next call on, or, in a compiled model, from the
-    next look at :attr:`position`.
+    reduced over channels. The result is linear in t, and so are its gradients. A direct write to the buffer
+    ``t`` takes effect at the next call, or, in a compiled model, when :attr:`position` is read next.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
         *args: as for the point-wise layer that it ends as.
         kind: the norm it begins as: "layernorm" or "rmsnorm".
-        norm_eps: what that norm adds to the variance, or to the mean square.
-        t: where on the path it stands, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
-        place: where it comes in the order of calls, for a path that takes one layer after another.
+        norm_eps: the number that this norm adds to the variance, or to the mean square.
+        t: how far it is annealed, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
+        place: where it comes in the order of calls, for a schedule that anneals one layer after another.
         **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C - 1), or sqrt(C)
             for "rmsnorm".
 
@@ -59,7 +58,7 @@ class AnnealedNorm(PointwiseNorm):
         True
 
     Reference:
-        Closed forms 2 to 4: with constants from the rest of the token DyISRU is the norm, so the two ends of the path
+        Closed forms 2 to 4: with constants from the rest of the token DyISRU is the norm, so the two ends
         differ in the constants alone.
     """
 
@@ -88,20 +87,20 @@ class AnnealedNorm(PointwiseNorm):
 
     @property
     def position(self) -> float:
-        """Where on the path the layer stands, as a number; the buffer ``t`` holds the same."""
+        """The layer's t as a number; the buffer ``t`` holds the same."""
         self._follow()
         return self._position
 
     @property
     def set_to(self) -> float:
-        """What :meth:`set_t_` was last told; :attr:`position` also knows what something else wrote into ``t`` since."""
+        """The t of the last :meth:`set_t_`; :attr:`position` also follows direct writes to ``t`` since."""
         return self._position
 
     def set_t_(self, t: float, *, blend: bool = False) -> None:
-        """Move the layer to a place on the path: 0 is the norm, 1 the point-wise function.
+        """Set how far the layer is annealed: 0 is the norm, 1 the point-wise function.
 
         Args:
-            t: the place.
+            t: a number from 0 to 1.
             blend: compute both ends even at 0 and 1, so that layers which move one after another all have one graph for
                 ``torch.compile``.
 
@@ -129,14 +128,14 @@ class AnnealedNorm(PointwiseNorm):
         return torch.lerp(norm, super().pointwise(z), self.t.to(z.dtype)).to(x.dtype)
 
     def end(self) -> PointwiseNorm:
-        """Return the layer at the end of the path, which holds this one's own parameters."""
+        """Return the point-wise layer at t = 1, which holds this one's own parameters."""
         layer = self.target(**self.target_config(), device="meta")
         for name, parameter in self._parameters.items():
             layer.register_parameter(name, parameter)
         return layer.train(self.training)
 
     def target_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments of the layer at the end of the path."""
+        """Return the constructor's arguments of the point-wise layer at t = 1."""
         return super().config()
 
     def config(self) -> dict[str, Any]:
@@ -153,8 +152,8 @@ class AnnealedNorm(PointwiseNorm):
         return f"{super().extra_repr()}, kind={self.kind}, t={self.position:g}"
 
     def _norm(self, x: Tensor, like: bool = True) -> Tensor:
-        """The norm, by torch's own kernel where it takes these axes and dtypes; ``like``: x is what came in."""
-        trailing = self._dims() == tuple(range(-len(self.normalized_shape), 0))
+        """Return the norm, by torch's own kernel where it takes these axes and dtypes; ``like``: x is the input."""
+        trailing = self._dims == tuple(range(-len(self.normalized_shape), 0))
         # Under autocast torch's norms cast as they do it, and so must ours.
         own = like and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         own = own or all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
@@ -178,7 +177,7 @@ class AnnealedNorm(PointwiseNorm):
         return math.sqrt(self.channels if self.kind == "rmsnorm" else max(self.channels - 1, 1))
 
     def _follow(self) -> None:
-        """Go where ``t`` says, if something else than :meth:`set_t_` wrote it, as an average over models does."""
+        """Follow a direct write to ``t``, as an average over models makes one."""
         t = self.t
         # A transform, or a mode, brings a t of its own, which may be no number.
         if t.is_meta or traced(t) or (self._seen[0] is t and self._seen[1] == _written(t)[1]):
@@ -213,12 +212,12 @@ class AnnealedNorm(PointwiseNorm):
 
 
 def _read(t: Tensor) -> float:
-    """What was set: it is held in float32, of which that is seven digits."""
+    """Return t to the seven digits that float32 holds."""
     return round(float(t), 7)
 
 
 def _written(t: Tensor) -> tuple[Tensor, int]:
-    """The tensor, and how often it was written to."""
+    """Return the tensor, and how often it was written to."""
     return t, 0 if t.is_inference() else t._version
 
 

@@ -36,7 +36,7 @@ class PointwiseNorm(nn.Module):
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
         elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
         bias: learn ``bias``; only with ``elementwise_affine``.
-        per_channel: one constant a channel instead of one for all.
+        per_channel: one constant per channel instead of one for all.
         center: learn a centre c, subtracted from x first.
         scale: the fixed factor in front; the value that the function tends to.
         dim: the channel axis, -1 or any other (1 for channels-first); with several sizes, their axes (the last
@@ -77,8 +77,11 @@ class PointwiseNorm(nn.Module):
             raise ArgumentError(f"dtype must be a real floating point dtype, got {dtype}")
         self.normalized_shape = check_shape(normalized_shape)
         self.dim = check_dim(dim, self.normalized_shape)
+        self._dims = (self.dim,) if isinstance(self.dim, int) else self.dim
         self.channels = math.prod(self.normalized_shape)
-        self.scale = self._check_scale(scale)
+        self.scale = self._default_scale() if scale is None else float(scale)
+        if not math.isfinite(self.scale) or self.scale == 0:
+            raise ArgumentError(f"scale must be a finite number other than 0, got {scale!r}")
         self.elementwise_affine = elementwise_affine
         self.per_channel = per_channel
 
@@ -127,13 +130,21 @@ class PointwiseNorm(nn.Module):
         """
         if not isinstance(x, Tensor):
             return self._forward_symbol(x)
-        # A nested tensor of the jagged layout broadcasts as any other.
+        # nn.TransformerEncoder nests a padded batch in eval mode; the jagged layout broadcasts as any other tensor.
         if x.is_nested and x.layout == torch.strided:
-            return self._forward_nested(x)
-        self._check_input(x)
+            if max(self._dims) >= 0:
+                raise ArgumentError(f"dim must be negative for a nested tensor, got {self.dim}: count it from the end")
+            return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
+        if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
+            sizes = tuple(x.shape[d] for d in self._dims if -x.ndim <= d < x.ndim)
+            if sizes != self.normalized_shape:
+                raise ArgumentError(
+                    f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got {sizes} in shape "
+                    f"{tuple(x.shape)}: pass the dim that holds the channels"
+                )
         y = self.pointwise(x)
         # As nn.LayerNorm's: what follows may ask for a view.
-        return y.contiguous() if self.dim == -1 or self._dims()[-1] == -1 else y
+        return y.contiguous() if self.dim == -1 or self._dims[-1] == -1 else y
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``, whose sizes have been checked: by a fused kernel, or by its definition."""
@@ -253,12 +264,6 @@ class PointwiseNorm(nn.Module):
         """Return the first constant, as the layer holds it, for a slope of ``1 / sqrt(beta)``."""
         raise NotImplementedError
 
-    def _forward_nested(self, x: Tensor) -> Tensor:
-        """Apply the layer to each part: ``nn.TransformerEncoder`` nests a padded batch in eval mode."""
-        if any(d >= 0 for d in self._dims()):
-            raise ArgumentError(f"dim must be negative for a nested tensor, got {self.dim}: count it from the end")
-        return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
-
     def _forward_symbol(self, x: Any) -> Any:
         """Let ``torch.fx.symbolic_trace`` record one call of the layer, as it does for torch's own; refuse all else."""
         if not isinstance(x, torch.fx.Proxy):
@@ -269,38 +274,14 @@ class PointwiseNorm(nn.Module):
             raise ArgumentError("symbolic_trace records a layer as one call, got the layer itself: trace its model")
         return tracer.create_proxy("call_module", path, (x,), {})
 
-    def _check_input(self, x: Tensor) -> None:
-        if self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]:
-            return
-        sizes = tuple(x.shape[d] for d in self._dims() if -x.ndim <= d < x.ndim)
-        if sizes != self.normalized_shape:
-            raise ArgumentError(
-                f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got {sizes} in shape "
-                f"{tuple(x.shape)}: pass the dim that holds the channels"
-            )
-
-    def _dims(self) -> tuple[int, ...]:
-        return (self.dim,) if isinstance(self.dim, int) else self.dim
-
-    def _check_scale(self, scale: float | None) -> float:
-        value = self._default_scale() if scale is None else float(scale)
-        if not math.isfinite(value) or value == 0:
-            raise ArgumentError(f"scale must be a finite number other than 0, got {scale!r}")
-        return value
-
     def _default_scale(self) -> float:
         return 1.0
 
 
 class LogBetaNorm(PointwiseNorm):
-    """A layer whose only constant is beta, kept as ``log_beta``: positive by construction, free of scale.
+    """Base of the layers whose only constant is beta, kept as ``log_beta``: positive by construction, free of scale.
 
-    Args:
-        normalized_shape: as for :class:`PointwiseNorm`.
-        beta_init: the first beta, positive; C by default.
-        elementwise_affine: as for :class:`PointwiseNorm`.
-        bias: as for :class:`PointwiseNorm`.
-        **options: as for :class:`PointwiseNorm`; ``scale`` is sqrt(C) by default.
+    ``beta_init`` is C by default, and ``scale`` sqrt(C); the rest is as for :class:`PointwiseNorm`.
     """
 
     constants = ("log_beta",)

@@ -17,7 +17,7 @@ class DyISRU(LogBetaNorm):
         beta_init: the first beta, positive; C by default, right for inputs of unit variance.
         elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
         bias: learn ``bias``; only with ``elementwise_affine``.
-        per_channel: one beta (and centre) a channel instead of one for all.
+        per_channel: one beta (and centre) per channel instead of one for all.
         center: learn a centre c, subtracted from x first (eq. 13 with a learned constant for the mean).
         scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq. 15 has
             sqrt(C - 1), LayerNorm's bound; ``convert_`` sets whichever the replaced norm has.

@@ -12,8 +12,8 @@ from dynorm.layers.base import LogBetaNorm
 class LinearControl(LogBetaNorm):
     r"""A constant slope: ``y = weight * scale * (x - center) / sqrt(beta) + bias``.
 
-    The same constant as DyISRU's and the same slope at 0, but no bound: what it does as well as DyISRU, the
-    squashing of outliers is not needed for.
+    The same constant as DyISRU's and the same slope at 0, but no bound. Where it does as well as
+    DyISRU, the bound is not what helps.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.

@@ -1,4 +1,4 @@
-"""RMSNorm with a bias and any channel axis: what a LayerNorm becomes when nothing it reads has a mean."""
+"""RMSNorm with a bias and any channel axis: a LayerNorm whose input has no mean becomes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
 
     Args:
         normalized_shape: the size C of the channel axis.
-        norm_eps: what stands beside the mean square.
+        norm_eps: the number added to the mean square.
         elementwise_affine: has a ``weight``.
         bias: has a ``bias``.
         dim: the channel axis, -1 or any other (1 for channels-first).

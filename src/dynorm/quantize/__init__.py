@@ -1,4 +1,4 @@
-"""Static int8 scales: what a point-wise layer can put out is known from its parameters, what it does from some data.
+"""Static int8 scales: the bound of a point-wise layer is known from its parameters, its actual range from some data.
 
 :func:`find_readers` says which linear layers read a point-wise layer's output; :func:`quantize_` gives them torchao's
 static int8 quantization with scales from :func:`output_range` or :func:`observed_ranges`. Only :func:`quantize_`

@@ -1,4 +1,4 @@
-"""What a point-wise layer can put out, from its parameters alone, and the int8 scale that covers it."""
+"""The range of a point-wise layer's output, from its parameters alone, and the int8 scale that covers it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from dynorm.arguments import check_positive, upcast
 from dynorm.errors import ArgumentError
 from dynorm.layers import AnnealedNorm, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
 
@@ -54,8 +55,8 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         Two tensors of ``normalized_shape``, in at least float32.
 
     Raises:
-        ArgumentError: ``layer`` is no point-wise layer, has no bound, or is on its path still; ``sigmas`` is not
-            positive.
+        ArgumentError: ``layer`` is no point-wise layer, has no bound, or is annealed to t < 1; ``sigmas`` is
+            not positive.
 
     Example:
         >>> layer = dynorm.DyISRU(100)
@@ -75,11 +76,11 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         raise ArgumentError(
             f"an annealed layer must stand at t = 1, but is at {layer.position:g}: call finalize_ first"
         )
-    if sigmas is not None and not (math.isfinite(sigmas) and sigmas > 0):
-        raise ArgumentError(f"sigmas must be a positive finite number, got {sigmas!r}")
+    if sigmas is not None:
+        check_positive("sigmas", sigmas)
     with torch.no_grad():
-        weight = torch.ones(layer.normalized_shape) if layer.weight is None else _at_least_float32(layer.weight)
-        bias = torch.zeros_like(weight) if layer.bias is None else _at_least_float32(layer.bias)
+        weight = torch.ones(layer.normalized_shape) if layer.weight is None else upcast(layer.weight)
+        bias = torch.zeros_like(weight) if layer.bias is None else upcast(layer.bias)
         edges = [layer.scale * weight * edge + bias for edge in _edges(layer, sigmas)]
         return torch.minimum(*edges), torch.maximum(*edges)
 
@@ -104,7 +105,7 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
         (tensor(0.0200), tensor(-78, dtype=torch.int8))
     """
     if low.shape != high.shape or not bool(((low <= high) & low.isfinite() & high.isfinite()).all()):
-        raise ArgumentError("low must not exceed high, both finite and of one shape: pass what output_range returns")
+        raise ArgumentError("low must not exceed high, both finite and of one shape: pass the result of output_range")
     least = torch.finfo(torch.float32).eps
     if symmetric:
         scale = (torch.maximum(low.abs(), high.abs()) / 127).clamp(min=least)
@@ -115,14 +116,14 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
 
 
 def _edges(layer: PointwiseNorm, sigmas: float | None) -> tuple[float | Tensor, float | Tensor]:
-    """The least and the largest value of the function itself, before scale, weight and bias."""
+    """Return the least and the largest value of the function itself, before scale, weight and bias."""
     z = math.inf if sigmas is None else sigmas / math.sqrt(layer.channels)
     if isinstance(layer, DyISRU):
         edge = z / math.hypot(1, z) if math.isfinite(z) else 1.0
     elif isinstance(layer, DyT):
         edge = math.tanh(z)
     elif isinstance(layer, Derf):
-        shift = _at_least_float32(layer.shift)
+        shift = upcast(layer.shift)
         # The slope that beta() stands for.
         reach = math.sqrt(math.pi) / 2 * z
         return torch.erf(shift - reach), torch.erf(shift + reach)
@@ -131,7 +132,3 @@ def _edges(layer: PointwiseNorm, sigmas: float | None) -> tuple[float | Tensor, 
     else:
         raise ArgumentError(f"{type(layer).__name__} has no bound: pass sigmas, or convert to dyisru, dyt or derf")
     return -edge, edge
-
-
-def _at_least_float32(parameter: Tensor) -> Tensor:
-    return parameter.detach() if parameter.dtype == torch.float64 else parameter.detach().float()

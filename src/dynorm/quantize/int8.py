@@ -27,13 +27,13 @@ def quantize_(
 ) -> list[Reader]:
     """Give linear layers torchao's static int8 quantization, with scales that the layers before them know.
 
-    Weights become int8 with a scale a row. Activations become int8 with one scale, or one a channel, which is
+    Weights become int8 with one scale per row. Activations become int8 with one scale, or one per channel, which is
     multiplied into the columns of the weight, and divided out of the point-wise layer's own weight and bias, or,
     where something that is not among ``readers`` reads its output too, of the linear layer's input.
 
     Args:
         model: the converted model, changed in place.
-        readers: what :func:`find_readers` found; refused ones are left alone.
+        readers: the result of :func:`find_readers`; refused ones are left alone.
         sigmas: clip beyond so many standard deviations, as for :func:`output_range`; None for the bound itself.
         symmetric: as for :func:`static_scale`.
         per_channel: a scale for each channel; symmetric only.
@@ -49,10 +49,10 @@ def quantize_(
         ModelError: there is nothing to quantize, something is quantized already, or the paths are not this model's.
     """
     if per_channel and not symmetric:
-        raise ArgumentError("a scale a channel must be symmetric: one zero point serves all channels of a product")
+        raise ArgumentError("scales per channel must be symmetric: one zero point serves all channels of a product")
     clear = [reader for reader in dict.fromkeys(readers) if reader.refused is None]
     if not clear:
-        raise ModelError("there must be a linear layer to quantize, got none: pass what find_readers returns")
+        raise ModelError("there must be a linear layer to quantize, got none: pass the result of find_readers")
     try:
         from torchao.quantization import FqnToConfig
         from torchao.quantization import quantize_ as torchao_quantize_
@@ -96,7 +96,7 @@ def _config(scale: Tensor, zero: Tensor | None, ndim: int) -> Any:
 def _range(
     model: nn.Module, reader: Reader, sigmas: float | None, ranges: Mapping[str, Range] | None, per_channel: bool
 ) -> Range:
-    """Return the range of what a linear layer reads, having checked the two layers."""
+    """Return the range of a linear layer's input, having checked the two layers."""
     try:
         linear, layer = model.get_submodule(reader.linear), model.get_submodule(reader.layer)
     except AttributeError as error:
@@ -110,7 +110,9 @@ def _range(
             f"{reader.linear} must be in float32, bfloat16 or float16 for torchao, got {linear.weight.dtype}: cast it"
         )
     if per_channel and (len(layer.normalized_shape) > 1 or layer.dim != -1):
-        raise ArgumentError(f"{reader.layer} must have its channels last for a scale a channel, got dim {layer.dim}")
+        raise ArgumentError(
+            f"{reader.layer} must have its channels last for one scale per channel, got dim {layer.dim}"
+        )
     if ranges is None:
         return output_range(layer, sigmas=sigmas)
     if reader.layer not in ranges:
@@ -119,7 +121,7 @@ def _range(
 
 
 def _foldable(model: nn.Module, reader: Reader, linears: set[str]) -> bool:
-    """Say whether the layer's own output may change, for all that read it are changed with it."""
+    """Say whether the layer's own output may change, because every reader changes with it."""
     complete = reader.linear in reader.peers and linears.issuperset(reader.peers)
     return reader.alone and complete and model.get_submodule(reader.layer).weight is not None
 

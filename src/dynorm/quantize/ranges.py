@@ -1,4 +1,4 @@
-"""What the point-wise layers of a model gave for some batches, the ranges that int8 needs to cover."""
+"""The ranges of the point-wise layers' outputs on some batches, which int8 has to cover."""
 
 from __future__ import annotations
 

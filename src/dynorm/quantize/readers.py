@@ -29,7 +29,7 @@ class Reader:
         linear: the path of the linear layer.
         layer: the path of the point-wise layer.
         ndim: how many dimensions the tensor has that goes from one to the other.
-        alone: nothing but such linear layers reads it, so that a scale a channel can be folded into them and the layer.
+        alone: only such linear layers read it, so that scales per channel can be folded into them and the layer.
         refused: why the linear layer's scale is not clear; None if it is.
         peers: the paths of all linear layers that read it, this one among them; a fold needs them all.
     """
@@ -54,7 +54,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
         **kwargs: more of them.
 
     Returns:
-        A row for each linear layer, in the order of the model's modules.
+        One reader per linear layer, in the order of the model's modules.
 
     Raises:
         ModelError: nothing is converted, no linear layer reads a point-wise one, or the model is in training mode,
