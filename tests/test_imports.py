@@ -159,18 +159,7 @@ def test_no_name_with_an_underscore_is_taken_from_another_package() -> None:
         for path, name in modules()
         for line in foreign_underscores(path.read_text(), name, is_package=path.name == "__init__.py")
     }
-    # To go with the rooms that are being put in order.
-    pending = {
-        "dynorm.anneal.start imports dynorm.layers._base.gathered",
-        "dynorm.distill.distill imports dynorm.layers._base.check_positive",
-        "dynorm.distill.fold imports dynorm.hub._atomic.replaced_directory",
-        "dynorm.distill.pipeline imports dynorm.layers._base.check_positive",
-        "dynorm.fit.refine imports dynorm.layers._base.upcast",
-        "dynorm.quantize.ranges imports dynorm.layers._base.upcast",
-        "dynorm.theory imports dynorm.functional._check_not_negative",
-        "dynorm.theory imports dynorm.functional._resolve",
-    }
-    assert found - pending == set()
+    assert found == set()
 
 
 @pytest.mark.parametrize(

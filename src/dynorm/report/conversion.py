@@ -41,7 +41,7 @@ def measure(
 
     Each batch is run through the original and through the converted model, once each; a batch of ``fit_on`` through the
     original alone. Everything is summed as it goes by, so memory is that of one batch, plus histograms of
-    0.3 MB a site; of an encoder the sentence embeddings are kept. Padding is left out as in :func:`calibrate_`. The
+    0.3 MB per site; of an encoder the sentence embeddings are kept. Padding is left out as in :func:`calibrate_`. The
     models are run in eval mode, without gradient; they, their buffers and random states are afterwards as they were.
 
     Args:
@@ -56,8 +56,8 @@ def measure(
         fit_on: batches to fit the functions of :class:`SiteReport` on, before their errors are measured on
             ``batches``. None fits them on the first half of each batch's tokens and measures on the second.
         seed: of the sampled points.
-        points: how many points to sample a site, for its picture.
-        meta: what should stand beside the figures.
+        points: how many points to sample for the picture of a site.
+        meta: facts to show beside the figures, such as recipe and seeds.
 
     Returns:
         A report with one row per site.
@@ -182,7 +182,7 @@ def _norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm]) -> dict[
 
 
 class _Site:
-    """A layer with the sums of what its norm sees in the original, and of what it makes of it itself."""
+    """A layer with the sums of its own inputs and outputs, and of those of the norm that it replaced."""
 
     def __init__(self, path: str, layer: PointwiseNorm, seed: int, points: int) -> None:
         replaced = replaced_by(layer)
@@ -202,7 +202,7 @@ class _Site:
         self._sums = torch.zeros(2, layer.channels, dtype=torch.float64, device=device)
 
     def compare(self, now: Tensor, wanted: Tensor) -> None:
-        """Add what the layer gives, and what the norm gave there; (tokens, C)."""
+        """Add the layer's outputs and the norm's, both (tokens, C)."""
         wanted, now = wanted.double().to(now.device), now.double()
         self._compared += len(now)
         self._residual += float((now - wanted).square().sum())

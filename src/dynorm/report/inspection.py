@@ -39,22 +39,22 @@ def inspect_norms(
     """Repeat the paper's section 4 at every norm of a model, on its own activations; the model is not changed.
 
     Of every token the channel farthest from the mean is its outlier. DyT, DyISRU and a straight line, with one constant
-    a site, are fitted by least squares on the outliers of some tokens and measured on those of others; beside it the
-    same on all channels. Memory is that of one batch plus a fixed amount a site. The model runs in eval mode, without
+    per site, are fitted by least squares on the outliers of some tokens and measured on those of others; beside it the
+    same on all channels. Memory is that of one batch plus a fixed amount per site. The model runs in eval mode, without
     gradient; it, its buffers and random states are afterwards as they were.
 
     Args:
         model: any model with LayerNorms or RMSNorms.
         batches: tensors, tuples or dicts, as for :func:`calibrate_`; read once.
-        sites: what :func:`find_norms` returned, or some of it; None finds them with the first batch.
+        sites: all or some of those that :func:`find_norms` returned; None finds them with the first batch.
         fit_on: batches to fit on, all of ``batches`` then being measured on. None fits on the first half of each
             batch's tokens and measures on the second.
         seed: of the samples.
-        points: how many points to keep a site, for its picture.
-        meta: what should stand beside the figures.
+        points: how many points to keep for the picture of a site.
+        meta: facts to show beside the figures.
 
     Returns:
-        A report with a row a site.
+        A report with one row per site.
 
     Raises:
         ArgumentError: ``points`` is not positive.
@@ -97,7 +97,7 @@ def inspect_norms(
 
 
 class _Watched:
-    """A norm with the statistics of what it sees."""
+    """A norm with the statistics of its inputs."""
 
     def __init__(self, site: NormSite, seed: int, points: int) -> None:
         self.site = site

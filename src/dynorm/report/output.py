@@ -17,13 +17,13 @@ Kind = Literal["encoder", "language", "tensor"]
 
 # All pairs of so many samples are two million, which takes a second; of more samples an even choice is taken.
 _MOST_PAIRED = 2000
-# What rounding may change in the logits before a token that was exchanged, relative to the largest logit.
+# How far rounding may move the logits before an exchanged token, relative to the largest logit.
 _CAUSAL_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class OutputReport:
-    """The output of a converted model beside the original's; None for what does not apply.
+    """The output of a converted model beside the original's; None where a figure does not apply.
 
     Args:
         kind: "encoder" (samples are compared by their mask-mean-pooled, L2-normalized embeddings), "language" (by their
@@ -38,7 +38,7 @@ class OutputReport:
         loss_original: mean next-token cross-entropy of the original, in nats.
         loss_now: the same of the converted model.
         loss_difference: the latter less the former.
-        kl: mean Kullback-Leibler divergence of the converted model's prediction from the original's, in nats a token.
+        kl: mean Kullback-Leibler divergence of the converted model's prediction from the original's, in nats per token.
     """
 
     kind: Kind
@@ -77,8 +77,8 @@ class OutputComparison:
 
         Args:
             batch: the input.
-            original: what the original model returned.
-            now: what the converted model returned.
+            original: the original model's output.
+            now: the converted model's output.
             run_again: the original model, to be tried once on a batch in which a token was exchanged.
 
         Raises:
@@ -103,7 +103,7 @@ class OutputComparison:
             self._add_predictions(batch, first, second)
 
     def report(self) -> OutputReport:
-        """Return what the batches so far gave."""
+        """Return the figures of all batches so far."""
         kind = self.kind or "tensor"
         cosines = torch.cat(self._cosines).double()
         if not len(cosines):
@@ -135,14 +135,14 @@ class OutputComparison:
     def _kind(self, batch: Any, output: Any, tensor: Tensor, run_again: Callable[[Any], Any]) -> Kind:
         is_logits = self._pick is None and tensor is _named(output, "logits")
         if is_logits:
-            ids = _input_ids(batch, tensor)
-            causal = ids is not None and self._is_causal(batch, ids, tensor, run_again)
-            return "language" if causal else "tensor"
+            ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
+            fits = isinstance(ids, Tensor) and ids.ndim == 2 and tensor.ndim == 3 and ids.shape == tensor.shape[:2]
+            return "language" if fits and self._is_causal(batch, ids, tensor, run_again) else "tensor"
         is_hidden = self._pick is None and tensor is _named(output, "last_hidden_state")
         return "encoder" if tensor.ndim == 3 and (is_hidden or _valid(tensor, batch) is not None) else "tensor"
 
     def _is_causal(self, batch: Any, ids: Tensor, logits: Tensor, run_again: Callable[[Any], Any]) -> bool:
-        """Whether another last token leaves the logits before it as they were."""
+        """Return whether another last token leaves the logits before it as they were."""
         place = torch.arange(ids.shape[1], device=ids.device)
         last = (_valid_or_ones(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
         other = torch.where(place == last, (ids + 1) % logits.shape[-1], ids)
@@ -171,7 +171,7 @@ class OutputComparison:
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Spearman's rank correlation, ties with their average rank.
+    """Return Spearman's rank correlation, ties with their average rank.
 
     Args:
         a: numbers, of any shape.
@@ -198,7 +198,7 @@ def spearman(a: Tensor, b: Tensor) -> float | None:
 
 
 def average_ranks(values: Tensor) -> Tensor:
-    """The ranks of values from 1 on, equal values sharing the mean of theirs, in float64.
+    """Return the ranks of values from 1 on, in float64; equal values share the mean of theirs.
 
     Example:
         >>> average_ranks(torch.tensor([5.0, 1.0, 5.0]))
@@ -210,7 +210,7 @@ def average_ranks(values: Tensor) -> Tensor:
 
 
 def pair_spearman(a: Tensor, b: Tensor) -> float | None:
-    """Spearman's correlation of the similarities of all pairs of rows, each row of length 1, (N, D).
+    """Return Spearman's correlation of the similarities of all pairs of rows, each row of length 1, (N, D).
 
     Args:
         a: embeddings.
@@ -246,14 +246,8 @@ def _first_tensor(output: Any) -> Any:
     return output
 
 
-def _input_ids(batch: Any, logits: Tensor) -> Tensor | None:
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    fits = isinstance(ids, Tensor) and ids.ndim == 2 and logits.ndim == 3 and ids.shape == logits.shape[:2]
-    return ids if fits else None
-
-
 def _valid(tensor: Tensor, batch: Any) -> Tensor | None:
-    """Which places of the first two axes hold a token, or None where no mask fits; the decoder's mask goes first."""
+    """Return where the first two axes hold a token, or None where no mask fits; the decoder's mask goes first."""
     masks = [mask for mask in token_masks(batch) if tensor.ndim == 3 and mask.shape == tensor.shape[:2]]
     return masks[-1] if masks else None
 
@@ -264,7 +258,7 @@ def _valid_or_ones(tensor: Tensor, batch: Any) -> Tensor:
 
 
 def _vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
-    """One vector a sample, (B, D), without padding; samples that are padding only are left out."""
+    """Return one vector per sample, (B, D), without padding; samples of nothing but padding are left out."""
     tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
     if tensor.ndim != 3:
         return tensor.reshape(len(tensor), -1)

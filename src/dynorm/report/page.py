@@ -17,18 +17,18 @@ from dynorm.table import Column, Table, plain
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows, from top to bottom; all of it plain text.
+    """The contents of a page, from top to bottom; all of it plain text.
 
     Args:
         title: of the page.
-        lead: a sentence or two on what was done.
+        lead: a sentence or two on the work behind it.
         cards: the headline figures, each with its name and a note.
         table: one row per site.
         heading: of the pictures.
-        legend: what stands in the pictures, by its style.
+        legend: the marks in the pictures, by their style.
         drawings: the pictures.
         meta: how it was made.
-        findings: a paragraph on what follows from the figures.
+        findings: the conclusions, as a paragraph.
     """
 
     title: str
@@ -76,7 +76,7 @@ class Page:
 
 
 def _table(table: Table) -> str:
-    """Return the table with its notes; it scrolls sideways by itself, and what its columns say is folded away."""
+    """Return the table with its notes. It scrolls sideways by itself; the columns' meanings are folded away."""
     columns = table.head()
     groups = [(name, len(list(part))) for name, part in groupby(column.group for column in columns)]
     above = "".join(f'<th colspan="{count}">{escape(name)}</th>' for name, count in groups)
@@ -87,7 +87,7 @@ def _table(table: Table) -> str:
         f"<thead><tr>{above}</tr><tr>{heads}</tr></thead>"
         f"<tbody>{''.join(_row(columns, row) for row in table.rows)}</tbody></table></div>"
         f"{''.join(f'<p>{escape(note)}</p>' for note in table.notes)}"
-        f"<details><summary>What the columns say</summary>{_definitions(meanings)}</details>"
+        f"<details><summary>Meaning of the columns</summary>{_definitions(meanings)}</details>"
     )
 
 
@@ -105,7 +105,7 @@ def _row(columns: Sequence[Column], row: Sequence[Any]) -> str:
 
 
 def _definitions(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a list of names, which are escaped here, with what is said of each, which is HTML already."""
+    """Return a list of names with their definitions; the names are escaped here, the definitions are HTML already."""
     return f'<dl class="notes">{"".join(f"<dt>{escape(name)}</dt><dd>{text}</dd>" for name, text in pairs)}</dl>'
 
 

@@ -37,12 +37,12 @@ _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
 
 @dataclass(frozen=True)
 class Drawing:
-    """What one picture shows.
+    """The contents of one picture.
 
     Args:
         path: of the site.
         caption: a line of figures.
-        words: the picture in words, for who cannot see it.
+        words: the picture in words, for a reader who cannot see it.
         fit: the curves.
         sample: the points and error bars behind them.
         outliers: x and y of the points that the curves were fitted on, where these are outliers alone.

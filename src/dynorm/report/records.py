@@ -1,4 +1,4 @@
-"""What the reports hold, one record per site and one per model, and what each says as a table and as a page."""
+"""The reports, one record per site and one per model, with their words in a table and on a page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _constant(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    """Return a share in percent; what is not 0 does not look like it."""
+    """Return a share in percent; only 0 looks like 0."""
     return "0" if not value else f"{value:.2%}" if value >= 1e-4 else "<0.01%"
 
 
@@ -68,7 +68,7 @@ _COLUMNS = (
     *_functions("relative error", "|y − f| / |y| of the norm's core y and a function f of one constant"),
     Column("now", ".3f", "error of the layer in place against the norm in the original; 1 is as bad as a constant"),
     Column("β", _constant, "the layer's constant, the median of many"),
-    Column("centre", _digits, "what the layer subtracts first, the median of many", page_only=True),
+    Column("centre", _digits, "subtracted before the function, the median of many", page_only=True),
     Column("saturated", _share, "share of values beyond 95 % of the layer's bound"),
 )
 _OUTLIER_COLUMNS = (
@@ -133,7 +133,7 @@ class SiteReport:
     Args:
         path: where it stands.
         kind: the norm that stood there: "layernorm" or "rmsnorm".
-        layer: what stands there now: "dyisru", "dyt", "derf" or "linear".
+        layer: the layer there now: "dyisru", "dyt", "derf" or "linear".
         channels: C.
         tokens: how many tokens the original norm saw, padding not counted.
         outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, sqrt(C - 1) at most (for
@@ -142,19 +142,19 @@ class SiteReport:
         sigma_spread: standard deviation of the natural logarithm of the tokens' sigma (an RMSNorm's rms): 0 if all are
             alike, and then a constant serves as well as the norm; 0.5 if they commonly differ by a factor of 1.6.
         sigma_range: the 99th percentile of sigma over the 1st.
-        error_linear: what ``scale / sqrt(beta) (x - c)`` leaves of the core, ``|y - f| / |y|`` over all held-out tokens
-            and channels, with one beta and the centre c fitted on other tokens.
+        error_linear: the relative error ``|y - f| / |y|`` of ``f = scale / sqrt(beta) (x - c)`` over all held-out
+            tokens and channels, with one beta and the centre c fitted on other tokens.
         error_dyt: the same of ``scale tanh((x - c) / sqrt(beta))``.
         error_dyisru: the same of ``scale (x - c) / sqrt(beta + (x - c)^2)``.
-        error_now: how far what the converted layer gives, fed by the converted model, lies from what the norm gave in
-            the original one: root of the squared distance over that of the norm's outputs from their channel's mean,
-            1 being as bad as a constant. None where the two cannot be paired.
+        error_now: the error of the layer in the converted model against the norm in the original: root of the squared
+            distance of their outputs over that of the norm's from their channel's mean. 1 is as bad as a constant.
+            None where the two cannot be paired.
         beta: the layer's constant, as the inverse square of its slope (the channels' median where there are many).
         center: its centre (the median likewise), or None.
         saturated: share of the values that the converted layer takes beyond 95 % of its bound; of the linear control,
             which has none, beyond 95 % of the norm's.
         fit: the constants that the three errors of the core belong to.
-        picture: what its picture is drawn from.
+        picture: the points and bars of its picture.
     """
 
     path: str
@@ -177,7 +177,7 @@ class SiteReport:
     picture: Picture = field(repr=False)
 
     def drawing(self) -> Drawing:
-        """Return what the site's picture shows."""
+        """Return the contents of the site's picture."""
         errors = _named(self.fit.errors)
         words = (
             f"Scatter of input and output of the {self.kind} at {self.path}, without weight and bias; outliers of "
@@ -188,7 +188,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class ModelReport(Report):
-    """What ``measure`` found.
+    """The findings of ``measure``.
 
     Args:
         model: the class of the model.
@@ -276,7 +276,7 @@ class InspectedSite:
     """One norm and its outliers; an outlier is the channel of a token that is farthest from the mean (an RMSNorm's: 0).
 
     The core is the norm without weight and bias. Functions are named "linear", "dyt" (scaled) and "dyisru"; each has
-    one constant a site, fitted on some tokens and measured on others.
+    one constant per site, fitted on some tokens and measured on others.
 
     Args:
         path: where it stands.
@@ -288,7 +288,7 @@ class InspectedSite:
         sigma_spread: standard deviation over tokens of the natural logarithm of sigma.
         outliers: how well the functions, fitted on outliers alone, describe outliers, as section 4.2 asks.
         core: how well they describe all channels when fitted on all.
-        picture: what its picture is drawn from.
+        picture: the points and bars of its picture.
     """
 
     path: str
@@ -329,7 +329,7 @@ class InspectedSite:
         return row | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
 
     def drawing(self) -> Drawing:
-        """Return what the site's picture shows."""
+        """Return the contents of the site's picture."""
         residuals = _named(self.outliers.residuals)
         words = (
             f"Outliers at the {self.kind} {self.path}, up to {self.outlier:.1f} sigma of their token, and the "
@@ -340,13 +340,13 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class InspectionReport(Report):
-    """What :func:`inspect_norms` found.
+    """The findings of :func:`inspect_norms`.
 
     Args:
         model: the class of the model.
         sites: the norms, in call order.
         batches: how many batches were measured.
-        refused: paths of what looked like a norm but is none of ours, with the reason.
+        refused: paths of modules that look like a norm but are none of ours, with the reason.
         unreached: paths of the norms that no batch reached.
         meta: whatever should stand beside the figures.
     """

@@ -1,4 +1,4 @@
-"""What the report keeps of one site: sums and histograms of fixed size, however many tokens go by."""
+"""The statistics of one site: sums and histograms of fixed size, however many tokens go by."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHUNK = 1 << 20
 
 
 FUNCTIONS = {name: FAMILY[name].curve for name in ("linear", "dyt", "dyisru")}
-"""What every site is compared with: functions of (x, beta, center, scale), all of slope scale / sqrt(beta) at 0."""
+"""Every site is compared with these: functions of (x, beta, center, scale), all of slope scale / sqrt(beta) at 0."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Picture:
-    """What the picture of a site is drawn from, all of it held-out.
+    """The points and bars of a site's picture, all of held-out tokens.
 
     Args:
         x: sampled inputs of the norm, sorted; those far from the centre are drawn more often.
@@ -103,7 +103,7 @@ class Histogram:
         """Add values; x and y have the same shape."""
         u = ((x.double() - self.origin) / self.unit).flatten()
         y = y.double().flatten()
-        # Which bin takes a value need not be exact, what it adds there must.
+        # The choice of the bin may be rough; the sums in it must be exact.
         rough = u.float()
         index = (torch.log2(1 + _KNEE * rough.abs()) * _PER_OCTAVE).round().clamp_max(_HALF)
         place = (index * rough.sign()).long() + _HALF
@@ -161,7 +161,7 @@ class CoreFit:
 
 @dataclass(frozen=True)
 class OutlierFit:
-    """What the functions, each with one constant fitted on outliers, make of other outliers.
+    """The functions, each with one constant fitted on outliers, compared with other outliers.
 
     Args:
         fit: the curves; their errors are relative, ``|y - f| / |y|``.
@@ -180,18 +180,8 @@ class OutlierFit:
     points: tuple[list[float], list[float]]
 
 
-def fit_core(fitted: Histogram, held_out: Histogram, scale: float, centred: bool) -> CoreFit:
-    """Fit each function to one histogram and say how well it does on another."""
-    center = fitted.mean() if centred else 0.0
-    betas, errors = {}, {}
-    for name in FUNCTIONS:
-        betas[name] = best_beta(partial(fitted.error, name, center=center, scale=scale), (scale * fitted.unit) ** 2)
-        errors[name] = float(held_out.error(name, torch.tensor([betas[name]], dtype=torch.float64), center, scale))
-    return CoreFit(scale, center, betas, errors)
-
-
 def best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
-    """The beta of least error: a grid of twelve decades about ``start``, then four finer ones around the best."""
+    """Return the beta of least error: a grid of twelve decades about ``start``, then four finer ones."""
     low, high, count = math.log10(start) - 4, math.log10(start) + 8, 97
     for _ in range(5):
         grid = torch.linspace(low, high, count, dtype=torch.float64)
@@ -235,7 +225,7 @@ class Reservoir:
 
 
 class SiteStats:
-    """The running statistics of what one norm sees in the original model.
+    """The running statistics of one norm's inputs in the original model.
 
     Args:
         site: the norm.
@@ -263,27 +253,31 @@ class SiteStats:
         for is_fitted, tokens in ((True, x[:fitted]), (False, x[fitted:])):
             for part in self._parts(tokens):
                 sigma, y, peak = self._normalized(part)
-                self._add_sizes(sigma, peak, y)
+                self.tokens += len(sigma)
+                log_sigma = sigma.double().log()
+                self._log_sum += float(log_sigma.sum())
+                self._log_square_sum += float(log_sigma.square().sum())
+                index = ((log_sigma / math.log(2) + _OCTAVES) * _SIGMAS_PER_OCTAVE).long()
+                self._sigmas += torch.bincount(index.clamp(0, len(self._sigmas) - 1), minlength=len(self._sigmas))
+                self._peak = max(self._peak, float(peak))
+                self._core_peak = max(self._core_peak, float(y.abs().max()))
                 (self.fitted if is_fitted else self.held_out).add(part, y)
                 if not is_fitted:
                     weight = 1 + (part - self.fitted.origin).abs() / self.fitted.unit
                     self.sample.add(part, y, weight)
 
-    def _add_sizes(self, sigma: Tensor, peak: Tensor, y: Tensor) -> None:
-        self.tokens += len(sigma)
-        log_sigma = sigma.double().log()
-        self._log_sum += float(log_sigma.sum())
-        self._log_square_sum += float(log_sigma.square().sum())
-        index = ((log_sigma / math.log(2) + _OCTAVES) * _SIGMAS_PER_OCTAVE).long().clamp(0, len(self._sigmas) - 1)
-        self._sigmas += torch.bincount(index, minlength=len(self._sigmas))
-        self._peak = max(self._peak, float(peak))
-        self._core_peak = max(self._core_peak, float(y.abs().max()))
-
     def fit(self) -> CoreFit:
         """Fit the functions and measure their errors; where one of the two has no tokens, on those of the other."""
         fitted = self.fitted if len(self.fitted) else self.held_out
         held_out = self.held_out if len(self.held_out) else self.fitted
-        return fit_core(fitted, held_out, self.scale, self.site.kind == "layernorm")
+        center = fitted.mean() if self.site.kind == "layernorm" else 0.0
+        betas, errors = {}, {}
+        for name in FUNCTIONS:
+            error = partial(fitted.error, name, center=center, scale=self.scale)
+            betas[name] = best_beta(error, (self.scale * fitted.unit) ** 2)
+            beta = torch.tensor([betas[name]], dtype=torch.float64)
+            errors[name] = float(held_out.error(name, beta, center, self.scale))
+        return CoreFit(self.scale, center, betas, errors)
 
     def typical_sigma(self) -> float:
         """Return the geometric mean of the tokens' sigmas."""
@@ -294,7 +288,7 @@ class SiteStats:
         return self._core_peak, self._peak / self.typical_sigma()
 
     def picture(self) -> Picture:
-        """Return what the picture of the site is drawn from."""
+        """Return the points and bars of the site's picture."""
         return Picture(*self.sample.points(), self.held_out.bins(_BARS, _LEAST_VALUES), self.typical_sigma())
 
     def spread(self) -> tuple[float, float]:
@@ -306,23 +300,20 @@ class SiteStats:
         return deviation, 2.0 ** ((high - low) / _SIGMAS_PER_OCTAVE)
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the tokens in parts that fit into memory; the first ones lay the bins, if only how fine they are."""
         if not len(x):
             return ()
         if not self._started:
-            self._start(x)
+            self._started = True
+            origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
+            unit = float(self._normalized(x)[0].double().log().mean().exp())
+            self.fitted, self.held_out = (Histogram(origin, unit, x.device) for _ in range(2))
+            self.sample = Reservoir(self._points, self._seed, x.device)
+            self._sigmas = torch.zeros(2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device)
         return torch.split(x, max(1, _CHUNK // x.shape[1]))
 
-    def _start(self, x: Tensor) -> None:
-        """Lay the bins by the first tokens; that only touches how finely the sums resolve."""
-        self._started = True
-        origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
-        unit = float(self._normalized(x)[0].double().log().mean().exp())
-        self.fitted, self.held_out = (Histogram(origin, unit, x.device) for _ in range(2))
-        self.sample = Reservoir(self._points, self._seed, x.device)
-        self._sigmas = torch.zeros(2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device)
-
     def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the norm divides each token by, what comes out, and the largest deviation."""
+        """Return the size that the norm divides each token by, its core, and the largest deviation."""
         deviation = x - x.mean(-1, keepdim=True) if self.site.kind == "layernorm" else x
         sigma = (deviation.square().mean(-1) + self.site.eps).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
         return sigma, deviation / sigma[:, None], deviation.abs().max()
