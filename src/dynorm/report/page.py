@@ -120,8 +120,8 @@ def _breakable(path: str) -> str:
     return escape(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
-_AXES = """Each curve has the one constant that fits the site best. Both axes are linear near 0 and logarithmic far from
-it (asinh), so that outliers stay in view; there even a straight line bends."""
+_AXES = """Each curve has the one constant that fits the site best; its error stands above. Both axes are
+linear near 0 and logarithmic far from it (asinh), so that outliers stay in view; there even a straight line bends."""
 
 _PAGE = """<!doctype html>
 <html lang="en">
