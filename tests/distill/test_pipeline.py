@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import dynorm
-from dynorm.cli import app
+from dynorm.cli import app, main
 from dynorm.distill import AnnealCallback
 from dynorm.distill.distill import distill_, distillation_rate
 from dynorm.distill.pipeline import Recipe, convert_pretrained
@@ -193,7 +193,9 @@ def test_without_matplotlib_nothing_is_begun(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
+def test_the_command_line(
+    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     quick = ["--texts", texts, "--held-out", 16, "--max-length", 16, "--refine", 2]
     done = command("convert", encoder, tmp_path / "out", *quick, "--json")
     assert done.returncode == 0, done.stderr
@@ -202,15 +204,25 @@ def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     assert report["meta"]["recipe"]["per_channel"]
     layers = dynorm_layers(load_pretrained(tmp_path / "out" / "model").model).values()
     assert {layer.get_parameter("log_beta").numel() for layer in layers} == {layer.channels for layer in layers}
-    done = command("convert", encoder, tmp_path / "out", *quick)
-    assert done.returncode == 1
-    assert done.stderr.startswith("dynorm: ")
-    assert "--overwrite" in done.stderr
-    done = command("convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--lr", 1e-3, "--json")
-    recipe = json.loads(done.stdout)["meta"]["recipe"]
+
+    # The others in this process, for each new one would load torch and transformers first.
+    def status(*words: object) -> tuple[int | str | None, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dynorm", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    code, _, said = status("convert", encoder, tmp_path / "out", *quick)
+    assert code == 1
+    assert said.startswith("dynorm: ")
+    assert "--overwrite" in said
+    code, printed, _ = status("convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--lr", 1e-3, "--json")
+    assert code == 0
+    recipe = json.loads(printed)["meta"]["recipe"]
     assert (recipe["per_channel"], recipe["lr"]) == (False, 1e-3)
-    assert command("convert", encoder, tmp_path / "new", *quick, "--to", "x").returncode == 2
-    assert command("convert", encoder).returncode == 2
+    assert status("convert", encoder, tmp_path / "new", *quick, "--to", "x")[0] == 2
+    assert status("convert", encoder)[0] == 2
 
 
 def test_help_has_an_example() -> None:

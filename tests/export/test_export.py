@@ -31,14 +31,12 @@ pytestmark = [
 
 LOAD = """
 import sys, torch
-kind, saved, examples, results = sys.argv[1:]
-if kind == "export":
-    function = torch.export.load(saved).module()
-else:
-    function = torch._inductor.aoti_load_package(saved)
-with torch.no_grad():
-    found = [function(**example) for example in torch.load(examples)]
-torch.save([y if isinstance(y, torch.Tensor) else y[0] for y in found], results)
+for saved in sys.argv[1:]:
+    aoti, folder = saved.endswith("aoti.pt2"), saved.rpartition("/")[0]
+    function = torch._inductor.aoti_load_package(saved) if aoti else torch.export.load(saved).module()
+    with torch.no_grad():
+        found = [function(**example) for example in torch.load(folder + "/examples.pt")]
+    torch.save([y if isinstance(y, torch.Tensor) else y[0] for y in found], saved + ".results")
 print("dynorm" in sys.modules, "transformers" in sys.modules)
 """
 
@@ -70,33 +68,23 @@ def model_and_examples(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     return converted(tiny_model(kind), examples[0]), examples
 
 
-def assert_same_in_a_fresh_process(kind: str, saved: Path, model: nn.Module, examples: list[dict[str, Tensor]]) -> None:
-    folder = saved.parent
-    torch.save(examples, folder / "examples.pt")
-    said = run_fresh(LOAD, Path(kind), saved, folder / "examples.pt", folder / "results.pt")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["layers", *TEXT])
+def test_save_load_run_in_a_fresh_process(kind: str, tmp_path: Path) -> None:
+    """Exported, strictly and not, and packaged by AOTInductor; one process loads all three."""
+    model, examples = model_and_examples(kind)
+    program = exported(model, examples[0])
+    saved = [tmp_path / f"{way}.pt2" for way in ("non-strict", "strict", "aoti")]
+    torch.export.save(program, saved[0])
+    torch.export.save(exported(model, examples[0], strict=True), saved[1])
+    torch._inductor.aoti_compile_and_package(program, package_path=str(saved[2]))
+    torch.save(examples, tmp_path / "examples.pt")
+    said = run_fresh(LOAD, *saved)
     assert said.split() == ["False", "False"]
     with torch.no_grad():
-        for got, example in zip(torch.load(folder / "results.pt"), examples, strict=True):
-            assert_close(got, first(model(**example)), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-@pytest.mark.parametrize("kind", ["layers", *TEXT])
-def test_export_save_load_run(kind: str, strict: bool, tmp_path: Path) -> None:
-    model, examples = model_and_examples(kind)
-    program = exported(model, examples[0], strict=strict)
-    torch.export.save(program, tmp_path / "model.pt2")
-    assert_same_in_a_fresh_process("export", tmp_path / "model.pt2", model, examples)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["layers", *TEXT])
-def test_aot_inductor_package_load_run(kind: str, tmp_path: Path) -> None:
-    model, examples = model_and_examples(kind)
-    package = tmp_path / "model.pt2"
-    torch._inductor.aoti_compile_and_package(exported(model, examples[0]), package_path=str(package))
-    assert_same_in_a_fresh_process("aoti", package, model, examples)
+        for path in saved:
+            for got, example in zip(torch.load(f"{path}.results"), examples, strict=True):
+                assert_close(got, first(model(**example)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "vit"])
