@@ -24,7 +24,7 @@ from dynorm.errors import ArgumentError, StorageError
 from dynorm.functional import derf, dyisru, dyisru_general, layer_norm, scaled_dyt
 from dynorm.paper.explorer import build_page, save_page
 from dynorm.paper.explorer.page import SCRIPTS
-from dynorm.paper.fits import fit_derf, fit_dyisru, fit_dyt
+from dynorm.paper.fits import fit
 from dynorm.paper.simulation import simulate
 from tests.pages import Page
 from tests.paper.browser import Browser, chromium, require_browser
@@ -275,8 +275,8 @@ class TestNumbers:
         browser.set(**choices)
         numbers, state = browser.numbers(), browser.state()
         simulation = simulate(state["channels"], state["sigma"], seed=state["seed"], step=STEP)
-        for name, fit in (("dyt", fit_dyt), ("derf", fit_derf), ("dyisru", fit_dyisru)):
-            found = fit(simulation.outliers, simulation.outputs, state["channels"])
+        for name, title in (("dyt", "DyT"), ("derf", "Derf"), ("dyisru", "DyISRU")):
+            found = fit(title, simulation.outliers, simulation.outputs, state["channels"])
             assert_same(numbers, f"fits.{name}", torch.tensor(found.value, dtype=torch.float64))
             assert_same(
                 numbers,
@@ -294,7 +294,7 @@ class TestNumbers:
     def test_two_channels_have_no_fit(self, browser: Browser) -> None:
         simulation = simulate(2)
         with pytest.raises(ArgumentError):
-            fit_dyt(simulation.outliers, simulation.outputs, 2)
+            fit("DyT", simulation.outliers, simulation.outputs, 2)
         before = browser.numbers()["constant"]
         assert browser.set(channels=2)
         numbers = browser.numbers()

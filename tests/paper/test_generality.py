@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dynorm
-from dynorm.paper.fits import fit_derf, fit_dyisru, fit_dyt, fit_linear
+from dynorm.paper.fits import fit
 from dynorm.paper.generality import FUNCTIONS, MEANS, SIGMAS, Generality, Study, settings_of, study, study_all
 from dynorm.paper.simulation import closed_form, simulate
 from dynorm.paper.verdict import verdict
@@ -27,14 +27,11 @@ def test_each_sample_is_that_of_its_seed(channels: int, sigma: float, mean: floa
     assert many.seeds.tolist() == list(range(1, 13))
     for i, seed in enumerate(many.seeds.tolist()):
         one = simulate(channels, sigma, mean, seed)
-        fits = {
-            fit.__name__: fit(one.outliers, one.outputs, channels)
-            for fit in (fit_dyt, fit_derf, fit_dyisru, fit_linear)
-        }
-        for name, fit in zip(FUNCTIONS, fits.values(), strict=True):
-            assert fit.name == name
-            assert many.residuals[name][i] == pytest.approx(fit.mean_absolute_residual, rel=1e-7, abs=1e-13)
-        assert many.betas[i] == pytest.approx(fits["fit_dyisru"].value, rel=1e-9)
+        fits = {name: fit(name, one.outliers, one.outputs, channels) for name in FUNCTIONS}
+        for name, fitted in fits.items():
+            assert fitted.name == name
+            assert many.residuals[name][i] == pytest.approx(fitted.mean_absolute_residual, rel=1e-7, abs=1e-13)
+        assert many.betas[i] == pytest.approx(fits["DyISRU"].value, rel=1e-9)
         closed = closed_form(one)
         assert many.centers[i] == pytest.approx(closed.center, rel=1e-10)
         assert many.closed_betas[i] == pytest.approx(closed.beta, rel=1e-10)

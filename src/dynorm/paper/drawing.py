@@ -19,22 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = [
-    "COLORS",
-    "DASHES",
-    "GREY",
-    "MARKERS",
-    "draw_bounds",
-    "draw_circles",
-    "draw_outliers",
-    "draw_residuals",
-    "empty_figure",
-    "label_decades",
-    "padded",
-    "styled",
-    "with_mean",
-]
-
 # Each function has its own dashes and marker too.
 COLORS = {function.title: function.color for function in FAMILY.values()} | {"closed form": "#000000"}
 DASHES: dict[str, Any] = {"DyT": "-", "Derf": (0, (5, 1.5)), "DyISRU": "-", "linear": (0, (1, 1.2)), "closed form": "-"}

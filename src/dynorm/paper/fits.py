@@ -21,7 +21,7 @@ from torch import Tensor
 from dynorm.errors import ArgumentError
 from dynorm.functional import derf, dyisru, dyt, linear
 
-__all__ = ["FAMILIES", "Family", "Fit", "fit_derf", "fit_dyisru", "fit_dyt", "fit_linear", "fit_many"]
+__all__ = ["FAMILIES", "Family", "Fit", "fit", "fit_many"]
 
 Array = NDArray[np.float64]
 
@@ -33,8 +33,8 @@ class Family:
     name: str
     constant: str
     power: int
-    curve: Callable[[Tensor, Tensor, float], Tensor]
-    """The function of :mod:`dynorm.functional`: of x, the constant and the scale sqrt(C - 1)."""
+    curve: Callable[..., Tensor]
+    """The function of :mod:`dynorm.functional`: of x, the constant and the keyword scale, sqrt(C - 1)."""
     slope: Callable[[Tensor], Tensor]
     """f'."""
     inverse: Callable[[Tensor], Tensor]
@@ -44,29 +44,10 @@ class Family:
 FAMILIES = {
     family.name: family
     for family in (
+        Family("DyT", "alpha", 1, dyt, lambda z: torch.cosh(z) ** -2, torch.atanh),
+        Family("Derf", "alpha", 1, derf, lambda z: 2 / math.sqrt(math.pi) * torch.exp(-z * z), torch.erfinv),
         Family(
-            "DyT",
-            "alpha",
-            1,
-            lambda x, alpha, scale: dyt(x, alpha, scale=scale),
-            lambda z: torch.cosh(z) ** -2,
-            torch.atanh,
-        ),
-        Family(
-            "Derf",
-            "alpha",
-            1,
-            lambda x, alpha, scale: derf(x, alpha, scale=scale),
-            lambda z: 2 / math.sqrt(math.pi) * torch.exp(-z * z),
-            torch.erfinv,
-        ),
-        Family(
-            "DyISRU",
-            "beta",
-            -2,
-            lambda x, beta, scale: dyisru(x, beta, scale=scale),
-            lambda z: (1 + z * z) ** -1.5,
-            lambda f: f / torch.sqrt((1 - f) * (1 + f)),
+            "DyISRU", "beta", -2, dyisru, lambda z: (1 + z * z) ** -1.5, lambda f: f / torch.sqrt((1 - f) * (1 + f))
         ),
     )
 }
@@ -92,117 +73,55 @@ class Fit:
         return float(np.abs(self.residuals).mean())
 
 
-def fit_dyt(x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
-    r"""Fit scaled DyT by least squares.
+def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
+    r"""Fit one function by least squares.
 
     .. math:: \min_\alpha \sum_S \left(\sqrt{C - 1} \tanh(\alpha x_S) - y_S\right)^2
 
+    is the fit of DyT. Derf has the error function in place of tanh, and DyISRU is
+    :math:`\sqrt{C - 1} \, x / \sqrt{\beta + x^2}`. The linear control's slope is
+    :math:`\sum_S x_S y_S / \sum_S x_S^2`, whatever C.
+
     Args:
+        name: DyT, Derf, DyISRU or linear.
         x: Inputs of shape (n,), each of the sign of its output.
         y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
         channels: C, at least 2.
 
     Returns:
-        The function with its alpha and its residuals.
+        The function with its constant and its residuals.
 
     Raises:
-        ArgumentError: If the points cannot be fitted, or scipy is not installed.
+        ArgumentError: If the name is unknown, the points cannot be fitted, or scipy is not installed.
 
     Example:
-        >>> fit = fit_dyt([2.0, 4.0], [3.0, 5.0], channels=50)
-        >>> fit.constant, round(fit.value, 4)
-        ('alpha', 0.2261)
-
-    Reference:
-        Eq. 11 and 18.
-    """
-    return _fit("DyT", x, y, channels)
-
-
-def fit_derf(x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
-    r"""Fit Derf with LayerNorm's bound by least squares.
-
-    .. math:: \min_\alpha \sum_S \left(\sqrt{C - 1} \, \mathrm{erf}(\alpha x_S) - y_S\right)^2
-
-    Args:
-        x: Inputs of shape (n,), each of the sign of its output.
-        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
-        channels: C, at least 2.
-
-    Returns:
-        The function with its alpha and its residuals.
-
-    Raises:
-        ArgumentError: If the points cannot be fitted, or scipy is not installed.
-
-    Example:
-        >>> fit = fit_derf([2.0, 4.0], [3.0, 5.0], channels=50)
-        >>> fit.constant, round(fit.value, 4)
-        ('alpha', 0.193)
-
-    Reference:
-        "Stronger Normalization-Free Transformers", arXiv 2512.10938.
-    """
-    return _fit("Derf", x, y, channels)
-
-
-def fit_dyisru(x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
-    r"""Fit DyISRU by least squares.
-
-    .. math:: \min_\beta \sum_S \left(\sqrt{C - 1} \frac{x_S}{\sqrt{\beta + x_S^2}} - y_S\right)^2
-
-    Args:
-        x: Inputs of shape (n,), each of the sign of its output.
-        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
-        channels: C, at least 2.
-
-    Returns:
-        The function with its beta and its residuals.
-
-    Raises:
-        ArgumentError: If the points cannot be fitted, or scipy is not installed.
-
-    Example:
-        >>> fit = fit_dyisru([2.0, 4.0], [3.0, 5.0], channels=50)
-        >>> fit.constant, round(fit.value, 4)
+        >>> fitted = fit("DyISRU", [2.0, 4.0], [3.0, 5.0], channels=50)
+        >>> fitted.constant, round(fitted.value, 4)
         ('beta', 16.5224)
 
     Reference:
-        Eq. 15 and 19.
-    """
-    return _fit("DyISRU", x, y, channels)
-
-
-def fit_linear(x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
-    r"""Fit the linear control by least squares, in closed form.
-
-    .. math:: \mathrm{slope} = \frac{\sum_S x_S y_S}{\sum_S x_S^2}
-
-    Args:
-        x: Inputs of shape (n,), each of the sign of its output.
-        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
-        channels: C, at least 2; the slope does not depend on it.
-
-    Returns:
-        The function with its slope and its residuals.
-
-    Raises:
-        ArgumentError: If the points cannot be fitted.
-
-    Example:
-        >>> fit_linear([2.0, 4.0], [3.0, 5.0], channels=50).value
-        1.3
-
-    Reference:
-        LayerNorm with its statistics held constant, Eq. 3.
+        Eq. 11, 15, 18 and 19; Derf: "Stronger Normalization-Free Transformers", arXiv 2512.10938.
     """
     inputs, outputs = _points(x, y, channels)
-    slope = float((inputs * outputs).sum() / (inputs * inputs).sum())
-    return _finished("linear", "slope", slope, inputs, outputs, lambda z: linear(z, slope))
+    if name == "linear":
+        label, value = "slope", (inputs * outputs).sum() / (inputs * inputs).sum()
+    else:
+        value = torch.from_numpy(fit_many(name, inputs.numpy()[None], outputs.numpy()[None], channels))
+        label = FAMILIES[name].constant
+
+    def curve(z: Tensor) -> Tensor:
+        if name == "linear":
+            return linear(z, float(value))
+        return FAMILIES[name].curve(z, value, scale=math.sqrt(channels - 1))
+
+    def function(z: ArrayLike) -> Array:
+        return curve(torch.from_numpy(_copied(z, at_least=1))).numpy().reshape(np.shape(z))
+
+    return Fit(name, label, float(value), (curve(inputs) - outputs).numpy(), function)
 
 
 def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
-    """Fit one function to each of many sets of points: the constants of :func:`fit_dyt` and the like, all at once.
+    """Fit one function to each of many sets of points: the constants of :func:`fit`, all at once.
 
     Args:
         name: DyT, Derf or DyISRU.
@@ -245,26 +164,10 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
     return np.asarray(np.exp(family.power * found.x))
 
 
-def _fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
-    family, (inputs, outputs) = FAMILIES[name], _points(x, y, channels)
-    constant = torch.from_numpy(fit_many(name, inputs.numpy()[None], outputs.numpy()[None], channels))
-    scale = math.sqrt(channels - 1)
-    return _finished(
-        name, family.constant, float(constant), inputs, outputs, lambda z: family.curve(z, constant, scale)
-    )
-
-
-def _finished(name: str, constant: str, value: float, x: Tensor, y: Tensor, curve: Callable[[Tensor], Tensor]) -> Fit:
-    def function(z: ArrayLike) -> Array:
-        return curve(torch.from_numpy(_copied(z, at_least=1))).numpy().reshape(np.shape(z))
-
-    return Fit(name, constant, value, (curve(x) - y).numpy(), function)
-
-
 def _misses(family: Family, log_k: Tensor, x: Tensor, y: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     """Return function minus y, and its derivative with respect to log k."""
     scale, z = math.sqrt(channels - 1), log_k.exp() * x
-    return family.curve(x, (family.power * log_k).exp(), scale) - y, scale * z * family.slope(z)
+    return family.curve(x, (family.power * log_k).exp(), scale=scale) - y, scale * z * family.slope(z)
 
 
 def _exact_log_k(family: Family, x: Tensor, y: Tensor, channels: int) -> Tensor:

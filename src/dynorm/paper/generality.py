@@ -240,7 +240,7 @@ def _fits(x: Array, y: Array, channels: int) -> tuple[dict[str, Array], dict[str
     constants, residuals = {}, {}
     for name, family in FAMILIES.items():
         constants[name] = fit_many(name, x, y, channels)
-        curve = family.curve(inputs, torch.from_numpy(constants[name])[:, None], scale)
+        curve = family.curve(inputs, torch.from_numpy(constants[name])[:, None], scale=scale)
         residuals[name] = _mean_absolute(curve.numpy() - y)
     constants["linear"] = (x * y).sum(-1) / (x * x).sum(-1)
     residuals["linear"] = _mean_absolute(constants["linear"][:, None] * x - y)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dynorm.paper.fits import Fit, fit_derf, fit_dyisru, fit_dyt, fit_linear
-from dynorm.paper.generality import Generality
+from dynorm.paper.fits import Fit, fit
+from dynorm.paper.generality import FUNCTIONS, Generality
 from dynorm.paper.simulation import ClosedForm, Simulation, closed_form, simulate
 
 __all__ = ["PAPER", "PAPER_SEED", "Reproduction", "reproduce"]
@@ -55,7 +55,5 @@ def reproduce(
         Section 4, eq. 16 to 19.
     """
     simulation = simulate(channels, sigma, seed=seed)
-    fits = [
-        fit(simulation.outliers, simulation.outputs, channels) for fit in (fit_dyt, fit_derf, fit_dyisru, fit_linear)
-    ]
-    return Reproduction(simulation, {fit.name: fit for fit in fits}, closed_form(simulation), generality)
+    fits = {name: fit(name, simulation.outliers, simulation.outputs, channels) for name in FUNCTIONS}
+    return Reproduction(simulation, fits, closed_form(simulation), generality)

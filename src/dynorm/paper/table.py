@@ -41,12 +41,7 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
     functions = _functions(reproduction)
     found: dict[str, Any] = {
         "simulation": {
-            "channels": simulation.channels,
-            "sigma": simulation.sigma,
-            "mean": simulation.mean,
-            "seed": simulation.seed,
-            "step": simulation.step,
-            "steps": simulation.steps,
+            **{name: getattr(simulation, name) for name in ("channels", "sigma", "mean", "seed", "step", "steps")},
             "outliers": simulation.outliers.tolist(),
             "layer_norm": simulation.outputs.tolist(),
         },
