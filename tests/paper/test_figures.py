@@ -184,5 +184,5 @@ def test_without_matplotlib_the_message_says_what_to_install(
     reproduction: Reproduction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(dynorm.ArgumentError, match=r"matplotlib must be installed for the figures.*pip install 'dynorm\[paper\]'"):
+    with pytest.raises(dynorm.ArgumentError, match=r"matplotlib must be installed.*pip install 'dynorm\[paper\]'"):
         draw("fig1", reproduction)
