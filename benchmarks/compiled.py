@@ -126,19 +126,38 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@contextmanager
+def written_code() -> Iterator[list[str]]:
+    """Give a list, to which Inductor's code for each graph that is compiled inside is added."""
+    from torch._inductor.graph import GraphLowering
+
+    codes: list[str] = []
+    codegen = GraphLowering.codegen
+
+    def recorded(graph: GraphLowering) -> Any:
+        code, kernels = codegen(graph)
+        codes.append(code.value)
+        return code, kernels
+
+    with mock.patch.object(GraphLowering, "codegen", recorded):
+        yield codes
+
+
 def generated_code(model: nn.Module, example: Inputs) -> str:
     """Return the one piece of code that Inductor writes for a model of any batch and length; g++ is not called."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.graph import GraphLowering
 
-    codes: list[str] = []
-
     def stop(graph: GraphLowering) -> None:
-        code, _ = graph.codegen()
-        codes.append(code.value)
+        graph.codegen()
         raise InterruptedError("the code is written: no need to compile it")
 
-    with fresh_compiler(), torch.no_grad(), mock.patch.object(GraphLowering, "compile_to_module", stop):
+    with (
+        fresh_compiler(),
+        torch.no_grad(),
+        written_code() as codes,
+        mock.patch.object(GraphLowering, "compile_to_module", stop),
+    ):
         try:
             torch.compile(model, fullgraph=True, dynamic=True)(**example)
         except TorchDynamoException:
