@@ -146,7 +146,7 @@ def _require_bias(graph: Graph, fold: SiteFold, found: Read, uses: _Uses, add_bi
 
 
 def _takes_bias(module: nn.Module) -> bool:
-    """Whether a module lacks a bias, and would add one: a convolution of torch's own, or a linear layer."""
+    """Tell whether a module lacks a bias, and would add one: a convolution of torch's own, or a linear layer."""
     if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
         return False
     known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -77,28 +77,28 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
             f"{message}; data-dependent control flow cannot be analysed: write it with torch.where, skip it if "
             "torch.compiler.is_exporting(), or fold the parts of the model that have none"
         ) from error
-    modules = dict(model.named_modules(remove_duplicate=False))
     targets = {
         spec.arg.name: str(spec.target).removeprefix("model.").rpartition(".")
         for spec in program.graph_signature.input_specs
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None
     }
+    modules = dict(model.named_modules(remove_duplicate=False))
+    nodes = list(program.graph.nodes)
     held: dict[tuple[nn.Module, str], list[Node]] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in targets:
-            path, _, name = targets[node.name]
-            held.setdefault((modules[path], name), []).append(node)
-    inside = {part for norm in norms.values() for part in norm.modules()}
+    for node in (node for node in nodes if node.op == "placeholder" and node.name in targets):
+        path, _, name = targets[node.name]
+        held.setdefault((modules[path], name), []).append(node)
     slots = []
     for tensor, held_by in owners.items():
-        found = [Slot(tensor, [owner], nodes=held.get((owner.module, owner.name), [])) for owner in held_by]
-        slots += _joined(found, untie, tensor in apart)
+        each = [Slot(tensor, [owner], nodes=held.get((owner.module, owner.name), [])) for owner in held_by]
+        slots += _joined(each, untie, tensor in apart)
+    inside = {part for norm in norms.values() for part in norm.modules()}
     for slot in slots:
         # An opaque norm does not show what it does with its own parameters.
         hidden = next((owner for owner in slot.owners if owner.module in inside), None)
         if hidden is not None:
             slot.fixed = slot.fixed or f"{hidden} is part of a norm"
-    return Graph(model, list(program.graph.nodes), slots)
+    return Graph(model, nodes, slots)
 
 
 def _joined(slots: list[Slot], untie: bool, apart: bool) -> list[Slot]:

@@ -209,7 +209,7 @@ def _errors(given: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 
 
 def _largest(errors: Sequence[Sequence[float]]) -> list[float]:
-    """The largest error of each output over the samples."""
+    """Return the largest error of each output over the samples."""
     return [max(column) for column in itertools.zip_longest(*errors, fillvalue=0.0)]
 
 
@@ -222,7 +222,7 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """One dense float64 tensor with all the numbers."""
+    """Return a tensor of any layout as one dense float64 tensor."""
     if tensor.is_nested:
         tensor = torch.nested.to_padded_tensor(tensor, 0.0)
     tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor

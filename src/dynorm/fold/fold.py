@@ -52,10 +52,10 @@ def fold_(
       LayerNorms looks at that stream; they become :class:`dynorm.layers.rmsnorm.RMSNorm`, of the same eps.
     - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias before it.
 
-    The model is traced once with ``torch.export``, with the sizes of the example. What cannot be shown to be safe is
-    left alone, and the report says why. All new values are computed in float64 first and put in last; then the outputs
-    for the example and for fresh random inputs are compared, and if they differ everything is put back, to the bit.
-    Parameters stay the objects they are, with dtype, device and ``requires_grad``.
+    The model is traced once with ``torch.export``, with the sizes of the example. A part that cannot be shown to be
+    safe is left alone, and the report says why. All new values are computed in float64 first and put in last. Then the
+    outputs for the example and for fresh random inputs are compared; if they differ, everything is put back, to the
+    bit. Parameters stay the same objects, with their dtype, device and ``requires_grad``.
 
     Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs that show what is
     inside, such as ``output_hidden_states=True``, change if the example did not ask for them; so do tensors that a
@@ -101,7 +101,8 @@ def fold_(
     Reference:
         S. Ashkboos et al., "SliceGPT", arXiv 2401.15024, section 3.1, for pre-norm transformers.
     """
-    if tolerance is not None and not _is_tolerance(tolerance):
+    is_number = isinstance(tolerance, Real) and not isinstance(tolerance, bool) and math.isfinite(tolerance)
+    if tolerance is not None and not (is_number and tolerance >= 0):
         raise ArgumentError(f"tolerance must be a finite number, 0 or more, got {tolerance!r}")
     _require_foldable(model)
     # A run may write into its arguments: a cache grows.
@@ -152,10 +153,6 @@ def fold_(
         "dynorm" if ours or (free and not hasattr(model, "save_pretrained")) else "stock",
         0 if before is None else before.fresh,
     )
-
-
-def _is_tolerance(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= 0
 
 
 def _require_foldable(model: nn.Module) -> None:

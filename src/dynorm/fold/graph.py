@@ -47,7 +47,7 @@ class Owner:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The module's dict of parameters or of buffers that holds it."""
+        """Return the module's dict of parameters or of buffers that holds it."""
         return self.module._parameters if self.name in self.module._parameters else self.module._buffers
 
     def __str__(self) -> str:
@@ -79,12 +79,12 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The name in the model, the first one."""
+        """Return the first name in the model."""
         return str(self.owners[0])
 
     @property
     def is_saved(self) -> bool:
-        """Whether the state dict has it, as floating-point numbers."""
+        """Tell whether the state dict has it, as floating-point numbers."""
         persistent = all(owner.name not in owner.module._non_persistent_buffers_set for owner in self.owners)
         return persistent and self.tensor.is_floating_point()
 
@@ -137,7 +137,7 @@ def shape(node: Node) -> tuple[int, ...]:
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether something is a node whose value is one tensor."""
+    """Tell whether something is a node whose value is one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
 
 
@@ -182,7 +182,7 @@ def producer(node: Node) -> tuple[Node, int | None]:
 
 
 def is_norm(node: Node) -> bool:
-    """Whether a node stands for a call of a norm."""
+    """Tell whether a node stands for a call of a norm."""
     return packet(node) == "dynorm.fold_site"
 
 
@@ -235,7 +235,7 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
 
 
 def is_move(node: Node, source: Node) -> bool:
-    """Whether a value is made of another one's elements only."""
+    """Tell whether a value is made of another one's elements only."""
     op, _ = producer(node)
     return bool(op.args) and op.args[0] is source and (_is_same(op, _name(op)) or _name(op) in _MOVES)
 
@@ -282,7 +282,7 @@ def leaves(placeholder: Node) -> set[Leaf]:
 
 
 def factor_of(node: Node, value: Node, axis: int) -> bool:
-    """Whether ``node`` is ``value`` times, or divided by, one number for all channels of a token."""
+    """Tell whether ``node`` is ``value`` times, or divided by, one number for all channels of a token."""
     if packet(node) not in ("aten.mul", "aten.div") or len(node.args) != 2 or node.kwargs:
         return False
     first, second = node.args
@@ -319,7 +319,7 @@ def _is_same(op: Node, name: str) -> bool:
 
 
 def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
-    """Whether a view keeps the channels only because an axis beside them has one index, and with more would mix them.
+    """Tell whether a view keeps the channels only because an axis beside them has one index; with more it mixes them.
 
     It does if such an axis changes sides with the channels, or if it did so by a permutation and is then merged away.
     """
@@ -335,7 +335,7 @@ def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
 
 
 def _crossed(value: Node, axis: int) -> set[str]:
-    """On which side of the channels the permutations before a value put axes of one index that were on the other."""
+    """Return the sides of the channels, "before" or "after", to which permutations moved axes of one index."""
     single = [i for i, size in enumerate(shape(value)) if size == 1]
     # at[i]: where axis i of the last value is in the one that is looked at.
     at = list(range(len(shape(value))))

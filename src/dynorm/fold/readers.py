@@ -195,5 +195,5 @@ def _bias(graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool)
 
 
 def _is_stacked(slot: Slot, *axes: int) -> bool:
-    """Whether a parameter has more in it than a reader takes: axes beside these, of more than one index."""
+    """Tell whether a parameter has more in it than a reader takes: axes beside these, of more than one index."""
     return any(size != 1 for axis, size in enumerate(slot.tensor.shape) if axis not in axes)

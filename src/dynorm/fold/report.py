@@ -101,12 +101,12 @@ class FoldReport:
 
     @property
     def parameters_removed(self) -> int:
-        """The sum over the sites."""
+        """Return the sum over the sites."""
         return sum(site.parameters_removed for site in self.sites)
 
     @property
     def operations_removed(self) -> int:
-        """The sum over the sites."""
+        """Return the sum over the sites."""
         return sum(site.operations_removed for site in self.sites)
 
     def count(self, rewrite: str, state: str = FOLDED) -> int:

@@ -1,4 +1,4 @@
-"""The marks of a folded model beside its class: RMSNorms, added biases and untied tensors, for saving and loading."""
+"""How a folded model differs from its class, for saving and loading: RMSNorms, added biases, untied tensors."""
 
 from __future__ import annotations
 

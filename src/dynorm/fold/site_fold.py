@@ -101,22 +101,22 @@ class SiteFold:
 
     @property
     def path(self) -> str:
-        """The path in the model."""
+        """Return the path in the model."""
         return self.site.path
 
     @property
     def is_given(self) -> bool:
-        """Whether its factor or shift goes into the readers."""
+        """Tell whether its factor or shift goes into the readers."""
         return self.kept is None and (self.factor is not None or self.shift is not None)
 
     @property
     def stream_refused(self) -> str | None:
-        """Why a LayerNorm stays one: the mean of a stream that it is called on cannot be taken out."""
+        """Return why a LayerNorm stays one: a stream that it is called on must keep its mean."""
         return next((stream.refused for stream in self.streams or () if stream.refused is not None), None)
 
     @property
     def becomes_rms(self) -> bool:
-        """Whether it is a LayerNorm that becomes an RMSNorm."""
+        """Tell whether it is a LayerNorm that becomes an RMSNorm."""
         return bool(self.chosen and self.streams and self.stream_refused is None)
 
     def axis(self, rank: int) -> int:
@@ -256,7 +256,7 @@ def _vector(module: nn.Module, name: str | None, offset: float) -> Tensor | None
 
 
 def affine_is_exact(fold: SiteFold) -> bool:
-    """Whether a norm is, to the last digits, its neutral form times its weight plus its bias."""
+    """Tell whether a norm is, to the last digits, its neutral form times its weight plus its bias."""
     neutral = _wide_copy(fold.module)
     if neutral is None:
         return False
@@ -267,7 +267,7 @@ def affine_is_exact(fold: SiteFold) -> bool:
 
 
 def is_exact_layernorm(fold: SiteFold) -> bool:
-    """Whether a LayerNorm is, to the last digits, an RMSNorm of the same eps on tokens without a mean."""
+    """Tell whether a LayerNorm is, to the last digits, an RMSNorm of the same eps on tokens without a mean."""
 
     def rms(x: Tensor, axis: int) -> Tensor:
         x = x - x.mean(axis, keepdim=True)
@@ -277,7 +277,7 @@ def is_exact_layernorm(fold: SiteFold) -> bool:
 
 
 def _is_exact(fold: SiteFold, core: Callable[[Tensor, int], Tensor]) -> bool:
-    """Whether a norm is a function of tokens and their channel axis, times its weight plus its bias."""
+    """Tell whether a norm is a function of tokens and their channel axis, times its weight plus its bias."""
     module = _wide_copy(fold.module)
     if module is None:
         return False
