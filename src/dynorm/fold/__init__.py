@@ -1,4 +1,4 @@
-"""Fold: what is linear in a norm into its neighbours, exactly, on the graph of any model."""
+"""Fold the linear parts of norms into their neighbours, exactly, on the graph of any model."""
 
 from dynorm.fold.fold import fold_
 from dynorm.fold.report import FoldedSite, FoldReport, Rewrite

@@ -44,7 +44,7 @@ def new_values(folds: Sequence[SiteFold]) -> tuple[dict[Slot, Tensor], dict[Slot
             added[weight] = constant
         else:
             values[bias] = value(bias) + constant.to(bias.tensor.device)
-    # Then the writers: a gain (LayerScale) goes into them, as the mean is taken of what it has scaled.
+    # Then the writers. A gain (LayerScale) goes into them first, for the mean is that of the scaled outputs.
     streams = dict.fromkeys(stream for fold in folds if fold.becomes_rms for stream in fold.streams or ())
     writes = {write.slot: write for stream in streams for write in stream.writes}
     for slot, write in writes.items():
@@ -90,7 +90,7 @@ class Swap:
 
         Args:
             model: the model.
-            folds: what becomes of its norms.
+            folds: the records of its norms.
             values: of its parameters.
             added: the biases that it gets, by the weight of their layer.
             drop_affine: whether the point-wise layers that gave their scale away gave weight and bias too.

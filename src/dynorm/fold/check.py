@@ -48,7 +48,6 @@ class Check:
         args: of one call.
         kwargs: of one call.
         tolerance: the relative error to allow; by dtype if None.
-        samples: how many fresh inputs to try; a model may take none but the example.
 
     Raises:
         DataError: the model cannot be run on the example, or its outputs hold nothing finite to compare.
@@ -62,14 +61,14 @@ class Check:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tolerance: float | None = None,
-        samples: int = 2,
     ) -> None:
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         # The narrowest.
         self.dtype = min(dtypes, key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps), default=torch.float32)
         self.inputs = [copied((tuple(args), dict(kwargs)))]
         self._before = [self._of_example(model)]
-        for seed in range(1, samples + 1):
+        # Two fresh inputs; a model may take none but the example.
+        for seed in (1, 2):
             self._add_fresh(model, seed)
         self.fresh = len(self.inputs) - 1
         self.noise: float | None = None
@@ -148,14 +147,14 @@ class Check:
                 return
 
     def _widen(self, model: nn.Module, tolerance: float | None) -> None:
-        """Take what the model gives in float32 for the truth, and its own distance from that for its noise."""
+        """Take the float32 outputs for the truth, and the model's own distance from them for its noise."""
         try:
             exact = copy.deepcopy(model).float()
             inputs = [mapped(x, lambda t: t.detach().float() if t.dtype in _HALVES else t) for x in self.inputs]
             wide = [self._outputs(exact, x) for x in inputs]
         except Exception as error:
             if tolerance is not None:
-                # What it gave in half precision stays what it is compared with.
+                # The half-precision outputs stay those to compare with.
                 return
             raise ModelError(
                 "the model must have a float32 copy that runs, from which its own rounding error is measured, but that "

@@ -57,13 +57,13 @@ def fold_(
     outputs for the example and for fresh random inputs are compared; if they differ, everything is put back, to the
     bit. Parameters stay the same objects, with their dtype, device and ``requires_grad``.
 
-    Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs that show what is
+    Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs that show the
     inside, such as ``output_hidden_states=True``, change if the example did not ask for them; so do tensors that a
     forward keeps on ``self``. Axes of the example should be longer than 1: a reordering of one token is not seen.
 
     Args:
         model: in eval mode; plain, neither compiled, wrapped, quantized nor sharded.
-        *args: what one call takes.
+        *args: the example, the arguments of one call.
         affine: fold weights and biases.
         center: fold means.
         constants: fold the scales and centres of point-wise layers.
@@ -74,7 +74,7 @@ def fold_(
         check: compare the outputs. Without, the result is only run once.
         tolerance: the relative error to allow; by default 1e-12 in float64, 1e-5 in float32, and for half precision
             twice the model's own error against float32, measured.
-        **kwargs: what one call takes by keyword.
+        **kwargs: the example's keyword arguments.
 
     Returns:
         A report with one row per site: where each part went, or why it stays.
@@ -82,7 +82,7 @@ def fold_(
     Raises:
         ArgumentError: ``tolerance`` is negative, or a glob matches no site.
         ModelError: the model has no norm, cannot be traced, is in training mode, quantized, sharded, compiled,
-            wrapped or on the meta device; returns what cannot be seen, such as a generator; rounds too coarsely to be
+            wrapped or on the meta device; returns something opaque, such as a generator; rounds too coarsely to be
             checked; or the outputs changed, or its code raised. It is then as it was.
         DataError: the model cannot be run on the example, or gives nothing finite to compare; or the example cannot be
             copied.
@@ -149,7 +149,7 @@ def fold_(
         error,
         None if before is None else before.tolerance,
         None if before is None else before.noise,
-        # transformers does not tie what is saved apart; another class does.
+        # transformers does not tie tensors that were saved apart; other classes do.
         "dynorm" if ours or (free and not hasattr(model, "save_pretrained")) else "stock",
         0 if before is None else before.fresh,
     )

@@ -1,4 +1,4 @@
-"""The traced graph of a model: who uses which value and parameter, and where the channels of a value go."""
+"""The traced graph of a model: the users of each value and parameter, and the way of a value's channels."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def width(node: Node) -> int:
 
 
 def packet(node: Node) -> str:
-    """Return the operator's name without its overload, as "aten.add"; empty for what is no operator."""
+    """Return the operator's name without its overload, as "aten.add"; empty for any other node."""
     return str(getattr(node.target, "overloadpacket", "")) if node.op == "call_function" else ""
 
 
@@ -158,7 +158,7 @@ def argument(node: Node, index: int) -> Any:
 
 
 def users(node: Node) -> Iterator[Node]:
-    """Yield who uses a value: tensor-valued nodes (the parts of a split each by itself) and the output."""
+    """Yield the users of a value: tensor-valued nodes (the parts of a split each by itself) and the output."""
     for user in node.users:
         if packet(user) in _SHAPE_ONLY:
             continue

@@ -49,7 +49,7 @@ class Read:
         return weight * rows.view(*rows.shape, *[1] * (weight.ndim - 2))
 
     def constant(self, weight: Tensor, shift: Tensor) -> Tensor:
-        """Return what this weight makes of a constant ``shift`` in every token: one number per output."""
+        """Return the outputs of this weight for a constant ``shift`` in every token: one number per output."""
         assert self.out is not None
         product = self.scaled(weight, shift)
         return product.sum([axis for axis in range(product.ndim) if axis != self.out])

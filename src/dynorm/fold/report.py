@@ -1,4 +1,4 @@
-"""The report of a fold: one row per norm, and what it saves."""
+"""The report of a fold: one row per norm, and its savings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a fold, one per norm or point-wise layer: what it is, what becomes of it, and why it stays."""
+"""The records of a fold: one per norm or point-wise layer, with its outcome and the reasons."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Stream:
 
 @dataclass(eq=False)
 class SiteFold:
-    """One norm or point-wise layer, and what a fold does there.
+    """One norm or point-wise layer, and the fold there.
 
     Args:
-        site: its path and what is known of it.
+        site: its path, and all that ``find_norms`` knows of it.
         module: the norm or layer.
         chosen: whether the caller wants it folded.
         refused: why nothing of it can be folded, or None.
