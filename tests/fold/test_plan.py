@@ -361,3 +361,16 @@ def test_norms_whose_readers_are_shared_in_a_chain_fall_together(monkeypatch: py
     monkeypatch.setattr(affine, "affine_is_exact", lambda fold: fold.path != "n3")
     report = unchecked(model, center=False)
     assert report.count("affine") == 0
+
+
+@pytest.mark.parametrize("untie", [True, False])
+def test_a_tied_value_of_a_stream_is_followed_from_all_its_owners(untie: bool) -> None:
+    def run(m: Any, x: Tensor) -> Any:
+        return m.h(m.n(m.e(x) + m.a[0])) + m.b[0].relu().sum()
+
+    table = vector()
+    model = model_of(run, a=nn.ParameterList([table]), b=nn.ParameterList([table]))
+    report = unchecked(model, untie=untie)
+    assert report.count("center") == untie
+    assert (model.a[0] is not model.b[0]) == untie
+    assert untie or "aten.relu" in reasons(report)
