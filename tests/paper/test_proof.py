@@ -174,6 +174,8 @@ def test_what_was_meant_is_no_misprint() -> None:
         ("closed-form-2", "v_i", "others((x_k - mu)**2) / (C - 1)"),
         ("closed-form-3", "s_i", "sum_k(x_k**2)"),
         ("closed-form-4", "v_i", "others((x_k - m_i)**2) / C"),
+        ("witness-all", "MS", "sum_k(x_k**2) / (C - 1)"),
+        ("witness-derivative", "beta_i", "beta + sum_k(g_k*(x_k - p)**2)"),
         ("misprint-first-version", "dy_du", "diff(y**(-2), y)"),
         ("misprint-note", "mu", "sum_k(x_k) / (C - 1)"),
     ],

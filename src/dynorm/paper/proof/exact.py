@@ -34,6 +34,11 @@ _C = sp.Symbol("C", integer=True, positive=True)
 _PLACES = {name: sp.Symbol(name, integer=True, positive=True) for name in "ijkl"}
 _X_I = sp.IndexedBase("x", real=True)[_PLACES["i"]]
 
+
+def _channel(vector: str, place: Expr) -> Expr:
+    return sp.IndexedBase(vector, **{"nonnegative" if vector == "g" else "real": True})[place]
+
+
 # Dummies, so that no name in a formula can be taken for one of them.
 _N = sp.Dummy("n", positive=True)
 _M, _E = (sp.Dummy(name, real=True) for name in "me")
@@ -41,6 +46,11 @@ _V = sp.Dummy("v", nonnegative=True)
 _EVERY_TOKEN = {_X_I: _M + _E, _C: _N + 1}
 _OTHERS = (_N, _N * _M, _N * (_V + _M**2))
 """The sums of 1, of the other channels and of their squares."""
+
+# The same with gains as weights: their sum, and the weighted mean and variance of the other channels.
+_G, _VG = (sp.Dummy(name, nonnegative=True) for name in ("g", "w"))
+_MG, _X = (sp.Dummy(name, real=True) for name in "qx")
+_WEIGHED = (_G, _G * _MG, _G * (_VG + _MG**2))
 
 
 class NotReducibleError(DynormError):
@@ -104,7 +114,7 @@ class _Exact(Reading):
         if pair := indexed(name):
             if name.startswith("delta_"):
                 return sp.KroneckerDelta(*(_PLACES[place] for place in pair))
-            return sp.IndexedBase(pair[0], real=True)[_PLACES[pair[1]]]
+            return _channel(pair[0], _PLACES[pair[1]])
         if name not in self.definitions or name in self._held:
             return sp.Symbol(name, **{self.numbers.get(name, "real"): True})
         if (name, self._held) not in self._known:
@@ -136,7 +146,7 @@ def reduced(expression: Expr) -> Expr:
     """Return an expression of what channel i sees.
 
     Raises:
-        NotReducibleError: If a sum is not of a polynomial of at most degree 2 in the channels.
+        NotReducibleError: If a sum is not of a polynomial of at most degree 2 in the channels, weighed by gains or not.
     """
     without_sums = expression.replace(lambda e: isinstance(e, sp.Sum), _reduced_sum)
     return without_sums.xreplace(_EVERY_TOKEN)
@@ -151,13 +161,17 @@ def _reduced_sum(total: Expr) -> Expr:
         elsewhere = body.xreplace({deltas[0]: sp.Integer(0)})
         alone += (body - elsewhere).subs(place, other)
         body = sp.expand(elsewhere)
-    x_k = sp.IndexedBase("x", real=True)[place]
-    coefficients = [body.coeff(x_k, degree) for degree in range(3)]
-    rest = body - sum(coefficient * x_k**degree for degree, coefficient in enumerate(coefficients))
-    if sp.expand(rest) != 0 or any(coefficient.has(place) for coefficient in coefficients):
-        raise NotReducibleError(f"the sum of {body} is no mean or variance: only those are seen by one channel")
-    moments = (other + _X_I**degree for degree, other in enumerate(_OTHERS))
-    return alone + sum(coefficient * moment for coefficient, moment in zip(coefficients, moments, strict=True))
+    x_k, g_k = (_channel(vector, place) for vector in "xg")
+    coefficients = []
+    for weight, others in ((sp.Integer(1), _OTHERS), (g_k, _WEIGHED)):
+        for degree, other in enumerate(others):
+            coefficient = body.coeff(g_k, int(weight != 1)).coeff(x_k, degree)
+            body = sp.expand(body - coefficient * weight * x_k**degree)
+            alone += coefficient * (other + weight.subs(place, _PLACES["i"]) * _X_I**degree)
+            coefficients.append(coefficient)
+    if body != 0 or any(coefficient.has(place) for coefficient in coefficients):
+        raise NotReducibleError(f"{total} is no mean or variance: only those are seen by one channel")
+    return alone
 
 
 def _by_channel(difference: Expr, relation: str, seed: int) -> Verdict:
@@ -243,10 +257,13 @@ def _name_exponentials(expression: Expr, bases: dict[Expr, Expr]) -> Expr:
 
 def _has_sign(expression: Expr, *, strict: bool) -> bool:
     """Whether a quotient is not negative, or positive, wherever its denominator is not 0."""
-    numerator, denominator = (sp.factor(part) for part in sp.fraction(sp.together(expression)))
-    if denominator.is_nonpositive:
-        numerator, denominator = -numerator, -denominator
-    return bool(denominator.is_nonnegative and (numerator.is_positive if strict else numerator.is_nonnegative))
+    parts = sp.fraction(sp.together(expression))
+    # The sign may show in the deviation e, or in x_i itself.
+    for forms in ([sp.factor(p) for p in parts], [sp.expand(p.xreplace({_E: _X - _M})) for p in parts]):
+        numerator, denominator = (-p for p in forms) if forms[1].is_nonpositive else forms
+        if denominator.is_nonnegative and (numerator.is_positive if strict else numerator.is_nonnegative):
+            return True
+    return False
 
 
 def _values(expression: Expr, seed: int) -> Iterator[Expr]:

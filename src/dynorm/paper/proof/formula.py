@@ -1,8 +1,9 @@
 """Formulas as text: what is proven, what is computed and what is shown come from the same tree.
 
 A formula is a Python expression of names, integers, ``+ - * / **`` and the functions of :data:`FUNCTIONS`.
-``x_i`` is the channel that is looked at, ``x_k`` one that a sum runs over; ``gamma`` and ``bias`` have channels
-too, ``delta_ki`` is Kronecker's delta. Other names are free numbers, or stand for a formula of their own.
+``x_i`` is the channel that is looked at, ``x_k`` one that a sum runs over; ``gamma``, ``bias`` and the gains ``g``,
+which are not negative, have channels too, ``delta_ki`` is Kronecker's delta. Other names are free numbers, or stand
+for a formula of their own.
 
 =================  =========================================================================
 ``sum_k(f)``       sum of f over k = 1 ... C; ``sum_l`` likewise over l
@@ -30,7 +31,7 @@ ELEMENTARY = ("sqrt", "log", "exp", "tanh")
 FUNCTIONS = {**dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1), "diff": 2, "limit": 2}
 """For each function, how many arguments it takes."""
 
-_INDEXED = re.compile(r"(?:(x|gamma|bias)_|delta_([ijkl]))([ijkl])")
+_INDEXED = re.compile(r"(?:(x|gamma|bias|g)_|delta_([ijkl]))([ijkl])")
 _SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 _ALLOWED = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, ast.USub, *_SIGNS)
 

@@ -30,6 +30,12 @@ def _slope_by_integrand(x: Tensor) -> Tensor:
     return slope * (n * y - y**3)
 
 
+def _with_witnesses(x: Tensor, n: Any) -> Tensor:
+    chosen = n.g.nonzero().flatten()
+    gain = n.g[chosen] if len(chosen) else None
+    return functional.dyisru_general(x, n.beta, n.p, scale=n.s, witnesses=chosen, gain=gain)
+
+
 def _norm(x: Tensor) -> Tensor:
     return functional.layer_norm(x, eps=0.0)
 
@@ -122,6 +128,17 @@ FUNCTIONS: dict[str, Mapping[str, Function]] = {
             x, theory.closed_form_beta(n.sigma**2, len(x)), scale=math.sqrt(len(x))
         )
     },
+    "witness-none": {
+        "sqrt(C - 1)*((x_i - p)/sqrt(beta + (x_i - p)**2))": lambda x, n: functional.dyisru_general(
+            x, n.beta, n.p, witnesses=torch.arange(0)
+        ),
+        "sqrt(C - 1)*(x_i/sqrt(beta + x_i**2))": lambda x, n: functional.dyisru(x, n.beta, witnesses=torch.arange(0)),
+    },
+    "witness-all": {
+        "x_i/sqrt(MS + eps)": lambda x, n: theory.rms_norm_by_witnesses(x, n.eps),
+        "(x_i - mu)/sqrt(sigma**2 + eps)": lambda x, n: theory.rms_norm_by_witnesses(functional.center(x), n.eps),
+    },
+    "witness-derivative": {"y_i": _with_witnesses},
     "misprint-first-version": {"1": lambda x, n: _slope_by_integrand(x)},
     "misprint-note": {"x_i - mu": lambda x, n: x @ (torch.eye(len(x)).double() - 1 / len(x))},
 }

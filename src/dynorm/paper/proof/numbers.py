@@ -139,9 +139,14 @@ def _random_token(statement: Statement, channels: int, draw: random.Random) -> T
     grid = [mpf(2 * k - channels + 1) * 3 / channels + number() * 3 / 10 / channels for k in range(channels)]
     draw.shuffle(grid)
     vectors = {"x": [value + offset for value in grid]} | {name: [number() for _ in grid] for name in ("gamma", "bias")}
+    # A channel without a gain is no witness.
+    vectors["g"] = [draw.randint(0, 1) * number(1) for _ in grid]
     numbers = {name: number(1) if domain != "real" else number() for name, domain in statement.numbers.items()}
     indices = {"j": draw.randrange(channels), "k": draw.randrange(channels)}
-    return Token(vectors, draw.randrange(channels), numbers, statement.definitions, indices)
+    place = draw.randrange(channels)
+    # The channel itself has a gain: else it would not show that no channel is its own witness.
+    vectors["g"][place] = number(1)
+    return Token(vectors, place, numbers, statement.definitions, indices)
 
 
 @dataclass(frozen=True)
