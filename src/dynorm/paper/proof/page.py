@@ -82,7 +82,7 @@ def _head(report: Report) -> str:
         f'<p class="lead {"" if report.holds else "bad"}">{escape(summary(report))}.</p>'
         "<p>C is a symbol in every proof; nothing is sampled. Each step is decided by exact algebra; then both of its "
         "sides are computed from their definitions, by another program, on random tokens of 2, 3, 7 and 100 channels "
-        f"(seed {report.seed}). The functions of dynorm and their automatic derivatives are the third witness. "
+        f"(seed {report.seed}). The functions of dynorm and their automatic derivatives are a third check. "
         '<a href="#method">How it is done</a></p></header>'
         '<nav aria-label="Contents"><h2>Contents</h2>'
         '<div class="scroll" tabindex="0" role="region" aria-label="Table of statements">'
