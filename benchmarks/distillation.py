@@ -34,15 +34,15 @@ class Recipe:
 
     Args:
         to: the layer.
-        per_channel: one constant a channel, or one a layer.
+        per_channel: one constant per channel, or one per layer.
         rate: the highest learning rate over that of ``dynorm convert``.
-        path: anneal from the norm during this share of the steps, instead of a fit before the first.
+        anneal: anneal from the norm during this share of the steps, instead of a fit before the first.
     """
 
     to: str = "dyisru"
     per_channel: bool = Defaults.per_channel
     rate: float = 1.0
-    path: float | None = None
+    anneal: float | None = None
 
 
 RECIPES = {
@@ -50,8 +50,8 @@ RECIPES = {
     "linear (control)": Recipe("linear"),
     "scaled DyT": Recipe("dyt"),
     "scaled Derf": Recipe("derf"),
-    "DyISRU, a constant a layer": Recipe(per_channel=False),
-    "DyISRU by the path": Recipe("annealed", path=0.6),
+    "DyISRU, one constant per layer": Recipe(per_channel=False),
+    "DyISRU, annealed": Recipe("annealed", anneal=0.6),
     "DyISRU, twice the rate": Recipe(rate=2.0),
 }
 MODELS = {
@@ -95,20 +95,20 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int) -> Subject:
     subject = encoder(seed) if model == "encoder" else language_model()
     pretrained = subject.pretrained
     callbacks = []
-    if recipe.path is None:
+    if recipe.anneal is None:
         for _ in fitted(subject, recipe.to, seed, per_channel=recipe.per_channel):
             pass
     else:
         (probe,) = make_batches(pretrained, subject.encoded[:BATCH], BATCH)
         sites = dynorm.find_norms(pretrained.model, **probe)
         dynorm.convert_(pretrained.model, sites, recipe.to, per_channel=recipe.per_channel)
-        callbacks = [AnnealCallback(start=1, length=recipe.path)]
+        callbacks = [AnnealCallback(start=1, length=recipe.anneal)]
     distill_(
         pretrained, subject.original, subject.encoded, steps=steps, seed=seed, quiet=True,
         lr=recipe.rate * distillation_rate(pretrained.model),
         callbacks=callbacks,
     )  # fmt: skip
-    if recipe.path is not None:
+    if recipe.anneal is not None:
         dynorm.finalize_(pretrained.model)
     return subject
 

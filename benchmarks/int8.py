@@ -43,7 +43,7 @@ def study() -> dict[str, Any]:
         rows.append({"way": name, **cosines(embeddings(quantized, tests), want)})
         print(rows[-1], flush=True)
     return {
-        "model": "all-MiniLM-L6-v2, 13 LayerNorms replaced by DyISRU with a constant a channel, calibrated and refined",
+        "model": "all-MiniLM-L6-v2, 13 LayerNorms replaced by DyISRU with one constant per channel, calibrated and refined",
         "texts": "first paragraphs of the standard library's docstrings",
         "calibration_texts": CALIBRATION_TEXTS,
         "refine_steps": REFINE,
@@ -63,7 +63,7 @@ def ways(
     """Return each way to quantize by its name; ``ranges`` are those of each channel."""
     found: list[tuple[str, Callable[[nn.Module], Any]]] = [
         ("weights alone", lambda model: by_torchao(model, readers, dynamic=False)),
-        ("dynamic, a scale a token", lambda model: by_torchao(model, readers, dynamic=True)),
+        ("dynamic, one scale per token", lambda model: by_torchao(model, readers, dynamic=True)),
     ]
 
     def static(name: str, **options: Any) -> None:
@@ -71,17 +71,17 @@ def ways(
 
     static("bound", sigmas=None)
     static("bound, affine", symmetric=False)
-    static("bound, a scale a channel", per_channel=True)
+    static("bound, one scale per channel", per_channel=True)
     for k in SIGMAS:
         static(f"{k:g} sigma", sigmas=k)
     for k in SIGMAS:
-        static(f"{k:g} sigma, a scale a channel", sigmas=k, per_channel=True)
+        static(f"{k:g} sigma, one scale per channel", sigmas=k, per_channel=True)
     static("data, least and largest", ranges={path: extremes(y) for path, y in seen.items()})
     static("data, least and largest, affine", ranges={path: extremes(y) for path, y in seen.items()}, symmetric=False)
     for q in QUANTILES:
         static(f"data, {q:.4g} quantile", ranges={path: quantile(y, q) for path, y in seen.items()})
     static(
-        "data, least and largest, a scale a channel",
+        "data, least and largest, one scale per channel",
         ranges=ranges,
         per_channel=True,
     )

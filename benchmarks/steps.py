@@ -1,4 +1,4 @@
-"""What a training step costs with point-wise layers, and along the path, beside the same step with norms.
+"""What a training step costs with point-wise layers, and with annealed ones, beside the same step with norms.
 
 ``python -m benchmarks.steps`` trains the study's small models side by side, one step of each a round in an order drawn
 anew, and writes benchmarks/results/steps.json: a few minutes on two cores. A step is forward, backward, clipping and
@@ -26,7 +26,7 @@ from studies.trainer import WEIGHT_DECAY, losses
 
 RESULTS = Path(__file__).parent / "results" / "steps.json"
 LR = 1e-3
-# The words for a row; the arm, and where on the path it stands.
+# The words for a row; the arm, and its t.
 PLACES: dict[str, tuple[str, float | None]] = {
     "annealed DyISRU, t = 0": ("dyisru_annealed", 0.0),
     "annealed DyISRU, t = 0.5": ("dyisru_annealed", 0.5),
@@ -38,7 +38,7 @@ NORMS = {"gpt2": "layernorm", "llama": "rmsnorm"}
 
 
 def step_of(settings: Settings, data: Data, t: float | None) -> Callable[[], None]:
-    """Return one training step of a fresh model of an arm; on the path, at one place of it."""
+    """Return one training step of a fresh model of an arm; of an annealed one, at one t."""
     model = build(settings, data).train()
     batch = draw_batch(data, settings.size_spec.batch)
     if t is not None:

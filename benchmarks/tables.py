@@ -46,7 +46,7 @@ def quality_table() -> str:
         "|---|---|---|---|",
     ]
     for layer, per_channel in dict.fromkeys((row["layer"], row["per_channel"]) for row in rows):
-        name = NAMES[layer] + ("" if per_channel else ", a constant a layer")
+        name = NAMES[layer] + ("" if per_channel else ", one constant per layer")
         mine = [row for row in rows if (row["layer"], row["per_channel"]) == (layer, per_channel)]
         cells = [cell([row for row in mine if row["stage"] == stage]) for stage in STAGES]
         cells.append(cell([row["docstrings"] for row in trained if row["recipe"] == name]))
@@ -192,7 +192,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-models": speed_models,
         "speed-operations": speed_operations,
     },
-    "docs/path.md": {"steps": steps_table},
+    "docs/anneal.md": {"steps": steps_table},
     "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
 }
 """What each page shows between its marks."""

@@ -105,7 +105,7 @@ RATES = Part(
 )
 PATHS = Part(
     "paths",
-    "Variants of the path, 600 steps",
+    "Variants of the annealing, 600 steps",
     ("dyisru_annealed",),
     norm_rates=(4e-3,),
     extend=False,

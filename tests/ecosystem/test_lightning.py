@@ -1,4 +1,4 @@
-"""The lines for Lightning, as docs/path.md has them, in a real run."""
+"""The lines for Lightning, as docs/anneal.md has them, in a real run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
 ]
 
-PAGE = Path(__file__).parents[2] / "docs" / "path.md"
+PAGE = Path(__file__).parents[2] / "docs" / "anneal.md"
 START, LENGTH, STEPS = 6, 3, 12
 
 
 def callback() -> Any:
-    """The class of the page, with a path that fits a short run."""
+    """The class of the page, with a schedule that fits a short run."""
     (lines,) = re.findall(r"```python\n(class Anneal\(lightning.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     short = lines.replace("start=600, length=300", f"start={START}, length={LENGTH}")
     assert short != lines
@@ -35,7 +35,7 @@ def callback() -> Any:
 
 
 class Net(lightning.LightningModule):
-    """A regression, which writes down where on the path each of its steps was."""
+    """A regression, which writes down where each of its steps stood on the way."""
 
     def __init__(self) -> None:
         super().__init__()
