@@ -43,7 +43,7 @@ def study() -> dict[str, Any]:
         rows.append({"way": name, **cosines(embeddings(quantized, tests), want)})
         print(rows[-1], flush=True)
     return {
-        "model": "all-MiniLM-L6-v2, 13 LayerNorms replaced by DyISRU with one constant per channel, calibrated and refined",
+        "model": "all-MiniLM-L6-v2, 13 norms replaced by DyISRU (one constant per channel), calibrated and refined",
         "texts": "first paragraphs of the standard library's docstrings",
         "calibration_texts": CALIBRATION_TEXTS,
         "refine_steps": REFINE,
