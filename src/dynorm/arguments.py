@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -127,3 +128,24 @@ def along(value: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Lay ``value``, whose dimensions are ``axes`` of ``z``, along them."""
     ordered = value.permute(sorted(range(len(axes)), key=axes.__getitem__))
     return ordered.reshape([n if axis in axes else 1 for axis, n in enumerate(z.shape)])
+
+
+def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int, ...]:
+    """Return the positions of witness channels; a number N stands for the first N.
+
+    Raises:
+        ArgumentError: one is no integer, out of range or named twice, or there are more than channels.
+    """
+    if isinstance(witnesses, int) and not isinstance(witnesses, bool):
+        if not 0 <= witnesses <= channels:
+            raise ArgumentError(f"the number of witnesses must be from 0 to the {channels} channels, got {witnesses}")
+        return tuple(range(witnesses))
+    try:
+        found = tuple(operator.index(k) for k in cast("Sequence[int]", witnesses))
+    except TypeError as error:
+        raise ArgumentError(f"witnesses must be positions of channels, integers, got {witnesses!r}") from error
+    outside = [k for k in found if not 0 <= k < channels]
+    if outside or len(set(found)) < len(found):
+        problem = f"{outside[0]} is out of range" if outside else "one is named twice"
+        raise ArgumentError(f"witnesses must be different channels from 0 to {channels - 1}, but {problem}: {found}")
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -168,7 +169,9 @@ def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, g
         0
     """
     # Both the tables and the values: a model may write into a buffer, or put another tensor in its place.
-    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    # A run leaves our own layers alone; their witnesses are buffers that calibration gives them meanwhile.
+    others = [module for module in model.modules() if not getattr(module, "_dynorm_layer", False)]
+    tables = [(module._buffers, dict(module._buffers)) for module in others]
     buffers = [buffer for _, table in tables for buffer in table.values() if buffer is not None]
     values = [buffer.detach().clone() for buffer in buffers]
     training = [module for module in model.modules() if module.training]
@@ -199,11 +202,17 @@ def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, g
 
 @contextmanager
 def unchanged_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Give the parameters of layers their values back where an error is raised inside."""
+    """Give layers their parameters, with their values, and their witnesses back where an error is raised inside."""
     before = {p: p.detach().clone() for layer in layers for p in layer.parameters()}
+    names = ("_parameters", "_buffers", "witness_channels")
+    held = {
+        layer: {name: copy.copy(layer.__dict__[name]) for name in names if name in layer.__dict__} for layer in layers
+    }
     try:
         yield
     except BaseException:
+        for layer, values in held.items():
+            layer.__dict__.update(values)
         with torch.no_grad():
             for parameter, value in before.items():
                 parameter.copy_(value)

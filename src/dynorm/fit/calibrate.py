@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import SiteFit
+from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers
@@ -48,12 +49,14 @@ class SiteCalibration:
         tokens: how many tokens it saw, padding not counted.
         beta: its constant (the median of the channels' where there are many).
         error: root of the residual over the spread of the target, in the calibration data.
+        witnesses: its witness channels, and how well they tell a token's scale; None for a layer that has none.
     """
 
     path: str
     tokens: int
     beta: float
     error: float
+    witnesses: Witnesses | None = None
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,11 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
         require_plain_model(model)
         layers = require_layers(model, with_norms=True)
         ranks.require_alike(layers.items())
-        found = ((path, layer, replaced.site) for path, layer in layers.items() if (replaced := replaced_by(layer)))
-        in_call_order = sorted(found, key=lambda each: each[2].order)
-        fits = {layer: SiteFit(layer, site.kind, site.eps, ranks, path) for path, layer, site in in_call_order}
+        found = [(path, layer, replaced) for path, layer in layers.items() if (replaced := replaced_by(layer))]
+        fits = {
+            layer: SiteFit(layer, norm.site.kind, norm.site.eps, ranks, path, norm.witnesses)
+            for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
+        }
         with unchanged_on_error(fits), undisturbed(model, evaluate=True):
             used = _stream(model, fits, batches, ranks)
     unreached = [fit.path for fit in fits.values() if not fit.tokens]
@@ -149,7 +154,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
             stacklevel=2,
         )
     sites = [
-        SiteCalibration(fit.path, fit.tokens, float(layer.beta().detach().median()), fit.error)
+        SiteCalibration(fit.path, fit.tokens, float(layer.beta().detach().median()), fit.error, fit.witnesses)
         for layer, fit in fits.items()
         if fit.tokens
     ]

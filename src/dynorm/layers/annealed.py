@@ -132,6 +132,7 @@ class AnnealedNorm(PointwiseNorm):
         layer = self.target(**self.target_config(), device="meta")
         for name, parameter in self._parameters.items():
             layer.register_parameter(name, parameter)
+        layer.register_buffer("witnesses", self.witnesses)
         return layer.train(self.training)
 
     def target_config(self) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class AnnealedNorm(PointwiseNorm):
 
     def _apply(self, fn: Any, recurse: bool = True) -> AnnealedNorm:
         self._follow()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         # In bfloat16 it would no longer be what was set, and to_empty leaves anything in it.
         if self.t.dtype != torch.float32:
             self.t = torch.full_like(self.t, self._position, dtype=torch.float32)

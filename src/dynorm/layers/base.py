@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import kernels
-from dynorm.arguments import Shape, check_dim, check_positive, check_shape, upcast
+from dynorm.arguments import Shape, check_dim, check_positive, check_shape, check_witnesses, upcast
 from dynorm.errors import ArgumentError
 
 
@@ -20,6 +20,7 @@ class LayerOptions(TypedDict, total=False):
     per_channel: bool
     center: bool
     scale: float | None
+    witnesses: int | Sequence[int]
     dim: int | Sequence[int]
     device: torch.device | str | None
     dtype: torch.dtype | None
@@ -32,6 +33,10 @@ class PointwiseNorm(nn.Module):
     :meth:`pointwise`; everything else is here. Parameters are never
     0-dimensional: a constant has shape ``(1,)``, or ``normalized_shape`` with ``per_channel=True``.
 
+    With witnesses K the constant of a token is ``beta + sum over k in K of gain_k * (x_k - center_k)^2``: the layer
+    reads these few channels of the token too, and is no longer a function of one channel. Their gains are learned as
+    ``log_gain``. Without witnesses the layer has neither.
+
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
         elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
@@ -39,6 +44,7 @@ class PointwiseNorm(nn.Module):
         per_channel: one constant per channel instead of one for all.
         center: learn a centre c, subtracted from x first.
         scale: the fixed factor in front; the value that the function tends to.
+        witnesses: the positions of the witness channels in ``normalized_shape``; a number N for the first N.
         dim: the channel axis, -1 or any other (1 for channels-first); with several sizes, their axes (the last
             ones by default).
         device: where the parameters live; ``"meta"`` makes none.
@@ -46,7 +52,7 @@ class PointwiseNorm(nn.Module):
 
     Raises:
         ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale`` is 0 or not finite,
-            or ``dtype`` is not floating point.
+            a witness is out of range or named twice, or ``dtype`` is not floating point.
     """
 
     _dynorm_layer: ClassVar[bool] = True
@@ -58,6 +64,9 @@ class PointwiseNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     center: nn.Parameter | None
+    log_gain: nn.Parameter | None
+    witnesses: Tensor | None
+    witness_channels: tuple[int, ...]
 
     def __init__(
         self,
@@ -68,6 +77,7 @@ class PointwiseNorm(nn.Module):
         per_channel: bool = False,
         center: bool = False,
         scale: float | None = None,
+        witnesses: int | Sequence[int] = (),
         dim: int | Sequence[int] = -1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -92,6 +102,7 @@ class PointwiseNorm(nn.Module):
         for name in self.constants:
             self.register_parameter(name, empty(constant_shape))
         self.register_parameter("center", empty(constant_shape) if center else None)
+        self._register_witnesses(check_witnesses(witnesses, self.channels), empty)
         self.register_parameter("weight", empty(self.normalized_shape) if elementwise_affine else None)
         self.register_parameter("bias", empty(self.normalized_shape) if elementwise_affine and bias else None)
         self.reset_parameters()
@@ -112,7 +123,7 @@ class PointwiseNorm(nn.Module):
                 getattr(self, name).fill_(value)
             if self.weight is not None:
                 self.weight.fill_(1.0)
-            for parameter in (self.bias, self.center):
+            for parameter in (self.bias, self.center, self.log_gain):
                 if parameter is not None:
                     parameter.zero_()
 
@@ -161,17 +172,19 @@ class PointwiseNorm(nn.Module):
             if len(self.constants) > 1:
                 shift = getattr(self, self.constants[1])
         assert constant is not None
+        constants = (constant,) if shift is None else (constant, shift)
+        options: dict[str, Any] = {"weight": weight, "bias": bias, "center": center}
+        options |= {"scale": self.scale, "dim": self.dim}
+        if self.witness_channels:
+            assert self.log_gain is not None
+            options |= {"witnesses": self.witnesses, "gain": upcast(self.log_gain).exp()}
+            return self.function(x, *self.arguments(*constants), **options)
         parameters = (constant, shift, center, weight, bias)
         logarithmic = first == "log_beta"
         y = kernels.pointwise(
             self.kernel, x, parameters, self.scale, self.normalized_shape, self.dim, logarithmic=logarithmic
         )
-        if y is not None:
-            return y
-        constants = (constant,) if shift is None else (constant, shift)
-        return self.function(
-            x, *self.arguments(*constants), weight=weight, bias=bias, center=center, scale=self.scale, dim=self.dim
-        )
+        return self.function(x, *self.arguments(*constants), **options) if y is None else y
 
     @staticmethod
     def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
@@ -185,7 +198,7 @@ class PointwiseNorm(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return {
+        config = {
             "normalized_shape": list(self.normalized_shape),
             "elementwise_affine": self.elementwise_affine,
             "bias": self.bias is not None,
@@ -194,6 +207,7 @@ class PointwiseNorm(nn.Module):
             "scale": self.scale,
             "dim": self.dim if isinstance(self.dim, int) else list(self.dim),
         }
+        return config | ({"witnesses": list(self.witness_channels)} if self.witness_channels else {})
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
@@ -204,6 +218,8 @@ class PointwiseNorm(nn.Module):
             parts.append("per_channel=True")
         if self.center is not None:
             parts.append("center=True")
+        if self.witness_channels:
+            parts.append(f"witnesses={self.witness_channels}")
         parts += [f"elementwise_affine={self.elementwise_affine}", f"bias={self.bias is not None}"]
         return ", ".join(parts)
 
@@ -233,6 +249,58 @@ class PointwiseNorm(nn.Module):
             if self.center is not None:
                 self.center.copy_(as_stored(center, self.center))
 
+    def set_witnesses_(self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None) -> None:
+        """Name the witnesses anew; an empty sequence makes the layer a function of one channel again.
+
+        ``log_gain`` becomes a new parameter: give it to the optimizer afterwards.
+
+        Args:
+            witnesses: their positions in ``normalized_shape``; a number N for the first N.
+            gains: the weight of each one's square, 1 by default.
+
+        Raises:
+            ArgumentError: a witness is out of range or named twice, or the gains are not as many positive numbers.
+        """
+        channels = check_witnesses(witnesses, self.channels)
+        values = [1.0] * len(channels) if gains is None else [check_positive("gains", gain) for gain in gains]
+        if len(values) != len(channels):
+            raise ArgumentError(f"each witness must have a gain, got {len(values)} gains for {len(channels)} witnesses")
+        like = getattr(self, self.constants[0])
+
+        def stored(shape: tuple[int, ...]) -> nn.Parameter:
+            value = torch.tensor(values, dtype=torch.float64).log().reshape(shape)
+            return nn.Parameter(value.to(like.device, like.dtype), like.requires_grad)
+
+        self._register_witnesses(channels, stored)
+
+    def _register_witnesses(
+        self, channels: tuple[int, ...], log_gain: Callable[[tuple[int, ...]], nn.Parameter]
+    ) -> None:
+        self.witness_channels = channels
+        gain = log_gain((len(channels),)) if channels else None
+        self.register_parameter("log_gain", gain)
+        # In the state dict, so that a checkpoint says which channels its gains belong to.
+        self.register_buffer("witnesses", None if gain is None else torch.tensor(channels, device=gain.device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PointwiseNorm:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # From the meta device, to_empty brings any numbers.
+        if self.witnesses is not None and not self.witnesses.is_meta:
+            self.witnesses.copy_(torch.tensor(self.witness_channels))
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        found = state_dict.get(f"{prefix}witnesses")
+        known = isinstance(found, Tensor) and not found.is_meta and self.witness_channels
+        if known and found.tolist() != list(self.witness_channels):
+            errors: list[str] = args[-1]
+            errors.append(
+                f"{prefix}witnesses must be the layer's, {self.witness_channels}, got {found.tolist()}: build the "
+                "layer with the witnesses of the checkpoint"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
         raise NotImplementedError
@@ -252,9 +320,9 @@ class PointwiseNorm(nn.Module):
         return found
 
     def constant_parameters(self) -> list[nn.Parameter]:
-        """Return the constants and the centre, where there is one: what is neither weight nor bias."""
+        """Return the constants, and the centre and the gains, where there are any: all but weight and bias."""
         found = [getattr(self, name) for name in self.constants]
-        return found if self.center is None else [*found, self.center]
+        return found + [p for p in (self.center, self.log_gain) if p is not None]
 
     def _initial_constants(self) -> dict[str, float]:
         raise NotImplementedError

@@ -24,7 +24,7 @@ class Derf(PointwiseNorm):
         elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
         bias: learn ``bias``; only with ``elementwise_affine``.
         shift_init: the first shift; 0 as published.
-        **options: ``per_channel``, ``center``, ``scale`` (1), ``dim``, ``device`` and ``dtype``, as for
+        **options: ``per_channel``, ``center``, ``scale`` (1), ``witnesses``, ``dim``, ``device`` and ``dtype``, as for
             :class:`DyISRU`.
 
     Shape:

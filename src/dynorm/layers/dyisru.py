@@ -21,6 +21,9 @@ class DyISRU(LogBetaNorm):
         center: learn a centre c, subtracted from x first (eq. 13 with a learned constant for the mean).
         scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq. 15 has
             sqrt(C - 1), LayerNorm's bound; ``convert_`` sets whichever the replaced norm has.
+        witnesses: the positions of the channels that tell a token's scale, or a number N for the first N: beta becomes
+            ``beta + sum of gain_k * u_k^2`` over the witnesses k other than the channel itself. All channels with gain
+            1 make RMSNorm; none, eq. 15.
         dim: the channel axis, -1 or any other (1 for channels-first).
         device: where the parameters live.
         dtype: the parameters' dtype.

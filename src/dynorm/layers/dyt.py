@@ -22,7 +22,7 @@ class DyT(PointwiseNorm):
         alpha_init: the first alpha, positive; 0.5 as published.
         elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
         bias: learn ``bias``; only with ``elementwise_affine``.
-        **options: ``per_channel``, ``center``, ``scale`` (1), ``dim``, ``device`` and ``dtype``, as for
+        **options: ``per_channel``, ``center``, ``scale`` (1), ``witnesses``, ``dim``, ``device`` and ``dtype``, as for
             :class:`DyISRU`.
 
     Shape:

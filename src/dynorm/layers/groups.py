@@ -23,9 +23,9 @@ def param_groups(
         model: a model with or without point-wise layers.
         lr: the rate of all weights but the constants.
         weight_decay: for parameters of two and more dimensions, but those of point-wise layers.
-        constants_lr: the rate of ``log_beta``, ``alpha``, ``shift`` and ``center``; by default 30 times ``lr`` for
-            ``log_beta`` and ``lr`` for the others. While a rate warms up, a layer's input can grow a hundredfold:
-            beta must follow, or the layer saturates and the model is stuck. An alpha's rate is multiplied by its
+        constants_lr: the rate of ``log_beta``, ``log_gain``, ``alpha``, ``shift`` and ``center``; by default 30 times
+            ``lr`` for the logarithms and ``lr`` for the others. While a rate warms up, a layer's input can grow a
+            hundredfold: beta must follow, or the layer saturates and the model is stuck. An alpha's rate is multiplied by its
             present size, so that it changes in proportion, as ``log_beta`` lets beta do: give a layer that is to be
             annealed to DyT or Derf its constants (:func:`dynorm.init_from_batch_`) before this, though annealing
             sets them anew.
@@ -52,7 +52,8 @@ def param_groups(
     layers = [module for module in model.modules() if isinstance(module, PointwiseNorm)]
     rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
     if constants_lr is None:
-        rates |= {layer.get_parameter("log_beta"): LOG_RATE for layer in layers if "log_beta" in layer.constants}
+        logarithms = (p for layer in layers for name, p in layer.named_parameters() if name in ("log_beta", "log_gain"))
+        rates |= dict.fromkeys(logarithms, LOG_RATE)
     affine = {p for layer in layers for p in layer.parameters()} - rates.keys()
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {p for p in trained if p.dim() > 1} - affine - rates.keys()

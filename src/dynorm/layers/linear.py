@@ -20,8 +20,8 @@ class LinearControl(LogBetaNorm):
         beta_init: the first beta, positive; C by default, right for inputs of unit variance.
         elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
         bias: learn ``bias``; only with ``elementwise_affine``.
-        **options: ``per_channel``, ``center``, ``scale`` (sqrt(C)), ``dim``, ``device`` and ``dtype``, as for
-            :class:`DyISRU`.
+        **options: ``per_channel``, ``center``, ``scale`` (sqrt(C)), ``witnesses``, ``dim``, ``device`` and ``dtype``,
+            as for :class:`DyISRU`.
 
     Shape:
         input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from dynorm.errors import ModelError
+from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import layer_class
 from dynorm.find.affine import affine_of
 from dynorm.guard import require_plain_model
@@ -75,6 +75,7 @@ def convert_(
     filter_fn: Callable[[NormSite], bool] | None = None,
     per_channel: bool = False,
     center: bool = True,
+    witnesses: int | Sequence[int] = 0,
 ) -> ConversionReport:
     """Replace norms by point-wise layers, in place.
 
@@ -92,12 +93,14 @@ def convert_(
         filter_fn: called with each remaining site; False leaves it alone.
         per_channel: one constant per channel instead of one per layer.
         center: give each layer a centre.
+        witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is point-wise until
+            then; or the positions of the channels themselves, the same for every layer. 0 keeps the pure function.
 
     Returns:
         A report with one row per site. Refused sites are left alone and listed.
 
     Raises:
-        ArgumentError: ``to`` is unknown, or a glob matches no site.
+        ArgumentError: ``to`` is unknown, a glob matches no site, or a layer cannot have these witnesses.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or on the meta
             device, or the sites are another model's.
 
@@ -113,6 +116,9 @@ def convert_(
         DyISRU(8, scale=2.646, center=True, elementwise_affine=True, bias=True)
     """
     kind = layer_class(to)
+    most = witnesses if isinstance(witnesses, int) else 0
+    if most < 0 or isinstance(witnesses, bool):
+        raise ArgumentError(f"witnesses must be a number of channels, 0 or more, or their positions, got {witnesses!r}")
     require_plain_model(model)
     if not sites:
         raise ModelError(
@@ -132,9 +138,10 @@ def convert_(
         norm = _norm_at(model, site)
         like = tensor_like(norm, model)
         options = _options(site, kind, per_channel=per_channel, center=center)
+        options["witnesses"] = () if isinstance(witnesses, int) else witnesses
         layer = kind(**options, device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
-        take_over_(layer, norm, Replaced(norm, site))
+        take_over_(layer, norm, Replaced(norm, site, most))
         new[norm] = layer
     swap_(model, new)
     return ConversionReport(to, willing, [site for site in chosen if site.refused is not None])

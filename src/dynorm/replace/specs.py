@@ -19,10 +19,14 @@ _NESTED = "_dynorm_use_nested_tensor"
 
 
 class Replaced(NamedTuple):
-    """The norm that a layer stands for, untouched, with its site: kept on the layer so that it can come back."""
+    """The norm that a layer stands for, untouched, with its site: kept on the layer so that it can come back.
+
+    ``witnesses`` is how many :func:`dynorm.calibrate_` may give the layer.
+    """
 
     module: nn.Module
     site: NormSite
+    witnesses: int = 0
 
 
 @dataclass(frozen=True)

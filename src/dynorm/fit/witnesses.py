@@ -1,0 +1,149 @@
+"""Choose the witnesses of a site: the few channels whose squares tell a token's scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynorm.fit.ranks import Ranks
+
+# So many channels are looked at: those whose share of the token's sum varies most.
+_CANDIDATES = 64
+# A further channel must lessen the error on held-out tokens by this part.
+_WORTH = 0.02
+# So many channels are tried for the report, however many are wanted.
+_REPORTED = 4
+_SWEEPS = 200
+# The golden ratio's multiples fall evenly between 0 and 1, whatever the length of a text: no period of theirs meets one
+# of the tokens', so the first tokens of texts, the largest of all, stand on both sides.
+_GOLDEN, _HELD_OUT = 0.6180339887498949, 0.25
+
+
+@dataclass(frozen=True)
+class Witnesses:
+    """The witnesses of one site, and how well they tell a token's scale.
+
+    Args:
+        channels: their positions, the most telling one first.
+        gains: the weight of each one's square.
+        beta: the constant beside them, for the rest of the sum.
+        explained: how much of the scale's variation over held-out tokens 0, 1, 2, ... channels explain, at most 1.
+            Below 0, they tell less than a constant.
+    """
+
+    channels: tuple[int, ...]
+    gains: tuple[float, ...]
+    beta: float
+    explained: tuple[float, ...]
+
+
+class TokenScales:
+    r"""Running sums from which the witnesses of one site follow, by non-negative least squares.
+
+    .. math:: \min_{\beta, g \ge 0} \sum_t \sqrt{S_t} \left( \frac{\beta + \sum_k g_k u_{tk}^2}{S_t} - 1 \right)^2
+
+    with S the norm's own sum: :math:`C (\sigma^2 + \varepsilon)` of a LayerNorm, :math:`C (MS + \varepsilon)` of an
+    RMSNorm. The error is relative, for the output's is. The factor lets a large token count by its size: one that is
+    missed comes out too large, not too small, and the relative error alone hardly sees it.
+
+    The sums are a matrix of 66 x 66 for the 64 channels whose part :math:`u_k^2 / S` varies most in the first tokens,
+    and a second one for a quarter of the tokens, which are held out to judge by.
+
+    Args:
+        kind: "layernorm" or "rmsnorm": which sum is the norm's.
+        eps: the norm's eps.
+        channels: fixed witnesses, of which only the gains are wanted; None chooses them.
+        ranks: the processes over which to sum: each adds its own tokens, at the same time.
+
+    Example:
+        >>> x = torch.randn(1000, 16) * (1 + 9 * (torch.arange(1000)[:, None] % 5 == 0))
+        >>> x[:, 3] *= 20
+        >>> scales = TokenScales("rmsnorm", 0.0)
+        >>> scales.update(x)
+        >>> scales.choose(1).channels
+        (3,)
+    """
+
+    def __init__(
+        self, kind: str, eps: float, channels: Sequence[int] | None = None, ranks: Ranks | None = None
+    ) -> None:
+        self._kind, self._eps = kind, eps
+        self._ranks = Ranks() if ranks is None else ranks
+        self._channels = None if channels is None else torch.tensor(channels)
+        self._fixed = channels is not None
+        self._fit = self._held_out = torch.zeros(0)
+
+    @torch.no_grad()
+    def update(self, u: Tensor) -> None:
+        """Add tokens (tokens, C), their centre subtracted; a token of zeros tells nothing and is left out."""
+        u = u[u.square().sum(1) > 0].double()
+        moment = u.square().mean(1, keepdim=True)
+        if self._kind == "layernorm":
+            moment = moment - u.mean(1, keepdim=True).square()
+        parts, one = u.square(), torch.ones_like(moment)
+        total = (u.shape[1] * (moment + self._eps)).clamp_min(torch.finfo(u.dtype).tiny)
+        parts = parts / total
+        if self._channels is None:
+            sums = torch.stack([parts.sum(0), parts.square().sum(0), torch.full_like(parts[0], len(parts))])
+            mean, square, _ = self._ranks.summed(sums) / sums[2:]
+            self._channels = (square - mean * mean).topk(min(_CANDIDATES, u.shape[1])).indices
+        columns = torch.cat([parts[:, self._channels.to(u.device)], 1 / total, one], 1) * total**0.25
+        held_out = (torch.arange(len(u), device=u.device) * _GOLDEN) % 1 < _HELD_OUT
+        new = torch.stack([part.T @ part for part in (columns[~held_out], columns[held_out])])
+        fit, judge = self._ranks.summed(new).cpu()
+        self._fit = self._fit + fit if len(self._fit) else fit
+        self._held_out = self._held_out + judge if len(self._held_out) else judge
+
+    def choose(self, limit: int) -> Witnesses:
+        """Return at most ``limit`` witnesses, added one by one for as long as each lessens the held-out error by 2 %.
+
+        Fixed channels are all taken, whatever they tell.
+        """
+        assert self._channels is not None
+        count = len(self._channels)
+        chosen = torch.arange(count if self._fixed else 0)
+        found = weights = self._solve(chosen[None])[0]
+        errors = [self._error(self._fit_or_held_out(), chosen, weights)]
+        kept, wanted = chosen, not self._fixed
+        while not self._fixed and len(chosen) < min(max(limit, _REPORTED), count):
+            rest = torch.tensor([k for k in range(count) if k not in chosen])
+            tried = torch.cat([chosen.expand(len(rest), -1), rest[:, None]], 1)
+            solved = self._solve(tried)
+            best = min(range(len(rest)), key=lambda k: self._error(self._fit, tried[k], solved[k]))
+            chosen, weights = tried[best], solved[best]
+            errors.append(self._error(self._fit_or_held_out(), chosen, weights))
+            wanted = wanted and len(chosen) <= limit and errors[-1] < (1 - _WORTH) * errors[-2]
+            if wanted:
+                kept, found = chosen, weights
+        *gains, beta = found.tolist()
+        # A gain of 0 is a channel that tells nothing beside the others.
+        pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
+        explained = tuple(1 - each / errors[0] if errors[0] else 0.0 for each in errors)
+        return Witnesses(tuple(k for k, _ in pairs), tuple(g for _, g in pairs), beta, explained)
+
+    def _solve(self, chosen: Tensor) -> Tensor:
+        """Return the gains and the constant of each row of channels (rows, m), none negative: (rows, m + 1)."""
+        columns = torch.cat([chosen, torch.full((len(chosen), 1), len(self._fit) - 2)], 1)
+        matrix = self._fit[columns[:, :, None], columns[:, None, :]]
+        wanted, diagonal = self._fit[columns, -1], matrix.diagonal(dim1=1, dim2=2).clamp_min(1e-300)
+        found = torch.zeros_like(wanted)
+        # One coordinate after another: exact in the end, for the problem is convex, and as many rows as one likes.
+        for _ in range(_SWEEPS):
+            for k in range(columns.shape[1]):
+                rest = wanted[:, k] - (matrix[:, k] * found).sum(1)
+                found[:, k] = (found[:, k] + rest / diagonal[:, k]).clamp_min(0)
+        return found
+
+    def _fit_or_held_out(self) -> Tensor:
+        # Of three tokens or fewer none may be held out.
+        return self._held_out if float(self._held_out[-1, -1]) > 0 else self._fit
+
+    @staticmethod
+    def _error(sums: Tensor, chosen: Tensor, weights: Tensor) -> float:
+        """Return the mean squared relative error over the tokens of ``sums``."""
+        columns = torch.cat([chosen, torch.tensor([len(sums) - 2])])
+        quadratic = weights @ sums[columns[:, None], columns] @ weights
+        return float((quadratic - 2 * weights @ sums[columns, -1] + sums[-1, -1]).clamp_min(0) / sums[-1, -1])
