@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -82,9 +82,16 @@ class CalibrationReport:
         """Return the report as a table."""
         count = len(self.sites)
         title = f"{count} site{'s' * (count != 1)} calibrated on {self.batches} batch{'es' * (self.batches != 1)}"
-        columns = ("site", "tokens", Column("beta", ".4g"), Column("error", ".3f"))
+        columns: list[str | Column] = ["site", "tokens", Column("beta", ".4g"), Column("error", ".3f")]
+        rows = [[site.path, site.tokens, site.beta, site.error] for site in self.sites]
+        if any(site.witnesses for site in self.sites):
+            columns += ["witnesses", Column("told", ".0%")]
+            for row, site in zip(rows, self.sites, strict=True):
+                found = site.witnesses or Witnesses((), (), site.beta, (0.0,))
+                told = found.explained[min(len(found.channels), len(found.explained) - 1)]
+                row += [" ".join(map(str, found.channels)) or "none", told]
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
-        return str(Table(columns, [astuple(site) for site in self.sites], notes, title))
+        return str(Table(columns, rows, notes, title))
 
 
 def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:

@@ -30,8 +30,8 @@ class Witnesses:
         channels: their positions, the most telling one first.
         gains: the weight of each one's square.
         beta: the constant beside them, for the rest of the sum.
-        explained: how much of the scale's variation over held-out tokens 0, 1, 2, ... channels explain, at most 1.
-            Below 0, they tell less than a constant.
+        explained: how much of the scale's variation over held-out tokens 0, 1, 2, ... channels explain, at most 1; of
+            fixed channels none and all. Below 0, they tell less than a constant.
     """
 
     channels: tuple[int, ...]
@@ -104,9 +104,13 @@ class TokenScales:
         """
         assert self._channels is not None
         count = len(self._channels)
-        chosen = torch.arange(count if self._fixed else 0)
+        chosen = torch.arange(0)
         found = weights = self._solve(chosen[None])[0]
         errors = [self._error(self._fit_or_held_out(), chosen, weights)]
+        if self._fixed:
+            chosen = torch.arange(count)
+            found = self._solve(chosen[None])[0]
+            errors.append(self._error(self._fit_or_held_out(), chosen, found))
         kept, wanted = chosen, not self._fixed
         while not self._fixed and len(chosen) < min(max(limit, _REPORTED), count):
             rest = torch.tensor([k for k in range(count) if k not in chosen])

@@ -25,9 +25,9 @@ def param_groups(
         weight_decay: for parameters of two and more dimensions, but those of point-wise layers.
         constants_lr: the rate of ``log_beta``, ``log_gain``, ``alpha``, ``shift`` and ``center``; by default 30 times
             ``lr`` for the logarithms and ``lr`` for the others. While a rate warms up, a layer's input can grow a
-            hundredfold: beta must follow, or the layer saturates and the model is stuck. An alpha's rate is multiplied by its
-            present size, so that it changes in proportion, as ``log_beta`` lets beta do: give a layer that is to be
-            annealed to DyT or Derf its constants (:func:`dynorm.init_from_batch_`) before this, though annealing
+            hundredfold: beta must follow, or the layer saturates and the model is stuck. An alpha's rate is multiplied
+            by its present size, so that it changes in proportion, as ``log_beta`` lets beta do: give a layer that is to
+            be annealed to DyT or Derf its constants (:func:`dynorm.init_from_batch_`) before this, though annealing
             sets them anew.
 
     Returns:
