@@ -1,7 +1,7 @@
 """Train with the norms, end without: transformers' Trainer and a callback that anneals them.
 
-Half of the run trains a small GPT-2 as it is; over the next third its LayerNorms become DyISRU, little by little; the
-rest trains the point-wise model. The log has beside the loss how far along the path the model is.
+Half of the run trains a small GPT-2 as it is. Over the next third its LayerNorms become DyISRU, little by little. The
+rest trains the point-wise model. The log shows t beside the loss: 0 is the norm, 1 is DyISRU.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ STEPS, LENGTH = 120, 24
 
 
 def rows(count: int = 256) -> list[dict[str, torch.Tensor]]:
-    """Return sequences that count on in steps of 1 to 4: what comes next is seen from what came before."""
+    """Return sequences that count on in steps of 1 to 4, so that the next number follows from those before."""
     start, step = torch.randint(0, 32, (count, 1)), torch.randint(1, 5, (count, 1))
     return [{"input_ids": row, "labels": row} for row in (start + step * torch.arange(LENGTH)) % 32]
 

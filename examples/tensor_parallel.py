@@ -1,7 +1,7 @@
-"""Shard the channels of a block over two processes: a norm must ask the other for its sums, a point-wise layer not.
+"""Shard the channels of a block over two processes: a norm needs the other's sums, a point-wise layer does not.
 
-The residual stream is sharded over channels; torch counts the collectives of the block, of one of its layers, and of an
-RMSNorm, and the sharded outputs are those of one process.
+The residual stream is sharded over channels. torch counts the collectives of the block, of one of its layers, and of an
+RMSNorm. The sharded outputs equal those of one process.
 """
 
 import socket
@@ -20,7 +20,7 @@ WIDTH, RANKS = 64, 2
 
 
 class Block(nn.Module):
-    """A norm before an MLP, and one after: as the end of a decoder layer and the begin of the next."""
+    """A layer before an MLP and one after: the end of a decoder block and the beginning of the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the next layer would take, of the sizes of ``x``."""
+        """Return the input of the next block, of the sizes of ``x``."""
         return self.norm2(x + self.down(self.up(self.norm1(x)).relu()))
 
 
 def collectives(x: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return how many collectives a sharded block takes, and a point-wise layer of it; check its output."""
+    """Count the collectives of a sharded block and of one of its point-wise layers; check the block's output."""
     torch.manual_seed(0)
     block = Block()
     expected = block(x)
@@ -55,7 +55,7 @@ def collectives(x: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def work(rank: int, port: int) -> None:
-    """Be one of the processes."""
+    """Do the work of one process."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -64,7 +64,7 @@ def work(rank: int, port: int) -> None:
     whole, layer = collectives(x, mesh)
     with CommDebugMode() as norm:
         part = DTensor.from_local(x.chunk(RANKS, -1)[rank].contiguous(), mesh, [Shard(-1)])
-        # What RMSNorm cannot do without: the sum of squares over all channels.
+        # An RMSNorm cannot do without the sum of squares over all channels.
         part * (part.pow(2).mean(-1, keepdim=True).redistribute(placements=[Replicate()]) + 1e-5).rsqrt()
     if rank == 0:
         print(f"the block: {whole} collectives, both of them its matrix products'")

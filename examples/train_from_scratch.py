@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    """Train, and compare with what the frequencies of bytes alone would give."""
+    """Train, and compare with a model that knows only the frequencies of bytes."""
     torch.manual_seed(0)
     files = sorted(Path(torch.__file__).parent.glob("*.py"))[:8]
     text = torch.tensor(list(b"".join(file.read_bytes() for file in files)))
@@ -75,7 +75,7 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 30 == 0:
-            print(f"step {step:3}: {losses[-1]:.3f} nats a byte")
+            print(f"step {step:3}: {losses[-1]:.3f} nats per byte")
 
     end = sum(losses[-10:]) / 10
     print(f"{end:.3f} at the end; frequencies alone {entropy:.3f}; chance {math.log(256):.3f}")
