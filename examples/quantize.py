@@ -1,7 +1,7 @@
 """Quantize a converted model to int8 with torchao: the range of a point-wise layer is the scale of its readers.
 
-The model is all-MiniLM-L6-v2 with all 13 LayerNorms replaced. It compares three sources of the scales: the layers'
-bounds, which need no data and lose most; the bounds for inputs within six standard deviations; the ranges of some texts.
+The model is all-MiniLM-L6-v2 with all 13 LayerNorms replaced. It compares three sources of the scales. The layers'
+bounds need no data and lose most. The others are bounds for inputs within six sigmas, and the ranges of some texts.
 """
 
 import copy
