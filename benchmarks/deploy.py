@@ -84,7 +84,7 @@ def load() -> dict[str, Any]:
 
 
 def code_table() -> str:
-    """One row a model."""
+    """One row per model."""
     lines = [
         "| model | passes over activations | reductions | generated kernels called | matrix products, attention |",
         "|---|---|---|---|---|",
@@ -106,7 +106,7 @@ def code_excerpt() -> str:
 
 
 def parity_table() -> str:
-    """One row a road, and the operators of the ONNX graphs."""
+    """One row per kind of export, and the operators of the ONNX graphs."""
     rows = load()["parity"]
     kinds = list(dict.fromkeys(row["model"] for row in rows))
     lines = ["| largest error | " + " | ".join(NAMES[kind] for kind in kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
@@ -123,7 +123,7 @@ def parity_table() -> str:
 
 
 def dtype_table() -> str:
-    """One row a layer, one column a dtype."""
+    """One row per layer, one column per dtype."""
     rows = load()["dtypes"]
     names = list(dict.fromkeys(row["dtype"] for row in rows))
     lines = ["| layer | operators | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
@@ -135,14 +135,14 @@ def dtype_table() -> str:
 
 
 def int8_table() -> str:
-    """One row a way to find the scales."""
+    """One row per way to find the scales."""
     lines = ["| activations' scales | mean cosine | worst |", "|---|---|---|"]
     lines += [f"| {row['way']} | {row['cosine']:.4f} | {row['worst']:.3f} |" for row in load()["int8"]["rows"]]
     return "\n".join(lines)
 
 
 def bound_table() -> str:
-    """One row a layer: its bound and what it gave."""
+    """One row per layer: its bound, and the outputs that were seen."""
     lines = [
         "| layer | bound | largest seen | 0.999 quantile | root mean square | bound / largest, median channel |",
         "|---|---|---|---|---|---|",

@@ -24,7 +24,7 @@ from benchmarks.subjects import (
     rows_so_far,
 )
 
-# Layer, and one constant a channel or one a layer.
+# Layer, and one constant per channel or one per layer.
 ARMS = tuple((layer, per_channel) for per_channel in (True, False) for layer in ("dyisru", "dyt", "linear", "derf"))
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 

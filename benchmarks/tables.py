@@ -35,7 +35,7 @@ def cell(rows: list[dict[str, Any]]) -> str:
 
 
 def quality_table() -> str:
-    """One row a layer, one column a stage; the third is that of benchmarks/distillation.py."""
+    """One row per layer, one column per stage; the third is that of benchmarks/distillation.py."""
     rows = load("quality")["rows"]
     trained = [
         row for row in load("distillation")["rows"] if (row["model"], row["steps"]) == ("encoder", DISTILLATION_STEPS)
@@ -55,7 +55,7 @@ def quality_table() -> str:
 
 
 def distillation_tables() -> str:
-    """A table a model and number of steps, a row a recipe, a column a kind of text."""
+    """One table per model and number of steps, one row per recipe, one column per kind of text."""
     document = load("distillation")
     kinds = ("docstrings", "code", "reference")
     blocks = []
@@ -95,7 +95,7 @@ def generality() -> str:
 
 
 def inspection_table() -> str:
-    """Section 4 on two models: one row a norm."""
+    """Section 4 on two models: one row per norm."""
     blocks = []
     for name, report in load("inspection")["models"].items():
         summary = report["summary"]
@@ -135,7 +135,7 @@ def speed_models() -> str:
 
 
 def speed_operations() -> str:
-    """A table a dtype and pass, for the most threads."""
+    """One table per dtype and pass, for the most threads."""
     document = load("speed")
     first = document["settings"]["threads"][0]
     shown = document | {"operations": [group for group in document["operations"] if group["threads"] == first]}
@@ -143,7 +143,7 @@ def speed_operations() -> str:
 
 
 def steps_table() -> str:
-    """A training step's time over that with norms, one column a model and number of threads."""
+    """A training step's time over that with norms, one column per model and number of threads."""
     document = load("steps")
     rows = document["rows"]
     heads = [f"{'GPT-2' if row['model'] == 'gpt2' else 'Llama'}, {row['threads']} threads" for row in rows]

@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
 
 
 class ReducedRMSNorm(RMSNorm):
-    """The least that an RMSNorm on sharded channels can do: one number a token is summed, and one on the way back."""
+    """The least that an RMSNorm on sharded channels can do: one number per token is summed, and one on the way back."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last axis, sharded."""

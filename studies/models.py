@@ -38,7 +38,7 @@ def install_(model: nn.Module, settings: Settings, data: Data) -> None:
     if arm.layer is None:
         _replace_norms_(model, sites, arm.norm)
         return
-    # An RMSNorm knows no centre; a path from LayerNorm goes from the token's mean to a learned one.
+    # An RMSNorm knows no centre; annealing a LayerNorm goes from the token's mean to a learned one.
     center = settings.center
     if center is None:
         center = arm.annealed and all(site.kind == "layernorm" for site in sites)
@@ -72,7 +72,7 @@ def _start_(model: nn.Module, arm: Arm, batch: dict[str, Any]) -> None:
             layer.scale = 1.0
             layer.set_slope_(PUBLISHED_BETA)
     elif arm.annealed and any(layer.relative_constants for layer in layers):
-        # Its rate goes with its size, and that should be near the one at which the path begins.
+        # Its rate goes with its size, and that should be near the one at which the annealing begins.
         dynorm.init_from_batch_(model, batch)
     elif arm.start == "batch":
         for layer in layers:

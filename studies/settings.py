@@ -26,10 +26,10 @@ class Settings:
         warmup: steps of linear warm-up; afterwards the rate falls to a tenth as a cosine.
         constants_rate: the rate of the constants (log b, alpha, shift, centre) over that of the other weights; None
             takes the arm's own.
-        per_channel: a constant a channel instead of one a site.
+        per_channel: one constant per channel instead of one per site.
         center: whether a centre is learned; by default only by annealed arms that begin with LayerNorm.
         warmup_constants: set the constants anew from a batch at ten steps during the warm-up, as at the start.
-        path_start: where the path begins, as a share of the steps.
+        path_start: where the annealing begins, as a share of the steps.
         path_length: how long it is, as a share of the steps.
         path_shape: "linear" or "cosine".
         path_order: "together", "last_first" or "first_last".
@@ -157,16 +157,18 @@ class Settings:
         path = (self.path_start, self.path_length, self.path_shape, self.path_order)
         if not arm.annealed:
             if path != PATH:
-                raise ArgumentError(f"{arm.name} has no path: leave its options out")
+                raise ArgumentError(f"{arm.name} is not annealed: leave the options --path-... out")
             return
         if self.path_shape not in ("linear", "cosine"):
-            raise ArgumentError(f"the path's shape must be linear or cosine, got {self.path_shape!r}")
+            raise ArgumentError(f"the annealing's shape must be linear or cosine, got {self.path_shape!r}")
         if self.path_order not in ("together", "last_first", "first_last"):
-            raise ArgumentError(f"the path's order must be together, last_first or first_last, got {self.path_order!r}")
+            raise ArgumentError(
+                f"the annealing's order must be together, last_first or first_last, got {self.path_order!r}"
+            )
         start, length = round(self.path_start * self.steps), round(self.path_length * self.steps)
         if start < 1 or length < 1 or start + length >= self.steps:
             raise ArgumentError(
-                "the path must begin after the first step and end before the last, but it starts at "
+                "the annealing must begin after the first step and end before the last, but it starts at "
                 f"{self.path_start:g} and takes {self.path_length:g} of {self.steps} steps: change these, or train on"
             )
 

@@ -41,12 +41,12 @@ def command(
     size: Annotated[str, typer.Option(help="tiny, small, medium or large.")] = "small",
     warmup: Annotated[int, typer.Option(help="Steps of warm-up.")] = 100,
     constants_rate: Annotated[float | None, typer.Option(help="The constants' rate over the others'.")] = None,
-    per_channel: Annotated[bool, typer.Option("--per-channel", help="A constant a channel.")] = False,
+    per_channel: Annotated[bool, typer.Option("--per-channel", help="One constant per channel.")] = False,
     center: Annotated[bool | None, typer.Option(help="Learn a centre, or not.")] = None,
     warmup_constants: Annotated[
         bool, typer.Option("--warmup-constants", help="Set the constants anew ten times during the warm-up.")
     ] = False,
-    path_start: Annotated[float, typer.Option(help="Where the path begins, a share of the steps.")] = 0.6,
+    path_start: Annotated[float, typer.Option(help="Where the annealing begins, a share of the steps.")] = 0.6,
     path_length: Annotated[float, typer.Option(help="How long it is, a share of the steps.")] = 0.3,
     path_shape: Annotated[str, typer.Option(help="linear or cosine.")] = "linear",
     path_order: Annotated[str, typer.Option(help="together, last_first or first_last.")] = "together",

@@ -1,4 +1,4 @@
-"""Along the path: converted models that still are the original, schedules, the start from activations, the end."""
+"""Annealing: converted models that still are the original, schedules, the start from activations, the end."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> Non
     run.train()
     assert run.seen.path == pytest.approx([0, 0, 0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1, 1], abs=1e-4)
     assert [entry["t"] for entry in run.state.log_history if "loss" in entry] == run.seen.path
-    # Untouched before the path begins, set by the activations of its first step, then learned.
+    # Untouched before the annealing begins, set by the activations of its first step, then learned.
     assert run.seen.constants[:4] == pytest.approx([16.0] * 4)
     assert run.seen.constants[4] != pytest.approx(16.0, rel=1e-2)
     assert run.seen.constants[-1] != run.seen.constants[4]
@@ -131,13 +131,13 @@ def test_a_start_that_an_error_broke_off_is_forgotten(tmp_path: Path) -> None:
         run.train()
     run.train()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-    # Nothing was set before the path began anew.
+    # Nothing was set before the annealing began anew.
     assert run.seen.constants[4:8] == pytest.approx([16.0] * 4)
     assert run.seen.constants[8] != pytest.approx(16.0, rel=1e-2)
 
 
 def test_training_begins_where_the_run_stands() -> None:
-    """With weights alone, a resumed run knows by its step where on the path it is; what was watched is forgotten."""
+    """With weights alone, a resumed run knows t by its step; what was watched is forgotten."""
     net, callback = model(), AnnealCallback(start=4, length=4)
     at = partial(SimpleNamespace, max_steps=STEPS)
     for step, t in ((0, 0.0), (6, 0.5), (8, 1.0), (2, 0.0)):

@@ -18,7 +18,7 @@ from tests.ecosystem.models import bert, first, fresh, gpt2, ids
 # peft 0.21 asks by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-# What a path may end with is what peft compares with.
+# peft compares with the ends of paths.
 NORMS = ["ln_1", "ln_2", "ln_f"]
 
 

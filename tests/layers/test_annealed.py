@@ -1,4 +1,4 @@
-"""Layers on a path: exactly the norm at t = 0, without a reduction at t = 1, and smooth in between."""
+"""Annealed layers: exactly the norm at t = 0, without a reduction at t = 1, and smooth in between."""
 
 from __future__ import annotations
 

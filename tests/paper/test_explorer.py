@@ -341,7 +341,7 @@ class TestControls:
         before, choice = {plot: browser.pixels(plot) for plot in PLOTS}, browser.state()[name]
         move_slider(browser, name, Keys.PAGE_UP)
         assert browser.state()[name] != choice
-        # The outlier and the path are not in all of them.
+        # The outlier and the annealed layer are not in all of them.
         changed = {"steps": {"main-plot", "slope-plot"}, "t": {"main-plot"}}.get(name, set(PLOTS))
         assert {plot for plot in PLOTS if browser.pixels(plot) != before[plot]} == changed
         assert browser.find(f"#{name}").get_property("valueAsNumber") == pytest.approx(browser.state()[name], rel=1e-5)

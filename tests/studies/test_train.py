@@ -99,7 +99,7 @@ def test_a_killed_run_ends_with_the_same_bits(
 ) -> None:
     settings = tiny(**options)
     whole = go(settings, tmp_path / "whole")
-    # Before the first checkpoint, in the middle of the path, and at the last step.
+    # Before the first checkpoint, in the middle of the annealing, and at the last step.
     for step in (3, 15, 19):
         killed_at(step)
         with pytest.raises(KeyboardInterrupt):

@@ -4,7 +4,7 @@
 const CONTROLS = [
   { group: "outlier", key: "steps", label: "S", note: "outlier, in steps of 5", slider: [-12, 12], grain: 0.01 },
   { group: "outlier", key: "position", label: "x<sub>o</sub>", note: "the same as a position" },
-  { group: "outlier", key: "t", label: "t", note: "path: 0 LayerNorm, 1 DyISRU", slider: [0, 1] },
+  { group: "outlier", key: "t", label: "t", note: "0 LayerNorm, 1 DyISRU", slider: [0, 1] },
   { group: "sample", key: "channels", label: "C", note: "channels of the token", slider: [2, 1024], ratio: true },
   { group: "sample", key: "sigma", label: "σ", note: "spread of the sample", slider: [0.1, 20], ratio: true },
   { group: "sample", key: "seed", label: "seed", note: "of sample", next: "Next sample" },

@@ -1,4 +1,4 @@
-// The mathematics: LayerNorm, what leaves one channel out, the point-wise functions, and the path between them.
+// The mathematics: LayerNorm, what leaves one channel out, the point-wise functions, and the annealing between them.
 // Each has its counterpart in dynorm.functional or dynorm.theory, with which the tests compare it.
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
@@ -58,7 +58,7 @@ function softSignSlope(x, centre, beta, scale) {
   return (scale * beta) / Math.pow(beta + d * d, 1.5);
 }
 
-/** The path from the exact norm (t = 0) to one DyISRU for all channels (t = 1), geometric in b. */
+/** The annealing from the exact norm (t = 0) to one DyISRU for all channels (t = 1), geometric in b. */
 function path(x, centre, variance, beta, t) {
   const channels = x.length;
   return x.map((value, i) => {

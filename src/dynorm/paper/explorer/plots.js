@@ -180,7 +180,7 @@ const largestShown = (state, layers, values) =>
   Math.max(0, ...layers.filter((layer) => !isHidden(state, layer)).map((layer) => largest(values[layer])));
 
 const mainPlot = {
-  title: "Output against input: LayerNorm's points, the three point-wise functions, the closed form and the path.",
+  title: "Output against input: LayerNorm's points, the three point-wise functions, the closed form and the annealed layer.",
   xLabel: "input x",
   yLabel: "output y, in σ of the token",
   layers: ["dyisru", "dyt", "derf", "closed"],
