@@ -21,7 +21,7 @@ class Arm:
         norm: the norm it trains with, or that is replaced: "layernorm", "rmsnorm", or "own", the model's.
         layer: the name that ``dynorm.convert_`` knows, or None for a norm throughout.
         start: where the constants come from: "published", the papers' defaults (slope 0.5 for all sites, no scale);
-            "batch", closed form 5 on the first batch, scale sqrt(C); "path", the activations where the annealing begins.
+            "batch", closed form 5 on the first batch, scale sqrt(C); "path", the activations at its begin.
         embedding_scaled: whether a learned factor, sqrt(C) at first, follows the embedding (language models only).
         constants_rate: the rate of the constants over that of the other weights, where a run says nothing else.
     """

@@ -46,12 +46,12 @@ class Function:
 
     @property
     def kernel(self) -> int:
-        """The number by which the kernels know the function."""
+        """Return the number by which the kernels know the function."""
         return self.layer.kernel
 
     @property
     def annealed_name(self) -> str:
-        """The name of the annealed layer; DyISRU's is the short one."""
+        """Return the name of the annealed layer; DyISRU's is the short one."""
         return "annealed" if self.layer is DyISRU else f"annealed_{self.name}"
 
     def curve(self, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:

@@ -68,7 +68,7 @@ def require_plain_model(model: nn.Module) -> None:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard``, FSDP2, has taken a module."""
+    """Return whether ``fully_shard``, FSDP2, has sharded a module."""
     return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
 
 

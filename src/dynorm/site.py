@@ -122,5 +122,5 @@ def as_globs(value: str | Iterable[str] | None) -> list[str]:
 
 
 def any_match(paths: Iterable[str], globs: Sequence[str]) -> bool:
-    """Whether a path matches a glob."""
+    """Return whether a path matches a glob."""
     return any(fnmatchcase(path, glob) for path in paths for glob in globs)

@@ -68,7 +68,7 @@ def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumula
     assert [step for step, *_ in net.seen] == [step for step in range(STEPS) for _ in range(accumulated)]
     schedule = dynorm.AnnealSchedule(START, LENGTH)
     assert [t for _, t, _ in net.seen] == pytest.approx([schedule.at(step, STEPS) for step, *_ in net.seen])
-    # As it was built until the annealing begins; then from the activations of all of that step, to the step that follows.
+    # As built until the annealing begins; then from the activations of all of that step, to the step that follows.
     assert all(beta == pytest.approx(16.0) for step, _, beta in net.seen if step <= START)
     begun = torch.cat([entered for (step, *_), entered in zip(net.seen, net.entered, strict=True) if step == START])
     found = next(beta for step, _, beta in net.seen if step == START + 1)

@@ -37,7 +37,7 @@ from studies.settings import Settings
         ({"arm": "rmsnorm", "per_channel": True}, "no constants"),
         ({"arm": "dyt_published", "warmup_constants": True}, "from a batch"),
         ({"warmup_constants": True, "warmup": 9}, "10 steps or more"),
-        ({"path_start": 0.5}, "no path"),
+        ({"path_start": 0.5}, "is not annealed"),
         ({"arm": "dyisru_annealed", "path_start": 0.8}, "begin after the first step and end before the last"),
         ({"arm": "dyisru_annealed", "path_length": 0.0}, "begin after the first step and end before the last"),
         ({"arm": "dyisru_annealed", "path_shape": "square"}, "shape"),

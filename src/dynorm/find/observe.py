@@ -54,7 +54,7 @@ class Observation:
     samples: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def is_light(self) -> bool:
-        """Whether every parameter could be the scale or the shift of a norm: no matrices."""
+        """Return whether every parameter could be the scale or the shift of a norm: no matrices."""
 
         def fits(p: Tensor, shape: tuple[int, ...]) -> bool:
             tail = zip(p.shape, shape[-p.ndim :], strict=False)

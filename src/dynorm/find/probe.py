@@ -157,7 +157,7 @@ def _sort_of(module: nn.Module) -> Iterator[Hashable]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether values that are equal mean the same, as those of numbers do; objects may change."""
+    """Return whether equal values mean the same, as numbers do; objects may change."""
     if isinstance(value, tuple):
         return all(_is_plain(part) for part in value)
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))

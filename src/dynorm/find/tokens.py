@@ -101,17 +101,17 @@ class Packing:
 
     @property
     def channel_sizes(self) -> tuple[int, ...]:
-        """The sizes of the channel axes."""
+        """Return the sizes of the channel axes."""
         return tuple(self.shape[axis] for axis in self.axes)
 
     @property
     def channels(self) -> int:
-        """C, the number of channels of a token."""
+        """Return C, the number of channels of a token."""
         return math.prod(self.channel_sizes)
 
     @property
     def count(self) -> int:
-        """How many tokens the tensor holds."""
+        """Return how many tokens the tensor holds."""
         return math.prod(self.shape) // self.channels
 
     def pack(self, tokens: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class TokenFunction:
 
     @property
     def is_half(self) -> bool:
-        """Whether inputs are rounded to half precision."""
+        """Return whether inputs are rounded to half precision."""
         return self.dtype not in (torch.float32, torch.float64)
 
     def __call__(self, tokens: Tensor) -> Tensor:

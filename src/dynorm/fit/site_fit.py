@@ -170,7 +170,7 @@ class SiteFit:
 
     @property
     def error(self) -> float:
-        """Root of the residual over the spread of the target, at the last solution; NaN before there is one."""
+        """Return the root of residual over spread of the target, at the last solution; NaN before there is one."""
         if self.solution is None:
             return math.nan
         y, yy = self._sums[0, :2] / self._weight_sum

@@ -46,7 +46,7 @@ def choose(key: Hashable, candidates: Sequence[Candidate], launch: Callable[[Can
 
 
 def interpreted() -> bool:
-    """Say whether Triton's interpreter is asked for."""
+    """Say whether Triton's interpreter is on."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 

@@ -87,13 +87,13 @@ class AnnealedNorm(PointwiseNorm):
 
     @property
     def position(self) -> float:
-        """The layer's t as a number; the buffer ``t`` holds the same."""
+        """Return the layer's t as a number; the buffer ``t`` holds the same."""
         self._follow()
         return self._position
 
     @property
     def set_to(self) -> float:
-        """The t of the last :meth:`set_t_`; :attr:`position` also follows direct writes to ``t`` since."""
+        """Return the t of the last :meth:`set_t_`; :attr:`position` also follows direct writes to ``t`` since."""
         return self._position
 
     def set_t_(self, t: float, *, blend: bool = False) -> None:

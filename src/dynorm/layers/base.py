@@ -1,4 +1,4 @@
-"""What the point-wise layers share: shapes, the affine map, the learned centre, and their serial form."""
+"""The common parts of the point-wise layers: shapes, the affine map, the learned centre, and their serial form."""
 
 from __future__ import annotations
 

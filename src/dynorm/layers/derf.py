@@ -67,7 +67,7 @@ class Derf(PointwiseNorm):
         super().__init__(normalized_shape, elementwise_affine, bias, **options)
 
     def constant_rates(self) -> dict[nn.Parameter, float]:
-        """As for every layer; a step of shift moves all outputs by ``scale`` times as much."""
+        """Return the rates as every layer does; a step of shift moves all outputs by ``scale`` times as much."""
         return {**super().constant_rates(), self.shift: 1 / abs(self.scale)}
 
     def beta(self) -> Tensor:

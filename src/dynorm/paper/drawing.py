@@ -1,4 +1,4 @@
-"""What the figures share: colours, style, and the marks that appear in several of them."""
+"""The common parts of the figures: colours, style, and the marks that appear in several of them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["FIGURES", "FORMATS", "check_figures", "draw", "render"]
 
 FORMATS = ("png", "svg")
-_NO_STUDY = "fig5 shows the study over many samples, but one sample alone was asked for: leave out the seed"
+_NO_STUDY = "fig5 shows the study over many samples, but a seed means one sample alone: leave out the seed"
 
 
 def draw(name: str, reproduction: Reproduction) -> Figure:

@@ -69,7 +69,7 @@ class Fit:
 
     @property
     def mean_absolute_residual(self) -> float:
-        """Mean of ``abs(residuals)``, the paper's measure."""
+        """Return the mean of ``abs(residuals)``, the paper's measure."""
         return float(np.abs(self.residuals).mean())
 
 

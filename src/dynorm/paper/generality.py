@@ -72,7 +72,7 @@ class Study:
 
     @property
     def closest(self) -> tuple[int, float]:
-        """The seed in which DyT comes closest to DyISRU, or beats it most; and DyT's residual over DyISRU's there."""
+        """Return the seed in which DyT comes closest to DyISRU, or beats it most, and the ratio of residuals there."""
         i = int(self._ratio.argmin())
         return int(self.seeds[i]), float(self._ratio[i])
 
@@ -113,7 +113,7 @@ class Generality:
 
     @property
     def axes(self) -> dict[str, tuple[Study, ...]]:
-        """The studies by what varies in them."""
+        """Return the studies by the quantity that varies in them."""
         return {"channels": self.over_channels, "sigma": self.over_sigma, "mean": self.over_mean}
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Reproduction:
     """DyT, Derf, DyISRU and linear, by name."""
     closed: ClosedForm
     generality: Generality | None = None
-    """None where one sample alone was asked for."""
+    """None for one sample alone."""
 
 
 def reproduce(

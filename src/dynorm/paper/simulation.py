@@ -40,17 +40,17 @@ class Simulation:
 
     @property
     def steps(self) -> int:
-        """How often the outlier was raised."""
+        """Return how often the outlier was raised."""
         return len(self.tokens) - 1
 
     @property
     def outliers(self) -> Array:
-        """The raised element x_o for S = 1, 2, ..., of shape (steps,): what the paper fits on."""
+        """Return the raised element x_o for S = 1, 2, ..., of shape (steps,): the paper fits on these."""
         return self.tokens[1:, -1]
 
     @property
     def outputs(self) -> Array:
-        """LayerNorm's output y_o at each outlier, of shape (steps,)."""
+        """Return LayerNorm's output y_o at each outlier, of shape (steps,)."""
         return self.normalized[1:, -1]
 
 
@@ -157,7 +157,7 @@ def raise_outlier(sample: ArrayLike, step: float = 5.0, steps: int = 9) -> Array
 
 
 def closed_form(simulation: Simulation) -> ClosedForm:
-    r"""LayerNorm's function of the outlier, known before any outlier is seen: no fit is needed.
+    r"""Return LayerNorm's function of the outlier, known before any outlier is seen: no fit is needed.
 
     .. math:: y_o = \sqrt{C - 1} \frac{x_o - m_o}{\sqrt{C v_o + (x_o - m_o)^2}}
 

@@ -199,7 +199,7 @@ def _named(axis: str, study: Study) -> str:
 
 
 def _functions(reproduction: Reproduction) -> Mapping[str, Array]:
-    """The outputs of every function at the outliers."""
+    """Return the outputs of every function at the outliers."""
     return {name: residuals + reproduction.simulation.outputs for name, residuals in _residuals(reproduction).items()}
 
 
@@ -209,7 +209,7 @@ def _residuals(reproduction: Reproduction) -> Mapping[str, Array]:
 
 
 def _table(title: str, columns: Sequence[str], *, text: int = 0) -> Table:
-    """A table whose first columns are text and stand left, the others numbers."""
+    """Return a table whose first columns are text and stand left, the others numbers."""
     from rich import box
     from rich.table import Table
 

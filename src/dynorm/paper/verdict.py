@@ -59,7 +59,7 @@ def _axis(name: str, studies: Sequence[Study], place: Callable[[Study], str]) ->
 
 
 def _reach(generality: Generality) -> str:
-    """The settings around the base in which DyT wins no sample, and whether that is as far as was looked."""
+    """Return the settings around the base in which DyT wins no sample, and whether the search ended there."""
     if _wins(generality.base) or any(_wins(study) for study in generality.over_channels):
         return ""
     sigmas = _until_lost(generality.over_sigma)
@@ -78,7 +78,7 @@ def _reach(generality: Generality) -> str:
 
 
 def _bound(words: str, kept: Sequence[Study], last: Study) -> str:
-    """The last setting that is not lost, where one beyond it is."""
+    """Return the last setting that is not lost, where one beyond it is."""
     return "" if kept[-1] is last else f"{words} {kept[-1].mean / kept[-1].sigma:g} sigma"
 
 

@@ -1,4 +1,4 @@
-"""What every rank has a copy of: the same constants at the start, and gradients that are summed over the ranks."""
+"""Parameters of which every rank has a copy: equal at the start, their gradients summed over the ranks."""
 
 from __future__ import annotations
 

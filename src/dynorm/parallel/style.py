@@ -146,7 +146,7 @@ def _prepare_output(layout: Placement, local: bool, module: nn.Module, y: Any, m
 
 
 def _pointwise(layer: PointwiseNorm, x: Tensor) -> Tensor:
-    """The function of the layer: on shards, but where the compiler shall see the definition."""
+    """Return the function of the layer: on shards, or the definition where the compiler must see it."""
     if isinstance(x, DTensor) and not torch.compiler.is_compiling():
         return on_shards(layer, x)
     return type(layer).pointwise(layer, x)

@@ -113,7 +113,7 @@ class _Watch(TorchFunctionMode):
         return {path for leaf in tree_leaves(values) if (path := self.source(leaf)) is not None}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note who reads, and compute."""
+        """Note the reader, and compute."""
         kwargs = kwargs or {}
         taken = args
         if func is functional.linear and args and args[0] is self.entered:

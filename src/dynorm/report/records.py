@@ -304,26 +304,26 @@ class InspectedSite:
 
     @property
     def alpha(self) -> float:
-        """DyT's constant, fitted on the outliers: ``1 / sqrt(beta)`` of the same slope."""
+        """Return DyT's constant, fitted on the outliers: ``1 / sqrt(beta)`` of the same slope."""
         return 1 / math.sqrt(self.outliers.fit.betas["dyt"])
 
     @property
     def beta(self) -> float:
-        """DyISRU's constant, fitted on the outliers."""
+        """Return DyISRU's constant, fitted on the outliers."""
         return self.outliers.fit.betas["dyisru"]
 
     @property
     def ratio(self) -> float:
-        """DyT's mean absolute residual on outliers over DyISRU's: above 1 where the paper's claim holds."""
+        """Return DyT's mean absolute residual on outliers over DyISRU's: above 1 where the paper's claim holds."""
         return self.outliers.residuals["dyt"] / max(self.outliers.residuals["dyisru"], 1e-300)
 
     @property
     def holds(self) -> bool:
-        """Whether DyISRU describes the outliers with a smaller mean absolute residual than DyT, as the paper claims."""
+        """Return whether the paper's claim holds: DyISRU's mean absolute residual on outliers is below DyT's."""
         return self.outliers.residuals["dyisru"] < self.outliers.residuals["dyt"]
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain values, without the sampled points."""
+        """Return the row as plain values, without the sampled points."""
         row = {name: value for name, value in asdict(self).items() if name != "picture"}
         row["outliers"] = {name: value for name, value in row["outliers"].items() if name != "points"}
         return row | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
@@ -443,5 +443,5 @@ class InspectionReport(Report):
 
 
 def _wins(rows: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """In how many rows each function has the smallest value."""
+    """Count for each function the rows in which it has the smallest value."""
     return {name: sum(min(row, key=row.__getitem__) == name for row in rows) for name in rows[0]}

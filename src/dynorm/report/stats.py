@@ -96,7 +96,7 @@ class Histogram:
         self._sums = torch.zeros(6, 2 * _HALF + 1, dtype=torch.float64, device=device)
 
     def __len__(self) -> int:
-        """How many values were added."""
+        """Return how many values were added."""
         return int(self._sums[0].sum())
 
     def add(self, x: Tensor, y: Tensor) -> None:
@@ -207,7 +207,7 @@ class Reservoir:
         self._kept = torch.empty(3, 0, dtype=torch.float64, device=device)
 
     def __len__(self) -> int:
-        """How many pairs are kept now."""
+        """Return how many pairs are kept now."""
         return self._kept.shape[1]
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Whether a step is proven: by exact algebra, for every number of channels at once, never by how close numbers are.
+"""Decide whether a step is proven: by exact algebra, for every number of channels, never by how close numbers are.
 
 sympy reads a formula with its own symbolic sums and derivatives. Channel i sees of its token only x_i, C and the
 sums A and B of the other channels and of their squares; the statement "reduction" proves so. In their place come
@@ -256,7 +256,7 @@ def _name_exponentials(expression: Expr, bases: dict[Expr, Expr]) -> Expr:
 
 
 def _has_sign(expression: Expr, *, strict: bool) -> bool:
-    """Whether a quotient is not negative, or positive, wherever its denominator is not 0."""
+    """Return whether a quotient is not negative, or positive, wherever its denominator is not 0."""
     parts = sp.fraction(sp.together(expression))
     # The sign may show in the deviation e, or in x_i itself.
     for forms in ([sp.factor(p) for p in parts], [sp.expand(p.xreplace({_E: _X - _M})) for p in parts]):
@@ -278,7 +278,7 @@ def _values(expression: Expr, seed: int) -> Iterator[Expr]:
 
 
 def _refutes(value: Expr, relation: str) -> bool:
-    """Whether a value that a difference takes breaks its relation to 0; one that is not real is not 0."""
+    """Return whether a value of a difference breaks its relation to 0; one that is not real is not 0."""
     if relation == "=":
         return bool(abs(value) > _NOISE)
     return bool(value.is_real and (value < -_NOISE or (relation == ">" and value == 0)))

@@ -244,7 +244,7 @@ def _is_fraction(node: ast.expr) -> bool:
 
 
 def _is_long(node: ast.expr) -> bool:
-    """Whether a call takes all that follows it, as a sum does."""
+    """Return whether a call takes all that follows it, as a sum does."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) not in ELEMENTARY
 
 

@@ -32,7 +32,7 @@ class CheckedStep:
 
     @property
     def holds(self) -> bool:
-        """Whether it is proven, and no number contradicts."""
+        """Return whether it is proven, and no number contradicts."""
         return self.verdict.outcome == "proven" and self.measured.holds
 
 
@@ -54,27 +54,27 @@ class CheckedStatement:
 
     @property
     def proven(self) -> bool:
-        """Whether algebra proves each step."""
+        """Return whether algebra proves each step."""
         return all(step.verdict.outcome == "proven" for step in self.steps)
 
     @property
     def digits_hold(self) -> bool:
-        """Whether the numbers agree with each step to 50 digits."""
+        """Return whether the numbers agree with each step to 50 digits."""
         return all(step.measured.holds for step in self.steps)
 
     @property
     def digits(self) -> float:
-        """Largest relative difference of both sides of an equation, in 50-digit arithmetic."""
+        """Return the largest relative difference of both sides of an equation, in 50-digit arithmetic."""
         return max((step.measured.error for step in self.steps if step.measured.error is not None), default=0.0)
 
     @property
     def autograd_holds(self) -> bool:
-        """Whether dynorm and automatic differentiation differ by rounding alone."""
+        """Return whether dynorm and automatic differentiation differ by rounding alone."""
         return self.autograd < _ROUNDING
 
     @property
     def holds(self) -> bool:
-        """Whether it is proven, and no number contradicts."""
+        """Return whether it is proven, and no number contradicts."""
         return self.proven and self.digits_hold and self.autograd_holds
 
 
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Whether every statement holds."""
+        """Return whether every statement holds."""
         return all(checked.holds for checked in self.statements)
 
     def to_dict(self) -> dict[str, Any]:
