@@ -111,7 +111,7 @@ def inspect(
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Fit DyT, DyISRU and a straight line to the outliers of every norm of a model, and compare them.
+    """Find massive activations at the norms of a model, and compare DyT, DyISRU and a line on its outliers.
 
     Example: dynorm inspect ./all-MiniLM-L6-v2 --html inspection.html
     """

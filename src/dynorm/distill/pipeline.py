@@ -198,11 +198,13 @@ def inspect_pretrained(
         raise ArgumentError(f"samples must be at least 1 and max_length at least 2, got {samples}, {max_length}")
     subject = _Subject.load(folder, texts, samples, seed, max_length, device)
     model = subject.pretrained.model
-    fitted, tests = (subject.batches(part[:samples]) for part in (subject.fit, subject.held_out))
+    fitted, measured = (subject.batches(part[:samples]) for part in (subject.fit, subject.held_out))
     sites = select_sites(find_norms(model, **on_device(fitted[0], model)), only or None, skip or None)
     meta = subject.meta(name) | {"texts_held_out": samples, "max_length": max_length, "seed": seed}
     fit_on = track(fitted, "fitting")
-    return inspect_norms(model, track(tests, "measuring"), sites=sites, fit_on=fit_on, seed=seed, meta=meta)
+    decode = subject.pretrained.tokenizer.convert_ids_to_tokens
+    tests = track(measured, "measuring")
+    return inspect_norms(model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode)
 
 
 @dataclass(frozen=True)

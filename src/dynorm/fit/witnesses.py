@@ -77,8 +77,11 @@ class TokenScales:
         self._fit = self._held_out = torch.zeros(0)
 
     @torch.no_grad()
-    def update(self, u: Tensor) -> None:
-        """Add tokens (tokens, C), their centre subtracted; a token of zeros tells nothing and is left out."""
+    def update(self, u: Tensor, seen: int = 0) -> None:
+        """Add tokens (tokens, C), their centre subtracted; a token of zeros tells nothing and is left out.
+
+        Which tokens are held out follows from their number, counted from ``seen`` on.
+        """
         u = u[u.square().sum(1) > 0].double()
         moment = u.square().mean(1, keepdim=True)
         if self._kind == "layernorm":
@@ -91,7 +94,7 @@ class TokenScales:
             mean, square, _ = self._ranks.summed(sums) / sums[2:]
             self._channels = (square - mean * mean).topk(min(_CANDIDATES, u.shape[1])).indices
         columns = torch.cat([parts[:, self._channels.to(u.device)], 1 / total, one], 1) * total**0.25
-        held_out = (torch.arange(len(u), device=u.device) * _GOLDEN) % 1 < _HELD_OUT
+        held_out = ((torch.arange(len(u), device=u.device) + seen).double() * _GOLDEN) % 1 < _HELD_OUT
         new = torch.stack([part.T @ part for part in (columns[~held_out], columns[held_out])])
         fit, judge = self._ranks.summed(new).cpu()
         self._fit = self._fit + fit if len(self._fit) else fit

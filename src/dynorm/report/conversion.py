@@ -17,11 +17,14 @@ from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import original_forward, replaced_by, require_layers
 from dynorm.report.output import OutputComparison
 from dynorm.report.records import ModelReport, SiteReport
-from dynorm.report.stats import SiteStats
+from dynorm.report.sizes import token_places
+from dynorm.report.stats import Reservoir, SiteStats
 from dynorm.watch import call, hooked, iterate, require_finite, site_tokens, token_masks, undisturbed
 
 # A value is saturated when the function gives more than this share of its bound: beyond 3 sqrt(beta) for DyISRU.
 SATURATION = 0.95
+# So many tokens are drawn in the picture of their sums.
+_DRAWN = 400
 
 See = Callable[[PointwiseNorm, Tensor, Tensor], None]
 
@@ -132,7 +135,10 @@ class _Measurement:
             tokens = self._tokens(layer, x, masks)
             # A copy: the model may go on to write into its own.
             wanted[layer].append(self._tokens(layer, y, masks).clone())
-            self.sites[layer].stats.add(tokens, fitted=len(tokens) // 2 if halve else 0)
+            site = self.sites[layer]
+            site.add_sums(tokens)
+            places = token_places(site.stats.site, x, batch)
+            site.stats.add(tokens, len(tokens) // 2 if halve else 0, places)
 
         def see_layer(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
             assert isinstance(layer, PointwiseNorm)
@@ -200,6 +206,8 @@ class _Site:
         self._values = self._saturated = 0
         self._compared, self._residual = 0, 0.0
         self._sums = torch.zeros(2, layer.channels, dtype=torch.float64, device=device)
+        self._told = torch.zeros(5, dtype=torch.float64, device=device)
+        self._drawn = Reservoir(_DRAWN, seed + replaced.site.order)
 
     def compare(self, now: Tensor, wanted: Tensor) -> None:
         """Add the layer's outputs and the norm's, both (tokens, C)."""
@@ -213,10 +221,31 @@ class _Site:
         self._saturated += int((self._bare(x).abs() > SATURATION * abs(self.layer.scale)).sum())
         self._values += x.numel()
 
+    @torch.no_grad()
+    def add_sums(self, x: Tensor) -> None:
+        """Compare the norm's own sum of each token (tokens, C) with the layer's, ``beta + sum gain_k u_k^2``."""
+        x, site, channels = x.double().to(self._told.device), self.stats.site, list(self.layer.witness_channels)
+        moment = x.var(1, correction=0) if site.kind == "layernorm" else x.square().mean(1)
+        wanted = (x.shape[1] * (moment + site.eps)).clamp_min(torch.finfo(x.dtype).tiny)
+        told = self.layer.beta().double().median().expand_as(wanted)
+        if self.layer.log_gain is not None:
+            center = (
+                0.0 if self.layer.center is None else self.layer.center.double().flatten().expand(x.shape[1])[channels]
+            )
+            told = told + (x[:, channels] - center).square() @ self.layer.log_gain.double().exp()
+        # The weights of :class:`TokenScales`; the layer's weight may take any factor over.
+        root, part, one = wanted.sqrt(), told / wanted, 1 / wanted
+        self._told += torch.stack(
+            [root.sum(), *((root * a * b).sum() for a, b in ((part, 1), (part, part), (one, 1), (one, one)))]
+        )
+        self._drawn.add(told.cpu(), wanted.cpu(), (wanted / wanted.mean()).sqrt().cpu())
+
     def report(self) -> SiteReport:
         """Return the row."""
         stats, layer = self.stats, self.layer
-        fit = stats.fit()
+        fit, sizes = stats.fit(), stats.sizes()
+        whole, told, square, one, one_square = self._told.tolist()
+        constant, left = (1 - a * a / (b * whole) if b else 1.0 for a, b in ((one, one_square), (told, square)))
         outlier, outlier_site = stats.outliers()
         sigma_spread, sigma_range = stats.spread()
         # Of the outputs' mean square about their channel's mean.
@@ -239,6 +268,11 @@ class _Site:
             beta=float(layer.beta().detach().median()),
             center=None if layer.center is None else float(layer.center.detach().median()),
             saturated=self._saturated / self._values if self._values else None,
+            witnesses=layer.witness_channels,
+            gains=() if layer.log_gain is None else tuple(layer.log_gain.detach().double().exp().tolist()),
+            told=max(1 - left / constant, 0.0) if constant > 0 else 0.0,
+            sizes=sizes,
+            sums=self._drawn.points(),
             fit=fit,
             picture=stats.picture(),
         )

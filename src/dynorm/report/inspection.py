@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +19,7 @@ from dynorm.find.probe import find_norms
 from dynorm.fit.site_fit import own_betas
 from dynorm.guard import require_plain_model
 from dynorm.report.records import InspectedSite, InspectionReport
+from dynorm.report.sizes import token_places
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Reservoir, SiteStats, best_beta
 from dynorm.site import NormSite
 from dynorm.watch import arguments, call, iterate, require_finite, site_tokens, token_masks, undisturbed
@@ -35,13 +37,16 @@ def inspect_norms(
     seed: int = 0,
     points: int = 1500,
     meta: Mapping[str, Any] | None = None,
+    decode: Callable[[int], str] | None = None,
 ) -> InspectionReport:
     """Repeat the paper's section 4 at every norm of a model, on its own activations; the model is not changed.
 
     Of every token the channel farthest from the mean is its outlier. DyT, DyISRU and a straight line, with one constant
     per site, are fitted by least squares on the outliers of some tokens and measured on those of others; beside it the
-    same on all channels. Memory is that of one batch plus a fixed amount per site. The model runs in eval mode, without
-    gradient; it, its buffers and random states are afterwards as they were.
+    same on all channels. The report also says whether the model has massive activations: which tokens are the largest,
+    in which channel, and how much of the tokens' sizes one, two and four channels tell. Memory is that of one batch
+    plus a fixed amount per site. The model runs in eval mode, without gradient; it, its buffers and random states are
+    afterwards as they were.
 
     Args:
         model: any model with LayerNorms or RMSNorms.
@@ -52,6 +57,7 @@ def inspect_norms(
         seed: of the samples.
         points: how many points to keep for the picture of a site.
         meta: facts to show beside the figures.
+        decode: turns a number of ``input_ids`` into text, to name the largest tokens by.
 
     Returns:
         A report with one row per site.
@@ -90,7 +96,7 @@ def inspect_norms(
     reached = [entry for entry in watched.values() if entry.stats.tokens]
     if not reached:
         raise DataError("the batches must reach at least one norm, but reached none: give batches that use them")
-    rows = [entry.row() for entry in sorted(reached, key=lambda entry: entry.site.order)]
+    rows = [entry.row(decode) for entry in sorted(reached, key=lambda entry: entry.site.order)]
     refused = {site.path: site.refused for site in sites if site.refused is not None}
     unreached = [entry.site.path for entry in watched.values() if not entry.stats.tokens]
     return InspectionReport(type(model).__name__, rows, count, refused, unreached, dict(meta or {}))
@@ -104,20 +110,23 @@ class _Watched:
         self.stats = SiteStats(site, seed + site.order, points)
         self.outliers = Outliers(site, seed + site.order)
 
-    def see(self, x: Tensor, fitted: float) -> None:
-        """Add tokens (tokens, C), a share of which is fitted on, and the rest measured on."""
+    def see(self, x: Tensor, fitted: float, places: Tensor | None) -> None:
+        """Add tokens (tokens, C) with their places, a share of which is fitted on, and the rest measured on."""
         require_finite(self.site.path, x)
         if fitted == 1.0:
             self.stats.add_fitted(x)
         split = int(len(x) * fitted)
         self.outliers.add_fitted(x[:split])
         if fitted < 1.0:
-            self.stats.add(x, split)
+            self.stats.add(x, split, places)
             self.outliers.add(x[split:])
 
-    def row(self) -> InspectedSite:
-        """Return the row of the report."""
-        core = self.stats.fit()
+    def row(self, decode: Callable[[int], str] | None) -> InspectedSite:
+        """Return the row of the report, the largest tokens by their text where ``decode`` knows it."""
+        core, sizes = self.stats.fit(), self.stats.sizes()
+        if decode is not None:
+            named = (replace(t, token=decode(t.token)) if isinstance(t.token, int) else t for t in sizes.tokens)
+            sizes = replace(sizes, tokens=tuple(named))
         outlier, outlier_site = self.stats.outliers()
         return InspectedSite(
             path=self.site.path,
@@ -128,6 +137,7 @@ class _Watched:
             outlier_site=outlier_site,
             sigma_spread=self.stats.spread()[0],
             outliers=self.outliers.fit(core.scale, core.center),
+            sizes=sizes,
             core=core,
             picture=self.stats.picture(),
         )
@@ -153,7 +163,7 @@ def _run(model: nn.Module, watched: Mapping[nn.Module, _Watched], batch: Any, fi
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entry = watched[module]
         x = args[0] if args else next(iter(kwargs.values()))
-        entry.see(site_tokens(entry.site, x, masks), fitted)
+        entry.see(site_tokens(entry.site, x, masks), fitted, token_places(entry.site, x, batch))
 
     with undisturbed(model, batch), ExitStack() as stack:
         for module in watched:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,7 @@ class Drawing:
         fit: the curves.
         sample: the points and error bars behind them.
         outliers: x and y of the points that the curves were fitted on, where these are outliers alone.
+        sums: of some tokens the layer's sum and the norm's own, for a second picture below.
     """
 
     path: str
@@ -54,6 +56,7 @@ class Drawing:
     fit: CoreFit
     sample: Picture
     outliers: tuple[list[float], list[float]] | None = None
+    sums: tuple[list[float], list[float]] | None = None
 
 
 def svg_picture(drawing: Drawing) -> str:
@@ -69,8 +72,11 @@ def svg_picture(drawing: Drawing) -> str:
     buffer = io.StringIO()
     # The salt makes the ids of this picture differ from those of the others in the page.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawing.path, "path.simplify": False}):
-        figure = Figure(figsize=(4.4, 3.1), layout="constrained")
-        draw(figure.add_subplot(), drawing, _OF_THE_PAGE)
+        count = 1 + (drawing.sums is not None)
+        figure = Figure(figsize=(4.4, 3.1 * count), layout="constrained")
+        draw(figure.add_subplot(count, 1, 1), drawing, _OF_THE_PAGE)
+        if drawing.sums is not None:
+            draw_sums(figure.add_subplot(count, 1, 2), *drawing.sums, _OF_THE_PAGE)
         figure.savefig(buffer, format="svg", transparent=True)
     svg = buffer.getvalue()
     # As an element of a page: no headers, short numbers, the page's colours and font.
@@ -93,11 +99,7 @@ def draw(axes: Axes, drawing: Drawing, colors: Mapping[str, str] = DAYLIGHT) -> 
     low, high, top = low - margin, high + margin, math.asinh(1.35 * fit.scale / PICTURE_KNEE)
     _scale(axes, "x", low, high, knee)
     _scale(axes, "y", -top, top, PICTURE_KNEE)
-    axes.set_xlabel("input x − centre" if fit.center else "input x", color=colors["soft"])
-    axes.set_ylabel("norm's core y", color=colors["soft"])
-    axes.tick_params(colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
-    for spine in axes.spines.values():
-        spine.set_color(colors["edge"])
+    _frame(axes, "input x − centre" if fit.center else "input x", "norm's core y", colors)
     _draw_dots(axes, x, sample.y, colors["point"])
     for side in (-1, 1):
         axes.axhline(side * fit.scale, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
@@ -112,11 +114,39 @@ def draw(axes: Axes, drawing: Drawing, colors: Mapping[str, str] = DAYLIGHT) -> 
         axes.errorbar(places, means, stds, fmt="none", ecolor=colors["bar"], elinewidth=1.1)
 
 
-def _draw_dots(axes: Axes, x: list[float], y: list[float], color: str) -> None:
+def draw_sums(axes: Axes, told: list[float], sums: list[float], colors: Mapping[str, str] = DAYLIGHT) -> None:
+    """Draw the norm's sum of each token against what tells it, beside the best constant; both axes logarithmic."""
+    _frame(axes, "told by the layer", "the norm's own sum", colors)
+    axes.set(xscale="log", yscale="log")
+    for axis, values in ((axes.xaxis, told + sums), (axes.yaxis, sums)):
+        low, high = (math.log10(f(values)) for f in (min, max))
+        # Decades alone where there are many, else round numbers between them.
+        steps = next(
+            (s for limit, s in ((0.7, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (3, (1, 3))) if high - low < limit), (1,)
+        )
+        ticks = [step * 10.0**k for k in range(math.floor(low), math.ceil(high)) for step in steps]
+        ticks = [tick for tick in ticks if low - 0.05 <= math.log10(tick) <= high + 0.05]
+        axis.set_ticks(ticks, [f"{tick:,.0f}" if 1 <= tick < 1e6 else f"{tick:.0e}" for tick in ticks])
+        axis.set_ticks([], minor=True)
+    _draw_dots(axes, [math.exp(fmean(map(math.log, sums)))] * len(sums), sums, colors["point"], 1e-4 * min(sums))
+    ends = min(sums), max(sums)
+    axes.plot(ends, ends, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
+    _draw_dots(axes, told, sums, colors["outlier"], 1e-4 * min(sums))
+
+
+def _frame(axes: Axes, x_label: str, y_label: str, colors: Mapping[str, str]) -> None:
+    axes.set_xlabel(x_label, color=colors["soft"])
+    axes.set_ylabel(y_label, color=colors["soft"])
+    axes.tick_params(which="both", colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
+    for spine in axes.spines.values():
+        spine.set_color(colors["edge"])
+
+
+def _draw_dots(axes: Axes, x: list[float], y: list[float], color: str, size: float = 1e-4) -> None:
     # A dot is a line of next to no length (of none, a PNG would not show it): one path for all is a fifth of as many
     # markers.
     dots = [
-        list(chain.from_iterable((v, v + length, math.nan) for v in values)) for values, length in ((x, 0.0), (y, 1e-4))
+        list(chain.from_iterable((v, v + length, math.nan) for v in values)) for values, length in ((x, 0.0), (y, size))
     ]
     axes.plot(*dots, color=color, linewidth=3, solid_capstyle="round")
 

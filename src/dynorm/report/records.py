@@ -14,6 +14,7 @@ from dynorm.files import write_text
 from dynorm.report.output import OutputReport
 from dynorm.report.page import Page
 from dynorm.report.picture import Drawing
+from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
 from dynorm.table import Column, Table, plain
 
@@ -71,6 +72,13 @@ _COLUMNS = (
     Column("centre", _digits, "subtracted before the function, the median of many", page_only=True),
     Column("saturated", _share, "share of values beyond 95 % of the layer's bound"),
 )
+_TOLD = "how much of the variation of the tokens' sums"
+_WITNESS_COLUMNS = (
+    Column("K", note="how many witnesses the layer has"),
+    Column("told", ".0%", f"{_TOLD} the layer's β + sum g u² tells, over a constant"),
+    Column("witnesses", note="channel (gain)", page_only=True),
+    *(Column(f"by {k}", ".0%", f"{_TOLD} the best {k} tell", page_only=True) for k in (1, 2, 4)),
+)
 _OUTLIER_COLUMNS = (
     _SITE,
     _NORM,
@@ -82,6 +90,11 @@ _OUTLIER_COLUMNS = (
     Column("α", ".3g", "DyT's constant, fitted on outliers", page_only=True),
     Column("β", _constant, "DyISRU's constant, fitted on outliers", page_only=True),
     Column("own β spread", ".2f", "standard deviation of ln of the β that each outlier would need", page_only=True),
+    Column("size", ",.1f", "σ of the largest token over the median one's", page_only=True),
+    Column("channel", note="the largest one of that token", page_only=True),
+    Column("share", ".0%", "of the token's sum of squares in that channel", page_only=True),
+    Column("on", str, "the largest tokens: text or number, and position", page_only=True),
+    *(Column(f"by {k}", ".0%", f"{_TOLD} the best {k} tell", page_only=True) for k in (1, 2, 4)),
     *_functions("all channels", "|y − f| / |y|, fitted and measured on all channels"),
 )
 
@@ -153,6 +166,12 @@ class SiteReport:
         center: its centre (the median likewise), or None.
         saturated: share of the values that the converted layer takes beyond 95 % of its bound; of the linear control,
             which has none, beyond 95 % of the norm's.
+        witnesses: the layer's witness channels; empty for a function of one channel.
+        gains: the weight of each one's square.
+        told: how much of the variation of the tokens' sums over a constant the layer's own ``beta + sum g u^2`` tells,
+            up to a factor; 0 without witnesses, 1 is all.
+        sizes: the largest tokens, and how much of the variation any 0, 1, 2 and 4 channels could tell.
+        sums: ``beta + sum g u^2`` and the norm's own sum, of some of the tokens.
         fit: the constants that the three errors of the core belong to.
         picture: the points and bars of its picture.
     """
@@ -173,6 +192,11 @@ class SiteReport:
     beta: float
     center: float | None
     saturated: float | None
+    witnesses: tuple[int, ...]
+    gains: tuple[float, ...]
+    told: float
+    sizes: TokenSizes = field(repr=False)
+    sums: tuple[list[float], list[float]] = field(repr=False)
     fit: CoreFit = field(repr=False)
     picture: Picture = field(repr=False)
 
@@ -183,7 +207,9 @@ class SiteReport:
             f"Scatter of input and output of the {self.kind} at {self.path}, without weight and bias; outliers of "
             f"up to {self.outlier_site:.1f} sigma. Relative errors of the fitted curves: {errors}."
         )
-        return Drawing(self.path, errors, words, self.fit, self.picture)
+        if self.witnesses:
+            errors += f"; {len(self.witnesses)} witnesses tell {self.told:.0%} of the tokens' sums"
+        return Drawing(self.path, errors, words, self.fit, self.picture, sums=self.sums)
 
 
 @dataclass(frozen=True)
@@ -211,6 +237,7 @@ class ModelReport(Report):
         values = asdict(self)
         for site in values["sites"]:
             site["bins"] = site.pop("picture")["bins"]
+            del site["sums"]
         return {name: plain(value) for name, value in values.items()}
 
     def table(self) -> Table:
@@ -226,12 +253,20 @@ class ModelReport(Report):
         if out.loss_now is not None:
             change = f"{_digits(out.loss_original, 4)} -> {_digits(out.loss_now, 4)} ({out.loss_difference:+.4f})"
             lines.append(f"loss {change} nats per token, KL {_digits(out.kl, 4)}, {out.tokens} tokens")
-        rows = []
+        rows: list[tuple[Any, ...]] = []
+        witnessed = any(s.witnesses for s in self.sites)
         for s in self.sites:
             sizes = (s.outlier_site, s.outlier, s.sigma_spread, s.sigma_range)
             errors = (s.error_linear, s.error_dyt, s.error_dyisru, s.error_now)
-            rows.append((s.path, s.kind, s.channels, *sizes, *errors, s.beta, s.center, s.saturated))
-        return Table(_COLUMNS, rows, [f"{path}  not reached" for path in self.unreached], "\n".join(lines))
+            named = ", ".join(f"{k} ({_constant(g)})" for k, g in zip(s.witnesses, s.gains, strict=True)) or None
+            told = (len(s.witnesses), s.told, named, *(s.sizes.explained[k] for k in (1, 2, 4))) if witnessed else ()
+            rows.append((s.path, s.kind, s.channels, *sizes, *errors, s.beta, s.center, s.saturated, *told))
+        return Table(
+            _COLUMNS + _WITNESS_COLUMNS * witnessed,
+            rows,
+            [f"{path}  not reached" for path in self.unreached],
+            "\n".join(lines),
+        )
 
     def page(self) -> Page:
         """Return the report as a page, with a picture of each site."""
@@ -265,6 +300,7 @@ class ModelReport(Report):
                 "point": "sampled values of the norm's core, outliers drawn more often",
                 "bar": "mean ± standard deviation of all values",
                 **_LEGEND,
+                "point outlier": "below: a token's own sum against the layer's β + Σ g u²; in grey against a constant",
             },
             drawings=[site.drawing() for site in self.sites],
             meta=self.meta,
@@ -286,6 +322,7 @@ class InspectedSite:
         outlier: the largest value of the core, in sigmas of its own token: sqrt(C - 1) at most (RMSNorm: sqrt(C)).
         outlier_site: the largest deviation in typical sigmas of the site, their geometric mean; no bound.
         sigma_spread: standard deviation over tokens of the natural logarithm of sigma.
+        sizes: the largest tokens, with their channels, and how much of the sizes' variation few channels tell.
         outliers: how well the functions, fitted on outliers alone, describe outliers, as section 4.2 asks.
         core: how well they describe all channels when fitted on all.
         picture: the points and bars of its picture.
@@ -298,6 +335,7 @@ class InspectedSite:
     outlier: float
     outlier_site: float
     sigma_spread: float
+    sizes: TokenSizes = field(repr=False)
     outliers: OutlierFit = field(repr=False)
     core: CoreFit = field(repr=False)
     picture: Picture = field(repr=False)
@@ -373,6 +411,7 @@ class InspectionReport(Report):
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
             "exact": max(site.outliers.exact for site in self.sites),
+            "massive": [site.path for site in self.sites if site.sizes.massive],
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -390,12 +429,35 @@ class InspectionReport(Report):
                 [figures[name] for name in TITLES] for figures in (s.outliers.residuals, s.core.errors)
             )
             constants = (s.ratio, s.alpha, s.beta, s.outliers.beta_spread)
-            rows.append((s.path, s.kind, s.channels, s.outlier, s.sigma_spread, *residuals, *constants, *errors))
+            largest, told = s.sizes.tokens[0], (s.sizes.explained[k] for k in (1, 2, 4))
+            sizes = (largest.size, largest.channel, largest.share, s.sizes.places(), *told)
+            rows.append(
+                (s.path, s.kind, s.channels, s.outlier, s.sigma_spread, *residuals, *constants, *sizes, *errors)
+            )
         notes = [
             *(f"{path}  not reached" for path in self.unreached),
             *(f"{path}  left out: {reason}" for path, reason in self.refused.items()),
         ]
-        return Table(_OUTLIER_COLUMNS, rows, notes, f"{title}\n{self.findings()}")
+        return Table(_OUTLIER_COLUMNS, rows, notes, f"{title}\n{self.findings()}\n{self.massive()}")
+
+    def massive(self) -> str:
+        """Return in sentences whether the model has massive activations, where, and on which tokens."""
+        sites = [site for site in self.sites if site.sizes.massive]
+        if not sites:
+            largest = max(site.sizes.tokens[0].size for site in self.sites)
+            return (
+                "No massive activations: no channel that holds most of a token makes it more than 3 times as large as "
+                f"the median token; the largest token is {largest:.1f} times."
+            )
+        worst = max(sites, key=lambda site: site.sizes.tokens[0].size)
+        most, told = worst.sizes.tokens[0], worst.sizes.explained
+        channels = dict.fromkeys(str(site.sizes.tokens[0].channel) for site in sites)
+        return (
+            f"Massive activations at {len(sites)} of {len(self.sites)} norms, in channel{'s' * (len(channels) > 1)} "
+            f"{', '.join(channels)}. Largest at {worst.path}: {most.size:,.1f} times the median token's size, "
+            f"{most.share:.0%} of the sum in channel {most.channel}; largest tokens: {worst.sizes.places()}. There 1, "
+            f"2 and 4 channels tell {told[1]:.0%}, {told[2]:.0%} and {told[4]:.0%} of the sizes' variation."
+        )
 
     def findings(self) -> str:
         """Return the sentences that follow from the figures alone."""
@@ -431,9 +493,10 @@ class InspectionReport(Report):
                 (f"{found['ratio_median']:.2f}", "median ratio", f"of DyT's residual to DyISRU's; {span}"),
                 (f"{straight} of {count}", "norms", "where a straight line describes outliers best"),
                 (f"{worst.outlier:,.1f} σ", "largest outlier", f"in its token's own σ, at {worst.path}"),
+                (f"{len(found['massive'])} of {count}", "norms", "with massive activations"),
                 (f"{found['exact']:.0e}", "exact form", "largest residual of DyISRU with each outlier's own constant"),
             ],
-            findings=self.findings(),
+            findings=f"{self.massive()} {self.findings()}",
             table=self.table(),
             heading="Outliers and the functions fitted to them",
             legend={"point outlier": "one outlier per token", "point": "other values of the norm's core", **_LEGEND},

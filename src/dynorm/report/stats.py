@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynorm.family import FAMILY
+from dynorm.report.sizes import SizeStats, TokenSizes
 from dynorm.site import NormSite
 
 # Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003 sigma wide at the
@@ -240,6 +241,7 @@ class SiteStats:
         self.scale = math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1))
         self._seed, self._points = seed, points
         self._started = False
+        self._sizes = SizeStats(site)
         self._peak = self._core_peak = 0.0
         self._log_sum = self._log_square_sum = 0.0
 
@@ -248,11 +250,20 @@ class SiteStats:
         for part in self._parts(x):
             self.fitted.add(part, self._normalized(part)[1])
 
-    def add(self, x: Tensor, fitted: int) -> None:
-        """Add tokens (tokens, C): the functions are fitted on the first of them, and measured on the others."""
+    def add(self, x: Tensor, fitted: int, places: Tensor | None = None) -> None:
+        """Add tokens (tokens, C): the functions are fitted on the first of them, and measured on the others.
+
+        Args:
+            x: the tokens.
+            fitted: how many are fitted on.
+            places: what :func:`dynorm.report.sizes.token_places` knows of them.
+        """
+        start = self.tokens
         for is_fitted, tokens in ((True, x[:fitted]), (False, x[fitted:])):
             for part in self._parts(tokens):
                 sigma, y, peak = self._normalized(part)
+                first = self.tokens - start
+                self._sizes.add(part, sigma, y, None if places is None else places[first : first + len(part)])
                 self.tokens += len(sigma)
                 log_sigma = sigma.double().log()
                 self._log_sum += float(log_sigma.sum())
@@ -295,9 +306,16 @@ class SiteStats:
         """Return the standard deviation of log sigma, and its 99th over its 1st percentile."""
         mean = self._log_sum / self.tokens
         deviation = math.sqrt(max(self._log_square_sum / self.tokens - mean * mean, 0.0))
-        shares = self._sigmas.cumsum(0).double() / self.tokens
-        low, high = (int((shares < q).sum()) for q in (0.01, 0.99))
-        return deviation, 2.0 ** ((high - low) / _SIGMAS_PER_OCTAVE)
+        return deviation, self._quantile(0.99) / self._quantile(0.01)
+
+    def sizes(self) -> TokenSizes:
+        """Return the largest tokens, and the channels that tell the tokens' sizes."""
+        return self._sizes.report(self._quantile(0.5))
+
+    def _quantile(self, q: float) -> float:
+        """Return the sigma that the part q of the tokens stay below."""
+        below = int((self._sigmas.cumsum(0).double() / self.tokens < q).sum())
+        return math.pow(2, (below + 0.5) / _SIGMAS_PER_OCTAVE - _OCTAVES)
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the tokens in parts that fit into memory; the first ones lay the bins, if only how fine they are."""
