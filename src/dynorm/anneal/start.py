@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from dynorm.anneal.schedule import annealed_layers
 from dynorm.errors import DataError, ModelError
 from dynorm.fit.ranks import Ranks
-from dynorm.fit.site_fit import own_betas
+from dynorm.fit.site_fit import LEAST, own_betas
+from dynorm.fit.witnesses import TokenScales
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.base import gathered
 from dynorm.watch import site_tokens, token_masks
@@ -27,8 +28,11 @@ class AnnealStart:
 
     with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` of LayerNorm or :math:`s_i + C \varepsilon` of RMSNorm (whose
     centre is 0), over all tokens that go by until :meth:`finish_`, on all ranks. With one constant per channel, each
-    channel takes its own mean. Padding is left out where a module of the model is called with a mask of two dimensions
-    under its usual name (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or in a dict.
+    channel takes its own mean. A layer with witnesses gets their gains, and the constant beside them, by least squares
+    (:class:`dynorm.fit.witnesses.TokenScales`), and the centre 0.
+
+    Padding is left out where a module of the model is called with a mask of two dimensions under its usual name
+    (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or in a dict.
 
     As a context it finishes at the end; if an error is raised inside, it stops watching and changes nothing.
 
@@ -50,6 +54,11 @@ class AnnealStart:
         self._paths = {layer: path for path, layer in annealed_layers(model).items()}
         self._sums = {
             layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device) for layer in self._paths
+        }
+        self._scales = {
+            layer: TokenScales(layer.kind, layer.norm_eps, layer.witness_channels)
+            for layer in self._paths
+            if layer.witness_channels
         }
         self._masks: list[Tensor] = []
         # The modules that are running, and the one whose masks hold for all that it calls.
@@ -114,6 +123,10 @@ class AnnealStart:
             shape = layer.normalized_shape if layer.per_channel else (1,)
             found[layer] = (log_betas / counts).exp().reshape(shape), (inputs / counts).reshape(shape)
         for layer, (beta, center) in found.items():
+            if layer in self._scales:
+                told = self._scales[layer].choose(0)
+                beta, center = beta.new_tensor([max(told.beta, LEAST * float(beta.mean()))]), torch.zeros_like(center)
+                layer.fill_gains_(beta.new_tensor(told.gains))
             layer.fill_constants_(beta, torch.zeros_like(center) if layer.kind == "rmsnorm" else center)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,6 +159,8 @@ class AnnealStart:
             counts = (beta != 0).to(x)
             sums = torch.stack([counts.sum(0), beta.where(beta != 0, 1.0).log().sum(0), (x * counts).sum(0)])
             self._sums[layer] += sums
+            if layer in self._scales:
+                self._scales[layer].update(x)
 
 
 def require_same_anneal(model: nn.Module) -> None:

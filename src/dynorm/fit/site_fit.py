@@ -18,10 +18,11 @@ from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 # Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest values saturate, to
 # a thousand, where the function is a straight line.
 _DECADES = (-1.0, 3.0)
-_CANDIDATES = 17
+_PER_DECADE = 4
 # With witnesses beta is measured beside them, and less remains to be found.
 _WITNESSED_DECADES = (-1.0, 1.0)
-_LEAST = 1e-4
+# Of a layer's typical sum: the least constant beside witnesses.
+LEAST = 1e-4
 # Least squares shrinks outputs that it cannot predict; site after site the shrinkage multiplies. Half is given back.
 _GIVE_BACK = 0.5
 # A variance below this part of the mean square is rounding: about 1e-6 of the size, that is float32's resolution.
@@ -206,7 +207,7 @@ class SiteFit:
             layer.set_witnesses_(found.channels, found.gains)
             if found.channels:
                 # Where the witnesses tell all, the constant beside them is 0: a small one stays, for its logarithm.
-                beta = max(found.beta, _LEAST * float(self._typical))
+                beta = max(found.beta, LEAST * float(self._typical))
                 self._betas = self._grid(*_WITNESSED_DECADES, x) * beta
                 layer.fill_slope_(self._betas[self._closed_form])
         elif self._updates > 1:
@@ -226,7 +227,8 @@ class SiteFit:
 
     def _grid(self, low: float, high: float, like: Tensor) -> Tensor:
         """Return candidates for beta in units of a first estimate, whose place is kept."""
-        grid = torch.logspace(low, high, _CANDIDATES, dtype=torch.float64, device=like.device)
+        count = round(_PER_DECADE * (high - low)) + 1
+        grid = torch.logspace(low, high, count, dtype=torch.float64, device=like.device)
         if isinstance(self.layer, LinearControl) and self._weight is not None:
             # Its weight takes the slope; beta would only be a second name for it.
             grid = grid.new_ones(1)

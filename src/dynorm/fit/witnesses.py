@@ -17,6 +17,9 @@ _WORTH = 0.02
 # So many channels are tried for the report, however many are wanted.
 _REPORTED = 4
 _SWEEPS = 200
+_TINY = 1e-300
+# A fixed witness that tells nothing has a gain all the same, for its logarithm.
+_LEAST_GAIN = 1e-6
 # The golden ratio's multiples fall evenly between 0 and 1, whatever the length of a text: no period of theirs meets one
 # of the tokens', so the first tokens of texts, the largest of all, stand on both sides.
 _GOLDEN, _HELD_OUT = 0.6180339887498949, 0.25
@@ -74,7 +77,7 @@ class TokenScales:
         self._ranks = Ranks() if ranks is None else ranks
         self._channels = None if channels is None else torch.tensor(channels)
         self._fixed = channels is not None
-        self._fit = self._held_out = torch.zeros(0)
+        self._sums: Tensor | None = None
 
     @torch.no_grad()
     def update(self, u: Tensor, seen: int = 0) -> None:
@@ -96,61 +99,69 @@ class TokenScales:
         columns = torch.cat([parts[:, self._channels.to(u.device)], 1 / total, one], 1) * total**0.25
         held_out = ((torch.arange(len(u), device=u.device) + seen).double() * _GOLDEN) % 1 < _HELD_OUT
         new = torch.stack([part.T @ part for part in (columns[~held_out], columns[held_out])])
-        fit, judge = self._ranks.summed(new).cpu()
-        self._fit = self._fit + fit if len(self._fit) else fit
-        self._held_out = self._held_out + judge if len(self._held_out) else judge
+        self._sums = new if self._sums is None else self._sums + new
 
     def choose(self, limit: int) -> Witnesses:
         """Return at most ``limit`` witnesses, added one by one for as long as each lessens the held-out error by 2 %.
 
-        Fixed channels are all taken, whatever they tell.
+        Fixed channels are all taken, whatever they tell. Call it on every rank.
         """
         assert self._channels is not None
+        assert self._sums is not None
+        fit, judge = self._ranks.summed(self._sums.clone()).cpu()
+        # Of three tokens or fewer none may be held out.
+        judge = judge if judge[-1, -1] > 0 else fit
         count = len(self._channels)
         chosen = torch.arange(0)
-        found = weights = self._solve(chosen[None])[0]
-        errors = [self._error(self._fit_or_held_out(), chosen, weights)]
+        found = _solve(fit, chosen[None])[0]
+        kept, errors = (chosen, found), [_error(judge, chosen, found)]
         if self._fixed:
             chosen = torch.arange(count)
-            found = self._solve(chosen[None])[0]
-            errors.append(self._error(self._fit_or_held_out(), chosen, found))
-        kept, wanted = chosen, not self._fixed
-        while not self._fixed and len(chosen) < min(max(limit, _REPORTED), count):
+            kept = chosen, _solve(fit, chosen[None])[0].clamp_min(_LEAST_GAIN)
+            errors.append(_error(judge, *kept))
+        wanted = not self._fixed
+        while len(chosen) < min(max(limit, _REPORTED), count):
             rest = torch.tensor([k for k in range(count) if k not in chosen])
             tried = torch.cat([chosen.expand(len(rest), -1), rest[:, None]], 1)
-            solved = self._solve(tried)
-            best = min(range(len(rest)), key=lambda k: self._error(self._fit, tried[k], solved[k]))
-            chosen, weights = tried[best], solved[best]
-            errors.append(self._error(self._fit_or_held_out(), chosen, weights))
+            solved = _solve(fit, tried)
+            best = min(range(len(rest)), key=lambda k: _error(fit, tried[k], solved[k]))
+            chosen, found = tried[best], solved[best]
+            errors.append(_error(judge, chosen, found))
             wanted = wanted and len(chosen) <= limit and errors[-1] < (1 - _WORTH) * errors[-2]
             if wanted:
-                kept, found = chosen, weights
-        *gains, beta = found.tolist()
+                kept = chosen, found
+        *gains, beta = kept[1].tolist()
         # A gain of 0 is a channel that tells nothing beside the others.
-        pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
+        pairs = [(k, g) for k, g in zip(self._channels[kept[0]].tolist(), gains, strict=True) if g > 0]
         explained = tuple(1 - each / errors[0] if errors[0] else 0.0 for each in errors)
         return Witnesses(tuple(k for k, _ in pairs), tuple(g for _, g in pairs), beta, explained)
 
-    def _solve(self, chosen: Tensor) -> Tensor:
-        """Return the gains and the constant of each row of channels (rows, m), none negative: (rows, m + 1)."""
-        columns = torch.cat([chosen, torch.full((len(chosen), 1), len(self._fit) - 2)], 1)
-        matrix = self._fit[columns[:, :, None], columns[:, None, :]]
-        wanted, diagonal = self._fit[columns, -1], matrix.diagonal(dim1=1, dim2=2).clamp_min(1e-300)
-        found = torch.zeros_like(wanted)
-        # One coordinate after another: exact in the end, for the problem is convex, and as many rows as one likes.
-        for _ in range(_SWEEPS):
-            for k in range(columns.shape[1]):
-                rest = wanted[:, k] - (matrix[:, k] * found).sum(1)
-                found[:, k] = (found[:, k] + rest / diagonal[:, k]).clamp_min(0)
-        return found
 
-    def _fit_or_held_out(self) -> Tensor:
-        # Of three tokens or fewer none may be held out.
-        return self._held_out if float(self._held_out[-1, -1]) > 0 else self._fit
+def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
+    """Return the gains and the constant of each row of channels (rows, m), none negative: (rows, m + 1)."""
+    columns = torch.cat([chosen, torch.full((len(chosen), 1), len(sums) - 2)], 1)
+    matrix, wanted = sums[columns[:, :, None], columns[:, None, :]], sums[columns, -1]
+    scale = matrix.diagonal(dim1=1, dim2=2).clamp_min(_TINY).rsqrt()
+    matrix, wanted = matrix * scale[:, :, None] * scale[:, None, :], wanted * scale
+    found: Tensor
+    found, singular = torch.linalg.solve_ex(matrix, wanted)
+    # Where least squares alone would give a negative gain: one coordinate after another, exact in the end, for the
+    # problem is convex.
+    rows = ((found < 0).any(1) | (singular > 0)).nonzero()[:, 0]
+    some, before = torch.zeros_like(found[rows]), None
+    for _ in range(_SWEEPS):
+        if before is not None and torch.equal(before, some):
+            break
+        before = some.clone()
+        for k in range(columns.shape[1]):
+            some[:, k] = (wanted[rows, k] - (matrix[rows, k] * some).sum(1) + some[:, k]).clamp_min(0)
+    found[rows] = some
+    return found * scale
 
-    @staticmethod
-    def _error(sums: Tensor, chosen: Tensor, weights: Tensor) -> float:
-        """Return the mean squared relative error over the tokens of ``sums``."""
-        columns = torch.cat([chosen, torch.tensor([len(sums) - 2])])
-        quadratic = weights @ sums[columns[:, None], columns] @ weights
-        return float((quadratic - 2 * weights @ sums[columns, -1] + sums[-1, -1]).clamp_min(0) / sums[-1, -1])
+
+def _error(sums: Tensor, chosen: Tensor, weights: Tensor) -> float:
+    """Return the mean squared relative error over the tokens of ``sums``."""
+    columns = torch.cat([chosen, torch.tensor([len(sums) - 2])])
+    quadratic = weights @ sums[columns[:, None], columns] @ weights
+    error = quadratic - 2 * weights @ sums[columns, -1] + sums[-1, -1]
+    return float(error.clamp_min(0) / sums[-1, -1].clamp_min(_TINY))

@@ -240,6 +240,12 @@ class PointwiseNorm(nn.Module):
             constant = getattr(self, self.constants[0])
             constant.copy_(as_stored(self.constant_from(beta), constant))
 
+    def fill_gains_(self, gains: Tensor) -> None:
+        """Set the gains of the witnesses, in their order."""
+        assert self.log_gain is not None
+        with torch.no_grad():
+            self.log_gain.copy_(as_stored(gains.log(), self.log_gain))
+
     def fill_constants_(self, beta: Tensor, center: Tensor) -> None:
         """Do what :meth:`fill_slope_` does, set the centre, where there is one, and every other constant to 0."""
         self.fill_slope_(beta)

@@ -1,0 +1,207 @@
+"""Witness channels: the choice of channels and gains, and every stage that moves them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import nnls
+from torch import Tensor, nn
+
+import dynorm
+from dynorm.errors import ArgumentError, DataError
+from dynorm.fit.witnesses import TokenScales, _solve
+
+CHANNELS, WITNESSES = 24, (5, 17)
+
+
+def tokens(count: int = 2000, seed: int = 0) -> Tensor:
+    """Tokens whose scale two channels tell: massive ones, each on a tenth of the tokens, as in real models."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, CHANNELS, generator=generator)
+    for channel in WITNESSES:
+        massive = torch.rand(count, generator=generator) < 0.1
+        x[:, channel] *= torch.where(massive, 60.0, 1.0)
+    return x
+
+
+def model(kind: type[nn.Module] = nn.RMSNorm) -> nn.Module:
+    """Two norms that see such tokens: the model's input is theirs, up to a rotation of nothing."""
+    torch.manual_seed(0)
+    return nn.Sequential(kind(CHANNELS), nn.Linear(CHANNELS, CHANNELS), kind(CHANNELS))
+
+
+def converted(witnesses: int | tuple[int, ...], to: str = "dyisru", kind: type[nn.Module] = nn.RMSNorm) -> nn.Module:
+    made = model(kind)
+    dynorm.convert_(made, dynorm.find_norms(made, tokens(8)), to, witnesses=witnesses)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_the_channels_that_carry_the_scale_are_found(kind: str) -> None:
+    scales = TokenScales(kind, 1e-6)
+    for part in tokens().split(500):
+        scales.update(part)
+    found = scales.choose(4)
+    assert set(found.channels[:2]) == set(WITNESSES)
+    assert found.gains[:2] == pytest.approx((1.0, 1.0), rel=0.1)
+    assert scales.choose(2).beta == pytest.approx(CHANNELS - 2, rel=0.2)
+    assert found.explained[0] == 0
+    assert found.explained[2] > 0.95
+    assert list(found.explained) == sorted(found.explained)
+
+
+def test_no_more_are_taken_than_wanted_and_none_that_tells_nothing() -> None:
+    scales = TokenScales("rmsnorm", 0.0)
+    scales.update(tokens())
+    assert len(scales.choose(1).channels) == 1
+    assert scales.choose(0).channels == ()
+    alike = TokenScales("rmsnorm", 0.0)
+    alike.update(torch.ones(100, CHANNELS))
+    assert alike.choose(4).channels == ()
+
+
+def test_fixed_channels_are_all_kept_in_their_order() -> None:
+    scales = TokenScales("rmsnorm", 0.0, channels=(17, 3, 5))
+    scales.update(tokens())
+    found = scales.choose(0)
+    assert found.channels == (17, 3, 5)
+    assert found.gains[0] == pytest.approx(1.0, rel=0.1)
+    assert min(found.gains) > 0
+    assert found.explained[-1] > 0.95
+
+
+def test_parts_of_the_tokens_give_the_sums_of_all() -> None:
+    whole, parts = (TokenScales("rmsnorm", 0.0, channels=WITNESSES) for _ in range(2))
+    x = tokens(400)
+    whole.update(x)
+    # The golden ratio counts from each part's start, so equal parts of one period split alike.
+    parts.update(x[:0])
+    parts.update(x)
+    assert parts.choose(0) == whole.choose(0)
+
+
+def test_least_squares_are_scipys() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        columns = np.abs(rng.normal(size=(200, 5)))
+        columns[:, 4] = 1
+        target = columns @ np.array([0.5, -0.3, 0.0, 1.0, 0.2]) + 0.1 * rng.normal(size=200)
+        both = torch.from_numpy(np.column_stack([columns, target]))
+        found = _solve(both.T @ both, torch.arange(4)[None])[0]
+        expected, _ = nnls(columns, target)
+        assert found.numpy() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
+def test_calibrating_with_witnesses_is_closer_to_the_norm(to: str, kind: type[nn.Module]) -> None:
+    batches = [tokens(500, seed) for seed in range(3)]
+    x = tokens(500, 9)
+    errors = []
+    for witnesses in (0, 2):
+        made = converted(witnesses, to, kind)
+        dynorm.calibrate_(made, batches)
+        errors.append(float((made(x) - model(kind)(x)).square().mean().detach()))
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_calibration_gives_the_layer_its_witnesses_and_reports_them() -> None:
+    made = converted(2)
+    assert made[0].witness_channels == ()
+    report = dynorm.calibrate_(made, [tokens(500, seed) for seed in range(3)])
+    assert set(made[0].witness_channels) == set(WITNESSES)
+    assert torch.allclose(made[0].log_gain.exp(), torch.tensor(1.0), rtol=0.1)
+    found = report.sites[0].witnesses
+    assert found is not None
+    assert found.channels == made[0].witness_channels
+    assert report.to_dict()["sites"][0]["witnesses"]["channels"]
+    assert "witnesses" in str(report)
+
+
+def test_given_channels_stay_and_get_their_gains() -> None:
+    made = converted(WITNESSES)
+    assert made[2].witness_channels == WITNESSES
+    dynorm.calibrate_(made, [tokens()])
+    assert made[0].witness_channels == WITNESSES
+    assert torch.allclose(made[0].log_gain.exp(), torch.tensor(1.0), rtol=0.1)
+
+
+def test_an_error_on_the_way_takes_the_witnesses_back() -> None:
+    made = converted(2)
+    with pytest.raises(DataError):
+        dynorm.calibrate_(made, [tokens(), torch.full((4, CHANNELS), math.nan)])
+    assert made[0].witness_channels == ()
+    assert set(made[0].state_dict()) == {"log_beta", "weight", "center"}
+
+
+def test_without_witnesses_nothing_changes() -> None:
+    batches = [tokens(300)]
+    plain, none = converted(0), converted(())
+    dynorm.calibrate_(plain, batches)
+    dynorm.calibrate_(none, batches)
+    assert torch.equal(plain(batches[0]), none(batches[0]))
+    assert "log_gain" not in plain[0].state_dict()
+
+
+def test_refinement_moves_the_gains() -> None:
+    made = converted(2)
+    batches = [tokens(300, seed) for seed in range(2)]
+    dynorm.calibrate_(made, batches)
+    before = made[2].log_gain.detach().clone()
+    report = dynorm.refine_(made, batches, steps=6)
+    assert not torch.equal(made[2].log_gain, before)
+    assert report.last_error < report.first_error
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_from_a_batch_the_witnesses_carry_their_share(share: float) -> None:
+    layer = dynorm.DyISRU(CHANNELS, witnesses=4)
+    x = torch.randn(4000, CHANNELS) * 3
+    dynorm.init_from_batch_(nn.Sequential(layer), x, share=share)
+    told = (layer.log_gain.detach().exp() * x[:, :4].square().mean(0)).sum()
+    whole = CHANNELS * float(x.square().mean())
+    assert float(told) == pytest.approx(share * whole, rel=1e-3)
+    assert float(layer.beta().detach()) == pytest.approx((1 - share) * whole, rel=1e-3)
+
+
+def test_from_a_batch_of_dead_witnesses_the_gains_are_finite() -> None:
+    layer = dynorm.DyISRU(CHANNELS, witnesses=2)
+    x = torch.randn(100, CHANNELS)
+    x[:, :2] = 0
+    dynorm.init_from_batch_(nn.Sequential(layer), x)
+    assert bool(layer.log_gain.isfinite().all())
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.5, math.nan])
+def test_a_share_is_between_0_and_1(share: float) -> None:
+    with pytest.raises(ArgumentError, match="share must be between 0 and 1"):
+        dynorm.init_from_batch_(nn.Sequential(dynorm.DyISRU(4, witnesses=1)), torch.randn(8, 4), share=share)
+
+
+def test_annealed_layers_get_gains_at_the_start_and_keep_them_to_the_end() -> None:
+    made = converted(WITNESSES, "annealed")
+    x = tokens()
+    with dynorm.AnnealStart(made):
+        made(x)
+    assert torch.allclose(made[0].log_gain.exp(), torch.tensor(1.0), rtol=0.1)
+    dynorm.set_anneal_(made, 1.0)
+    before = made(x)
+    dynorm.finalize_(made)
+    assert type(made[0]) is dynorm.DyISRU
+    assert made[0].witness_channels == WITNESSES
+    assert torch.equal(made(x), before)
+
+
+@pytest.mark.parametrize("wrong", [-1, True, "3", (3, 3), (CHANNELS,), (-1,), (0.5,), range(CHANNELS + 1)])
+def test_witnesses_that_cannot_be(wrong: object) -> None:
+    with pytest.raises(ArgumentError, match="witness"):
+        converted(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gains", [(0.0, 1.0), (math.inf, 1.0), (1.0,), (-1.0, 2.0)])
+def test_gains_that_cannot_be(gains: tuple[float, ...]) -> None:
+    with pytest.raises(ArgumentError, match="gain"):
+        dynorm.DyISRU(CHANNELS).set_witnesses_(WITNESSES, gains)
