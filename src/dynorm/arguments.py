@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ Shape = int | Sequence[int]
 
 def check_positive(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError when it is not a positive finite number."""
-    if not (math.isfinite(value) and value > 0):
+    if not (hasattr(value, "__float__") and math.isfinite(value) and value > 0):
         raise ArgumentError(f"{name} must be a positive finite number, got {value!r}")
     return float(value)
 
@@ -141,7 +141,8 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
             raise ArgumentError(f"the number of witnesses must be from 0 to the {channels} channels, got {witnesses}")
         return tuple(range(witnesses))
     try:
-        found = tuple(operator.index(k) for k in cast("Sequence[int]", witnesses))
+        # True is an index to Python.
+        found = tuple(operator.index(None if isinstance(k, bool) else k) for k in cast("Sequence[Any]", witnesses))
     except TypeError as error:
         raise ArgumentError(f"witnesses must be positions of channels, integers, got {witnesses!r}") from error
     outside = [k for k in found if not 0 <= k < channels]

@@ -115,6 +115,32 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
     assert dynorm.measure(student.model, [batch], original=teacher).output.cosine_mean > 0.5
 
 
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_each_layer_may_have_so_many_witnesses(encoder: Path, texts: Path, tmp_path: Path, most: int) -> None:
+    recipe = Recipe(**{**vars(QUICK), "witnesses": most})
+    report = convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts])
+    assert report.meta["recipe"]["witnesses"] == most
+    layers = dynorm_layers(load_pretrained(tmp_path / "out" / "model").model)
+    for site in report.meta["stages"]["calibrate"]["sites"]:
+        told = site["witnesses"]
+        assert layers[site["path"]].witness_channels == (tuple(told["channels"]) if most else ())
+    assert max(len(layer.witness_channels) for layer in layers.values()) == most
+
+
+def test_distillation_moves_the_gains(encoder: Path, texts: Path) -> None:
+    student = load_pretrained(encoder)
+    teacher = copy.deepcopy(student.model)
+    encoded = encode(student, texts.read_text("utf-8").split("\n\n"))
+    batch = make_batches(student, encoded, 8)[0]
+    dynorm.convert_(student.model, dynorm.find_norms(student.model, **batch), witnesses=(0, 3))
+    layers = dynorm_layers(student.model).values()
+    before = [layer.get_parameter("log_gain").detach().clone() for layer in layers]
+    distill_(student, teacher, encoded, steps=3, batch_size=8, quiet=True)
+    for layer, gain in zip(layers, before, strict=True):
+        assert (layer.get_parameter("log_gain") != gain).all()
+        assert layer.get_buffer("witnesses").tolist() == [0, 3]
+
+
 def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(**{**vars(QUICK), "only": ("encoder.*",), "skip": ("*.attention.*",)})
     report = convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts])
@@ -130,6 +156,9 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
         ({"steps": 1, "minutes": 1.0}, dynorm.ArgumentError, "not both"),
         ({"lr": 0.0}, dynorm.ArgumentError, "lr must be a positive finite number"),
         ({"lr": float("nan")}, dynorm.ArgumentError, "lr must be a positive finite number"),
+        ({"witnesses": -1}, dynorm.ArgumentError, "witnesses must be a number of channels, 0 or more, got -1"),
+        ({"witnesses": True}, dynorm.ArgumentError, "0 or more, got True"),
+        ({"witnesses": "3"}, dynorm.ArgumentError, "0 or more, got '3'"),
         ({"held_out": 1}, dynorm.ArgumentError, "held_out"),
         ({"held_out": 5000}, dynorm.DataError, "give more"),
         ({"only": ("nowhere.*",)}, dynorm.ArgumentError, "nowhere"),
@@ -202,6 +231,7 @@ def test_the_command_line(
     report = json.loads(done.stdout)
     assert len(report["sites"]) == 5
     assert report["meta"]["recipe"]["per_channel"]
+    assert report["meta"]["recipe"]["witnesses"] == 2
     layers = dynorm_layers(load_pretrained(tmp_path / "out" / "model").model).values()
     assert {layer.get_parameter("log_beta").numel() for layer in layers} == {layer.channels for layer in layers}
 
@@ -217,10 +247,16 @@ def test_the_command_line(
     assert code == 1
     assert said.startswith("dynorm: ")
     assert "--overwrite" in said
-    code, printed, _ = status("convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--lr", 1e-3, "--json")
+    code, printed, _ = status(
+        "convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--lr", 1e-3, "--json", "--witnesses", 0
+    )
     assert code == 0
     recipe = json.loads(printed)["meta"]["recipe"]
-    assert (recipe["per_channel"], recipe["lr"]) == (False, 1e-3)
+    assert (recipe["per_channel"], recipe["lr"], recipe["witnesses"]) == (False, 1e-3, 0)
+    pure = dynorm_layers(load_pretrained(tmp_path / "layer" / "model").model).values()
+    assert {layer.witness_channels for layer in pure} == {()}
+    code, _, said = status("convert", encoder, tmp_path / "new", *quick, "--witnesses", -1)
+    assert (code, "witnesses must be a number of channels, 0 or more, got -1" in said) == (2, True)
     assert status("convert", encoder, tmp_path / "new", *quick, "--to", "x")[0] == 2
     assert status("convert", encoder)[0] == 2
 

@@ -48,6 +48,13 @@ def convert(
     per_channel: Annotated[
         bool, typer.Option("--per-channel/--per-layer", help="Give each channel its own constant, or each layer one.")
     ] = True,
+    witnesses: Annotated[
+        int,
+        typer.Option(
+            help="Channels, at most, that each layer may read to tell a token's scale; 0 makes it a function of one "
+            "channel alone."
+        ),
+    ] = 2,
     lr: Annotated[
         float | None, typer.Option(help="Highest learning rate of the distillation; by default it fits the width.")
     ] = None,
@@ -78,6 +85,7 @@ def convert(
         only=tuple(only or ()),
         skip=tuple(skip or ()),
         per_channel=per_channel,
+        witnesses=witnesses,
         seed=seed,
         lr=lr,
         checkpoints=None if checkpoints is None else str(checkpoints),

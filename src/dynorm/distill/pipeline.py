@@ -59,6 +59,7 @@ class Recipe:
         only: globs of the paths to convert.
         skip: globs of the paths to leave alone.
         per_channel: one constant per channel, or one per layer.
+        witnesses: how many channels each layer may read to tell a token's scale; 0 for the pure function.
         seed: for the split, the order of texts and the training.
         lr: the highest learning rate of distillation; None takes ``distillation_rate``.
         checkpoints: a folder for the Trainer's checkpoints, from which a stopped run goes on.
@@ -73,6 +74,7 @@ class Recipe:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     per_channel: bool = True
+    witnesses: int = 2
     seed: int = 0
     lr: float | None = None
     checkpoints: str | None = None
@@ -93,6 +95,8 @@ class Recipe:
             raise ArgumentError(f"steps, minutes and refine must not be negative, got {self}")
         if self.held_out < 2 or self.max_length < 2:
             raise ArgumentError(f"held_out and max_length must be at least 2, got {self.held_out}, {self.max_length}")
+        if not isinstance(self.witnesses, int) or isinstance(self.witnesses, bool) or self.witnesses < 0:
+            raise ArgumentError(f"witnesses must be a number of channels, 0 or more, got {self.witnesses!r}")
         if self.lr is not None:
             check_positive("lr", self.lr)
 
@@ -261,7 +265,8 @@ class _Job:
             sites = find_norms(model, **on_device(batches[len(batches) // 2], model))
         with self.stage("convert"):
             only, skip = recipe.only or None, recipe.skip or None
-            done = convert_(model, sites, recipe.to, only=only, skip=skip, per_channel=recipe.per_channel)
+            options: dict[str, Any] = {"per_channel": recipe.per_channel, "witnesses": recipe.witnesses}
+            done = convert_(model, sites, recipe.to, only=only, skip=skip, **options)
         self.say(str(done))
         self.details["refused"] = [site.to_dict() for site in done.refused]
         with self.stage("calibrate"):

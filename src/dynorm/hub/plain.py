@@ -25,7 +25,7 @@ from dynorm.hub.contents import (
     read_layers,
     require_version,
 )
-from dynorm.replace.specs import apply_specs_, swap_
+from dynorm.replace.specs import apply_specs_, dynorm_layers, swap_
 
 CONFIG = "dynorm.json"
 WEIGHTS = "model.safetensors"
@@ -206,6 +206,12 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
             raise ModelError(
                 f"{other!r} and {name!r} must be two tensors as in the saved model, but {type(model).__name__} "
                 "shares them: untie them before loading"
+            )
+    for path, layer in dynorm_layers(model).items():
+        if layer.witnesses is not None and not layer.has_witnesses(found := tensors[f"{path}.witnesses"]):
+            raise StorageError(
+                f"'{path}.witnesses' in {folder / WEIGHTS} must be the channels that {CONFIG} names, "
+                f"{list(layer.witness_channels)}, got {found.tolist()}"
             )
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:

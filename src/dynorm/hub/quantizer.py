@@ -205,14 +205,21 @@ def _require_loaded(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
         f"{path}.{name}"
         for path, layer in model.named_modules()
         if isinstance(layer, (PointwiseNorm, RMSNorm))
-        for name, parameter in layer.named_parameters()
-        if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False)
+        for name, tensor in layer.state_dict(keep_vars=True).items()
+        if not tensor.is_meta and not getattr(tensor, "_is_hf_initialized", False)
     ]
     if missing:
         raise StorageError(
             "the parameters of the point-wise layers must be in the checkpoint, in their shape, but it lacks "
             f"{listed(missing)}"
         )
+    for path, layer in dynorm_layers(model).items():
+        found = layer.witnesses
+        if found is not None and not found.is_meta and not layer.has_witnesses(found):
+            raise StorageError(
+                f"{path}.witnesses in the checkpoint must be the channels that config.json names, "
+                f"{list(layer.witness_channels)}, got {found.tolist()}"
+            )
 
 
 def _dtype(name: object) -> torch.dtype | None:

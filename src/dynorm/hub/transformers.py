@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,12 @@ def described(model: Any, contents: Contents | None) -> Iterator[None]:
         if any(replaced_by(layer) is not None for layer in dynorm_layers(model).values()):
             raise ModelError(f"the model must be converted or quantized, but is both ({method}): config.json names one")
         contents = None
-    with _put_back(model.config, "quantization_config"), _put_back(model, "_tied_weights_keys"):
+    shared = [model.get_submodule(spec.paths[0]) for spec in contents.layers if spec.paths[1:]] if contents else []
+    with ExitStack() as stack:
+        stack.enter_context(_put_back(model.config, "quantization_config"))
+        stack.enter_context(_put_back(model, "_tied_weights_keys"))
+        for layer in shared:
+            stack.callback(layer.register_state_dict_post_hook(_buffers_once_per_name).remove)
         if contents is not None:
             # A dict, as in a file: transformers cannot load with a config that holds the object.
             model.config.quantization_config = _Description(_config_of(model, contents).to_dict())
@@ -92,6 +97,11 @@ def described(model: Any, contents: Contents | None) -> Iterator[None]:
         elif method == METHOD:
             del model.config.quantization_config
         yield
+
+
+def _buffers_once_per_name(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Write the buffers of a shared layer under each of its names: transformers ties parameters only."""
+    state.update({prefix + name: buffer.clone() for name, buffer in layer.named_buffers()})
 
 
 def write_transformers(model: Any, contents: Contents, folder: Path) -> None:

@@ -292,20 +292,25 @@ class PointwiseNorm(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # From the meta device, to_empty brings any numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:
-            self.witnesses.copy_(torch.tensor(self.witness_channels))
+            own = self.witnesses.to_local() if hasattr(self.witnesses, "to_local") else self.witnesses
+            own.copy_(torch.tensor(self.witness_channels))
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         found = state_dict.get(f"{prefix}witnesses")
         known = isinstance(found, Tensor) and not found.is_meta and self.witness_channels
-        if known and found.tolist() != list(self.witness_channels):
+        if known and not self.has_witnesses(found):
             errors: list[str] = args[-1]
             errors.append(
-                f"{prefix}witnesses must be the layer's, {self.witness_channels}, got {found.tolist()}: build the "
-                "layer with the witnesses of the checkpoint"
+                f"{prefix}witnesses must be the layer's, {list(self.witness_channels)}, got {found.tolist()}: build "
+                "the layer with the witnesses of the checkpoint"
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def has_witnesses(self, found: Tensor) -> bool:
+        """Tell whether a tensor, as a checkpoint holds it, names this layer's witnesses."""
+        return found.dtype == torch.int64 and found.tolist() == list(self.witness_channels)
 
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
