@@ -74,6 +74,7 @@ KINDS = {
     "dyt": ((3, 1, 2, 3), {"per_channel": True}),
     "derf": ((2, 2, 2, 2), {"center": False}),
     "annealed": ((2, 2, 1, 2), {}),
+    "linear": ((3, 2, 3, 3), {"witnesses": (1, 5)}),
 }
 
 

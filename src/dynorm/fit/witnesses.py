@@ -109,16 +109,16 @@ class TokenScales:
         assert self._channels is not None
         assert self._sums is not None
         fit, judge = self._ranks.summed(self._sums.clone()).cpu()
-        # Of three tokens or fewer none may be held out.
-        judge = judge if judge[-1, -1] > 0 else fit
+        whole = fit + judge
+        # Of a few tokens all may stand on one side.
+        fit, judge = (each if each[-1, -1] > 0 else whole for each in (fit, judge))
         count = len(self._channels)
         chosen = torch.arange(0)
         found = _solve(fit, chosen[None])[0]
-        kept, errors = (chosen, found), [_error(judge, chosen, found)]
+        kept, errors = chosen, [_error(judge, chosen, found)]
         if self._fixed:
-            chosen = torch.arange(count)
-            kept = chosen, _solve(fit, chosen[None])[0].clamp_min(_LEAST_GAIN)
-            errors.append(_error(judge, *kept))
+            chosen = kept = torch.arange(count)
+            errors.append(_error(judge, chosen, _solve(fit, chosen[None])[0]))
         wanted = not self._fixed
         while len(chosen) < min(max(limit, _REPORTED), count):
             rest = torch.tensor([k for k in range(count) if k not in chosen])
@@ -129,10 +129,13 @@ class TokenScales:
             errors.append(_error(judge, chosen, found))
             wanted = wanted and len(chosen) <= limit and errors[-1] < (1 - _WORTH) * errors[-2]
             if wanted:
-                kept = chosen, found
-        *gains, beta = kept[1].tolist()
+                kept = chosen
+        # The channels are chosen; their gains may know all tokens.
+        *gains, beta = _solve(whole, kept[None])[0].tolist()
+        if self._fixed:
+            gains = [max(gain, _LEAST_GAIN) for gain in gains]
         # A gain of 0 is a channel that tells nothing beside the others.
-        pairs = [(k, g) for k, g in zip(self._channels[kept[0]].tolist(), gains, strict=True) if g > 0]
+        pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
         explained = tuple(1 - each / errors[0] if errors[0] else 0.0 for each in errors)
         return Witnesses(tuple(k for k, _ in pairs), tuple(g for _, g in pairs), beta, explained)
 
