@@ -1,4 +1,8 @@
-"""Draw docs/images/before-after.png: one norm of the real encoder before and after, from its own activations."""
+"""Draw one norm of the real encoder from its own activations, for the README and docs/witnesses.md.
+
+``python -m benchmarks.picture`` writes docs/images/before-after.png, the norm and the function in its place, and
+docs/images/witness.png, the size of each token against the square of one of its channels.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,12 @@ from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.distill.texts import standard_library_docstrings
 from dynorm.family import FAMILY
 from dynorm.fit.site_fit import SiteFit
+from dynorm.fit.witnesses import TokenScales
 from dynorm.watch import call, site_tokens, token_masks
 from tools.demo_model import folder
 
 SITE = "encoder.layer.4.output.LayerNorm"
-IMAGE = Path(__file__).parent.parent / "docs" / "images" / "before-after.png"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
 def activations() -> tuple[Tensor, Tensor]:
@@ -73,9 +78,42 @@ def draw(x: Tensor, y: Tensor) -> None:
         axis.set_xlabel("input x")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("output y")
-    IMAGE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(IMAGE, dpi=110)
+    figure.savefig(IMAGES / "before-after.png", dpi=110)
+
+
+def draw_witness(x: Tensor) -> None:
+    """Two panels: what one channel tells of each token's sum, and what a constant and four channels make of it."""
+    import matplotlib.pyplot as plt
+
+    scales = TokenScales("layernorm", 1e-12)
+    scales.update(x)
+    one, four = scales.choose(1), scales.choose(4)
+    sums = x.shape[1] * x.var(1, correction=0)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    square = x[:, one.channels[0]].square()
+    axes[0].scatter(square, sums, s=5, color=FAMILY["dyisru"].color, linewidths=0, alpha=0.5)
+    line = torch.logspace(0, float(square.max().log10()) + 0.05, 300)
+    axes[0].plot(line, one.beta + one.gains[0] * line, color="0.2", lw=1.2)
+    axes[0].set_xlim(1, None)
+    axes[0].set_title(f"one witness tells {one.explained[1]:.1%} of the sizes", fontsize=11)
+    axes[0].set_xlabel(f"square of channel {one.channels[0]}")
+    told = four.beta + x[:, list(four.channels)].square() @ torch.tensor(four.gains)
+    constant = torch.full_like(sums, scales.choose(0).beta)
+    axes[1].scatter(constant, sums, s=5, color="0.75", linewidths=0, label="a constant")
+    axes[1].scatter(told, sums, s=5, color=FAMILY["dyisru"].color, linewidths=0, alpha=0.5, label="four witnesses")
+    ends = [float(sums.min()), float(sums.max())]
+    axes[1].plot(ends, ends, color="0.5", lw=0.8, ls="--")
+    axes[1].set_title(f"four tell {four.explained[4]:.1%}, a constant none", fontsize=11)
+    axes[1].set_xlabel("told")
+    axes[1].legend(frameon=False, loc="upper left", markerscale=3)
+    for axis in axes:
+        axis.set(xscale="log", yscale="log")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("the token's own sum")
+    figure.savefig(IMAGES / "witness.png", dpi=100)
 
 
 if __name__ == "__main__":
-    draw(*activations())
+    found = activations()
+    draw(*found)
+    draw_witness(found[0])

@@ -24,15 +24,17 @@ from benchmarks.subjects import (
     rows_so_far,
 )
 
-# Layer, and one constant per channel or one per layer.
-ARMS = tuple((layer, per_channel) for per_channel in (True, False) for layer in ("dyisru", "dyt", "linear", "derf"))
+Arm = tuple[str, bool, int]
+# Layer, one constant per channel or one per layer, and the most witnesses per site.
+PURE = tuple((layer, per_channel, 0) for per_channel in (True, False) for layer in ("dyisru", "dyt", "linear", "derf"))
+ARMS: tuple[Arm, ...] = PURE + tuple((layer, True, k) for k in (1, 2, 4) for layer in ("dyisru", "dyt", "linear"))
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 
 
-def stages(to: str, seed: int, per_channel: bool) -> Iterator[tuple[str, float, Subject]]:
+def stages(arm: Arm, seed: int) -> Iterator[tuple[str, float, Subject]]:
     """Yield the model after each stage, with the seconds that the stage took."""
-    subject = encoder(seed)
-    for stage in fitted(subject, to, seed, per_channel=per_channel):
+    subject, (to, per_channel, witnesses) = encoder(seed), arm
+    for stage in fitted(subject, to, seed, per_channel=per_channel, witnesses=witnesses):
         yield *stage, subject
 
 
@@ -41,23 +43,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="seeds of calibration and refinement")
     parser.add_argument("--layers", nargs="+", default=list(dict.fromkeys(arm[0] for arm in ARMS)), help="which to run")
+    parser.add_argument("--witnesses", nargs="+", type=int, default=[0, 1, 2, 4], help="which numbers of them to run")
     arguments = parser.parse_args()
     for seed in range(arguments.seeds):
-        for to, per_channel in ARMS:
-            if to not in arguments.layers or known(to, per_channel, seed):
+        for arm in ARMS:
+            layer, per_channel, witnesses = arm
+            if layer not in arguments.layers or witnesses not in arguments.witnesses:
+                continue
+            if any((arm_of(row), row["seed"]) == (arm, seed) for row in rows_so_far(RESULTS)):
                 continue
             rows = []
-            for stage, seconds, subject in stages(to, seed, per_channel):
-                arm = {"layer": to, "per_channel": per_channel, "seed": seed, "stage": stage}
-                rows.append(arm | subject.figures() | {"seconds": round(seconds, 1)})
+            for stage, seconds, subject in stages(arm, seed):
+                key = {"layer": layer, "per_channel": per_channel, "witnesses": witnesses, "seed": seed, "stage": stage}
+                rows.append(key | subject.figures() | {"seconds": round(seconds, 1)})
                 print(rows[-1], flush=True)
             write(rows)
 
 
-def known(layer: str, per_channel: bool, seed: int) -> bool:
-    """Tell whether an earlier run has measured an arm."""
-    arm = (layer, per_channel, seed)
-    return any((row["layer"], row["per_channel"], row["seed"]) == arm for row in rows_so_far(RESULTS))
+def arm_of(row: Row) -> Arm:
+    """Return the arm of a row; one that names no witnesses had none."""
+    return row["layer"], row["per_channel"], row.get("witnesses", 0)
 
 
 def write(new: list[Row]) -> None:
@@ -70,7 +75,7 @@ def write(new: list[Row]) -> None:
         "refine_steps": REFINE,
         "batch": BATCH,
     }
-    add_rows(RESULTS, about, new, order=lambda row: (ARMS.index((row["layer"], row["per_channel"])), row["seed"]))
+    add_rows(RESULTS, about, new, order=lambda row: (ARMS.index(arm_of(row)), row["seed"]))
 
 
 if __name__ == "__main__":

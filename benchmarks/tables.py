@@ -36,7 +36,7 @@ def cell(rows: list[dict[str, Any]]) -> str:
 
 def quality_table() -> str:
     """One row per layer, one column per stage; the third is that of benchmarks/distillation.py."""
-    rows = load("quality")["rows"]
+    rows = [row for row in load("quality")["rows"] if not row.get("witnesses")]
     trained = [
         row for row in load("distillation")["rows"] if (row["model"], row["steps"]) == ("encoder", DISTILLATION_STEPS)
     ]
@@ -52,6 +52,29 @@ def quality_table() -> str:
         cells.append(cell([row["docstrings"] for row in trained if row["recipe"] == name]))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def witness_table() -> str:
+    """One row per layer and number of witnesses, one column per stage; the worst text stands between the means."""
+    measured = [row for row in load("quality")["rows"] if row["per_channel"] and row["layer"] != "derf"]
+    lines = [
+        "| all 13 norms replaced by | witnesses, at most | calibrated, no training | constants refined together |",
+        "|---|---|---|---|",
+    ]
+    for count in sorted({row.get("witnesses", 0) for row in measured}):
+        for layer in dict.fromkeys(row["layer"] for row in measured):
+            rows = [row for row in measured if (row["layer"], row.get("witnesses", 0)) == (layer, count)]
+            cells = (_with_worst([row for row in rows if row["stage"] == stage]) for stage in STAGES)
+            lines.append(f"| {NAMES[layer]} | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _with_worst(rows: list[dict[str, Any]]) -> str:
+    """Mean cosine / worst text of any seed / mean Spearman."""
+    if not rows:
+        return "not run"
+    cosine, ranks = (mean(row[name] for row in rows) for name in ("cosine", "spearman"))
+    return f"{cosine:.4f} / {min(row['worst'] for row in rows):.3f} / {ranks:.4f}"
 
 
 def distillation_tables() -> str:
@@ -192,6 +215,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-models": speed_models,
         "speed-operations": speed_operations,
     },
+    "docs/witnesses.md": {"witnesses": witness_table},
     "docs/anneal.md": {"steps": steps_table},
     "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
 }
