@@ -23,7 +23,6 @@ ORDER = (
     ("layers",),
     ("family",),
     ("site",),
-    ("guard",),
     ("watch",),
     ("table",),
     ("find",),

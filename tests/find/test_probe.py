@@ -13,9 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find import probe
-from dynorm.find.affine import affine_of
 from dynorm.find.probe import find_norms
-from dynorm.find.recover import recover
+from dynorm.find.recover import affine_of, recover
 from dynorm.site import NormSite, select_sites
 
 C = 16

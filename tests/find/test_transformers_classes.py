@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynorm.find.affine import affine_of
 from dynorm.find.probe import find_norms
+from dynorm.find.recover import affine_of
 from dynorm.site import NormSite
 
 transformers = pytest.importorskip("transformers")

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.fold import fold as fold_module
 from dynorm.fold import fold_
-from dynorm.fold.check import Check, fresh
-from dynorm.fold.tensors import copied, tensors_in
+from dynorm.fold.check import Check, copied, fresh, tensors_in
 
 C = 8
 Forward = Callable[[Any, Any], Any]

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 import dynorm
 from dynorm.paper.drawing import with_mean
 from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render
-from dynorm.paper.generality import study_all
-from dynorm.paper.reproduction import Reproduction, reproduce
+from dynorm.paper.generality import Reproduction, reproduce, study_all
 
 
 @pytest.fixture(scope="module")

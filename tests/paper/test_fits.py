@@ -45,7 +45,7 @@ def test_the_published_sample(name: str, constant: str, value: float, residual: 
 
 def test_every_run_gives_the_same_digits() -> None:
     script = (
-        "from dynorm.paper.reproduction import reproduce; "
+        "from dynorm.paper.generality import reproduce; "
         "print([(repr(f.value), f.residuals.tolist()) for f in reproduce().fits.values()])"
     )
     runs = {subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout for _ in range(2)}

@@ -13,7 +13,7 @@ import dynorm
 from dynorm.paper.fits import fit
 from dynorm.paper.generality import FUNCTIONS, MEANS, SIGMAS, Generality, Study, settings_of, study, study_all
 from dynorm.paper.simulation import closed_form, simulate
-from dynorm.paper.verdict import verdict
+from dynorm.paper.table import verdict
 
 
 @pytest.fixture(scope="module")

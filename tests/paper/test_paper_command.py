@@ -15,8 +15,7 @@ from typer.testing import CliRunner, Result
 
 import dynorm
 from dynorm.cli import app
-from dynorm.paper.generality import study_all
-from dynorm.paper.reproduction import Reproduction, reproduce
+from dynorm.paper.generality import Reproduction, reproduce, study_all
 from dynorm.paper.table import document, generality_csv, outliers_csv, printed, samples_csv
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import dynorm.cli
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.paper.proof import page, prove, terminal
+from dynorm.paper.proof import prove, show
 from dynorm.paper.proof.formula import SYMBOLS, as_html, as_text, latex, plain
 from dynorm.paper.proof.prove import STATEMENTS, Report
 
@@ -71,13 +71,13 @@ def broken() -> Report:
 
 def printed(report: Report, *, brief: bool = False, width: int = 140) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    terminal.show(report, console, brief=brief)
+    show.show(report, console, brief=brief)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_the_page_is_well_formed_and_needs_nothing_else(report: Report) -> None:
-    text = page.render(report)
+    text = show.render(report)
     parsed = Page(text)
     assert len(parsed.names) == len(set(parsed.names))
     assert {statement.name for statement in STATEMENTS} <= set(parsed.names)
@@ -92,7 +92,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(report: Report) -> None:
 
 
 def test_every_formula_of_the_page_is_mathml(report: Report) -> None:
-    text = page.render(report)
+    text = show.render(report)
     elements = re.findall(r"<math.*?</math>", text, flags=re.DOTALL)
     assert len(elements) > sum(len(statement.steps) for statement in STATEMENTS)
     for element in elements:
@@ -105,14 +105,14 @@ def test_every_formula_of_the_page_is_mathml(report: Report) -> None:
 
 
 def test_the_page_shows_light_dark_and_narrow(report: Report) -> None:
-    text = page.render(report)
+    text = show.render(report)
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
     assert "@media (prefers-color-scheme: dark)" in text
     assert "@media (max-width: 46rem)" in text
 
 
 def test_the_page_of_a_failure_says_what_failed(broken: Report) -> None:
-    text = page.render(broken)
+    text = show.render(broken)
     Page(text)
     assert "1 of 1 statements do not hold: appendix-b" in text
     assert "not proven" in text
@@ -260,13 +260,13 @@ def test_a_path_that_cannot_be_written_ends_with_1_before_the_work(
 
 def test_an_unwritable_path_is_a_storage_error(tmp_path: Path, report: Report) -> None:
     with pytest.raises(StorageError, match="cannot be written"):
-        page.save(report, tmp_path)
+        show.save(report, tmp_path)
 
 
 def test_a_page_without_latex2mathml_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "latex2mathml", None)
     with pytest.raises(ArgumentError, match="latex2mathml"):
-        page.prepare(tmp_path / "proofs.html")
+        show.prepare(tmp_path / "proofs.html")
 
 
 def test_help_shows_an_example(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -11,11 +11,11 @@ from typing import Literal
 from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError
-from dynorm.guard import is_fully_sharded
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.annealed import check_t
 from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
 from dynorm.site import any_match, as_globs
+from dynorm.watch import is_fully_sharded
 
 Curve = Literal["linear", "cosine"]
 Order = Literal["together", "last_first", "first_last"]

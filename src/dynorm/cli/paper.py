@@ -19,8 +19,8 @@ from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import require_writable, write_bytes, write_text
 
 if TYPE_CHECKING:
+    from dynorm.paper.generality import Reproduction
     from dynorm.paper.proof.statement import Statement
-    from dynorm.paper.reproduction import Reproduction
 
 TABLES = ("table.json", "table.csv")
 STUDY_TABLES = ("generality.csv", "samples.csv")
@@ -50,8 +50,7 @@ def paper(
     Example: dynorm paper --out paper
     """
     from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render
-    from dynorm.paper.generality import study_all
-    from dynorm.paper.reproduction import PAPER_SEED, reproduce
+    from dynorm.paper.generality import PAPER_SEED, reproduce, study_all
     from dynorm.paper.table import document, printed
 
     names = list(dict.fromkeys(figure or [name for name in FIGURES if seed is None or name != "fig5"]))
@@ -124,11 +123,11 @@ def prove(
 
     Example: dynorm prove --out proofs.html
     """
-    from dynorm.paper.proof import page, prove, terminal
+    from dynorm.paper.proof import prove, show
 
     prove.choose(only or ())
     if out is not None:
-        page.prepare(out)
+        show.prepare(out)
     progress = Console(stderr=True, quiet=as_json)
 
     def tracked(statements: Iterable[Statement]) -> Iterable[Statement]:
@@ -136,13 +135,13 @@ def prove(
 
     report = prove.prove(only or (), seed=seed, track=tracked)
     if out is not None:
-        page.save(report, out)
+        show.save(report, out)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
     else:
         # rich takes 80 columns where there is no terminal, which breaks formulas.
         width = None if Console().is_terminal or "COLUMNS" in os.environ else 140
-        terminal.show(report, Console(highlight=False, width=width), brief=brief)
+        show.show(report, Console(highlight=False, width=width), brief=brief)
         if out is not None:
             typer.echo(f"The proofs are in {out}")
     raise typer.Exit(0 if report.holds else 1)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import Witnesses
-from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers
 from dynorm.table import Column, Table
@@ -23,6 +22,7 @@ from dynorm.watch import (
     hooked,
     iterate,
     require_finite,
+    require_plain_model,
     site_tokens,
     token_masks,
     unchanged_on_error,

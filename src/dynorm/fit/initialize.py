@@ -11,11 +11,19 @@ from torch import Tensor, nn
 from dynorm.errors import ArgumentError, DataError
 from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import LEAST
-from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import require_layers
 from dynorm.table import Column, Table
-from dynorm.watch import call, hooked, iterate, site_tokens, token_masks, unchanged_on_error, undisturbed
+from dynorm.watch import (
+    call,
+    hooked,
+    iterate,
+    require_plain_model,
+    site_tokens,
+    token_masks,
+    unchanged_on_error,
+    undisturbed,
+)
 
 
 @dataclass(frozen=True)

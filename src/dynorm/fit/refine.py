@@ -16,11 +16,19 @@ from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.fit.calibrate import Outputs, norm_outputs
 from dynorm.fit.ranks import Ranks
-from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import require_layers
 from dynorm.table import Table
-from dynorm.watch import call, hooked, iterate, site_tokens, token_masks, unchanged_on_error, undisturbed
+from dynorm.watch import (
+    call,
+    hooked,
+    iterate,
+    require_plain_model,
+    site_tokens,
+    token_masks,
+    unchanged_on_error,
+    undisturbed,
+)
 
 
 @dataclass(frozen=True)

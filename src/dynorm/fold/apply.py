@@ -2,20 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold.graph import Owner, Slot
-from dynorm.fold.readers import along
-from dynorm.fold.saved import ADDED_BIAS, UNTIED, untied
-from dynorm.fold.site_fold import SiteFold, held
+from dynorm.fold.site_fold import SiteFold, along, held
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.replace.specs import tensor_like
+from dynorm.replace.specs import LayerSpec
 from dynorm.watch import HOOK_TABLES
+
+RMSNORM = "rmsnorm"
+# Attributes of the modules that a fold gave a parameter of their own.
+ADDED_BIAS = "_dynorm_added_bias"
+UNTIED = "_dynorm_untied"
+_NOTHING = object()
+
+
+def added_biases(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that got a bias."""
+    return [path for path, module in model.named_modules() if module.__dict__.get(ADDED_BIAS)]
+
+
+def untied(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that were tied to others."""
+    names = ((path, name) for path, module in model.named_modules() for name in module.__dict__.get(UNTIED, ()))
+    return [f"{path}.{name}" if path else name for path, name in names]
+
+
+@dataclass(frozen=True)
+class RMSNormSpec(LayerSpec):
+    """The spec of an :class:`RMSNorm` that stands where the model's class has a LayerNorm."""
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> RMSNormSpec:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            ArgumentError: a key is missing.
+        """
+        try:
+            return RMSNormSpec(RMSNORM, dict(values["config"]), tuple(values["paths"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(f"a layer needs the keys layer, paths and config, got {values!r}") from error
+
+    def build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> RMSNorm:  # type: ignore[override]
+        """Build the layer."""
+        try:
+            return RMSNorm(**self.config, device=device, dtype=dtype)
+        except TypeError as error:
+            raise ArgumentError(f"an RMSNorm cannot be built from {dict(self.config)!r}: {error}") from error
+
+
+def rms_specs(model: nn.Module) -> list[LayerSpec]:
+    """Return the spec of every RMSNorm of ours in a model, shared ones once with all their paths."""
+    paths: dict[RMSNorm, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module) is RMSNorm:
+            paths.setdefault(module, []).append(path)
+    return [RMSNormSpec(RMSNORM, layer.config(), tuple(found)) for layer, found in paths.items()]
+
+
+def give_bias_(model: nn.Module, path: str) -> None:
+    """Give the linear layer at a path a bias for a state dict to fill; one that it has already stays.
+
+    Raises:
+        ModelError: there is no such layer.
+    """
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        module = None
+    if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        raise ModelError(f"the model must have a linear layer at {path!r}, where the saved model has a bias added")
+    if module.bias is None:
+        out = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+        module.bias = nn.Parameter(module.weight.new_zeros(out), requires_grad=module.weight.requires_grad)
+    module.__dict__[ADDED_BIAS] = True
+
+
+def untie_(model: nn.Module, name: str) -> None:
+    """Give a name a parameter of its own, where it shares one.
+
+    Raises:
+        ModelError: there is no such parameter.
+    """
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+        tensor = module._parameters[leaf]
+        assert tensor is not None
+    except (AttributeError, KeyError, AssertionError) as error:
+        raise ModelError(f"the model must have a parameter {name!r}, as the saved one has") from error
+    module._parameters[leaf] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+    module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), leaf)
 
 
 def new_values(folds: Sequence[SiteFold]) -> tuple[dict[Slot, Tensor], dict[Slot, Tensor]]:
@@ -95,7 +180,7 @@ class Swap:
             added: the biases that it gets, by the weight of their layer.
             drop_affine: whether the point-wise layers that gave their scale away gave weight and bias too.
         """
-        layers = [(fold.module, _rms_for(model, fold)) for fold in folds if fold.becomes_rms]
+        layers = [(fold.module, _rms_for(fold)) for fold in folds if fold.becomes_rms]
         by_tensor: dict[Tensor, list[tuple[Owner, Tensor]]] = {}
         for slot, value in values.items():
             by_tensor.setdefault(slot.tensor, []).extend((owner, value) for owner in slot.owners)
@@ -118,7 +203,7 @@ class Swap:
                     self._fill(tensor, tensor.detach().new_full(tensor.shape, neutral))
             if fold.center_into is not None:
                 self._put(fold.module._parameters, "center", None)
-                self._drop(fold.module, "replaced")
+                self._put(fold.module.__dict__, "replaced", _NOTHING)
         for old, new in layers:
             for parent in list(model.modules()):
                 for name in [name for name, child in parent._modules.items() if child is old]:
@@ -168,37 +253,29 @@ class Swap:
             self._put(layer._parameters, "weight", None)
             self._put(layer._parameters, "bias", None)
             self._put(layer.__dict__, "elementwise_affine", False)
-        self._drop(layer, "replaced")
-
-    def _drop(self, holder: Any, name: str) -> None:
-        """Delete a plain attribute, where there is one."""
-        state = holder.__dict__
-        if name in state:
-            before = state.pop(name)
-            self._undo.append(lambda: state.__setitem__(name, before))
+        self._put(layer.__dict__, "replaced", _NOTHING)
 
     def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
-        had, before = name in table, table.get(name)
+        """Give an entry of a module's tables a value, or delete it for ``_NOTHING``."""
+        before = table.get(name, _NOTHING)
 
-        def undo() -> None:
-            if had:
-                table[name] = before
-            else:
+        def put(value: Any) -> None:
+            if value is _NOTHING:
                 table.pop(name, None)
+            else:
+                table[name] = value
 
-        self._undo.append(undo)
-        table[name] = value
+        self._undo.append(lambda: put(before))
+        put(value)
 
 
-def _rms_for(model: nn.Module, fold: SiteFold) -> RMSNorm:
+def _rms_for(fold: SiteFold) -> RMSNorm:
     """Return the RMSNorm that takes a LayerNorm's place: its own weight and bias, unless they were folded."""
     module, site = fold.module, fold.site
     keep_weight, keep_bias = (not fold.is_given and name is not None for name in (site.weight_name, site.bias_name))
-    like = tensor_like(module, model)
     assert isinstance(site.dim, int)
-    layer = RMSNorm(
-        site.normalized_shape, site.eps, keep_weight, keep_bias, dim=site.dim, device=like.device, dtype=like.dtype
-    )
+    # Its own tensors are replaced at once by those of the LayerNorm.
+    layer = RMSNorm(site.normalized_shape, site.eps, keep_weight, keep_bias, dim=site.dim)
     for keep, name, own, offset in (
         (keep_weight, "weight", site.weight_name, site.weight_offset),
         (keep_bias, "bias", site.bias_name, 0.0),

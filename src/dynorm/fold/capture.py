@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.errors import DynormError, ModelError
-from dynorm.fold.check import Inputs, attributes_kept
+from dynorm.fold.check import Inputs, attributes_kept, held_tensors, mapped, tensors_in
 from dynorm.fold.graph import Graph, Owner, Slot, leaves
-from dynorm.fold.tensors import held_tensors, mapped, tensors_in
 from dynorm.watch import undisturbed
 
 
@@ -72,8 +71,12 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
     # torch.export raises a dozen kinds of its own, and passes on whatever the model's code raises.
     except Exception as error:
         message = (str(error).strip().splitlines() or ["nothing more"])[0]
+        # The innermost line that is neither torch's nor ours.
+        own = ("/torch/", "/dynorm/", "<string>", "/site-packages/sympy/", sys.base_prefix + "/lib")
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in own)]
+        where = f" at {frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})" if frames else ""
         raise ModelError(
-            f"the model must be traceable by torch.export, but{_line_of(error)} it raised {type(error).__name__}: "
+            f"the model must be traceable by torch.export, but{where} it raised {type(error).__name__}: "
             f"{message}; data-dependent control flow cannot be analysed: write it with torch.where, skip it if "
             "torch.compiler.is_exporting(), or fold the parts of the model that have none"
         ) from error
@@ -153,21 +156,21 @@ def _untied(tied: Iterable[Sequence[Owner]]) -> Iterator[None]:
 
 def _overlapping(model: nn.Module) -> set[Tensor]:
     """Return the parameters whose memory others use too: their uses cannot be told from the graph."""
+
+    def storage(tensor: Tensor) -> tuple[object, int]:
+        return tensor.device, tensor.untyped_storage().data_ptr()
+
     storages: dict[Any, set[Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel():
-            storages.setdefault(_storage(tensor), set()).add(tensor)
+            storages.setdefault(storage(tensor), set()).add(tensor)
     found = {tensor for tensors in storages.values() if len(tensors) > 1 for tensor in tensors}
     for module in model.modules():
         # A module may hold tensors as plain attributes too, or in plain containers.
         plain = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
         for tensor in _held_plainly(plain, 5):
-            found |= storages.get(_storage(tensor), set())
+            found |= storages.get(storage(tensor), set())
     return found
-
-
-def _storage(tensor: Tensor) -> tuple[object, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _held_plainly(value: Any, depth: int) -> Iterator[Tensor]:
@@ -190,11 +193,3 @@ def _silent() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the innermost line that is neither torch's nor ours, as " at file:line (in function)"."""
-    own = ("/torch/", "/dynorm/", "<string>", "/site-packages/sympy/")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in own)]
-    frames = [frame for frame in frames if not frame.filename.startswith(sys.base_prefix + "/lib")]
-    return f" at {frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})" if frames else ""

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import copy
+import enum
+import gc
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynorm.errors import DataError, DynormError, ModelError
-from dynorm.fold.tensors import copied, held_tensors, mapped, tensors_in
 from dynorm.watch import undisturbed
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+_Value = TypeVar("_Value")
+# These hold no tensor that a model computes.
+_EMPTY = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, type, range, slice, enum.Enum, re.Pattern),
+    *(np.generic, np.dtype, nn.Module, types.ModuleType, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.Generator, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Stream, torch.Event),
+)
+# The flag of a class whose objects show the garbage collector all that they refer to.
+_SHOWS_ITS_PARTS = 1 << 14
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 _HALVES = (torch.float16, torch.bfloat16)
@@ -128,7 +144,7 @@ class Check:
 
     def _add_fresh(self, model: nn.Module, seed: int) -> None:
         """Add the first inputs that the model takes: all random, or with integers or constants as in the example."""
-        example, whole = self.inputs[0], _all_finite(self._before[0])
+        example = self.inputs[0]
         for integers, constants in itertools.product((True, False), (True, False)):
             inputs = fresh(example, seed, integers, constants)
             # Layouts other than plain ones are never drawn anew.
@@ -141,7 +157,8 @@ class Check:
             # Random numbers may be no input of this model: a token that marks an image, a range that it checks.
             except Exception:
                 continue
-            if _all_comparable(outputs) and (_all_finite(outputs) or not whole):
+            whole, whole_before = (all(bool(y.isfinite().all()) for y in ys) for ys in (outputs, self._before[0]))
+            if _all_comparable(outputs) and (whole or not whole_before):
                 self.inputs.append(inputs)
                 self._before.append(outputs)
                 return
@@ -176,7 +193,13 @@ class Check:
             torch.manual_seed(0)
             args, kwargs = copied(inputs)
             found = [tensor.detach().clone() for tensor in tensors_in(model(*args, **kwargs))]
-        return [_plain(tensor) for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
+        outputs = []
+        for tensor in (tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()):
+            # Of any layout, as one dense float64 tensor.
+            dense = torch.nested.to_padded_tensor(tensor, 0.0) if tensor.is_nested else tensor
+            dense = dense.to_dense() if dense.layout != torch.strided else dense
+            outputs.append((torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double())
+        return outputs
 
 
 @contextmanager
@@ -204,7 +227,13 @@ def relative_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 def _errors(given: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     if [t.shape for t in given] != [t.shape for t in exact]:
         return [math.inf]
-    return [_relative(a, b) for a, b in zip(given, exact, strict=True)]
+    errors = []
+    for a, b in zip(given, exact, strict=True):
+        finite = b.isfinite()
+        same = torch.equal(finite, a.isfinite()) and torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())
+        size, error = float(b[finite].norm()), float((a[finite] - b[finite]).norm()) if same else math.inf
+        errors.append(error / size if size else (math.inf if error else 0.0))
+    return errors
 
 
 def _largest(errors: Sequence[Sequence[float]]) -> list[float]:
@@ -216,51 +245,26 @@ def _all_comparable(tensors: Sequence[Tensor]) -> bool:
     return all(bool(tensor.isfinite().any()) for tensor in tensors if tensor.numel())
 
 
-def _all_finite(tensors: Sequence[Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor of any layout as one dense float64 tensor."""
-    if tensor.is_nested:
-        tensor = torch.nested.to_padded_tensor(tensor, 0.0)
-    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
-
-
-def _relative(given: Tensor, exact: Tensor) -> float:
-    finite = exact.isfinite()
-    if not torch.equal(finite, given.isfinite()) or not torch.equal(
-        given[~finite].nan_to_num(), exact[~finite].nan_to_num()
-    ):
-        return math.inf
-    size = float(exact[finite].norm())
-    error = float((given[finite] - exact[finite]).norm())
-    return error / size if size else (math.inf if error else 0.0)
-
-
 def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = True) -> Inputs:
     """Return random inputs like an example: its classes, shapes and dtypes, numbers in its range, the same masks.
 
     Without ``integers`` these stay, without ``constants`` tensors in which all floating-point numbers are the same.
     """
     generator = torch.Generator().manual_seed(seed)
-    return mapped(inputs, lambda tensor: _renewed(tensor, generator, integers, constants))
 
+    def renewed(value: Tensor) -> Tensor:
+        same = value.detach().clone()
+        if value.is_nested or value.layout != torch.strided or value.is_quantized or not value.numel():
+            return same
+        if value.is_floating_point():
+            return _renewed_floats(same, generator, constants).to(value.device, value.dtype)
+        low, high = (int(value.min()), int(value.max())) if integers and value.dtype in _INTEGERS else (0, 1)
+        # Zeros and ones are a mask.
+        if low >= 0 and high <= 1:
+            return same
+        return torch.randint(low, high + 1, value.shape, generator=generator).to(value.device, value.dtype)
 
-def _renewed(value: Tensor, generator: torch.Generator, integers: bool, constants: bool) -> Tensor:
-    same = value.detach().clone()
-    if value.is_nested or value.layout != torch.strided or value.is_quantized or not value.numel():
-        return same
-    if value.is_floating_point():
-        return _renewed_floats(same, generator, constants).to(value.device, value.dtype)
-    if not integers or value.dtype not in _INTEGERS:
-        return same
-    low, high = int(value.min()), int(value.max())
-    # Zeros and ones are a mask.
-    if low >= 0 and high <= 1:
-        return same
-    return torch.randint(low, high + 1, value.shape, generator=generator).to(value.device, value.dtype)
+    return mapped(inputs, renewed)
 
 
 def _renewed_floats(value: Tensor, generator: torch.Generator, constants: bool) -> Tensor:
@@ -276,3 +280,74 @@ def _renewed_floats(value: Tensor, generator: torch.Generator, constants: bool) 
     # What has one sign may need it, as under a logarithm.
     low, high = (low, high) if low < high else (0.5 * low, 1.5 * high)
     return low + (high - low) * torch.rand(wide.shape, generator=generator, dtype=torch.float64)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers, plain objects, functions and arrays, each once, in order.
+
+    Raises:
+        ModelError: something may hold tensors that cannot be seen, such as a generator.
+    """
+    for part in _walk(value, {}):
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, np.ndarray) and part.dtype.kind in "biufc":
+            yield torch.from_numpy(part)
+        elif not isinstance(part, np.ndarray) or part.dtype.kind not in "SUmM":
+            raise ModelError(
+                "the outputs must be tensors in tuples, lists, dicts, sets or plain objects, but hold a "
+                f"{type(part).__qualname__}, in which tensors cannot be seen: return one of these instead"
+            )
+
+
+def held_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors that can be seen, each once, whatever else there is."""
+    return [part for part in _walk(value, {}) if isinstance(part, Tensor)]
+
+
+def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
+    """Return a deep copy in which a function has replaced each tensor; classes and aliases are kept.
+
+    Raises:
+        DataError: it cannot be copied.
+    """
+    memo: dict[int, Any] = {id(tensor): function(tensor) for tensor in held_tensors(value)}
+    try:
+        return copy.deepcopy(value, memo)
+    # Classes raise what they like when they are copied.
+    except Exception as error:
+        raise DataError(
+            "the example must be what copy.deepcopy can copy, as the model is run several times, but that raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def copied(value: _Value) -> _Value:
+    """Return a deep copy, its tensors detached, so that a run cannot write into what the caller holds."""
+    return mapped(value, lambda tensor: tensor.detach().clone())
+
+
+def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """Yield tensors, arrays, and objects that cannot be looked into."""
+    if isinstance(value, _EMPTY) or type(value) is object or id(value) in seen:
+        return
+    # Kept, so that no temporary's id is used twice.
+    seen[id(value)] = value
+    parts: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        # Not its globals, which lead to everything.
+        parts = [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    elif isinstance(value, weakref.ref):
+        parts = [value()]
+    # Looking into an iterator would use it up.
+    elif isinstance(value, (Tensor, np.ndarray, Iterator, memoryview)) or not type(value).__flags__ & _SHOWS_ITS_PARTS:
+        yield value
+    else:
+        # In their own order first: the collector goes through lists and tuples from the end.
+        if isinstance(value, Mapping):
+            parts = list(value.values())
+        elif isinstance(value, (tuple, list, deque)):
+            parts = list(value)
+        parts += gc.get_referents(value)
+    for part in parts:
+        yield from _walk(part, seen)

@@ -11,17 +11,14 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DynormError, ModelError
 from dynorm.fold.affine import fold_affine
-from dynorm.fold.apply import Swap, new_values
+from dynorm.fold.apply import Swap, added_biases, new_values, untied
 from dynorm.fold.capture import capture
-from dynorm.fold.check import Check, attributes_kept
+from dynorm.fold.check import Check, attributes_kept, copied
 from dynorm.fold.report import FoldReport
-from dynorm.fold.saved import added_biases, untied
 from dynorm.fold.site_fold import find_folds
 from dynorm.fold.stream import fold_centers, fold_means
-from dynorm.fold.tensors import copied
-from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
-from dynorm.watch import undisturbed
+from dynorm.watch import require_plain_model, undisturbed
 
 Globs = str | Iterable[str] | None
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -172,15 +169,12 @@ def _require_foldable(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         whole = type(tensor) in _PLAIN and type(tensor.data) in _PLAIN and not tensor.is_quantized
         if not whole or (tensor.is_floating_point() and tensor.element_size() < 2):
+            inner = type(tensor.data).__name__
+            kind = f"of {tensor.dtype}" if inner in ("Tensor", "Parameter") else f"a {inner}"
             raise ModelError(
-                f"the model's weights must be plain numbers, but {name!r} is {_kind(tensor)}: fold the model before it "
+                f"the model's weights must be plain numbers, but {name!r} is {kind}: fold the model before it "
                 "is quantized or sharded"
             )
     for path, module in model.named_modules():
         if ".quantized" in type(module).__module__:
             raise ModelError(f"the model's weights must be plain numbers, but {path!r} is quantized: fold it before")
-
-
-def _kind(tensor: Tensor) -> str:
-    inner = type(tensor.data).__name__
-    return f"of {tensor.dtype}" if inner in ("Tensor", "Parameter") else f"a {inner}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,9 @@ from torch.fx import Node
 from dynorm.errors import ModelError
 from dynorm.find.probe import find_norms
 from dynorm.find.recover import NotANormError
-from dynorm.find.tokens import CannotProbeError, plain_arithmetic, plain_copy
+from dynorm.find.tokens import CannotProbeError, named_tensors, plain_arithmetic, plain_copy
 from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.graph import Leaf, Slot, shape
-from dynorm.fold.readers import Read, along
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.site import NormSite, select_sites
@@ -25,6 +24,53 @@ from dynorm.site import NormSite, select_sites
 _EXACT = 1e-11
 # Small tokens show whether eps stands beside the variance, and where.
 _SCALES = (1e-3, 1.0, 1e3)
+
+
+@dataclass(frozen=True)
+class Read:
+    """One operator that reads all channels of a value linearly.
+
+    Args:
+        node: the operator.
+        leaf: its use of the weight.
+        weight: the weight.
+        axis: of the weight that the value's channels go along.
+        out: the axis of its outputs; None where they have no one axis.
+        groups: of a convolution; the channels of each group go along ``axis`` then.
+        bias: the use of a bias that is added to the outputs, and the bias; None where there is none.
+        no_shift: why a constant in the value cannot become a bias, or None.
+    """
+
+    node: Node
+    leaf: Leaf
+    weight: Slot
+    axis: int
+    out: int | None
+    groups: int = 1
+    bias: tuple[Leaf, Slot] | None = None
+    no_shift: str | None = None
+
+    def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Return the weight that reads ``v`` as this one reads ``factor * v``."""
+        factor = factor.to(weight.device)
+        if self.groups == 1:
+            return weight * along(factor, self.axis, weight.ndim)
+        # Output o belongs to group o // (outputs / groups), and reads that group's channels only.
+        rows = factor.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
+        return weight * rows.view(*rows.shape, *[1] * (weight.ndim - 2))
+
+    def constant(self, weight: Tensor, shift: Tensor) -> Tensor:
+        """Return the outputs of this weight for a constant ``shift`` in every token: one number per output."""
+        assert self.out is not None
+        product = self.scaled(weight, shift)
+        return product.sum([axis for axis in range(product.ndim) if axis != self.out])
+
+
+def along(vector: Tensor, axis: int, rank: int) -> Tensor:
+    """Return a vector as a tensor of ``rank`` axes that lies along one of them."""
+    view = [1] * rank
+    view[axis] = -1
+    return vector.view(view)
 
 
 @dataclass(frozen=True)
@@ -195,9 +241,23 @@ def find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], on
         ModelError: the model has none.
     """
     sites = find_norms(model, *args, **kwargs)
+    annealed = "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
     for path, layer in model.named_modules():
         if path and isinstance(layer, PointwiseNorm):
-            sites.append(_layer_site(path, layer, len(sites)))
+            site = NormSite(
+                path,
+                kind=type(layer).__name__.lower(),
+                dim=layer.dim,
+                normalized_shape=layer.normalized_shape,
+                has_weight=layer.weight is not None,
+                has_bias=layer.bias is not None,
+                weight_name=None if layer.weight is None else "weight",
+                bias_name=None if layer.bias is None else "bias",
+                class_name=type(layer).__qualname__,
+                refused=annealed if isinstance(layer, AnnealedNorm) else None,
+                order=len(sites),
+            )
+            sites.append(site)
     if not sites:
         raise ModelError("the model must have norms or point-wise layers, but none was found: nothing can be folded")
     chosen = {site.path for site in select_sites(sites, only, skip)}
@@ -206,8 +266,12 @@ def find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], on
         module = model.get_submodule(site.path)
         fold = SiteFold(site, module, site.path in chosen, site.refused or _refused(site, module))
         if fold.refused is None:
-            fold.weight = _vector(module, site.weight_name, site.weight_offset)
-            fold.bias = _vector(module, site.bias_name, 0.0)
+            vectors = []
+            for name, offset in ((site.weight_name, site.weight_offset), (site.bias_name, 0.0)):
+                tensor = held(module, name)
+                flat = None if tensor is None else tensor.detach().to("cpu", torch.float64).flatten() + offset
+                vectors.append(flat)
+            fold.weight, fold.bias = vectors
             fold.scale = module.scale if isinstance(module, PointwiseNorm) else 1.0
         folds.append(fold)
     return folds
@@ -215,24 +279,7 @@ def find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], on
 
 def held(module: nn.Module, name: str | None) -> Tensor | None:
     """Return the parameter or buffer of a dotted name, or None."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}.get(name or "")
-
-
-def _layer_site(path: str, layer: PointwiseNorm, order: int) -> NormSite:
-    annealed = "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
-    return NormSite(
-        path,
-        kind=type(layer).__name__.lower(),
-        dim=layer.dim,
-        normalized_shape=layer.normalized_shape,
-        has_weight=layer.weight is not None,
-        has_bias=layer.bias is not None,
-        weight_name=None if layer.weight is None else "weight",
-        bias_name=None if layer.bias is None else "bias",
-        class_name=type(layer).__qualname__,
-        refused=annealed if isinstance(layer, AnnealedNorm) else None,
-        order=order,
-    )
+    return named_tensors(module).get(name or "")
 
 
 def _refused(site: NormSite, module: nn.Module) -> str | None:
@@ -250,59 +297,37 @@ def _refused(site: NormSite, module: nn.Module) -> str | None:
     return None
 
 
-def _vector(module: nn.Module, name: str | None, offset: float) -> Tensor | None:
-    tensor = held(module, name)
-    return None if tensor is None else tensor.detach().to("cpu", torch.float64).flatten() + offset
+def is_exact(fold: SiteFold, as_rms: bool = False) -> bool:
+    """Tell whether a norm is, to the last digits, its neutral form times its weight plus its bias.
 
-
-def affine_is_exact(fold: SiteFold) -> bool:
-    """Tell whether a norm is, to the last digits, its neutral form times its weight plus its bias."""
-    neutral = _wide_copy(fold.module)
-    if neutral is None:
+    With ``as_rms``, whether a LayerNorm is that with an RMSNorm of the same eps, on tokens without their mean.
+    """
+    try:
+        module, neutral = plain_copy(fold.module, torch.float64), plain_copy(fold.module, torch.float64)
+    except (CannotProbeError, NotANormError, RuntimeError, TypeError):
         return False
     with torch.no_grad():
         for tensor, value in fold.own(neutral):
             tensor.fill_(value)
-    return _is_exact(fold, lambda x, axis: _run(neutral, x))
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
+    def run(copy: nn.Module, x: Tensor) -> Tensor:
+        with plain_arithmetic(copy), Wide():
+            y: Tensor = copy(x.to(device)).to(x.device, x.dtype)
+        return y
 
-def is_exact_layernorm(fold: SiteFold) -> bool:
-    """Tell whether a LayerNorm is, to the last digits, an RMSNorm of the same eps on tokens without a mean."""
-
-    def rms(x: Tensor, axis: int) -> Tensor:
-        x = x - x.mean(axis, keepdim=True)
-        return x * torch.rsqrt(x.square().mean(axis, keepdim=True) + fold.site.eps)
-
-    return _is_exact(fold, rms)
-
-
-def _is_exact(fold: SiteFold, core: Callable[[Tensor, int], Tensor]) -> bool:
-    """Tell whether a norm is a function of tokens and their channel axis, times its weight plus its bias."""
-    module = _wide_copy(fold.module)
-    if module is None:
-        return False
     sizes = [2] * len(fold.site.input_shape)
     axis, generator = fold.axis(len(sizes)), torch.Generator().manual_seed(0)
     sizes[axis] = fold.site.normalized_shape[0]
     for scale in _SCALES:
         x = scale * (torch.randn(sizes, generator=generator, dtype=torch.float64) + 0.5)
-        expected = core(x, axis)
+        if as_rms:
+            centred = x - x.mean(axis, keepdim=True)
+            expected = centred * torch.rsqrt(centred.square().mean(axis, keepdim=True) + fold.site.eps)
+        else:
+            expected = run(neutral, x)
         expected = expected if fold.weight is None else expected * along(fold.weight, axis, x.ndim)
         expected = expected if fold.bias is None else expected + along(fold.bias, axis, x.ndim)
-        if not relative_error([_run(module, x)], [expected]) <= _EXACT:
+        if not relative_error([run(module, x)], [expected]) <= _EXACT:
             return False
     return True
-
-
-def _wide_copy(module: nn.Module) -> nn.Module | None:
-    try:
-        return plain_copy(module, torch.float64)
-    except (CannotProbeError, NotANormError, RuntimeError, TypeError):
-        return None
-
-
-def _run(module: nn.Module, x: Tensor) -> Tensor:
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), x.device)
-    with plain_arithmetic(module), Wide():
-        y: Tensor = module(x.to(device)).to(x.device, x.dtype)
-    return y

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from dynorm.fold.graph import (
+    CONVOLUTIONS,
     Graph,
     RefusedError,
     Slot,
@@ -33,8 +34,7 @@ from dynorm.fold.graph import (
     users,
     width,
 )
-from dynorm.fold.readers import CONVOLUTIONS
-from dynorm.fold.site_fold import SiteFold, Stream, Write, is_exact_layernorm
+from dynorm.fold.site_fold import SiteFold, Stream, Write, is_exact
 from dynorm.layers import PointwiseNorm
 
 _ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
@@ -59,7 +59,7 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
                 fold.streams.append(stream)
     for fold in layernorms:
         assert fold.streams is not None
-        if any(stream.refused is None for stream in fold.streams) and not is_exact_layernorm(fold):
+        if any(stream.refused is None for stream in fold.streams) and not is_exact(fold, as_rms=True):
             for stream in fold.streams:
                 stream.refused = stream.refused or f"{fold.path} is no LayerNorm to the last digits"
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory
-from dynorm.guard import require_plain_model
 from dynorm.hub.after_import import after_import
 from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
+from dynorm.watch import require_plain_model
 
 _TRANSFORMERS_CONFIG = "config.json"
 _MODELING = "transformers.modeling_utils"

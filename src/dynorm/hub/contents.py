@@ -12,7 +12,7 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
-from dynorm.fold.saved import RMSNORM, RMSNormSpec, added_biases, rms_specs, untied
+from dynorm.fold.apply import RMSNORM, RMSNormSpec, added_biases, rms_specs, untied
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 

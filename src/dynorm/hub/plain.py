@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
-from dynorm.fold.saved import give_bias_, untie_
+from dynorm.fold.apply import give_bias_, untie_
 from dynorm.hub.contents import (
     FORMAT_VERSION,
     Contents,

@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynorm.errors import ModelError, StorageError
-from dynorm.fold.saved import give_bias_
+from dynorm.fold.apply import give_bias_
 from dynorm.hub.contents import is_list_of_str, listed, read_layers, require_version
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm

@@ -28,14 +28,11 @@ from dynorm.paper.drawing import (
     styled,
     with_mean,
 )
-from dynorm.paper.generality import STEP, Study
-from dynorm.paper.reproduction import Reproduction
+from dynorm.paper.generality import STEP, Reproduction, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["FIGURES", "FORMATS", "check_figures", "draw", "render"]
 
 FORMATS = ("png", "svg")
 _NO_STUDY = "fig5 shows the study over many samples, but a seed means one sample alone: leave out the seed"
@@ -56,7 +53,7 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
             installed.
 
     Example:
-        >>> from dynorm.paper.reproduction import reproduce
+        >>> from dynorm.paper.generality import reproduce
         >>> len(draw("fig2", reproduce()).axes)
         4
 
@@ -84,7 +81,7 @@ def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
         ArgumentError: If the format is another.
 
     Example:
-        >>> from dynorm.paper.reproduction import reproduce
+        >>> from dynorm.paper.generality import reproduce
         >>> render(draw("fig1", reproduce()), "png")[1:4]
         b'PNG'
     """

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,6 @@ from torch import Tensor
 
 from dynorm.errors import ArgumentError
 from dynorm.functional import derf, dyisru, dyt, linear
-
-__all__ = ["FAMILIES", "Family", "Fit", "fit", "fit_many"]
 
 Array = NDArray[np.float64]
 
@@ -145,36 +142,34 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
     if name not in FAMILIES:
         raise ArgumentError(f"the function must be one of {', '.join(FAMILIES)}, got {name!r}: give one of those")
     family, (inputs, outputs) = FAMILIES[name], _points(x, y, channels, dimensions=2)
-    exact = _exact_log_k(family, inputs, outputs, channels).numpy()
+    scale = math.sqrt(channels - 1)
+    # The log of the k with which the function goes through each point. An extreme outlier's output rounds to the bound,
+    # which no finite k reaches.
+    share = (outputs / scale).clamp(np.nextafter(-1.0, 0.0), np.nextafter(1.0, 0.0))
+    exact = torch.log(family.inverse(share) / inputs).numpy()
 
     def gradient(log_k: Array, row: Array) -> Array:
         # Sets that have converged are left out by the search, and the row numbers of those that remain passed.
         rows = torch.from_numpy(row).long()
-        misses, slopes = _misses(family, torch.from_numpy(log_k)[:, None], inputs[rows], outputs[rows], channels)
-        return (misses * slopes).sum(-1).numpy()
+        logs, x = torch.from_numpy(log_k)[:, None], inputs[rows]
+        misses = family.curve(x, (family.power * logs).exp(), scale=scale) - outputs[rows]
+        z = logs.exp() * x
+        return (misses * (scale * z * family.slope(z))).sum(-1).numpy()
 
+    try:
+        # Only the fits need scipy.
+        from scipy.optimize.elementwise import find_root
+    except ImportError as error:
+        raise ArgumentError("the fits need scipy 1.15 or newer: pip install 'dynorm[paper]'") from error
     # Below the least exact k every output is too small, above the largest too large: the derivative changes sign.
     # A bracket of no width, where all points of a set agree, is widened by what rounding may have cost.
     low, high = exact.min(-1) - 1e-9, exact.max(-1) + 1e-9
-    found = _find_root()(gradient, (low, high), args=(np.arange(len(inputs), dtype=np.float64),))
+    found = find_root(gradient, (low, high), args=(np.arange(len(inputs), dtype=np.float64),))
     if not found.success.all():
         raise ArgumentError(
             f"{name} has no least-squares fit to {(~found.success).sum()} of the sets: check the points"
         )
     return np.asarray(np.exp(family.power * found.x))
-
-
-def _misses(family: Family, log_k: Tensor, x: Tensor, y: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Return function minus y, and its derivative with respect to log k."""
-    scale, z = math.sqrt(channels - 1), log_k.exp() * x
-    return family.curve(x, (family.power * log_k).exp(), scale=scale) - y, scale * z * family.slope(z)
-
-
-def _exact_log_k(family: Family, x: Tensor, y: Tensor, channels: int) -> Tensor:
-    """Return, for each point, the log of the k with which the function goes through it."""
-    # An extreme outlier's output rounds to the bound, which no finite k reaches.
-    share = (y / math.sqrt(channels - 1)).clamp(np.nextafter(-1.0, 0.0), np.nextafter(1.0, 0.0))
-    return torch.log(family.inverse(share) / x)
 
 
 def _points(x: ArrayLike, y: ArrayLike, channels: int, dimensions: int = 1) -> tuple[Tensor, Tensor]:
@@ -204,12 +199,3 @@ def _points(x: ArrayLike, y: ArrayLike, channels: int, dimensions: int = 1) -> t
 def _copied(values: ArrayLike, at_least: int = 0) -> Array:
     """Return a copy that torch accepts, which refuses read-only and reversed arrays."""
     return np.array(values, dtype=np.float64, order="C", ndmin=at_least)
-
-
-def _find_root() -> Any:
-    """Return scipy's search for many roots at once, which only the fits need."""
-    try:
-        from scipy.optimize.elementwise import find_root
-    except ImportError as error:
-        raise ArgumentError("the fits need scipy 1.15 or newer: pip install 'dynorm[paper]'") from error
-    return find_root

@@ -1,9 +1,9 @@
-"""How general section 4 is: its simulation and fits over many samples, and over C, sigma and the mean."""
+"""Section 4, reproduced: one simulation with its fits, and the study of how general they are over many samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 
 from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru_general, layer_norm
-from dynorm.paper.fits import FAMILIES, fit_many
-from dynorm.paper.simulation import check_settings
-
-__all__ = ["CHANNELS", "FUNCTIONS", "MEANS", "SIGMAS", "Generality", "Study", "settings_of", "study", "study_all"]
+from dynorm.paper.fits import FAMILIES, Fit, fit, fit_many
+from dynorm.paper.simulation import ClosedForm, Simulation, check_settings, closed_form, simulate
 
 Array = NDArray[np.float64]
 
@@ -212,7 +210,8 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
         )
     x, y, centers, betas = x[fitted], y[fitted], centers[fitted], betas[fitted]
     constants, residuals = _fits(x, y, channels)
-    closed = _mean_absolute(_closed_form(x, centers, betas, channels) - y)
+    inputs, center, beta = (torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None]))
+    closed = _mean_absolute(dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy() - y)
     skipped = samples - len(x)
     return Study(channels, sigma, mean, seeds[fitted], skipped, residuals, constants["DyISRU"], centers, betas, closed)
 
@@ -247,14 +246,57 @@ def _fits(x: Array, y: Array, channels: int) -> tuple[dict[str, Array], dict[str
     return constants, residuals
 
 
-def _closed_form(x: Array, centers: Array, betas: Array, channels: int) -> Array:
-    inputs, center, beta = (torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None]))
-    return dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy()
-
-
 def _mean_absolute(residuals: Array) -> Array:
     return np.asarray(np.abs(residuals).mean(-1))
 
 
 def _distribution(values: Array) -> dict[str, float]:
     return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
+
+
+PAPER_SEED = 1
+"""The seed of the published figures."""
+PAPER: Mapping[str, tuple[str, str]] = {"DyT": ("0.049", "0.33"), "DyISRU": ("301.1", "< 0.01")}
+"""The constants and mean absolute residuals as the paper prints them."""
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What ``dynorm paper`` shows."""
+
+    simulation: Simulation
+    fits: Mapping[str, Fit]
+    """DyT, Derf, DyISRU and linear, by name."""
+    closed: ClosedForm
+    generality: Generality | None = None
+    """None for one sample alone."""
+
+
+def reproduce(
+    channels: int = 100, sigma: float = 2.0, seed: int = PAPER_SEED, generality: Generality | None = None
+) -> Reproduction:
+    """Simulate, fit and compare with the closed form.
+
+    Args:
+        channels: C, at least 3; with 2 there is nothing to fit.
+        sigma: Standard deviation of the sample, positive.
+        seed: Seed of the sample.
+        generality: What :func:`dynorm.paper.generality.study_all` returns, to be shown along.
+
+    Returns:
+        The simulation, the fits by name, and the closed form.
+
+    Raises:
+        ArgumentError: If an argument is outside its domain, or scipy is not installed.
+
+    Example:
+        >>> fits = reproduce().fits
+        >>> round(fits["DyT"].value, 3), round(fits["DyISRU"].value, 1)
+        (0.049, 301.1)
+
+    Reference:
+        Section 4, eq. 16 to 19.
+    """
+    simulation = simulate(channels, sigma, seed=seed)
+    fits = {name: fit(name, simulation.outliers, simulation.outputs, channels) for name in FUNCTIONS}
+    return Reproduction(simulation, fits, closed_form(simulation), generality)

@@ -14,8 +14,6 @@ from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru_general, layer_norm
 from dynorm.theory import channel_beta, leave_one_out_beta, leave_one_out_mean
 
-__all__ = ["ClosedForm", "Simulation", "channel_betas", "check_settings", "closed_form", "raise_outlier", "simulate"]
-
 Array = NDArray[np.float64]
 
 # The squares of larger numbers, summed, may leave the range of float64.

@@ -1,24 +1,20 @@
-"""The numbers behind the figures: as a document for JSON, as rows for CSV, and printed."""
+"""The numbers behind the figures: as a document for JSON, as rows for CSV, printed, and in words."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynorm.paper.generality import Generality, Study
-from dynorm.paper.reproduction import PAPER, Reproduction
+from dynorm.paper.generality import PAPER, STEP, Generality, Reproduction, Study
 from dynorm.paper.simulation import Array, channel_betas
-from dynorm.paper.verdict import verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-
-__all__ = ["document", "generality_csv", "outliers_csv", "printed", "samples_csv"]
 
 CLOSED = "closed form"
 
@@ -27,13 +23,13 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
     """Return every number as plain lists and dictionaries.
 
     Args:
-        reproduction: What :func:`dynorm.paper.reproduction.reproduce` returns.
+        reproduction: What :func:`dynorm.paper.generality.reproduce` returns.
 
     Returns:
         A dictionary that ``json.dumps`` accepts.
 
     Example:
-        >>> from dynorm.paper.reproduction import reproduce
+        >>> from dynorm.paper.generality import reproduce
         >>> round(document(reproduce())["fits"]["DyISRU"]["beta"], 2)
         301.06
     """
@@ -73,7 +69,7 @@ def outliers_csv(reproduction: Reproduction) -> str:
     """Return a row for each function and outlier: its constant, its mean absolute residual, and the output there.
 
     Example:
-        >>> from dynorm.paper.reproduction import reproduce
+        >>> from dynorm.paper.generality import reproduce
         >>> outliers_csv(reproduce()).splitlines()[0]
         'function,constant,value,mean_absolute_residual,S,x,layer_norm,output,residual'
     """
@@ -125,13 +121,21 @@ def printed(reproduction: Reproduction) -> Iterator[RenderableType]:
     """Yield what the terminal shows, for rich's ``Console.print``.
 
     Example:
-        >>> from dynorm.paper.reproduction import reproduce
+        >>> from dynorm.paper.generality import reproduce
         >>> len(list(printed(reproduce())))
         4
     """
     simulation = reproduction.simulation
     title = f"C = {simulation.channels}, sigma = {simulation.sigma:g}, mean {simulation.mean:g}, seed {simulation.seed}"
-    yield _constants(reproduction, title)
+    table = _table(title, ["function", "constant", "value", "paper", "mean |residual|", "paper"], text=2)
+    # The paper gives figures for one setting only.
+    paper = PAPER if (simulation.channels, simulation.sigma) == (100, 2.0) else {}
+    for name, fit in reproduction.fits.items():
+        value, mean = paper.get(name, ("", ""))
+        table.add_row(name, fit.constant, f"{fit.value:.8g}", value, f"{fit.mean_absolute_residual:.6g}", mean)
+    mean = f"{np.abs(reproduction.closed.residuals).mean():.2g}"
+    table.add_row(CLOSED, "beta = C v_o", f"{reproduction.closed.beta:.8g}", "", mean, "")
+    yield table
     columns = ["S", "x_o", "LayerNorm", *_functions(reproduction)]
     outputs = [simulation.outliers, simulation.outputs, *_functions(reproduction).values()]
     yield _outlier_table("outputs", columns, outputs, "{:.4f}")
@@ -147,19 +151,6 @@ def printed(reproduction: Reproduction) -> Iterator[RenderableType]:
     if reproduction.generality is not None:
         yield _generality_table(reproduction.generality)
         yield verdict(reproduction.generality)
-
-
-def _constants(reproduction: Reproduction, title: str) -> Table:
-    table = _table(title, ["function", "constant", "value", "paper", "mean |residual|", "paper"], text=2)
-    simulation = reproduction.simulation
-    # The paper gives figures for one setting only.
-    paper = PAPER if (simulation.channels, simulation.sigma) == (100, 2.0) else {}
-    for name, fit in reproduction.fits.items():
-        value, mean = paper.get(name, ("", ""))
-        table.add_row(name, fit.constant, f"{fit.value:.8g}", value, f"{fit.mean_absolute_residual:.6g}", mean)
-    mean = f"{np.abs(reproduction.closed.residuals).mean():.2g}"
-    table.add_row(CLOSED, "beta = C v_o", f"{reproduction.closed.beta:.8g}", "", mean, "")
-    return table
 
 
 def _outlier_table(title: str, columns: Sequence[str], values: Sequence[Array], form: str) -> Table:
@@ -181,7 +172,10 @@ def _generality_table(generality: Generality) -> Table:
         before = axis
         spreads = np.quantile([study.residuals[name] for name in ("DyT", "DyISRU")], (0.05, 0.5, 0.95), axis=1)
         numbers = (f"{value:.2g}" for value in spreads.T.flat)
-        table.add_row(_named(axis, study), *numbers, f"{100 * study.dyt_wins:.3g}%")
+        values = {"channels": f"C {study.channels}", "sigma": f"sigma {study.sigma:g}"}
+        named = values.get(axis, f"mean {study.mean / study.sigma:g} sigma")
+        named = f"C {study.channels}, sigma {study.sigma:g}" if axis == "base" else named
+        table.add_row(named, *numbers, f"{100 * study.dyt_wins:.3g}%")
     return table
 
 
@@ -189,13 +183,6 @@ def _settings(generality: Generality) -> Iterator[tuple[str, Study]]:
     yield "base", generality.base
     for axis, studies in generality.axes.items():
         yield from ((axis, study) for study in studies)
-
-
-def _named(axis: str, study: Study) -> str:
-    if axis == "base":
-        return f"C {study.channels}, sigma {study.sigma:g}"
-    values = {"channels": f"C {study.channels}", "sigma": f"sigma {study.sigma:g}"}
-    return values.get(axis, f"mean {study.mean / study.sigma:g} sigma")
 
 
 def _functions(reproduction: Reproduction) -> Mapping[str, Array]:
@@ -225,3 +212,95 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     writer.writerow(header)
     writer.writerows(rows)
     return text.getvalue()
+
+
+def verdict(generality: Generality) -> str:
+    """State in a paragraph in how many samples DyISRU is nearer to LayerNorm than DyT, and where it is not.
+
+    Args:
+        generality: What :func:`dynorm.paper.generality.study_all` returns.
+
+    Returns:
+        Plain text in one line; every number comes from the study.
+
+    Example:
+        >>> from dynorm.paper.generality import study_all
+        >>> verdict(study_all(samples=20))[:72]
+        'At C = 100, sigma = 2 and mean 0, DyISRU is nearer to LayerNorm in 20 of'
+    """
+    base = generality.base
+    wins, (seed, ratio) = len(base.seeds) - _wins(base), base.closest
+    dyisru, dyt = base.residuals["DyISRU"], base.residuals["DyT"]
+    middles = []
+    for residuals in (dyisru, dyt):
+        low, high = np.quantile(residuals, (0.05, 0.95))
+        middles.append(f"{low:.2g} to {high:.2g}")
+    sentences = [
+        f"At C = {base.channels:,}, sigma = {base.sigma:g} and mean {base.mean:g}, DyISRU is nearer to LayerNorm in "
+        f"{wins:,} of {len(base.seeds):,} samples: its mean absolute residual has the median {np.median(dyisru):.2g} "
+        f"(5 to 95 %: {middles[0]}), DyT's {np.median(dyt):.2g} ({middles[1]}). "
+        f"DyT does best with seed {seed}, where its residual is {ratio:.2g} times DyISRU's. DyISRU's is below 0.01, "
+        f"as the paper's, in {100 * base.below_paper:.1f} % of the samples, and {dyisru.max():.2g} at most.",
+        _axis("C", generality.over_channels, lambda study: f"{study.channels:,}"),
+        _axis("sigma", generality.over_sigma, lambda study: f"{study.sigma:g}"),
+        _axis("the mean", generality.over_mean, lambda study: f"{study.mean / study.sigma:g} sigma"),
+        _reach(generality),
+    ]
+    correlation = np.corrcoef(np.abs(base.centers), dyisru)[0, 1] if len(base.seeds) > 2 else 0.0
+    if correlation >= 0.9:
+        sentences.append(
+            "What DyISRU misses is the centre m_o, which eq. 15 leaves out: over the samples its residual and |m_o| "
+            f"correlate with r = {correlation:.2f}."
+        )
+    every = [study for studies in generality.axes.values() for study in studies]
+    largest = max(study.closed_residuals.max() for study in every)
+    sentences.append(
+        f"With m_o and C v_o in place of 0 and beta, the closed form needs no fit and misses by {largest:.1e} at most."
+    )
+    # The base setting is on every axis, and counts once.
+    skipped = sum({(study.channels, study.sigma, study.mean): study.skipped for study in every}.values())
+    if skipped:
+        sentences.append(
+            f"{skipped:,} samples were left out: after its first step their outlier is still negative, and no function "
+            "through 0 can be fitted."
+        )
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _axis(name: str, studies: Sequence[Study], place: Callable[[Study], str]) -> str:
+    lost = [f"{_wins(study):,} of {len(study.seeds):,} at {place(study)}" for study in studies if _wins(study)]
+    joined = lost[0] if len(lost) == 1 else f"{', '.join(lost[:-1])} and {lost[-1]}" if lost else ""
+    where = f"DyT wins in {joined}" if lost else "DyT never wins"
+    nowhere_else = ", and nowhere else" if lost and len(lost) < len(studies) else ""
+    return f"Over {name} from {place(studies[0])} to {place(studies[-1])} {where}{nowhere_else}."
+
+
+def _reach(generality: Generality) -> str:
+    """Return the settings around the base in which DyT wins no sample, and whether the search ended there."""
+    if _wins(generality.base) or any(_wins(study) for study in generality.over_channels):
+        return ""
+    sigmas = _until_lost(generality.over_sigma)
+    left = _until_lost([study for study in reversed(generality.over_mean) if study.mean <= 0])
+    right = _until_lost([study for study in generality.over_mean if study.mean >= 0])
+    if not sigmas:
+        return ""
+    step = f"a step of the outlier is at least {STEP / sigmas[-1].sigma:.3g} sigma"
+    if sigmas[-1] is generality.over_sigma[-1]:
+        step = "the steps of the outlier are among those looked at"
+    bounds = [("not below", left[-1], generality.over_mean[0]), ("not above", right[-1], generality.over_mean[-1])]
+    ends = [f"{words} {kept.mean / kept.sigma:g} sigma" for words, kept, last in bounds if kept is not last]
+    mean = f"the mean is {' and '.join(ends) or 'among those looked at'}"
+    return f"So, one thing changed at a time, DyISRU wins every sample as long as {step}, and as long as {mean}."
+
+
+def _until_lost(studies: Sequence[Study]) -> list[Study]:
+    kept: list[Study] = []
+    for study in studies:
+        if _wins(study):
+            break
+        kept.append(study)
+    return kept
+
+
+def _wins(study: Study) -> int:
+    return round(study.dyt_wins * len(study.seeds))

@@ -9,11 +9,19 @@ from torch import Tensor, nn
 
 from dynorm.arguments import upcast
 from dynorm.errors import DataError
-from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.quantize.bounds import Range
 from dynorm.replace.specs import require_layers
-from dynorm.watch import call, hooked, iterate, require_finite, site_tokens, token_masks, undisturbed
+from dynorm.watch import (
+    call,
+    hooked,
+    iterate,
+    require_finite,
+    require_plain_model,
+    site_tokens,
+    token_masks,
+    undisturbed,
+)
 
 
 def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range]:

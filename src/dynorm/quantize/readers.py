@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dynorm.errors import ModelError
-from dynorm.guard import require_plain_model
 from dynorm.replace.specs import require_layers
+from dynorm.watch import require_plain_model
 
 # Questions about a tensor that say nothing of its values.
 _HARMLESS = {"__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_contiguous", "__len__", "get_device"}

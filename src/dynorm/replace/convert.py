@@ -11,8 +11,7 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import layer_class
-from dynorm.find.affine import affine_of
-from dynorm.guard import require_plain_model
+from dynorm.find.recover import affine_of
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
     Replaced,
@@ -25,6 +24,7 @@ from dynorm.replace.specs import (
 )
 from dynorm.site import NormSite, select_sites
 from dynorm.table import Table, plain
+from dynorm.watch import require_plain_model
 
 Globs = str | Iterable[str] | None
 

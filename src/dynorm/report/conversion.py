@@ -12,14 +12,22 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.family import NAMES
-from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import original_forward, replaced_by, require_layers
 from dynorm.report.output import OutputComparison
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.sizes import token_places
 from dynorm.report.stats import Reservoir, SiteStats
-from dynorm.watch import call, hooked, iterate, require_finite, site_tokens, token_masks, undisturbed
+from dynorm.watch import (
+    call,
+    hooked,
+    iterate,
+    require_finite,
+    require_plain_model,
+    site_tokens,
+    token_masks,
+    undisturbed,
+)
 
 # A value is saturated when the function gives more than this share of its bound: beyond 3 sqrt(beta) for DyISRU.
 SATURATION = 0.95

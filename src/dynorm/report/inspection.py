@@ -17,12 +17,20 @@ from dynorm import functional, theory
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fit.site_fit import own_betas
-from dynorm.guard import require_plain_model
 from dynorm.report.records import InspectedSite, InspectionReport
 from dynorm.report.sizes import token_places
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Reservoir, SiteStats, best_beta
 from dynorm.site import NormSite
-from dynorm.watch import arguments, call, iterate, require_finite, site_tokens, token_masks, undisturbed
+from dynorm.watch import (
+    arguments,
+    call,
+    iterate,
+    require_finite,
+    require_plain_model,
+    site_tokens,
+    token_masks,
+    undisturbed,
+)
 
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
 _KEPT = 20_000

@@ -11,8 +11,6 @@ from dynorm import __version__
 from dynorm.family import css_colors
 from dynorm.files import require_writable, write_text
 
-__all__ = ["build_page", "save_page"]
-
 # In the order in which they use each other; together they are one script.
 SCRIPTS = (
     "random.js",

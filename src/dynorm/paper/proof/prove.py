@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, require_library
 from dynorm.paper.proof.statement import Statement, Step, load
 
 if TYPE_CHECKING:
@@ -99,7 +98,35 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON can hold it; errors that are not finite are None."""
-        rows = [_row(checked) for checked in self.statements]
+
+        def finite(value: float | None) -> float | None:
+            return value if value is not None and abs(value) < float("inf") else None
+
+        rows = []
+        for checked in self.statements:
+            about = ("name", "title", "source", "equations", "misprint")
+            row = {name: getattr(checked.statement, name) for name in about} | {
+                "holds": checked.holds,
+                "proven": checked.proven,
+                "autograd_error": finite(checked.autograd),
+                "digits_error": finite(checked.digits),
+                "seconds": round(checked.seconds, 3),
+                "steps": [
+                    {
+                        "left": row.step.left,
+                        "relation": row.step.relation,
+                        "right": row.step.right,
+                        "equation": row.step.tag,
+                        "reason": row.step.reason,
+                        "outcome": row.verdict.outcome,
+                        "remains": row.verdict.remains,
+                        "numbers_hold": row.measured.holds,
+                        "digits_error": finite(row.measured.error),
+                    }
+                    for row in checked.steps
+                ],
+            }
+            rows.append(row)
         return {"holds": self.holds, "seed": self.seed, "seconds": round(self.seconds, 3), "statements": rows}
 
 
@@ -129,8 +156,7 @@ def prove(
     """
     chosen = choose(only)
     for library in ("sympy", "mpmath"):
-        if importlib.util.find_spec(library) is None:
-            raise ArgumentError(f"proofs need {library}, which is not installed: pip install 'dynorm[paper]'")
+        require_library(library, "the proofs", "paper")
     start = time.perf_counter()
     checked = tuple(check(statement, seed) for statement in track(chosen))
     return Report(checked, seed, time.perf_counter() - start)
@@ -166,33 +192,3 @@ def check(statement: Statement, seed: int = 0) -> CheckedStatement:
     tokens = tokens_for(statement, seed)
     steps = tuple(CheckedStep(s, decide(s, statement, seed), measure(s, tokens)) for s in statement.steps)
     return CheckedStatement(statement, steps, autograd_error(statement, tokens), time.perf_counter() - start)
-
-
-def _row(checked: CheckedStatement) -> dict[str, Any]:
-    statement = checked.statement
-    about = {name: getattr(statement, name) for name in ("name", "title", "source", "equations", "misprint")}
-    return about | {
-        "holds": checked.holds,
-        "proven": checked.proven,
-        "autograd_error": _finite(checked.autograd),
-        "digits_error": _finite(checked.digits),
-        "seconds": round(checked.seconds, 3),
-        "steps": [
-            {
-                "left": row.step.left,
-                "relation": row.step.relation,
-                "right": row.step.right,
-                "equation": row.step.tag,
-                "reason": row.step.reason,
-                "outcome": row.verdict.outcome,
-                "remains": row.verdict.remains,
-                "numbers_hold": row.measured.holds,
-                "digits_error": _finite(row.measured.error),
-            }
-            for row in checked.steps
-        ],
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and abs(value) < float("inf") else None

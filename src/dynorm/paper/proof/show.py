@@ -1,23 +1,60 @@
-"""The report as one HTML page that needs no other file: formulas are MathML, which browsers show by themselves."""
+"""The report in the terminal, and as one HTML page that needs no other file: browsers show its formulas, in MathML."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from dynorm.errors import ArgumentError
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dynorm.errors import require_library
 from dynorm.files import require_writable, write_text
-from dynorm.paper.proof.formula import as_html, latex, mathml, names
+from dynorm.paper.proof.formula import as_html, as_text, latex, mathml, names, plain
 from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
 from dynorm.paper.proof.statement import Statement
-from dynorm.paper.proof.terminal import equations, failure, summary
 
-_RELATIONS = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
+_LATEX = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
+_RELATIONS = {"=": "=", "!=": "≠", ">=": "≥", ">": ">"}
 _SOURCES = {"2503.21708": "https://arxiv.org/abs/2503.21708"}
+
+_METHOD = (
+    "Each step is one formula, written once. What is shown here, what the algebra decides and what the numbers "
+    "check is the same tree.",
+    r"Algebra: the statement “What one channel sees of its token” shows that sums over channels can be "
+    r"replaced by $x_i$, C and mean $m_i$ and variance $v_i$ of the other channels, which reach every token: "
+    r"$m_i$ is any number and $v_i \geq 0$ any other. After differentiation, each step is a quotient of "
+    r"polynomials in $x_i - m_i$, $m_i$, $v_i$, $C - 1$ and in roots of quantities that are not negative. Two "
+    "sides are equal when the numerator of their difference, divided by the relations of the roots, is the zero "
+    "polynomial. What sympy cannot bring to that is “not proven”, which counts as a failure.",
+    "Numbers: both sides are evaluated on a random token to 65 digits, sums channel by channel, derivatives "
+    "by differences at twice as many; they must agree to 50 digits. No rule of the algebra is used.",
+    "A step with ≠ is proven by one exact token that tells both sides apart: so is a misprint shown to be one.",
+)
+
+_PAGE = """<!doctype html>
+<html lang="en" id="top">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>dynorm: proofs</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{head}
+{sections}
+<section id="method"><h2>How it is done</h2>{method}</section>
+</main>
+</body>
+</html>
+"""
 
 
 def prepare(path: str | os.PathLike[str]) -> None:
@@ -33,8 +70,7 @@ def prepare(path: str | os.PathLike[str]) -> None:
     Example:
         >>> prepare(getfixture("tmp_path") / "new" / "proofs.html")
     """
-    if importlib.util.find_spec("latex2mathml") is None:
-        raise ArgumentError("the page needs latex2mathml, which is not installed: pip install 'dynorm[paper]'")
+    require_library("latex2mathml", "the page of proofs", "paper")
     require_writable(path)
 
 
@@ -137,7 +173,7 @@ def _step(checked: CheckedStep, known: Sequence[str]) -> str:
     step = checked.step
     tag = f'<span class="tag">({escape(step.tag)})</span>' if step.tag else ""
     left = "" if step.follows else latex(step.left)
-    formula = mathml(f"{left} {_RELATIONS[step.relation]} {latex(step.right)}", display=True)
+    formula = mathml(f"{left} {_LATEX[step.relation]} {latex(step.right)}", display=True)
     kind = " class=follows" if step.follows else " class=meant" if step.relation == "=" else ""
     failed = "" if checked.holds else f'<p class="bad">{escape(failure(checked))}</p>'
     return (
@@ -160,35 +196,82 @@ def _power(value: float) -> str:
     return f"{digits}·10<sup>{str(int(exponent)).replace('-', '−')}</sup>"
 
 
-_METHOD = (
-    "Each step is one formula, written once. What is shown here, what the algebra decides and what the numbers "
-    "check is the same tree.",
-    r"Algebra: the statement “What one channel sees of its token” shows that sums over channels can be "
-    r"replaced by $x_i$, C and mean $m_i$ and variance $v_i$ of the other channels, which reach every token: "
-    r"$m_i$ is any number and $v_i \geq 0$ any other. After differentiation, each step is a quotient of "
-    r"polynomials in $x_i - m_i$, $m_i$, $v_i$, $C - 1$ and in roots of quantities that are not negative. Two "
-    "sides are equal when the numerator of their difference, divided by the relations of the roots, is the zero "
-    "polynomial. What sympy cannot bring to that is “not proven”, which counts as a failure.",
-    "Numbers: both sides are evaluated on a random token to 65 digits, sums channel by channel, derivatives "
-    "by differences at twice as many; they must agree to 50 digits. No rule of the algebra is used.",
-    "A step with ≠ is proven by one exact token that tells both sides apart: so is a misprint shown to be one.",
-)
+def show(report: Report, console: Console, *, brief: bool = False) -> None:
+    """Print a report.
 
-_PAGE = """<!doctype html>
-<html lang="en" id="top">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>dynorm: proofs</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{head}
-{sections}
-<section id="method"><h2>How it is done</h2>{method}</section>
-</main>
-</body>
-</html>
-"""
+    Args:
+        report: The report.
+        console: Where to.
+        brief: Whether the table alone is printed.
+    """
+    for checked in () if brief else report.statements:
+        console.print(_proof(checked))
+        console.print()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("statement", no_wrap=True)
+    table.add_column("equations", overflow="fold")
+    table.add_column("for every C")
+    for title in ("autograd", "50 digits", "seconds"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for checked in report.statements:
+        table.add_row(
+            checked.statement.name,
+            checked.statement.equations,
+            Text("proven", "green") if checked.proven else Text("not proven", "bold red"),
+            Text(f"{checked.autograd:.0e}", "" if checked.autograd_holds else "bold red"),
+            Text(f"{checked.digits:.0e}", "" if checked.digits_hold else "bold red"),
+            f"{checked.seconds:.2f}",
+        )
+    console.print(table)
+    console.print(summary(report), markup=False)
+    for checked in report.statements:
+        for step in checked.steps:
+            if not step.holds:
+                console.print(f"{checked.statement.name}: {failure(step)}", style="red", markup=False)
+
+
+def summary(report: Report) -> str:
+    """Return the report in one sentence."""
+    count, steps = len(report.statements), sum(len(checked.steps) for checked in report.statements)
+    failed = [checked.statement.name for checked in report.statements if not checked.holds]
+    if failed:
+        return f"{len(failed)} of {count} statements do not hold: {', '.join(failed)}"
+    what = "The statement holds" if count == 1 else f"All {count} statements hold"
+    return f"{what}: {steps} steps, each proven for every C and confirmed to 50 digits, in {report.seconds:.1f} s"
+
+
+def failure(checked: CheckedStep) -> str:
+    """Return in one line what is wrong with a step."""
+    claim = f"{plain(checked.step.left)} {_RELATIONS[checked.step.relation]} {plain(checked.step.right)}"
+    numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
+    remains = f"; what remains of the difference: {checked.verdict.remains}" if checked.verdict.remains else ""
+    outcome = checked.verdict.outcome.replace("undecided", "not proven")
+    return f"{claim}: {outcome}, {numbers}{remains}"
+
+
+def equations(statement: Statement) -> str:
+    """Return the numbers of a statement's equations, or the names where they have none."""
+    return f"{'eq. ' if statement.equations[0].isdigit() else ''}{statement.equations}"
+
+
+def _proof(checked: CheckedStatement) -> Group:
+    statement = checked.statement
+    reference = f"   {statement.name}, {equations(statement)}"
+    heading = Text.assemble(_tick(checked.holds), " ", (statement.title, "bold"), (reference, "dim"))
+    about = (Text(as_text(statement.claim), style="cyan"), Text(f"Assumed: {as_text(statement.assumes)}.", style="dim"))
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(width=1)
+    grid.add_column(ratio=3, overflow="fold")
+    grid.add_column(justify="right", width=4)
+    grid.add_column(ratio=2, overflow="fold", style="dim")
+    for row in checked.steps:
+        left = " " if row.step.follows else plain(row.step.left)
+        formula = Text(f"{left} {_RELATIONS[row.step.relation]} {plain(row.step.right)}")
+        tag = f"({row.step.tag})" * bool(row.step.tag)
+        grid.add_row(_tick(row.holds), formula, tag, as_text(row.step.reason))
+    notes = [Text(f"Note: {as_text(remark)}", style="dim") for remark in statement.remarks]
+    return Group(heading, Padding(Group(*about, grid, *notes), (0, 0, 0, 2)))
+
+
+def _tick(holds: bool) -> Text:
+    return Text("✓", style="green") if holds else Text("✗", style="bold red")
