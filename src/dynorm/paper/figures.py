@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru, dyisru_general, dyt
@@ -162,7 +161,9 @@ def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
     draw_circles(axes, x[:-1], y[:-1], "other channels")
     if step > 1:
         curve = np.linspace(simulation.outliers[0], simulation.outliers[step - 1], 200)
-        axes.plot(curve, _closed_curve(reproduction, curve), color=GREY, linewidth=1.2, label="through the outliers")
+        center, beta, _ = reproduction.closed
+        y = dyisru_general(torch.from_numpy(curve), beta, center, scale=math.sqrt(simulation.channels - 1))
+        axes.plot(curve, y.numpy(), color=GREY, linewidth=1.2, label="through the outliers")
     draw_outliers(axes, simulation, step)
 
 
@@ -226,12 +227,6 @@ def _figure_4(reproduction: Reproduction) -> Figure:
     return figure
 
 
-def _closed_curve(reproduction: Reproduction, x: NDArray[np.float64]) -> NDArray[np.float64]:
-    center, beta, _ = reproduction.closed
-    scale = math.sqrt(reproduction.simulation.channels - 1)
-    return dyisru_general(torch.from_numpy(x), beta, center, scale=scale).numpy()
-
-
 def _figure_5(reproduction: Reproduction) -> Figure:
     """The residuals over many samples, over C, over sigma and over the mean."""
     if reproduction.generality is None:
@@ -284,11 +279,8 @@ def _draw_axis(axes: Axes, studies: Sequence[Study], places: Sequence[float]) ->
     axes.set_yscale("log")
     label_decades(axes.yaxis)
     axes.set_ylabel("mean absolute residual")
-    _draw_wins(axes, [(place, study.dyt_wins) for study, place in zip(studies, places, strict=True) if study.dyt_wins])
-
-
-def _draw_wins(axes: Axes, wins: list[tuple[float, float]]) -> None:
-    """Write the shares of the samples in which DyT wins above their places, in room made for them."""
+    # In room made for them, above their places.
+    wins = [(place, study.dyt_wins) for study, place in zip(studies, places, strict=True) if study.dyt_wins]
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.1)
     for place, share in wins:

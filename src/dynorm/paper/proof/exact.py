@@ -187,7 +187,12 @@ def _by_channel(difference: Expr, relation: str, seed: int) -> Verdict:
         return Verdict("proven") if differs else Verdict("undecided", "no token tells both sides apart")
     # sympy marks the names of dummies by an underscore.
     readable = re.sub(r"\b_(?=\w)", "", str(sp.factor(rest)))
-    return Verdict("false" if any(_refutes(value, relation) for value in values) else "undecided", readable)
+    for value in values:
+        # A value that is not real is not 0.
+        negative = value.is_real and (value < -_NOISE or (relation == ">" and value == 0))
+        if abs(value) > _NOISE if relation == "=" else negative:
+            return Verdict("false", readable)
+    return Verdict("undecided", readable)
 
 
 def _by_sums(difference: Expr) -> Verdict:
@@ -210,9 +215,18 @@ def remainder(expression: Expr) -> Expr:
     """
     expression = _split(expression.rewrite(sp.exp))
     roots: dict[Expr, Expr] = {}
-    expression = expression.replace(_is_root, lambda e: _root(e.base, roots) ** (2 * e.exp))
     exponentials: dict[Expr, Expr] = {}
-    expression = _name_exponentials(expression, exponentials)
+
+    def name_root(e: Expr) -> Expr:
+        return roots.setdefault(e.base, sp.Dummy("r", positive=True)) ** (2 * e.exp)
+
+    def name_exponential(e: Expr) -> Expr:
+        # Exponentials of multiples of one argument are powers of one symbol.
+        factor, argument = e.args[0].as_coeff_Mul()
+        return exponentials.setdefault(argument, sp.Dummy("E", positive=True)) ** factor
+
+    expression = expression.replace(_is_root, name_root)
+    expression = expression.replace(lambda e: isinstance(e, sp.exp), name_exponential)
     numerator, denominator = sp.fraction(sp.together(expression))
     numerator = sp.expand(numerator)
     for base, root in roots.items():
@@ -241,20 +255,6 @@ def _is_root(expression: Expr) -> bool:
     return bool(expression.is_Pow and expression.exp.is_Rational and expression.exp.q == 2)
 
 
-def _root(base: Expr, roots: dict[Expr, Expr]) -> Expr:
-    return roots.setdefault(base, sp.Dummy("r", positive=True))
-
-
-def _name_exponentials(expression: Expr, bases: dict[Expr, Expr]) -> Expr:
-    """Put powers of one symbol for exponentials of multiples of one argument."""
-
-    def name(e: Expr) -> Expr:
-        factor, argument = e.args[0].as_coeff_Mul()
-        return bases.setdefault(argument, sp.Dummy("E", positive=True)) ** factor
-
-    return expression.replace(lambda e: isinstance(e, sp.exp), name)
-
-
 def _has_sign(expression: Expr, *, strict: bool) -> bool:
     """Return whether a quotient is not negative, or positive, wherever its denominator is not 0."""
     parts = sp.fraction(sp.together(expression))
@@ -271,21 +271,13 @@ def _values(expression: Expr, seed: int) -> Iterator[Expr]:
     draw = random.Random(seed)
     for _ in range(4):
         symbols = expression.atoms(sp.Symbol, sp.Indexed, sp.KroneckerDelta)
-        values = {s: _sample(s, draw) for s in sorted(symbols, key=str)}
+        values = {}
+        for symbol in sorted(symbols, key=str):
+            if isinstance(symbol, sp.KroneckerDelta):
+                values[symbol] = sp.Integer(draw.randint(0, 1))
+                continue
+            number = sp.Rational(draw.randint(1, 40), draw.randint(1, 9))
+            values[symbol] = number if symbol.is_nonnegative else number * draw.choice((-1, 1))
         value = sp.N(expression.xreplace(values), 50)
         if value.is_number:
             yield value
-
-
-def _refutes(value: Expr, relation: str) -> bool:
-    """Return whether a value of a difference breaks its relation to 0; one that is not real is not 0."""
-    if relation == "=":
-        return bool(abs(value) > _NOISE)
-    return bool(value.is_real and (value < -_NOISE or (relation == ">" and value == 0)))
-
-
-def _sample(symbol: Expr, draw: random.Random) -> Expr:
-    if isinstance(symbol, sp.KroneckerDelta):
-        return sp.Integer(draw.randint(0, 1))
-    value = sp.Rational(draw.randint(1, 40), draw.randint(1, 9))
-    return value if symbol.is_nonnegative else value * draw.choice((-1, 1))

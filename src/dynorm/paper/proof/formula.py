@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from html import escape
 from types import CodeType
@@ -57,24 +56,23 @@ def parse(text: str) -> ast.expr:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ArgumentError(f"a formula must be a Python expression, got {text!r}: {error.msg}") from error
-    for problem in (problem for node in ast.walk(tree) for problem in _problems(node)):
-        raise ArgumentError(f"{problem} in the formula {text!r}: see dynorm.paper.proof.formula")
+    for node in ast.walk(tree):
+        problem = ""
+        if not isinstance(node, _ALLOWED):
+            problem = f"{type(node).__name__} cannot stand"
+        elif isinstance(node, ast.Constant) and type(node.value) is not int:
+            problem = f"numbers must be integers, got {node.value!r}"
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name not in FUNCTIONS:
+                problem = f"unknown function {name!r}"
+            elif len(node.args) != FUNCTIONS[name]:
+                problem = f"wrong number of arguments of {name!r}"
+            elif not isinstance(node.args[-1], ast.Name) and len(node.args) == 2:
+                problem = f"the second argument of {name!r} must be a name"
+        if problem:
+            raise ArgumentError(f"{problem} in the formula {text!r}: see dynorm.paper.proof.formula")
     return tree
-
-
-def _problems(node: ast.AST) -> Iterator[str]:
-    if not isinstance(node, _ALLOWED):
-        yield f"{type(node).__name__} cannot stand"
-    elif isinstance(node, ast.Constant) and type(node.value) is not int:
-        yield f"numbers must be integers, got {node.value!r}"
-    elif isinstance(node, ast.Call):
-        name = ast.unparse(node.func)
-        if name not in FUNCTIONS:
-            yield f"unknown function {name!r}"
-        elif len(node.args) != FUNCTIONS[name]:
-            yield f"wrong number of arguments of {name!r}"
-        elif not isinstance(node.args[-1], ast.Name) and len(node.args) == 2:
-            yield f"the second argument of {name!r} must be a name"
 
 
 def names(text: str) -> set[str]:
@@ -177,7 +175,9 @@ def _show(node: ast.expr, tex: bool) -> tuple[str, int]:
             high = f"^({exponent})" if "/" in exponent else exponent.translate(_SUPERSCRIPTS)
             return f"{_inside(left, _ATOM, tex)}{f'^{{{exponent}}}' if tex else high}", _POWER
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            first = _inside(left, _PREFIX if _is_long(left) or _is_fraction(left) else _PRODUCT, tex)
+            # A call such as a sum takes all that follows it.
+            is_long = isinstance(left, ast.Call) and ast.unparse(left.func) not in ELEMENTARY
+            first = _inside(left, _PREFIX if is_long or _is_fraction(left) else _PRODUCT, tex)
             second = _inside(right, _PRODUCT if tex else _PREFIX, tex)
             return f"{first}{_times(left, right) if tex else '·'}{second}", _PRODUCT
         case ast.BinOp(left=left, op=op, right=right):
@@ -243,11 +243,6 @@ def _is_fraction(node: ast.expr) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
 
 
-def _is_long(node: ast.expr) -> bool:
-    """Return whether a call takes all that follows it, as a sum does."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func) not in ELEMENTARY
-
-
 # What LaTeX's commands look like as text.
 _COMMANDS = {
     "mu": "μ", "sigma": "σ", "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "varepsilon": "ε",
@@ -292,23 +287,23 @@ def mathml(latex: str, *, display: bool = False) -> str:
 def _text(latex: str) -> str:
     # The space that ends the name of a command is kept only beside what is set apart anyhow.
     text = _COMMAND.sub(lambda m: _COMMANDS[m[1]] + (m[2] or "") * (m[1] in _SPACED), latex)
+
+    def script(match: re.Match[str]) -> str:
+        tilde, name, mark, group, letter = match.groups(default="")
+        inner, table = group or letter, _LOW if mark == "_" else _HIGH
+        if not mark:
+            return "ỹ" if tilde else name
+        if all(sign in table for sign in inner):
+            return "".join(table[sign] for sign in inner)
+        return f"{mark}{inner}" if len(inner) == 1 or inner.isalpha() else f"{mark}({inner})"
+
+    def fraction(match: re.Match[str]) -> str:
+        parts = match.groups(default="")
+        above, below = (part if _SINGLE.fullmatch(part) else f"({part.strip()})" for part in parts)
+        return f"√{below}" if match[1] is None else f"{above}/{below}"
+
     previous = ""
     while text != previous:
-        previous, text = text, _FRACTION.sub(_fraction, _SCRIPT.sub(_script, text))
+        previous, text = text, _FRACTION.sub(fraction, _SCRIPT.sub(script, text))
     text = re.sub(r"\s*·\s*", "·", text.replace("-", "−"))
     return re.sub(r" +", " ", text).strip()
-
-
-def _script(match: re.Match[str]) -> str:
-    tilde, name, mark, group, letter = match.groups(default="")
-    script, table = group or letter, _LOW if mark == "_" else _HIGH
-    if not mark:
-        return "ỹ" if tilde else name
-    if all(sign in table for sign in script):
-        return "".join(table[sign] for sign in script)
-    return f"{mark}{script}" if len(script) == 1 or script.isalpha() else f"{mark}({script})"
-
-
-def _fraction(match: re.Match[str]) -> str:
-    above, below = (part if _SINGLE.fullmatch(part) else f"({part.strip()})" for part in match.groups(default=""))
-    return f"√{below}" if match[1] is None else f"{above}/{below}"

@@ -133,7 +133,14 @@ def _section(checked: CheckedStatement, known: Sequence[str]) -> str:
     source = escape(statement.source)
     for number, address in _SOURCES.items():
         source = source.replace(number, f'<a href="{address}">arXiv {number}</a>')
-    used = [f"{latex(name)} = {latex(statement.definitions[name])}" for name in _used(statement)]
+    # The defined names that the proof uses, itself or through other definitions.
+    waiting = [formula for step in statement.steps for formula in (step.left, step.right)]
+    found: set[str] = set()
+    while waiting:
+        new = names(waiting.pop()) & statement.definitions.keys() - found
+        found |= new
+        waiting += [statement.definitions[name] for name in new]
+    used = [f"{latex(name)} = {latex(text)}" for name, text in statement.definitions.items() if name in found]
     definitions = f'<ul class="definitions" aria-label="Definitions">{_items(map(mathml, used))}</ul>' if used else ""
     steps = "".join(_step(step, known) for step in checked.steps)
     remarks = _items(_linked(remark, known) for remark in statement.remarks)
@@ -156,17 +163,6 @@ def _items(entries: Iterable[str]) -> str:
 def _linked(sentence: str, known: Sequence[str]) -> str:
     """Return a sentence as HTML, the names of other statements leading to them."""
     return re.sub(rf"\b({'|'.join(known)})\b", r'<a href="#\1">\1</a>', as_html(sentence))
-
-
-def _used(statement: Statement) -> list[str]:
-    """Return the defined names that the proof uses, itself or through other definitions, in their order."""
-    waiting = [formula for step in statement.steps for formula in (step.left, step.right)]
-    found: set[str] = set()
-    while waiting:
-        new = names(waiting.pop()) & statement.definitions.keys() - found
-        found |= new
-        waiting += [statement.definitions[name] for name in new]
-    return [name for name in statement.definitions if name in found]
 
 
 def _step(checked: CheckedStep, known: Sequence[str]) -> str:
