@@ -1,3 +1,26 @@
-"""What is run by test_triton.py, in processes of their own, is not collected beside it."""
+"""Every instruction set of this processor; what is run by test_triton.py, in processes of its own, is not collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dynorm.kernels import _cpu
 
 collect_ignore_glob = ["triton_*.py"]
+SETS = ("cpu-avx512", "cpu-avx2", "cpu-portable")
+
+
+def supported() -> list[str]:
+    """The instruction sets of this processor, the best first."""
+    return list(SETS[SETS.index(_cpu.name()) :]) if _cpu.available() else []
+
+
+@pytest.fixture(params=supported())
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    native = _cpu._native()
+    best = native.name()
+    native.choose(request.param)
+    yield request.param
+    native.choose(best)

@@ -2,7 +2,8 @@
 
 ``y = weight * scale * f(x - center) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant + u^2)``, 1 DyT
 ``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x is contiguous and seen as (outer,
-channels, inner).
+channels, inner). With witnesses each row has its own constant: ``constant + T`` for DyISRU, and for the others
+``constant / sqrt(1 + ratio constant^2 T)``, where T is the sum of ``exp(log_gain_k) u_k^2`` over them.
 
 The sums of the parameters' gradients are taken in pieces that depend on the shape alone: in float32 for at most 128
 rows (4096 elements of a run) and in float64 beyond; a piece's sums are rounded to float32 once (not for float64 x), and
@@ -28,7 +29,7 @@ from torch.nn import Parameter
 
 from dynorm.kernels._form import Form, Parameters
 
-__all__ = ["available", "forward", "gradients", "name", "serve", "serve_gradients"]
+__all__ = ["available", "forward", "gradients", "most_witnesses", "name", "serve", "serve_gradients"]
 
 # As in csrc/types.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -65,10 +66,20 @@ def name() -> str:
     return "torch" if native is None else str(native.name())
 
 
+def most_witnesses() -> int:
+    """Return how many witnesses the kernels take: 0 where they are not built, or were before there were witnesses.
+
+    Example:
+        >>> most_witnesses() in (0, 16)
+        True
+    """
+    return getattr(_native(), "MOST_WITNESSES", 0)
+
+
 def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
     """Return y, of x's dtype; in ``out``, contiguous and of x's shape and dtype, where it is given."""
     y = torch.empty_like(x) if out is None else out
-    _native().forward(*_problem(form, x, parameters), y.data_ptr())
+    _native().forward(*_problem(form, x, parameters[:5]), y.data_ptr(), *_told(form, parameters))
     return y
 
 
@@ -90,14 +101,23 @@ def gradients(
     ]
     # The bias has no part in any gradient, so that it need not be read.
     arguments = [*_problem(form, x, (*parameters[:4], None)), grad.data_ptr(), _numbers(found[0])[0]]
-    for gradient in found[1:]:
+    for gradient in found[1:6]:
+        arguments += _numbers(gradient)
+    arguments += _told(form, parameters)
+    for gradient in found[6:]:
         arguments += _numbers(gradient)
     _native().backward(*arguments)
     return found
 
 
 def serve(
-    x: Tensor, parameters: Parameters, function: int, logarithmic: bool, scale: float, shape: tuple[int, ...]
+    x: Tensor,
+    parameters: Parameters,
+    function: int,
+    logarithmic: bool,
+    scale: float,
+    shape: tuple[int, ...],
+    witnesses: tuple[int, ...] = (),
 ) -> Tensor | Literal[True] | None:
     """Return y, all that :func:`forward` and its caller check having been checked on the C++ side.
 
@@ -110,6 +130,7 @@ def serve(
         logarithmic: the constant is stored as a logarithm.
         scale: the fixed factor.
         shape: the sizes of the last axes of x, along which the parameters lie.
+        witnesses: the channels that tell a row's scale, at most :func:`most_witnesses`.
 
     Returns:
         y; True where x and the parameters fit, but a gradient is wanted; None where they do not, or something watches
@@ -118,7 +139,8 @@ def serve(
     native = _native()
     found: Tensor | Literal[True] | None = None
     if native is not None:
-        found = native.serve(x, *parameters, function, logarithmic, scale, shape)
+        told = (witnesses, parameters[5]) if len(parameters) > 5 else ()
+        found = native.serve(x, *parameters[:5], function, logarithmic, scale, shape, *told)
     return found
 
 
@@ -140,18 +162,24 @@ def serve_gradients(
     native = _native()
     found: tuple[Tensor | None, ...] | None = None
     if native is not None:
-        function, logarithmic, scale, channels, _ = form
-        found = native.serve_gradients(grad, inputs, needed, function, logarithmic, scale, channels)
+        function, logarithmic, scale, channels, _, witnesses = form
+        told = (witnesses,) if witnesses else ()
+        found = native.serve_gradients(grad, inputs, needed, function, logarithmic, scale, channels, *told)
     return found
 
 
 def _problem(form: Form, x: Tensor, parameters: Sequence[Tensor | None]) -> list[Any]:
     """Return a call as the C++ side takes it (``read_problem`` in csrc/module.cpp)."""
-    function, logarithmic, scale, channels, inner = form
+    function, logarithmic, scale, channels, inner, _ = form
     arguments = [function, logarithmic, DTYPES[x.dtype], x.numel(), channels, inner, scale, x.data_ptr()]
     for p in parameters:
         arguments += _numbers(p)
     return arguments
+
+
+def _told(form: Form, parameters: Parameters) -> tuple[Any, ...]:
+    """Return the witnesses as the C++ side takes them, after all else; nothing where there are none."""
+    return (form.witnesses, *_numbers(parameters[5])) if len(parameters) > 5 else ()
 
 
 def _numbers(parameter: Tensor | None) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from dynorm import functional
+from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
 from dynorm.kernels._form import DERF, DYISRU, DYT, Form, Parameters
@@ -59,6 +60,7 @@ def pointwise(
     dim: int | tuple[int, ...],
     *,
     logarithmic: bool = False,
+    witnesses: tuple[int, ...] = (),
 ) -> Tensor | None:
     """Compute a layer by a kernel, or return None where the plain definition has to serve.
 
@@ -66,27 +68,31 @@ def pointwise(
         function: one of DYISRU, DYT, DERF and LINEAR.
         x: the input, whose sizes at ``dim`` are ``shape``.
         parameters: constant, shift, center, weight and bias; the first three of one element or of ``shape``, the last
-            two of ``shape``.
+            two of ``shape``. With witnesses a sixth, their log_gain, of shape ``(len(witnesses),)``.
         scale: the layer's factor.
         shape: the normalised shape.
         dim: where in x it lies, an axis or several.
         logarithmic: the constant is log(beta); the linear slope is then ``1 / sqrt(beta)``.
+        witnesses: the channels, counted over ``shape``, that tell a token's scale, each once.
 
     Returns:
         y, of the shape and dtype of x; None under a tracer, a transform or a mode, for subclasses of Tensor, for
-        layouts with no kernel, and for whatever the plain definition refuses.
+        layouts with no kernel, for more witnesses than kernels take, and for whatever the plain definition refuses.
 
     Raises:
         ArgumentError: x and the parameters are on different devices.
     """
     if not ENABLED or torch.compiler.is_compiling():
         return None
+    if witnesses and len(witnesses) > (_cpu.most_witnesses() if x.is_cpu else 0):
+        return None
     last = dim == -1 or (not isinstance(dim, int) and dim == tuple(range(-len(dim), 0)))
     if last:
         # The way of nearly every call: all checks in one call to C++, which takes less time than two checks in Python.
-        found = _cpu.serve(x, parameters, function, logarithmic, scale, shape)
+        found = _cpu.serve(x, parameters, function, logarithmic, scale, shape, witnesses)
         if found is True:
-            form = _form(function, logarithmic, scale, shape[0] if len(shape) == 1 else math.prod(shape), 1)
+            channels = shape[0] if len(shape) == 1 else math.prod(shape)
+            form = _form(function, logarithmic, scale, channels, 1, witnesses)
             differentiable: Any = _Pointwise.apply
             y: Tensor = differentiable(form, x, *parameters)
             return y
@@ -95,19 +101,23 @@ def pointwise(
             return found
     if traced(x) or serving(x.device.type) == "torch":
         return None
-    fit = _fit(x, parameters, shape)
+    fit = _fit(x, parameters, shape, len(witnesses))
     if fit is None:
         return None
     call = _Pointwise.apply if fit else _compute
     if last:
-        form = _form(function, logarithmic, scale, shape[0] if len(shape) == 1 else math.prod(shape), 1)
+        channels = shape[0] if len(shape) == 1 else math.prod(shape)
+        form = _form(function, logarithmic, scale, channels, 1, witnesses)
         return call(form, x if x.is_contiguous() else x.contiguous(), *parameters)
     if not isinstance(dim, int):
         return None
     moved = x.movedim(dim, -1)
     # In torch's channels_last layout the channels come last in memory, whatever their axis: nothing to copy.
     if moved.is_contiguous():
-        return call(_form(function, logarithmic, scale, shape[0], 1), moved, *parameters).movedim(-1, dim)
+        form = _form(function, logarithmic, scale, shape[0], 1, witnesses)
+        return call(form, moved, *parameters).movedim(-1, dim)
+    if witnesses:
+        return None
     inner = math.prod(x.shape[dim % x.ndim + 1 :])
     return call(_form(function, logarithmic, scale, shape[0], inner), x.contiguous(), *parameters)
 
@@ -128,7 +138,7 @@ def traced(*tensors: Tensor) -> bool:
     )
 
 
-def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...]) -> bool | None:
+def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...], witnesses: int) -> bool | None:
     """Say whether a gradient is wanted; None where the kernels do not take these tensors.
 
     The plain definition then has the words for what is wrong.
@@ -145,7 +155,7 @@ def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...]) -> bool | No
             return None
         if p.is_neg() or p._is_zerotensor():
             return None
-        if size != shape and (place > 2 or size != (1,)):
+        if size != (shape if place < 5 else (witnesses,)) and (place > 2 or size != (1,)):
             return None
         if p.device != device:
             raise ArgumentError(
@@ -171,7 +181,8 @@ class _Pointwise(torch.autograd.Function):
         ctx.form = form
         ctx.save_for_backward(x, *parameters)
         if form.inner == 1:
-            y = _cpu.serve(x, parameters, form.function, form.logarithmic, form.scale, (form.channels,))
+            shape = (form.channels,)
+            y = _cpu.serve(x, parameters, form.function, form.logarithmic, form.scale, shape, form.witnesses)
             if isinstance(y, Tensor):
                 return y
         return _compute(form, x, *parameters)
@@ -210,17 +221,21 @@ def _kernels_of(x: Tensor) -> Any:
 def plain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
     """Return y by the definition, with x seen as (outer, channels, inner)."""
     constant = form.constant(parameters[0]).reshape(-1)
-    shift, center, weight, bias = [None if p is None else p.reshape(-1) for p in parameters[1:]]
+    shift, center, weight, bias = [None if p is None else p.reshape(-1) for p in parameters[1:5]]
     z = x.reshape(-1, form.channels, form.inner)
+    options: dict[str, Any] = {"scale": form.scale, "dim": 1}
+    if len(parameters) > 5:
+        log_gain = parameters[5]
+        options["witnesses"] = torch.tensor(form.witnesses, device=x.device)
+        options["gain"] = None if log_gain is None else upcast(log_gain).exp()
     if form.function == DYISRU:
-        y = functional.dyisru_general(z, constant, center, weight, bias, scale=form.scale, dim=1)
+        y = functional.dyisru_general(z, constant, center, weight, bias, **options)
     elif form.function == DYT:
-        y = functional.dyt(z, constant, weight, bias, center=center, scale=form.scale, dim=1)
+        y = functional.dyt(z, constant, weight, bias, center=center, **options)
     elif form.function == DERF:
-        none = 0.0 if shift is None else shift
-        y = functional.derf(z, constant, none, weight, bias, center=center, scale=form.scale, dim=1)
+        y = functional.derf(z, constant, 0.0 if shift is None else shift, weight, bias, center=center, **options)
     else:
-        y = functional.linear(z, form.scale * constant, weight, bias, center=center, dim=1)
+        y = functional.linear(z, constant, weight, bias, center=center, **options)
     return y.reshape(x.shape)
 
 

@@ -13,7 +13,11 @@ FUNCTIONS = ("dyisru", "dyt", "derf", "linear")
 # As in csrc/types.h.
 DYISRU, DYT, DERF, LINEAR = range(4)
 # Constant, shift, center, weight and bias: the first three of one element or one per channel, the last two per channel.
-Parameters = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# A form with witnesses has a sixth, the logarithms of their gains, of one element per witness; None for gains of 1.
+Parameters = (
+    tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    | tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+)
 
 
 class Form(NamedTuple):
@@ -25,6 +29,7 @@ class Form(NamedTuple):
         scale: the layer's fixed factor.
         channels: C.
         inner: elements from one channel to the next, 1 where channels come last.
+        witnesses: the channels whose squares are added to beta, token by token; only where ``inner`` is 1.
     """
 
     function: int
@@ -32,6 +37,7 @@ class Form(NamedTuple):
     scale: float
     channels: int
     inner: int
+    witnesses: tuple[int, ...] = ()
 
     def constant(self, stored: Tensor) -> Tensor:
         """Return the constant in at least float32, not its logarithm."""

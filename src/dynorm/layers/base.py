@@ -172,19 +172,26 @@ class PointwiseNorm(nn.Module):
             if len(self.constants) > 1:
                 shift = getattr(self, self.constants[1])
         assert constant is not None
+        parameters: kernels.Parameters = (constant, shift, center, weight, bias)
+        if self.witness_channels:
+            parameters = (constant, shift, center, weight, bias, self.log_gain)
+        y = kernels.pointwise(
+            self.kernel,
+            x,
+            parameters,
+            self.scale,
+            self.normalized_shape,
+            self.dim,
+            logarithmic=first == "log_beta",
+            witnesses=self.witness_channels,
+        )
+        if y is not None:
+            return y
         constants = (constant,) if shift is None else (constant, shift)
         options: dict[str, Any] = {"weight": weight, "bias": bias, "center": center}
-        options |= {"scale": self.scale, "dim": self.dim}
-        if self.witness_channels:
-            assert self.log_gain is not None
+        if self.log_gain is not None:
             options |= {"witnesses": self.witnesses, "gain": upcast(self.log_gain).exp()}
-            return self.function(x, *self.arguments(*constants), **options)
-        parameters = (constant, shift, center, weight, bias)
-        logarithmic = first == "log_beta"
-        y = kernels.pointwise(
-            self.kernel, x, parameters, self.scale, self.normalized_shape, self.dim, logarithmic=logarithmic
-        )
-        return self.function(x, *self.arguments(*constants), **options) if y is None else y
+        return self.function(x, *self.arguments(*constants), scale=self.scale, dim=self.dim, **options)
 
     @staticmethod
     def arguments(*constants: Tensor) -> tuple[Tensor, ...]:

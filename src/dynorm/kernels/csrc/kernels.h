@@ -123,9 +123,8 @@ struct Parameters {
 };
 
 // One period, or what there is of the last.
-template <int F, class T, int kLayout>
-__attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::int64_t n,
-                                                       const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
+template <int F, class T, class Given>
+__attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::int64_t n, const Given& p,
                                                        bool streamed) {
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
@@ -166,9 +165,9 @@ void forward(const void* x_, void* y_, std::int64_t n, std::int64_t length, cons
   for (std::int64_t i = 0; i < n; i += length) {
     const std::int64_t here = n - i < length ? n - i : length;
     if (streamed) {
-      forward_row<F, T, kLayout>(x + i, y + i, here, p, true);
+      forward_row<F, T>(x + i, y + i, here, p, true);
     } else {
-      forward_row<F, T, kLayout>(x + i, y + i, here, p, false);
+      forward_row<F, T>(x + i, y + i, here, p, false);
     }
   }
   if (streamed) fence();
@@ -180,8 +179,7 @@ struct Sums {
 };
 
 // Some vectors of the backward pass, each of a row of its own, at one place of the period: sums grow, grad becomes the
-// gradient of x. The constant is each row's own, for it may depend on the row; a sum over a row would be made of the
-// products that go into kSumMoment.
+// gradient of x. The constant is each row's own.
 template <int F, class C, int kCount, class Vector>
 __attribute__((always_inline)) inline void step(Vector (&u)[kCount], Vector (&grad)[kCount], Vector (&constant)[kCount],
                                                 Vector shift, Vector slope_gain, Sums<Vector>& sums) {
@@ -289,16 +287,23 @@ void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t
   }
 }
 
+#include "witnesses.h"
+
+template <int F, class T, int kLayout>
+void fill_rows(Kernels& table, Dtype dtype) {
+  table.forward[F][dtype][kLayout] = forward<F, T, kLayout>;
+  table.backward_rows[F][dtype][kLayout] = backward_rows<F, T, kLayout>;
+  table.forward[F][dtype][kLayout + kTold] = forward_told<F, T, kLayout>;
+  table.backward_rows[F][dtype][kLayout + kTold] = backward_told<F, T, kLayout>;
+}
+
 template <int F, class T>
 void fill(Kernels& table, Dtype dtype) {
   table.forward[F][dtype][kRun] = forward<F, T, kRun>;
-  table.forward[F][dtype][kRowsPlain] = forward<F, T, kRowsPlain>;
-  table.backward_rows[F][dtype][kRowsPlain] = backward_rows<F, T, kRowsPlain>;
-  table.forward[F][dtype][kRowsOneConstant] = forward<F, T, kRowsOneConstant>;
-  table.forward[F][dtype][kRows] = forward<F, T, kRows>;
-  table.backward_rows[F][dtype][kRowsOneConstant] = backward_rows<F, T, kRowsOneConstant>;
-  table.backward_rows[F][dtype][kRows] = backward_rows<F, T, kRows>;
   table.backward_run[F][dtype] = backward_run<F, T>;
+  fill_rows<F, T, kRowsPlain>(table, dtype);
+  fill_rows<F, T, kRowsOneConstant>(table, dtype);
+  fill_rows<F, T, kRows>(table, dtype);
 }
 
 template <int F>

@@ -33,12 +33,19 @@ const Kernels* best() {
 std::int64_t integer(PyObject* value) { return PyLong_AsLongLong(value); }
 void* address(PyObject* value) { return PyLong_AsVoidPtr(value); }
 
-// Five pairs of an address and a code: the dtype, and 4 where there is a number for each channel.
-void read(PyObject* const* arguments, Numbers* numbers) {
-  for (int role = 0; role < dynorm::kRoles; ++role) {
+// Pairs of an address and a code: the dtype, and 4 where there is more than one number.
+void read(PyObject* const* arguments, Numbers* numbers, int count = dynorm::kRoles) {
+  for (int role = 0; role < count; ++role) {
     const std::int64_t code = integer(arguments[2 * role + 1]);
     numbers[role] = {address(arguments[2 * role]), static_cast<dynorm::Dtype>(code & 3), (code & 4) != 0};
   }
+}
+
+// A tuple of channels; more of them than there are kernels for are none that fit.
+void read_witnesses(PyObject* channels, Problem& problem) {
+  const Py_ssize_t count = PyTuple_Size(channels);
+  problem.witnesses = count < 1 || count > dynorm::kMostWitnesses ? -1 : static_cast<int>(count);
+  for (int i = 0; i < problem.witnesses; ++i) problem.witness[i] = integer(PyTuple_GetItem(channels, i));
 }
 
 // function, logarithmic, dtype, size, channels, inner, scale, x, then the parameters.
@@ -47,15 +54,17 @@ constexpr Py_ssize_t kProblemArguments = 8 + 2 * dynorm::kRoles;
 Problem read_problem(PyObject* const* a) {
   Problem problem{static_cast<dynorm::Function>(integer(a[0])), integer(a[1]) != 0,
                   static_cast<dynorm::Dtype>(integer(a[2])), integer(a[3]), integer(a[4]), integer(a[5]),
-                  PyFloat_AsDouble(a[6]), address(a[7]), {}};
+                  PyFloat_AsDouble(a[6]), address(a[7]), {}, 0, {}, {}};
   read(a + 8, problem.parameters);
   return problem;
 }
 
 bool valid(const Problem& p) {
   if (PyErr_Occurred() != nullptr) return false;
-  const bool fits = p.function >= 0 && p.function <= dynorm::kLinear && p.size >= 0 && p.channels > 0 && p.inner > 0 &&
-                    p.size % (p.channels * p.inner) == 0 && p.parameters[dynorm::kConstant].data != nullptr;
+  bool fits = p.function >= 0 && p.function <= dynorm::kLinear && p.size >= 0 && p.channels > 0 && p.inner > 0 &&
+              p.size % (p.channels * p.inner) == 0 && p.parameters[dynorm::kConstant].data != nullptr &&
+              (p.witnesses == 0 || (p.witnesses > 0 && p.inner == 1));
+  for (int i = 0; i < p.witnesses; ++i) fits = fits && p.witness[i] >= 0 && p.witness[i] < p.channels;
   if (!fits) PyErr_SetString(PyExc_ValueError, "the kernel was called with sizes that do not fit together");
   return fits;
 }
@@ -75,25 +84,34 @@ PyObject* run(const Problem& problem, const Work& work) {
   return Py_NewRef(Py_None);
 }
 
-// ..., y
+// ..., y; where there are witnesses, their channels and the pair of log_gain
 PyObject* forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (count != kProblemArguments + 1) return PyErr_Format(PyExc_TypeError, "forward got %zd arguments", count);
-  const Problem problem = read_problem(a);
+  constexpr Py_ssize_t kOwn = kProblemArguments + 1;
+  if (count != kOwn && count != kOwn + 3) return PyErr_Format(PyExc_TypeError, "forward got %zd arguments", count);
+  Problem problem = read_problem(a);
+  if (count > kOwn) {
+    read_witnesses(a[kOwn], problem);
+    read(a + kOwn + 1, &problem.log_gain, 1);
+  }
   void* y = address(a[kProblemArguments]);
   if (!valid(problem)) return nullptr;
   return run(problem, [&] { dynorm::forward(*chosen, problem, y); });
 }
 
-// ..., grad_y, grad_x, then the gradients of the parameters
+// ..., grad_y, grad_x, then the gradients of the parameters; where there are witnesses, as for forward, and log_gain's
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (count != kProblemArguments + 2 + 2 * dynorm::kRoles) {
-    return PyErr_Format(PyExc_TypeError, "backward got %zd arguments", count);
-  }
-  const Problem problem = read_problem(a);
+  constexpr Py_ssize_t kOwn = kProblemArguments + 2 + 2 * dynorm::kRoles;
+  if (count != kOwn && count != kOwn + 5) return PyErr_Format(PyExc_TypeError, "backward got %zd arguments", count);
+  Problem problem = read_problem(a);
   const void* grad_y = address(a[kProblemArguments]);
   void* grad_x = address(a[kProblemArguments + 1]);
-  Numbers gradients[dynorm::kRoles];
-  read(a + kProblemArguments + 2, gradients);
+  dynorm::Gradients gradients{};
+  read(a + kProblemArguments + 2, gradients.parameters);
+  if (count > kOwn) {
+    read_witnesses(a[kOwn], problem);
+    read(a + kOwn + 1, &problem.log_gain, 1);
+    read(a + kOwn + 3, &gradients.log_gain, 1);
+  }
   if (!valid(problem)) return nullptr;
   return run(problem, [&] { dynorm::backward(*chosen, problem, grad_y, grad_x, gradients); });
 }
@@ -166,11 +184,26 @@ void complete(Problem& problem, const dynorm::Strided& x, PyObject* const* form)
   problem.x = x.data;
 }
 
-// x, constant, shift, center, weight, bias, function, logarithmic, scale, normalized shape. The function of x, whose
-// last sizes are the normalized shape; True where x and the parameters are as the kernels need them but a gradient is
-// wanted; None where the slow way has to decide.
+// Whether log_gain is as the witnesses need it: 1, 0, or -1 with an exception set.
+int read_gains(PyObject* log_gain, Problem& problem) {
+  if (problem.witnesses < 0) return PyErr_Occurred() != nullptr ? -1 : 0;
+  if (Py_IsNone(log_gain)) return 1;
+  dynorm::Strided t;
+  dynorm::Dtype dtype;
+  if (!look(log_gain, t, dtype) || t.dims != 1 || t.shape[0] != problem.witnesses) return 0;
+  problem.log_gain = {t.data, dtype, problem.witnesses > 1};
+  const int hidden = problem.witnesses == 1 ? negated(log_gain) : 0;
+  return hidden < 0 ? -1 : !hidden;
+}
+
+// Whether autograd records what becomes of a tensor: 1, 0, or -1 with an exception set.
+int recorded(PyObject* tensor) { return Py_IsNone(tensor) ? 0 : truth(PyObject_GetAttr(tensor, torch.requires_grad)); }
+
+// x, constant, shift, center, weight, bias, function, logarithmic, scale, normalized shape; where there are witnesses,
+// their channels and log_gain. The function of x, whose last sizes are the normalized shape; True where x and the
+// parameters are as the kernels need them but a gradient is wanted; None where the slow way has to decide.
 PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  if (count != 10) return PyErr_Format(PyExc_TypeError, "serve got %zd arguments", count);
+  if (count != 10 && count != 12) return PyErr_Format(PyExc_TypeError, "serve got %zd arguments", count);
   if (!PyTuple_Check(a[9])) return PyErr_Format(PyExc_TypeError, "the normalized shape must be a tuple");
   if (torch.api == nullptr) return Py_NewRef(Py_None);
   Problem problem{};
@@ -200,16 +233,18 @@ PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (hidden != 0) return hidden < 0 ? nullptr : Py_NewRef(Py_None);
     problem.parameters[role] = {t.data, dtype, whole && problem.channels > 1};
   }
+  if (count > 10) {
+    read_witnesses(a[10], problem);
+    const int fits = read_gains(a[11], problem);
+    if (fits != 1) return fits < 0 ? nullptr : Py_NewRef(Py_None);
+  }
   const int hidden = negated(a[0]), seen = hidden != 0 ? hidden : watched();
   if (seen != 0) return seen < 0 ? nullptr : Py_NewRef(Py_None);
   int gradient = truth(PyObject_CallNoArgs(torch.is_grad_enabled));
   for (int i = 0, any = 0; gradient == 1 && any == 0; ++i) {
-    if (i > dynorm::kRoles) {
-      gradient = 0;
-    } else if (!Py_IsNone(a[i])) {
-      any = truth(PyObject_GetAttr(a[i], torch.requires_grad));
-      if (any < 0) gradient = -1;
-    }
+    if (i > dynorm::kRoles) any = count > 10 ? recorded(a[11]) : 0;
+    if (i <= dynorm::kRoles) any = recorded(a[i]);
+    if (any < 0 || (any == 0 && i > dynorm::kRoles)) gradient = any;
   }
   if (gradient != 0) return gradient < 0 ? nullptr : Py_NewRef(Py_True);
   dynorm::Strided out;
@@ -225,12 +260,13 @@ PyObject* serve(PyObject*, PyObject* const* a, Py_ssize_t count) {
   return y;
 }
 
-// grad, (x, constant, shift, center, weight, bias), needs_input_grad, function, logarithmic, scale, channels. The
-// gradients of what autograd's function was called with: its form, x and the parameters; None where the slow way has to
-// decide.
+// grad, (x, constant, shift, center, weight, bias), needs_input_grad, function, logarithmic, scale, channels; where there
+// are witnesses, log_gain is a seventh tensor and their channels an eighth argument. The gradients of what autograd's
+// function was called with: its form, x and the parameters; None where the slow way has to decide.
 PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  constexpr Py_ssize_t kInputs = 1 + dynorm::kRoles;
-  if (count != 7) return PyErr_Format(PyExc_TypeError, "serve_gradients got %zd arguments", count);
+  constexpr Py_ssize_t kOwn = 1 + dynorm::kRoles;
+  if (count != 7 && count != 8) return PyErr_Format(PyExc_TypeError, "serve_gradients got %zd arguments", count);
+  const Py_ssize_t kInputs = count == 7 ? kOwn : kOwn + 1;
   if (!PyTuple_Check(a[1]) || PyTuple_Size(a[1]) != kInputs || !PyTuple_Check(a[2]) ||
       PyTuple_Size(a[2]) != 1 + kInputs) {
     return PyErr_Format(PyExc_TypeError, "serve_gradients needs %zd tensors, and what of them is needed", kInputs);
@@ -239,7 +275,7 @@ PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
   Problem problem{};
   dynorm::Strided x, grad;
   dynorm::Dtype dtype;
-  PyObject* inputs[kInputs];
+  PyObject* inputs[kOwn + 1];
   for (Py_ssize_t i = 0; i < kInputs; ++i) inputs[i] = PyTuple_GetItem(a[1], i);
   if (!look(a[0], grad, dtype) || !look(inputs[0], x, problem.dtype) || dtype != problem.dtype || grad.dims != x.dims ||
       std::memcmp(grad.shape, x.shape, x.dims * sizeof(std::int64_t)) != 0) {
@@ -258,6 +294,11 @@ PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (hidden != 0) return hidden < 0 ? nullptr : Py_NewRef(Py_None);
     problem.parameters[role] = {t.data, dtype, size > 1};
   }
+  if (count > 7) {
+    read_witnesses(a[7], problem);
+    const int fits = read_gains(inputs[kOwn], problem);
+    if (fits != 1) return fits < 0 ? nullptr : Py_NewRef(Py_None);
+  }
   int slow = negated(inputs[0]);
   if (slow == 0) slow = negated(a[0]);
   // A gradient of the gradient is wanted.
@@ -269,7 +310,7 @@ PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
   PyObject* found = PyTuple_New(1 + kInputs);
   if (found == nullptr) return nullptr;
   void* grad_x = nullptr;
-  Numbers gradients[dynorm::kRoles] = {};
+  dynorm::Gradients gradients{};
   PyTuple_SetItem(found, 0, Py_NewRef(Py_None));
   for (Py_ssize_t i = 0; i < kInputs; ++i) {
     PyObject* made = nullptr;
@@ -283,8 +324,9 @@ PyObject* serve_gradients(PyObject*, PyObject* const* a, Py_ssize_t count) {
       if (i == 0) {
         grad_x = memory.data;
       } else {
-        gradients[i - 1] = problem.parameters[i - 1];
-        gradients[i - 1].data = memory.data;
+        Numbers& gradient = i < kOwn ? gradients.parameters[i - 1] : gradients.log_gain;
+        gradient = i < kOwn ? problem.parameters[i - 1] : problem.log_gain;
+        gradient.data = memory.data;
       }
     }
     PyTuple_SetItem(found, 1 + i, made == nullptr ? Py_NewRef(Py_None) : made);
@@ -359,5 +401,10 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "dynorm.kernels._native", nullp
 
 PyMODINIT_FUNC PyInit__native() {
   chosen = best();
-  return PyModule_Create(&definition);
+  PyObject* module = PyModule_Create(&definition);
+  if (module != nullptr && PyModule_AddIntConstant(module, "MOST_WITNESSES", dynorm::kMostWitnesses) < 0) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
 }

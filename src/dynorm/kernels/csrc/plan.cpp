@@ -24,6 +24,7 @@ constexpr std::int64_t kMostChunks = 64;
 constexpr std::int64_t kRowsInFloat = 128, kMostSideBySide = 4;
 // Larger outputs do not fit the cache, so they need not pass through it.
 constexpr std::int64_t kStreamedBytes = std::int64_t{16} << 20;
+constexpr double kPi = 3.141592653589793;
 
 ParallelFor parallel_for_of_torch = nullptr;
 
@@ -72,11 +73,14 @@ struct Plan {
   bool constants_differ, mixed;
   std::int64_t period;  // elements of a period, or of a run
   Number* at[kPlaces];  // one number a channel; of the first three maybe one in all
+  Witnesses witnesses;
+  // The witnesses' parameters, their gains, and who is in whose sum.
+  Number columns[kPlaces + 1 + kMostWitnesses][kMostWitnesses];
 
   Plan(const Problem& given, bool backward) : problem(given), function(given.function) {
     const std::int64_t together = given.channels * given.inner;
     mixed = given.inner == 1 || together <= kLongestMixed;
-    period = mixed ? whole_vectors(together) : given.inner;
+    period = !mixed ? given.inner : given.witnesses > 0 ? given.channels : whole_vectors(together);
     const Numbers* p = given.parameters;
     constants_differ = p[kConstant].per_channel || p[kShift].per_channel || p[kCenter].per_channel;
     static thread_local Buffer<Number> buffer;
@@ -86,6 +90,7 @@ struct Plan {
     for (int place = 0; place < kPlaces; ++place) at[place] = start + place * padded;
     read_constants(constants_differ ? given.channels : 1, backward);
     read_affine(padded, backward);
+    if (given.witnesses > 0) gather_witnesses(backward);
   }
 
   // A period of whole vectors, so that only the last row has a rest; and not too short. It may hold several tokens: what
@@ -131,17 +136,45 @@ struct Plan {
     }
   }
 
-  Number constant_of(std::int64_t c) const { return at[kAtConstant][constants_differ ? c : 0]; }
+  void gather_witnesses(bool backward) {
+    witnesses.count = problem.witnesses;
+    Number* to[kPlaces];
+    for (int place = 0; place < kPlaces; ++place) {
+      to[place] = columns[place];
+      std::fill(to[place], to[place] + kMostWitnesses, Number{1});
+    }
+    Number *gain = columns[kPlaces], *others = columns[kPlaces + 1];
+    read_all(problem.log_gain, problem.witnesses, 0, gain);
+    std::fill(gain + problem.witnesses, gain + kMostWitnesses, Number{0});
+    for (int i = 0; i < problem.witnesses; ++i) {
+      const std::int64_t c = witnesses.channel[i] = problem.witness[i];
+      for (int place = 0; place < kPlaces; ++place) to[place][i] = at[place][place < kAtGain && !constants_differ ? 0 : c];
+      gain[i] = std::exp(gain[i]);
+      for (int k = 0; k < kMostWitnesses; ++k) others[i * kMostWitnesses + k] = i == k ? 0 : 1;
+      if (backward) at[kAtGain][c] = 0;
+    }
+    witnesses.gain = gain;
+    witnesses.others = others;
+    witnesses.columns = as_period(to);
+  }
 
-  Layout layout() const {
+  Number constant_of(std::int64_t c) const { return at[kAtConstant][constants_differ ? c : 0]; }
+  bool told() const { return problem.witnesses > 0; }
+
+  int layout() const {
     if (!mixed) return kRun;
-    if (constants_differ) return kRows;
-    return problem.parameters[kCenter].data == nullptr ? kRowsPlain : kRowsOneConstant;
+    const int of_constants =
+        constants_differ ? kRows : problem.parameters[kCenter].data == nullptr ? kRowsPlain : kRowsOneConstant;
+    return told() ? of_constants + kTold : of_constants;
   }
 
   // A period's worth of each parameter.
   Period rows() {
-    if (period == problem.channels) return as_period(at);
+    if (period == problem.channels) {
+      Period whole = as_period(at);
+      if (told()) whole.witnesses = &witnesses;
+      return whole;
+    }
     static thread_local Buffer<Number> buffer;
     const std::int64_t padded = round_up(period, kWidest);
     Number* start = buffer.of(kPlaces * padded);
@@ -214,8 +247,9 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
 // gradients are that all channels share; else an array.
 enum Kept { kNothing, kWeighted, kWhole };
 struct Wanted {
-  Kept kept[kSums] = {};
+  Kept kept[kToldSums] = {};
   int arrays = 0;
+  bool gains = false;  // those of the witnesses
 
   // The gradients that are made of a sum.
   void add(Sum sum, const Numbers& gradient, bool shared) {
@@ -224,14 +258,14 @@ struct Wanted {
     arrays += kept[sum] == kWhole;
   }
   bool any() const {
-    return std::any_of(kept, kept + kSums, [](Kept k) { return k != kNothing; });
+    return gains || std::any_of(kept, kept + kToldSums, [](Kept k) { return k != kNothing; });
   }
 };
 
 // Sums over all of x: of each channel, and over the channels with their gains.
 struct Totals {
-  std::vector<double> whole[kSums];
-  double weighted[kSums] = {};
+  std::vector<double> whole[kToldSums];
+  double weighted[kToldSums] = {}, gains[kMostWitnesses] = {};
 };
 
 // One call's backward pass over rows. A chunk of rows leaves few numbers, for one thread adds those of all chunks, and
@@ -245,23 +279,27 @@ struct Rows {
   void* grad_x;
   const Wanted& wanted;
   const std::int64_t period, padded;
+  const bool told = parameters.witnesses != nullptr;
+  const int sums_of_each = told ? kToldSums : kSums;
+  const std::int64_t length = sums_of_each * padded + (told ? kMostWitnesses : 0);
 
   // Rows begin to end; `whole` gets the arrays that are kept, one after another, and `weighted` the weighted sums.
-  void chunk(std::int64_t begin, std::int64_t end, Number* whole, double* weighted) const {
+  void chunk(std::int64_t begin, std::int64_t end, Number* whole, double* weighted, double* gains) const {
     static thread_local std::vector<Number> sums;
     static thread_local std::vector<double> longer;
     const bool summed = wanted.any(), in_blocks = end - begin > kRowsInFloat;
-    if (summed && in_blocks) longer.assign(kSums * padded, 0.0);
+    if (summed && in_blocks) longer.assign(length, 0.0);
     for (std::int64_t block = begin; block < end; block += kRowsInFloat) {
-      if (summed) sums.assign(kSums * padded, Number{0});
+      if (summed) sums.assign(length, Number{0});
       const std::int64_t stop = std::min(end, block + kRowsInFloat), last = std::min(stop, problem.size / period);
       Number* to = summed ? sums.data() : nullptr;
       if (last > block) run(block, last - block, period, to);
       if (last < stop) run(last, 1, problem.size - last * period, to);
-      for (std::int64_t i = 0; summed && in_blocks && i < kSums * padded; ++i) longer[i] += sums[i];
+      for (std::int64_t i = 0; summed && in_blocks && i < length; ++i) longer[i] += sums[i];
     }
     if (!summed) return;
-    for (int s = 0; s < kSums; ++s) {
+    for (std::int64_t i = sums_of_each * padded, k = 0; i < length; ++i, ++k) gains[k] = in_blocks ? longer[i] : sums[i];
+    for (int s = 0; s < sums_of_each; ++s) {
       if (in_blocks) {
         keep(s, longer.data() + s * padded, whole, weighted);
       } else {
@@ -283,7 +321,8 @@ struct Rows {
     if (wanted.kept[s] == kWhole) {
       for (std::int64_t i = 0; i < period; ++i) whole[i] = static_cast<Number>(sum[i]);
     } else if (wanted.kept[s] == kWeighted) {
-      weighted[s] = sum_of(period, [&](std::int64_t i) { return static_cast<double>(gain[i]) * sum[i]; });
+      // With witnesses the gain is in the terms.
+      weighted[s] = sum_of(period, [&](std::int64_t i) { return told ? sum[i] : static_cast<double>(gain[i]) * sum[i]; });
     }
   }
 };
@@ -307,16 +346,19 @@ Totals backward_rows(const Kernels& kernels, Plan<Number>& plan, const void* gra
   // Of this thread, though others write to it: a new one would be new pages for each call.
   static thread_local Buffer<Number> buffer;
   Number* whole = buffer.of(chunks * each);
-  double weighted[kMostChunks][kSums] = {};
+  double weighted[kMostChunks][kToldSums] = {}, gains[kMostChunks][kMostWitnesses] = {};
   const BackwardRows kernel = kernels.backward_rows[plan.function][problem.dtype][plan.layout()];
   const Rows<Number> work{kernel, problem, plan.rows(), grad_y, grad_x, wanted, period, padded};
   parallel(chunks, chunk * period, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t k = begin; k < end; ++k) {
-      work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each, weighted[k]);
+      work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each, weighted[k], gains[k]);
     }
   });
   Totals totals;
-  for (int s = 0, array = 0; s < kSums; ++s) {
+  for (std::int64_t k = 0; wanted.gains && k < chunks; ++k) {
+    for (int i = 0; i < problem.witnesses; ++i) totals.gains[i] += gains[k][i];
+  }
+  for (int s = 0, array = 0; s < work.sums_of_each; ++s) {
     for (std::int64_t k = 0; k < chunks; ++k) totals.weighted[s] += weighted[k][s];
     if (wanted.kept[s] != kWhole) continue;
     std::vector<double>& sum = totals.whole[s];
@@ -364,24 +406,29 @@ Totals backward_runs(const Kernels& kernels, Plan<Number>& plan, const void* gra
 
 // The gradients of the parameters from the sums.
 template <class Number>
-void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted, const Numbers gradients[kRoles]) {
+void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted, const Gradients& wanted_of) {
   const Problem& problem = plan.problem;
+  const Numbers* gradients = wanted_of.parameters;
   const double sign = problem.function == kDyisru ? -0.5 : 1.0, halved = problem.function == kLinear ? -0.5 : 1.0;
   // What the gain times the sum is multiplied by.
   auto of_constant = [&](std::int64_t c) { return problem.logarithmic ? sign * halved * plan.constant_of(c) : sign; };
   auto of_shift = [&](std::int64_t) { return 1.0; };
-  auto of_center = [&](std::int64_t c) { return plan.function == kDyisruWide ? -1.0 : -double{plan.constant_of(c)}; };
+  auto of_center = [&](std::int64_t c) {
+    return plan.told() || plan.function == kDyisruWide ? -1.0 : -double{plan.constant_of(c)};
+  };
+  // With witnesses the gain is in the sums.
+  auto gain_of = [&](std::int64_t c) { return plan.told() ? Number{1} : plan.at[kAtGain][c]; };
   auto put_constant = [&](Role role, Sum sum, auto factor) {
     const Numbers& to = gradients[role];
     if (to.data == nullptr) return;
     // A product may be -0, a sum is not.
     if (wanted.kept[sum] == kWeighted) return put(to, 0, 0.0 + factor(0) * totals.weighted[sum]);
     const std::vector<double>& whole = totals.whole[sum];
-    put_all(to, problem.channels, [&](std::int64_t c) { return factor(c) * plan.at[kAtGain][c] * whole[c]; });
+    put_all(to, problem.channels, [&](std::int64_t c) { return factor(c) * gain_of(c) * whole[c]; });
   };
   put_constant(kConstant, kSumMoment, of_constant);
   if (problem.function == kDerf) {
-    put_constant(kShift, kSumSlope, of_shift);
+    put_constant(kShift, plan.told() ? kSumShift : kSumSlope, of_shift);
   } else {
     put_all(gradients[kShift], problem.channels, [](std::int64_t) { return 0.0; });
   }
@@ -389,21 +436,29 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   const std::vector<double>&value = totals.whole[kSumValue], &grad = totals.whole[kSumGrad];
   put_all(gradients[kWeight], problem.channels, [&](std::int64_t c) { return problem.scale * value[c]; });
   put_all(gradients[kBias], problem.channels, [&](std::int64_t c) { return grad[c]; });
+  // The sums are those of the gradients by T, up to a number, and T is the sum of gains times squares.
+  const double of_told = problem.function == kDerf ? -2 / kPi : -0.5;
+  for (int i = 0; wanted.gains && i < problem.witnesses; ++i) {
+    put(wanted_of.log_gain, i, 0.0 + of_told * plan.columns[kPlaces][i] * totals.gains[i]);
+  }
 }
 
 template <class Number>
 void backward_as(const Kernels& kernels, const Problem& problem, const void* grad_y, void* grad_x,
-                 const Numbers gradients[kRoles]) {
+                 const Gradients& wanted_of) {
   Plan<Number> plan(problem, true);
   Wanted wanted;
+  const Numbers* gradients = wanted_of.parameters;
   wanted.add(kSumGrad, gradients[kBias], false);
   wanted.add(kSumValue, gradients[kWeight], false);
   wanted.add(kSumMoment, gradients[kConstant], !plan.constants_differ);
-  if (problem.function == kDerf) wanted.add(kSumSlope, gradients[kShift], !plan.constants_differ);
+  const Sum of_shift = plan.told() ? kSumShift : kSumSlope;
+  if (problem.function == kDerf) wanted.add(of_shift, gradients[kShift], !plan.constants_differ);
   wanted.add(kSumSlope, gradients[kCenter], !plan.constants_differ);
+  wanted.gains = plan.told() && wanted_of.log_gain.data != nullptr;
   const Totals totals = plan.mixed ? backward_rows(kernels, plan, grad_y, grad_x, wanted)
                                    : backward_runs(kernels, plan, grad_y, grad_x);
-  derive(plan, totals, wanted, gradients);
+  derive(plan, totals, wanted, wanted_of);
 }
 
 }  // namespace
@@ -416,7 +471,7 @@ void forward(const Kernels& kernels, const Problem& problem, void* y) {
 }
 
 void backward(const Kernels& kernels, const Problem& problem, const void* grad_y, void* grad_x,
-              const Numbers gradients[kRoles]) {
+              const Gradients& gradients) {
   problem.dtype == kFloat64 ? backward_as<double>(kernels, problem, grad_y, grad_x, gradients)
                             : backward_as<float>(kernels, problem, grad_y, grad_x, gradients);
 }

@@ -27,13 +27,23 @@ struct Problem {
   double scale;
   const void* x;
   Numbers parameters[kRoles];
+  // The witnesses' channels, and the logarithms of their gains; only where inner is 1.
+  int witnesses;
+  std::int64_t witness[kMostWitnesses];
+  Numbers log_gain;
 };
 
 void forward(const Kernels& kernels, const Problem& problem, void* y);
 
+// The gradients of the parameters, and of the witnesses' gains.
+struct Gradients {
+  Numbers parameters[kRoles];
+  Numbers log_gain;
+};
+
 // grad_x may be null; so may the data of every gradient.
 void backward(const Kernels& kernels, const Problem& problem, const void* grad_y, void* grad_x,
-              const Numbers gradients[kRoles]);
+              const Gradients& gradients);
 
 // torch's own pool of threads, by the address of torch_parallel_for in its C interface; none: one thread.
 using ParallelBody = void (*)(std::int64_t begin, std::int64_t end, void* context);

@@ -12,6 +12,15 @@ enum Dtype { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFloat16 = 3 };
 // With g the gradient of y and f the function: g, g f, g times the slope times the arm, g times the slope.
 enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumSlope = 3, kSums = 4 };
 
+// With witnesses the constant is another one in every row, so that gain and constant are in the terms: kSumMoment holds
+// the gradient of the constant up to a number, kSumSlope the gradient of x, kSumShift that of the shift. After these
+// arrays come the sums of the gains' gradients, kMostWitnesses of them.
+constexpr Sum kSumShift = Sum(4);
+constexpr int kToldSums = 5;
+constexpr int kMostWitnesses = 16;
+
+struct Witnesses;
+
 // One period of parameters, each an array as long as the period (padded to whole vectors) or one number, of the
 // type that is computed in: float, or double for double x.
 struct Period {
@@ -21,6 +30,17 @@ struct Period {
   const void* gain;        // weight * scale
   const void* bias;
   const void* slope_gain;  // what grad_y and the function's slope are multiplied by to give grad_x
+  const Witnesses* witnesses = nullptr;
+};
+
+// A row's witnesses, in the period's type, each array kMostWitnesses long. In the backward pass the period has a gain of
+// 0 where they stand: they are computed by themselves.
+struct Witnesses {
+  int count;
+  std::int64_t channel[kMostWitnesses];
+  const void* gain;    // g, the weight of each square; 0 where there is no witness
+  const void* others;  // kMostWitnesses rows: 1 where a witness is in another's sum, else 0
+  Period columns;      // the parameters of the witnesses' channels
 };
 
 // y[i] for n elements that begin at the period's first, which is `length` long; a run has no end. stream: write past the
@@ -38,8 +58,8 @@ using BackwardRun = void (*)(const void* x, const void* grad, void* grad_x, std:
                              double* sums);
 
 // How a period's parameters are held: one of each; one constant and no centre, with a gain and a bias for each element;
-// one constant; several.
-enum Layout { kRun = 0, kRowsPlain = 1, kRowsOneConstant = 2, kRows = 3, kLayouts = 4 };
+// one constant; several. The same three of rows, each with witnesses.
+enum Layout { kRun = 0, kRowsPlain = 1, kRowsOneConstant = 2, kRows = 3, kTold = 3, kLayouts = 7 };
 
 // Function number 4 is DyISRU for constants that the fast way does not cover.
 constexpr int kDyisruWide = 4;

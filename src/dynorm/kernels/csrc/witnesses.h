@@ -1,0 +1,345 @@
+// Rows with witnesses, a few named channels that tell each row's constant: beta + T with T the sum of g_k u_k^2, and for
+// the functions of a slope alpha / sqrt(1 + ratio alpha^2 T). Included by kernels.h, inside its namespace.
+//
+// DyISRU leaves a witness out of its own sum, and takes no difference for that: one channel may be nearly all of the sum.
+// So the loop along a row knows one sum, and the witnesses' columns are computed by themselves, side by side in vectors.
+
+template <int F>
+constexpr bool kLeftOut = F == kDyisru || F == kDyisruWide;
+// 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
+template <int F>
+constexpr double kRatio = F == kDerf ? 1.2732395447351628 : 1.0;
+
+// What numbers are kept under: u, so that its square is finite, as in the definition, and of DyISRU's both squares alike,
+// for their quotient; and sums, of which DyISRU's leaves room for another square.
+template <int F, class Number>
+struct Most {
+  static constexpr bool narrow = sizeof(Number) == 4;
+  static constexpr double u = kLeftOut<F> ? (narrow ? 0x1p62 : 0x1p510) : (narrow ? 0x1p63 : 0x1p511);
+  static constexpr double sum = kLeftOut<F> ? (narrow ? 0x1p126 : 0x1p1022)
+                                            : (narrow ? 0x1.fffffep127 : 0x1.fffffffffffffp1023);
+};
+inline float at_most(float a, float bound) { return a > bound ? bound : a; }
+inline double at_most(double a, double bound) { return a > bound ? bound : a; }
+inline float at_least(float a, float bound) { return a < bound ? bound : a; }
+inline double at_least(double a, double bound) { return a < bound ? bound : a; }
+// Of one number or a vector of them; NaN stays NaN.
+template <int F, class Number, class Some>
+inline Some bounded(Some u) {
+  constexpr Number most = (Number)Most<F, Number>::u;
+  return at_least(at_most(u, most), -most);
+}
+template <int F, class Number, class Some>
+inline Some capped(Some sum) {
+  return at_most(sum, (Number)Most<F, Number>::sum);
+}
+
+// The slope of a line where u is at its bound: 0, as in the definition.
+inline V flat_at_bound(V u, V slope) { return magnitude(u) < 0x1p63f ? slope : splat(0); }
+inline double flat_at_bound(double u, double slope) { return u < 0x1p511 && u > -0x1p511 ? slope : u != u ? u : 0; }
+
+inline double over_root_of(double a) { return 1 / __builtin_sqrt(a); }
+inline V over_root_of(V a) {
+#if defined(DYNORM_RSQRT_BITS)
+  return inverse_root(a);
+#else
+  for (int k = 0; k < kLanes; ++k) a[k] = 1 / __builtin_sqrtf(a[k]);
+  return a;
+#endif
+}
+
+// A row's constant, and what the functions of a slope have multiplied it by.
+template <class Vector>
+struct Effective {
+  Vector constant, root;
+};
+template <int F, class C, class Vector>
+inline Effective<Vector> effective(Vector own, Vector told) {
+  if constexpr (kLeftOut<F>) {
+    return {own + told, own};
+  } else {
+    using Number = typename C::Number;
+    const Vector square = kRatio<F> == 1 ? own : own * (Number)kRatio<F>;
+    const Vector root = over_root_of(capped<F, Number>(C::muladd(own * told, square, C::splat_of(1))));
+    return {own * root, root};
+  }
+}
+
+inline double number_of(double a) { return a; }
+inline float number_of(float a) { return a; }
+inline float number_of(Bfloat16 a) { return as_float((std::uint32_t)a.bits << 16); }
+inline float number_of(Float16 a) { return float16_value(a.bits); }
+
+// The witnesses of one row: u, each one's sum, and the sum that all other channels have.
+template <int F, class T>
+struct Told {
+  using C = typename ComputedIn<T>::Type;
+  using Number = typename C::Number;
+  using Vector = typename C::Vector;
+  Number u[kMostWitnesses] = {}, told[kMostWitnesses] = {}, total = 0;
+
+  // Numbers rather than vectors: they are few, and wanted a row later, when they have reached memory.
+  void read(const T* x, const Witnesses& w) {
+    const Number *center = (const Number*)w.columns.center, *gain = (const Number*)w.gain;
+    Number terms[kMostWitnesses], before = 0, after = 0;
+    for (int i = 0; i < w.count; ++i) {
+      u[i] = bounded<F, Number>(number_of(x[w.channel[i]]) - center[i]);
+      terms[i] = capped<F, Number>(u[i] * gain[i] * u[i]);
+      told[i] = before;
+      before = before + terms[i];
+    }
+    total = capped<F, Number>(before);
+    for (int i = w.count - 1; i >= 0; --i) {
+      told[i] = kLeftOut<F> ? capped<F, Number>(told[i] + after) : total;
+      after = after + terms[i];
+    }
+  }
+
+  // The functions of the witnesses, over what the row's loop has left in their place.
+  void write(T* y, const Witnesses& w) const {
+    const Parameters<C, kRows> columns{w.columns};
+    T some[kMostWitnesses];
+    for (int j = 0; j < w.count; j += C::lanes) {
+      Vector z[1] = {load(u + j)}, constant[1] = {effective<F, C>(columns.constant(j), load(told + j)).constant};
+      add_squares<F>(z, constant);
+      store(some + j, C::muladd(value_of<F, T>(z[0], constant[0], columns.shift(j)), columns.gain(j), columns.bias(j)));
+    }
+    for (int i = 0; i < w.count; ++i) y[w.channel[i]] = some[i];
+  }
+};
+
+// A row's constants, of parameters and the row's sum.
+template <int F, class C, int kLayout>
+struct RowConstants {
+  using Vector = typename C::Vector;
+  Vector told;
+  Effective<Vector> shared;
+
+  void set(const Parameters<C, kLayout>& p, typename C::Number sum) {
+    told = C::splat_of(sum), shared = effective<F, C>(p.constant_, told);
+  }
+  Effective<Vector> at(const Parameters<C, kLayout>& p, std::int64_t j) const {
+    if constexpr (kLayout == kRows) return effective<F, C>(p.constant(j), told);
+    return shared;
+  }
+};
+
+// What forward_row asks for.
+template <int F, class C, int kLayout>
+struct RowParameters {
+  using Vector = typename C::Vector;
+  const Parameters<C, kLayout>& p;
+  RowConstants<F, C, kLayout> row;
+
+  Vector constant(std::int64_t j) const { return row.at(p, j).constant; }
+  Vector shift(std::int64_t j) const { return p.shift(j); }
+  Vector gain(std::int64_t j) const { return p.gain(j); }
+  Vector bias(std::int64_t j) const { return p.bias(j); }
+  Vector centered(Vector x, std::int64_t j) const {
+    const Vector u = p.centered(x, j);
+    // Rooted, the square is looked at.
+    if constexpr (Of<F>::kRooted && C::lanes > 1) return u;
+    return bounded<F, typename C::Number>(u);
+  }
+};
+
+template <int F, class T, int kLayout>
+void forward_told(const void* x_, void* y_, std::int64_t n, std::int64_t length, const Period& period, bool streamed) {
+  using C = typename ComputedIn<T>::Type;
+  const T* x = (const T*)x_;
+  T* y = (T*)y_;
+  const Parameters<C, kLayout> p{period};
+  const Witnesses& w = *period.witnesses;
+  // A row ahead, so that no loop waits for its constant.
+  Told<F, T> told[2];
+  RowConstants<F, C, kLayout> next;
+  told[0].read(x, w);
+  next.set(p, told[0].total);
+  RowParameters<F, C, kLayout> of_row{p, {}};
+  for (std::int64_t i = 0, row = 0; i < n; i += length, ++row) {
+    of_row.row = next;
+    if (i + length < n) {
+      Told<F, T>& after = told[(row + 1) % 2];
+      after.read(x + i + length, w);
+      next.set(p, after.total);
+    }
+    if (streamed) {
+      forward_row<F, T>(x + i, y + i, length, of_row, true);
+    } else {
+      forward_row<F, T>(x + i, y + i, length, of_row, false);
+    }
+    if constexpr (kLeftOut<F>) told[row % 2].write(y + i, w);
+  }
+  if (streamed) fence();
+}
+
+// f, and the gradients by x, by the constant as the plan holds it, by T and by the shift: the constant's is -2 times
+// DyISRU's, that of T -2 / ratio times.
+template <class Vector>
+struct Partials {
+  Vector f, x, constant, told, shift;
+};
+template <int F, class C, class Vector>
+__attribute__((always_inline)) inline Partials<Vector> partials(Vector u, Effective<Vector> e, Vector shift,
+                                                                Vector grad) {
+  if constexpr (!kLeftOut<F>) {
+    const auto d = Of<F>::all(u, e.constant, shift, grad);
+    const Vector moment = d.sloped * d.arm, a = e.constant, x = d.sloped * a;
+    Vector slope = x;
+    if constexpr (F == kLinear) slope = flat_at_bound(u, x);
+    return {d.right, slope, moment * e.root * e.root * e.root, moment * a * a * a, d.sloped};
+  } else if constexpr (Of<F>::kRooted && C::lanes > 1) {
+    // No factor leaves float's range before the product does.
+    const Vector inverse = inverse_root(fma(u, u, e.constant)), f = u * inverse, square = inverse * inverse;
+    const Vector moment = grad * f * square;
+    return {f, grad * inverse * (e.constant * square), moment, moment, moment};
+  } else {
+    const auto d = Of<kDyisruWide>::all(u, e.constant, shift, grad);
+    const Vector moment = d.sloped * d.arm;
+    return {d.right, d.sloped, moment, moment, moment};
+  }
+}
+
+template <int F, class C, class Vector>
+__attribute__((always_inline)) inline void add(Vector (&sums)[kToldSums], Vector grad, const Partials<Vector>& d) {
+  sums[kSumGrad] = sums[kSumGrad] + grad;
+  sums[kSumValue] = C::muladd(grad, d.f, sums[kSumValue]);
+  sums[kSumMoment] = sums[kSumMoment] + d.constant;
+  sums[kSumSlope] = sums[kSumSlope] + d.x;
+  if constexpr (F == kDerf) sums[kSumShift] = sums[kSumShift] + d.shift;
+}
+
+template <class Number, class Vector>
+inline Number sum_of_lanes(Vector a) {
+  constexpr int lanes = sizeof(Vector) / sizeof(Number);
+  Number each[lanes];
+  store(each, a);
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    for (int k = 0; k < half; ++k) each[k] += each[k + half];
+  }
+  return each[0];
+}
+
+// The sums over the rows of the witnesses' columns.
+template <int F, class T>
+struct ColumnSums {
+  using C = typename ComputedIn<T>::Type;
+  using Number = typename C::Number;
+  using Vector = typename C::Vector;
+  static constexpr int kVectors = kMostWitnesses / C::lanes;
+  Vector at[kVectors][kToldSums] = {}, gain[kVectors] = {};
+
+  // The witnesses' columns of one row, `rest` being the gradient by T of all others.
+  void row(const Told<F, T>& told, const T* grad, T* grad_x, const Witnesses& w, Vector rest) {
+    const Parameters<C, kRows> columns{w.columns};
+    T some[kMostWitnesses] = {};
+    Number terms[kMostWitnesses];
+    Partials<Vector> d[kVectors];
+    Vector g[kVectors], by_told[kVectors];
+    for (int i = 0; i < w.count; ++i) some[i] = grad[w.channel[i]];
+    for (int v = 0; v * (int)C::lanes < w.count; ++v) {
+      const int j = v * C::lanes;
+      g[v] = load(some + j);
+      const Effective<Vector> e = effective<F, C>(columns.constant(j), load(told.told + j));
+      d[v] = partials<F, C>(load(told.u + j), e, columns.shift(j), g[v] * columns.gain(j));
+      store(terms + j, d[v].told);
+    }
+    for (int v = 0; v * (int)C::lanes < w.count; ++v) by_told[v] = rest;
+    for (int i = 0; i < w.count; ++i) {
+      for (int v = 0; v * (int)C::lanes < w.count; ++v) {
+        Vector other = C::splat_of(1);
+        if constexpr (kLeftOut<F>) other = load((const Number*)w.others + i * kMostWitnesses + v * C::lanes);
+        by_told[v] = C::muladd(C::splat_of(terms[i]), other, by_told[v]);
+      }
+    }
+    for (int v = 0; v * (int)C::lanes < w.count; ++v) {
+      const int j = v * C::lanes;
+      const Vector u = load(told.u + j), ratio = C::splat_of((Number)kRatio<F>);
+      d[v].x = d[v].x - ratio * load((const Number*)w.gain + j) * u * by_told[v];
+      add<F, C>(at[v], g[v], d[v]);
+      gain[v] = gain[v] + u * by_told[v] * u;
+      store(some + j, d[v].x);
+    }
+    for (int i = 0; grad_x && i < w.count; ++i) grad_x[w.channel[i]] = some[i];
+  }
+
+  void write(Number* sums, std::int64_t padded, const Witnesses& w) const {
+    Number some[kToldSums + 1][kMostWitnesses];
+    for (int v = 0; v < kVectors; ++v) {
+      for (int s = 0; s < kToldSums; ++s) store(some[s] + v * C::lanes, at[v][s]);
+      store(some[kToldSums] + v * C::lanes, gain[v]);
+    }
+    for (int i = 0; i < w.count; ++i) {
+      for (int s = 0; s < kToldSums; ++s) sums[s * padded + w.channel[i]] = some[s][i];
+      sums[kToldSums * padded + i] = some[kToldSums][i];
+    }
+  }
+};
+
+// Some rows side by side, as backward_some.
+template <int F, class T, int kLayout, int kRowsTogether>
+__attribute__((always_inline)) inline void backward_told_some(const T* x, const T* grad, T* grad_x, std::int64_t n,
+                                                              const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
+                                                              const Witnesses& w, ColumnSums<F, T>& columns,
+                                                              typename ComputedIn<T>::Type::Number* sums,
+                                                              std::int64_t padded) {
+  using C = typename ComputedIn<T>::Type;
+  using Vector = typename C::Vector;
+  Told<F, T> told[kRowsTogether];
+  RowConstants<F, C, kLayout> constants[kRowsTogether];
+  Vector by_told[kRowsTogether];
+  for (int k = 0; k < kRowsTogether; ++k) {
+    told[k].read(x + k * n, w);
+    constants[k].set(p, told[k].total);
+    by_told[k] = C::splat_of(0);
+  }
+  auto at = [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
+    Vector here[kToldSums];
+    for (int s = 0; s < kToldSums; ++s) here[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
+    for (int k = 0; k < kRowsTogether; ++k) {
+      const Vector u = bounded<F, typename C::Number>(p.centered(read(x + k * n + j), j)), g = read(grad + k * n + j);
+      const auto d = partials<F, C>(u, constants[k].at(p, j), p.shift(j), g * p.gain(j));
+      add<F, C>(here, g, d);
+      by_told[k] = by_told[k] + d.told;
+      if (grad_x) write(grad_x + k * n + j, d.x);
+    }
+    for (int s = 0; sums && s < kToldSums; ++s) store(sums + s * padded + j, here[s]);
+  };
+  std::int64_t j = 0;
+  for (; j + C::lanes <= n; j += C::lanes) {
+    at(j, [](const T* from) { return load(from); }, [](T* to, Vector a) { store(to, a); });
+  }
+  const std::int64_t rest = n - j;
+  if (rest > 0) {
+    at(j, [rest](const T* from) { return load_some<C>(from, rest); },
+       [rest](T* to, Vector a) { store_some<C>(to, rest, a); });
+  }
+  for (int k = 0; k < kRowsTogether; ++k) {
+    const Vector others = C::splat_of(sum_of_lanes<typename C::Number>(by_told[k]));
+    columns.row(told[k], grad + k * n, grad_x ? grad_x + k * n : grad_x, w, others);
+  }
+}
+
+template <int F, class T, int kLayout>
+void backward_told(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t stride,
+                   std::int64_t, const Period& period, void* sums_, std::int64_t padded) {
+  using C = typename ComputedIn<T>::Type;
+  constexpr int kRowsTogether = kSideBySide<F, C>;
+  const T *x = (const T*)x_, *grad = (const T*)grad_;
+  T* grad_x = (T*)grad_x_;
+  auto* sums = (typename C::Number*)sums_;
+  const Parameters<C, kLayout> p{period};
+  const Witnesses& w = *period.witnesses;
+  ColumnSums<F, T> columns;
+  std::int64_t row = 0;
+  auto to = [&](std::int64_t i) { return grad_x ? grad_x + i : grad_x; };
+  for (; row + kRowsTogether <= rows; row += kRowsTogether) {
+    const std::int64_t i = row * stride;
+    backward_told_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
+  }
+  for (; row < rows; ++row) {
+    const std::int64_t i = row * stride;
+    backward_told_some<F, T, kLayout, 1>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
+  }
+  if (sums) columns.write(sums, padded, w);
+}

@@ -1,0 +1,56 @@
+"""The C++ kernels beside the definition in float64: parameters of any kind, and the comparison of all gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from dynorm.kernels import _cpu
+from dynorm.kernels._dispatch import plain
+from dynorm.kernels._form import Form, Parameters
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+INF, NAN = float("inf"), float("nan")
+
+
+def make(
+    channels: int,
+    dtype: torch.dtype,
+    *,
+    per_channel: bool,
+    everything: bool,
+    parameter_dtype: torch.dtype | None = None,
+) -> Parameters:
+    def randn(size: int) -> Tensor:
+        return torch.randn(size).to(parameter_dtype or dtype)
+
+    constants = channels if per_channel else 1
+    constant = randn(constants).abs() + 0.3
+    if not everything:
+        return constant, None, None, None, None
+    return constant, 0.3 * randn(constants), randn(constants), randn(channels), randn(channels)
+
+
+def compare(form: Form, x: Tensor, parameters: Parameters, tolerance: float) -> None:
+    """Value and all gradients against the definition in float64; outputs begin as NaN, so that none is left out."""
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, *parameters)]
+    want = plain(form, wide[0], tuple(wide[1:]))
+    out = torch.full_like(x, NAN)
+    y = _cpu.forward(form, x, parameters, out)
+    assert y is out
+    assert_close(y.double(), want, rtol=tolerance, atol=tolerance)
+    grad = torch.randn(x.shape).to(x.dtype)
+    leaves = [t for t in wide if t is not None]
+    expected = iter(torch.autograd.grad(want, leaves, grad.double(), materialize_grads=True))
+    found = _cpu.gradients(form, grad, x, parameters, (True,) * (1 + len(parameters)))
+    size = max(1.0, (x.numel() / form.channels) ** 0.5, x.numel() ** 0.5 if parameters[0].numel() == 1 else 1.0)
+    for given, exact, got in zip((x, *parameters), wide, found, strict=True):
+        if given is None:
+            assert got is None
+            continue
+        assert exact is not None
+        assert got is not None
+        assert got.dtype == given.dtype
+        atol = tolerance * (4 if got.shape == x.shape else 4 * size)
+        assert_close(got.double(), next(expected), rtol=4 * tolerance, atol=atol)
