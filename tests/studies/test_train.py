@@ -26,8 +26,9 @@ from studies.models import build, constants, remeasure_
 from studies.runs import BusyError, RunFiles, read_all, read_log
 from studies.settings import Settings
 from studies.sizes import size_of
-from studies.train import run
+from studies.train import main, run
 from studies.trainer import StudyTrainer, logged_every, losses
+from tests.parallel.launch import launch, values
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
@@ -358,7 +359,6 @@ def test_the_constants_have_their_own_rate(tmp_path: Path) -> None:
     assert moved[30.0] > 3 * moved[1.0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "status", "says"),
     [
@@ -366,29 +366,31 @@ def test_the_constants_have_their_own_rate(tmp_path: Path) -> None:
         (["--arm", "dyisru", "--lr", "1e-2", "--steps", "6", "--warmup", "2", "--size", "tiny", "--json"], 0, ""),
     ],
 )
-def test_the_command(options: list[str], status: int, says: str, tmp_path: Path) -> None:
+def test_the_command(
+    options: list[str],
+    status: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folders = ["--out", str(tmp_path / "runs"), "--checkpoints", str(tmp_path / "checkpoints")]
-    command = [sys.executable, "-m", "studies.train", *options, *folders]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False
-    )
-    assert done.returncode == status, done.stderr
-    assert says in done.stderr
+    monkeypatch.setattr(sys, "argv", ["studies.train", *options, *folders])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == status, said.err
+    assert says in said.err
     if status == 0:
-        assert json.loads(done.stdout)["steps_taken"] == 6
+        assert json.loads(said.out)["steps_taken"] == 6
 
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    settings = tiny("dyisru_annealed")
-    alone = go(settings, tmp_path / "one")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    options = ["--arm", settings.arm, "--lr", "1e-2", "--steps", f"{STEPS}", "--size", "tiny", "--warmup", "10"]
-    folders = ["--out", str(tmp_path / "runs"), "--checkpoints", str(tmp_path / "checkpoints")]
-    command = [*launch, "studies.train", *options, *folders, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    together = json.loads(done.stdout)
+    alone = go(tiny("dyisru_annealed"), tmp_path / "one")
+    together, other = values(launch("tests.studies.process_cases", 2, tmp_path, "command"), "command")
+    assert other is None
+    assert together["settings"] == alone["settings"]
     assert together["processes"] == 2
     assert together["loss"] == pytest.approx(alone["loss"], abs=1e-4)
     assert together["constants"] == pytest.approx(alone["constants"], rel=1e-3)
