@@ -12,10 +12,7 @@ from typing import Any
 from torch import distributed
 
 # What the command imports when it is called: here once, and not in every process.
-import studies.callbacks
-import studies.data
-import studies.models
-import studies.trainer
+from studies import callbacks, data, models, trainer  # noqa: F401
 from studies.train import app
 
 WORDS = ["--arm", "dyisru_annealed", "--lr", "1e-2", "--steps", "20", "--size", "tiny", "--warmup", "10", "--json"]
