@@ -306,6 +306,37 @@ class TestNumbers:
         assert browser.find("#alpha-complaint").text == ""
         assert browser.numbers()["constant"] == before
 
+    @pytest.mark.parametrize("choices", SETTINGS)
+    def test_the_outlier_as_witness(self, choices: dict[str, Any], browser: Browser) -> None:
+        assert browser.set(**choices, witness="outlier")
+        numbers = browser.numbers()
+        x, y = shown(numbers, "x"), shown(numbers, "y")
+        beta, outlier = shown(numbers, "constant.dyisru"), torch.tensor([len(x) - 1])
+        gain = torch.ones(1, dtype=x.dtype)
+        expected = dyisru(x, beta, scale=math.sqrt(len(x) - 1), witnesses=outlier, gain=gain)
+        assert_same(numbers, "witness", expected)
+        assert_same(numbers, "witnessToLayerNorm", (expected - y).abs().mean())
+        alone = dyisru(x, beta, scale=math.sqrt(len(x) - 1))
+        assert_same(numbers, "pointwiseToLayerNorm", (alone - y).abs().mean())
+
+    def test_with_a_witness_the_others_shrink_as_layer_norms_do(self, browser: Browser) -> None:
+        browser.set(steps=9)
+        before = browser.pixels("main-plot")
+        browser.find("#witness").click()
+        browser.settle()
+        assert browser.state()["witness"] == "outlier"
+        assert browser.pixels("main-plot") != before
+        numbers = browser.numbers()
+        # The rest is the centre, which moves with the outlier.
+        assert numbers["witnessToLayerNorm"] < 0.25 * numbers["pointwiseToLayerNorm"]
+        x, y, seen = (shown(numbers, name)[:-1] for name in ("x", "y", "witness"))
+        steep = (y[-1] - y[0]) / (x[-1] - x[0])
+        assert float((seen[-1] - seen[0]) / (x[-1] - x[0])) == pytest.approx(float(steep), rel=0.05)
+        assert browser.find("[data-number=witness-to-layer-norm]").text != ""
+        browser.find("#reset").click()
+        browser.settle()
+        assert not browser.find("#witness").is_selected()
+
     def test_the_path_ends_where_it_should(self, browser: Browser) -> None:
         browser.set(steps=9, t=0)
         assert browser.numbers()["toLayerNorm"] < 1e-14

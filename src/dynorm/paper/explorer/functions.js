@@ -67,6 +67,12 @@ function path(x, centre, variance, beta, t) {
   });
 }
 
+/** DyISRU with the outlier as a witness of gain 1: all other channels see its square beside their constant. */
+function witnessed(x, outlier, beta) {
+  const square = x[outlier] * x[outlier];
+  return x.map((value, i) => softSign(value, 0, i === outlier ? beta : beta + square, bound(x.length)));
+}
+
 /** The error function, from a series of positive terms, in which nothing cancels. */
 function erf(x) {
   const size = Math.abs(x);

@@ -42,6 +42,9 @@ class Explorer {
     });
     byId("reset").addEventListener("click", () => this.reset());
     byId("zoom").addEventListener("change", (event) => this.choose("view", event.target.checked ? "sample" : "all"));
+    byId("witness").addEventListener("change", (event) =>
+      this.choose("witness", event.target.checked ? "outlier" : "none"),
+    );
     for (const box of this.boxes) {
       box.addEventListener("change", () => this.choose("hidden", this.hiddenNames()));
     }
@@ -137,6 +140,7 @@ class Explorer {
       control.show(value, choice);
     }
     byId("zoom").checked = this.state.view === "sample";
+    byId("witness").checked = this.state.witness === "outlier";
     for (const box of this.boxes) {
       box.checked = !isHidden(this.state, box.dataset.layer);
     }

@@ -121,6 +121,7 @@ function compute(state, constant, half) {
   }
   const onPath = path(token.x, token.centre, token.variance, constant.dyisru, state.t);
   const pointwise = token.x.map(curve("dyisru", constant.dyisru, state.channels).value);
+  const witness = witnessed(token.x, token.x.length - 1, constant.dyisru);
   return {
     state,
     sample,
@@ -130,6 +131,9 @@ function compute(state, constant, half) {
     residuals,
     atFit,
     path: onPath,
+    witness,
+    witnessToLayerNorm: meanAbsolute(witness.map((y, i) => y - token.y[i])),
+    pointwiseToLayerNorm: meanAbsolute(pointwise.map((y, i) => y - token.y[i])),
     toLayerNorm: meanAbsolute(onPath.map((y, i) => y - token.y[i])),
     toPointwise: meanAbsolute(onPath.map((y, i) => y - pointwise[i])),
   };
@@ -145,6 +149,9 @@ function numbersOf(picture) {
     y: Array.from(token.y),
     derivative: Array.from(token.derivative),
     path: Array.from(picture.path),
+    witness: Array.from(picture.witness),
+    witnessToLayerNorm: picture.witnessToLayerNorm,
+    pointwiseToLayerNorm: picture.pointwiseToLayerNorm,
     curves: picture.curves,
     outliers: sample.outliers,
     outlierX: token.x[last],

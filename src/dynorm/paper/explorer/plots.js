@@ -205,6 +205,7 @@ const mainPlot = {
       pen.circles(xs, ys, 5.5, "card", { filled: true });
       pen.circles(xs, ys, 4, "points", { filled: true });
     }
+    if (state.witness === "outlier") pen.circles(token.x, picture.witness, 2.4, "dyisru", { filled: true });
     if (!isHidden(state, "path")) pen.circles(token.x, onPath, 2, "path", { filled: true });
   },
 };

@@ -13,6 +13,7 @@ const DEFAULTS = {
   beta: "fit",
   t: 0,
   view: "all",
+  witness: "none",
   hidden: "",
 };
 
@@ -37,6 +38,7 @@ const WORDS = {
   derf: ["fit"],
   beta: ["fit", "closed"],
   view: ["all", "sample"],
+  witness: ["none", "outlier"],
 };
 
 /** Why a value cannot be taken, in words; null where it can. */
@@ -44,6 +46,7 @@ function complaint(key, value) {
   if (WORDS[key]?.includes(value)) return null;
   if (key === "hidden") return typeof value === "string" ? null : "hidden must be names of layers with dots between";
   if (key === "view") return "The view must be all or sample";
+  if (key === "witness") return "The witness must be none or outlier";
   const { from, to, whole, words } = DOMAINS[key];
   const good = typeof value === "number" && value >= from && value <= to && (!whole || Number.isInteger(value));
   return good ? null : `${words}, got ${Number.isNaN(value) ? "nothing" : value}.`;

@@ -41,6 +41,8 @@ function fillTable(cells, picture) {
     "closed-beta-again": sample.closedBeta,
     "to-layer-norm": picture.toLayerNorm,
     "to-pointwise": picture.toPointwise,
+    "pointwise-to-layer-norm": picture.pointwiseToLayerNorm,
+    "witness-to-layer-norm": picture.witnessToLayerNorm,
   };
   for (const family of Object.keys(FAMILIES)) {
     values[`${family}-now`] = constant[family];
