@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -32,6 +31,7 @@ from dynorm.watch import (
     undisturbed,
 )
 
+Curve = Callable[[Tensor, Tensor, float, float], Tensor]
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
 _KEPT = 20_000
 
@@ -216,15 +216,19 @@ class Outliers:
             center: the mean of the site where the norm centres, else 0.
         """
         held_out = self._held_out if self._count else self._fitted
-        x, y = _columns(self._fitted if len(self._fitted) else held_out)
-        other_x, other_y = _columns(held_out)
+        fitted = self._fitted if len(self._fitted) else held_out
+        (x, y), (other_x, other_y) = (torch.tensor(kept.points(), dtype=torch.float64) for kept in (fitted, held_out))
         start = float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12)) * scale**2
         betas, errors, residuals = {}, {}, {}
-        for name in FUNCTIONS:
-            betas[name] = best_beta(partial(_errors, name, x, y, center=center, scale=scale), start)
-            residual = _residual(
-                name, other_x, other_y, torch.tensor([betas[name]], dtype=torch.float64), center, scale
-            )
+        for name, function in FUNCTIONS.items():
+
+            def error(beta: Tensor, function: Curve = function) -> Tensor:
+                squares: Tensor = (function(x.expand(len(beta), -1), beta[:, None], center, scale) - y).square()
+                return squares.sum(-1)
+
+            betas[name] = best_beta(error, start)
+            beta = torch.tensor(betas[name], dtype=torch.float64)
+            residual = function(other_x, beta, center, scale) - other_y
             errors[name] = float(residual.norm() / other_y.norm().clamp_min(1e-300))
             residuals[name] = float(residual.abs().mean())
         mean = self._log_sum / max(self._count, 1)
@@ -250,16 +254,3 @@ class Outliers:
         self._exact = max([self._exact, *gap.abs().amax(0, keepdim=True).tolist()]) if len(gap) else self._exact
         kept.add(outlier.cpu(), y.cpu(), torch.ones(len(y), dtype=torch.float64))
         return beta[:, 0]
-
-
-def _columns(kept: Reservoir) -> tuple[Tensor, Tensor]:
-    x, y = (torch.tensor(column, dtype=torch.float64) for column in kept.points())
-    return x, y
-
-
-def _residual(name: str, x: Tensor, y: Tensor, betas: Tensor, center: float, scale: float) -> Tensor:
-    return FUNCTIONS[name](x.expand(len(betas), -1), betas[:, None], center, scale) - y
-
-
-def _errors(name: str, x: Tensor, y: Tensor, betas: Tensor, *, center: float, scale: float) -> Tensor:
-    return _residual(name, x, y, betas, center, scale).square().sum(-1)

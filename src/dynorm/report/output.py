@@ -109,21 +109,12 @@ class OutputComparison:
         if not len(cosines):
             return OutputReport(kind, 0)
         low, median = cosines.quantile(torch.tensor([0.05, 0.5], dtype=torch.float64)).tolist()
-        losses: list[float] = (self._losses / self._tokens).tolist() if self._tokens else []
-        return OutputReport(
-            kind,
-            samples=len(cosines),
-            cosine_mean=float(cosines.mean()),
-            cosine_min=float(cosines.min()),
-            cosine_p05=low,
-            cosine_median=median,
-            spearman=pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))) if self._kept else None,
-            tokens=self._tokens or None,
-            loss_original=losses[0] if losses else None,
-            loss_now=losses[1] if losses else None,
-            loss_difference=losses[1] - losses[0] if losses else None,
-            kl=losses[2] if losses else None,
-        )
+        figures = (float(cosines.mean()), float(cosines.min()), low, median)
+        ranks = pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))) if self._kept else None
+        if not self._tokens:
+            return OutputReport(kind, len(cosines), *figures, ranks)
+        before, now, kl = (self._losses / self._tokens).tolist()
+        return OutputReport(kind, len(cosines), *figures, ranks, self._tokens, before, now, now - before, kl)
 
     def _tensor(self, output: Any) -> Tensor:
         tensor = _first_tensor(output) if self._pick is None else self._pick(output)
@@ -155,18 +146,15 @@ class OutputComparison:
 
     def _add_predictions(self, batch: Any, original: Tensor, now: Tensor) -> None:
         """Add the loss of each model and the divergence; sample after sample, for logits are large."""
-        valid = _valid_or_ones(original, batch).to(original.device)
+        valid = _valid_or_ones(original, batch)
         ids = batch["input_ids"].to(original.device)
         for sample, target, p, q in zip(valid, ids, original, now, strict=True):
             known = sample[:-1] & sample[1:]
             p, q, target = p[:-1][known].float(), q[:-1][known].float(), target[1:][known]
             self._tokens += len(target)
             log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-            sums = (
-                cross_entropy(p, target, reduction="sum"),
-                cross_entropy(q, target, reduction="sum"),
-                (log_p.exp() * (log_p - log_q)).sum(),
-            )
+            losses = [cross_entropy(each, target, reduction="sum") for each in (p, q)]
+            sums = (*losses, (log_p.exp() * (log_p - log_q)).sum())
             self._losses += torch.stack(sums).double().cpu()
 
 
@@ -249,7 +237,7 @@ def _first_tensor(output: Any) -> Any:
 def _valid(tensor: Tensor, batch: Any) -> Tensor | None:
     """Return where the first two axes hold a token, or None where no mask fits; the decoder's mask goes first."""
     masks = [mask for mask in token_masks(batch) if tensor.ndim == 3 and mask.shape == tensor.shape[:2]]
-    return masks[-1] if masks else None
+    return masks[-1].to(tensor.device) if masks else None
 
 
 def _valid_or_ones(tensor: Tensor, batch: Any) -> Tensor:
@@ -262,7 +250,7 @@ def _vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
     tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
     if tensor.ndim != 3:
         return tensor.reshape(len(tensor), -1)
-    valid = _valid_or_ones(tensor, batch).to(tensor.device)
+    valid = _valid_or_ones(tensor, batch)
     tensor = torch.where(valid[:, :, None], tensor, 0)[valid.any(1)]
     if not pooled:
         return tensor.flatten(1)
