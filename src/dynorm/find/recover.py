@@ -351,7 +351,15 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
     if weight is not None and site.weight_offset:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + site.weight_offset
     if (site.has_weight and weight is None) or (site.has_bias and bias is None):
-        measured = _measured(module, site)
+        tensors = [*named_tensors(module).values(), torch.empty(0)]
+        like = next(tensor for tensor in tensors if tensor.is_floating_point())
+        given = TokenFunction(module, Packing(site.input_shape, channel_axes(site)), like.dtype, like.device)
+        try:
+            with plain_arithmetic(module):
+                flat = measured_affine(given, site.kind)
+        except NotANormError as error:
+            raise ModelError(f"the module at {site.path!r} must be the norm found there, but: {error}") from error
+        measured = [part.reshape(site.normalized_shape).to(like.device, like.dtype) for part in flat]
         weight = measured[0] if site.has_weight and weight is None else weight
         bias = measured[1] if site.has_bias and bias is None else bias
     return weight, bias
@@ -380,16 +388,3 @@ def _held(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
             f"{site.normalized_shape}: call find_norms again"
         )
     return tensor.detach().clone().reshape(site.normalized_shape)
-
-
-def _measured(module: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
-    tensors = [*named_tensors(module).values(), torch.empty(0)]
-    like = next(tensor for tensor in tensors if tensor.is_floating_point())
-    given = TokenFunction(module, Packing(site.input_shape, channel_axes(site)), like.dtype, like.device)
-    try:
-        with plain_arithmetic(module):
-            flat = measured_affine(given, site.kind)
-    except NotANormError as error:
-        raise ModelError(f"the module at {site.path!r} must be the norm found there, but: {error}") from error
-    weight, bias = (part.reshape(site.normalized_shape).to(like.device, like.dtype) for part in flat)
-    return weight, bias

@@ -215,7 +215,7 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
         return None
     op, part = producer(node)
     name = _name(op)
-    if _is_same(op, name):
+    if _is_same(op):
         return axis
     values = [value for value in (*op.all_input_nodes, node) if is_tensor(value)]
     channels = shape(source)[axis]
@@ -238,7 +238,7 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
 def is_move(node: Node, source: Node) -> bool:
     """Tell whether a value is made of another one's elements only."""
     op, _ = producer(node)
-    return bool(op.args) and op.args[0] is source and (_is_same(op, _name(op)) or _name(op) in _MOVES)
+    return bool(op.args) and op.args[0] is source and (_is_same(op) or _name(op) in _MOVES)
 
 
 def came_from(node: Node, axis: int) -> tuple[Node, int] | None:
@@ -313,10 +313,10 @@ def _name(op: Node) -> str:
     return packet(op).removeprefix("aten.")
 
 
-def _is_same(op: Node, name: str) -> bool:
+def _is_same(op: Node) -> bool:
     if not (packet(op).startswith("aten.") and is_tensor(op) and op.meta["val"].is_floating_point()):
         return False
-    return name in _SAME or (name in _DROPOUT and len(op.args) == 3 and op.args[2] is False)
+    return _name(op) in _SAME or (_name(op) in _DROPOUT and len(op.args) == 3 and op.args[2] is False)
 
 
 def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
@@ -351,7 +351,7 @@ def _crossed(value: Node, axis: int) -> set[str]:
             # Of distinct sizes, so that each axis is told from the others.
             tried = op.target(torch.empty([i + 2 for i in range(len(at))], device="meta"), *op.args[1:], **op.kwargs)
             at = [tried.shape[i] - 2 for i in at]
-        elif not _is_same(op, _name(op)):
+        elif not _is_same(op):
             break
         node = source
     return {"before" if i < axis else "after" for i in single if (i < axis) != (at[i] < at[axis])}

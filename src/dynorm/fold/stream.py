@@ -105,7 +105,12 @@ class _Walk:
         if name in _SUMS or name == "aten.cat":
             parts: Any = op.args[:2] if name in _SUMS else op.args[0]
             for part in parts:
-                self._part(part, value, axis, op)
+                if not is_tensor(part):
+                    raise RefusedError(f"written by {graph.where(op)}, which adds a number to all channels")
+                at = len(shape(part)) - len(shape(value)) + axis
+                if at < 0 or shape(part)[at] != shape(value)[axis]:
+                    raise RefusedError(f"written by {graph.where(op)}, in parts or one number for all channels")
+                self.todo.append((part, at))
             return
         for source in (a for a in op.args[:2] if is_tensor(a)):
             assert isinstance(source, Node)
@@ -130,15 +135,6 @@ class _Walk:
         if not written:
             raise RefusedError(f"written by {graph.where(op)}, which cannot be centred")
         self.found.writes += written
-
-    def _part(self, part: Any, value: Node, axis: int, op: Node) -> None:
-        """Follow one part of a sum or a concatenation."""
-        if not is_tensor(part):
-            raise RefusedError(f"written by {self.graph.where(op)}, which adds a number to all channels")
-        at = len(shape(part)) - len(shape(value)) + axis
-        if at < 0 or shape(part)[at] != shape(value)[axis]:
-            raise RefusedError(f"written by {self.graph.where(op)}, in parts or one number for all channels")
-        self.todo.append((part, at))
 
     def _use(self, user: Node, value: Node, axis: int) -> None:
         """Follow a value to one of its uses."""
