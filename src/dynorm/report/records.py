@@ -47,6 +47,7 @@ def _functions(group: str, note: str) -> list[Column]:
 
 
 _LEGEND = {"line dyisru": "DyISRU", "line dyt": "DyT", "line linear": "linear", "line bound": "the norm's bounds"}
+_SUMS = "below: a token's own sum against the layer's β + Σ g u²; in grey against a constant"
 _SITE = Column("site")
 _NORM = Column("norm", lambda kind: {"layernorm": "LN", "rmsnorm": "RMS"}.get(kind, kind))
 _CHANNELS = Column("C", ",", "channels", page_only=True)
@@ -209,7 +210,7 @@ class SiteReport:
         )
         if self.witnesses:
             errors += f"; {len(self.witnesses)} witnesses tell {self.told:.0%} of the tokens' sums"
-        return Drawing(self.path, errors, words, self.fit, self.picture, sums=self.sums)
+        return Drawing(self.path, errors, words, self.fit, self.picture, sums=self.sums if self.witnesses else None)
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ class ModelReport(Report):
                 "point": "sampled values of the norm's core, outliers drawn more often",
                 "bar": "mean ± standard deviation of all values",
                 **_LEGEND,
-                "point outlier": "below: a token's own sum against the layer's β + Σ g u²; in grey against a constant",
+                **({"point outlier": _SUMS} if any(site.witnesses for site in self.sites) else {}),
             },
             drawings=[site.drawing() for site in self.sites],
             meta=self.meta,
