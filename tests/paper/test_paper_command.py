@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import dynorm
-from dynorm.cli import app
+from dynorm.cli import app, main
 from dynorm.paper.generality import Reproduction, reproduce, study_all
 from dynorm.paper.table import document, generality_csv, outliers_csv, printed, samples_csv
 
@@ -96,15 +96,23 @@ def test_bad_arguments_are_refused_before_anything_is_made(tmp_path: Path, argum
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exit_statuses(tmp_path: Path) -> None:
+def test_exit_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def status(*arguments: str) -> tuple[int | str | None, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dynorm", "paper", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
     (tmp_path / "file").write_text("")
-    bad = dynorm_paper("--sigma", "0", cwd=tmp_path)
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.startswith("dynorm: sigma must be positive")
-    unwritable = dynorm_paper("--out", "file", cwd=tmp_path)
-    assert (unwritable.returncode, unwritable.stdout) == (1, "")
-    assert "'file/table.json' cannot be written" in unwritable.stderr
-    assert len(unwritable.stderr.splitlines()) == 1
+    code, printed, said = status("--sigma", "0")
+    assert (code, printed) == (2, "")
+    assert said.startswith("dynorm: sigma must be positive")
+    code, printed, said = status("--out", "file")
+    assert (code, printed) == (1, "")
+    assert "'file/table.json' cannot be written" in said
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("blocked", ["fig2.svg", "table.csv", "samples.csv"])
