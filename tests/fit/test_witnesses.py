@@ -49,7 +49,7 @@ def test_the_channels_that_carry_the_scale_are_found(kind: str) -> None:
     assert found.gains[:2] == pytest.approx((1.0, 1.0), rel=0.1)
     assert scales.choose(2).beta == pytest.approx(CHANNELS - 2, rel=0.2)
     assert found.explained[0] == 0
-    assert found.explained[2] > 0.95
+    assert found.explained[2] > 0.8
     assert list(found.explained) == sorted(found.explained)
 
 
@@ -70,7 +70,7 @@ def test_fixed_channels_are_all_kept_in_their_order() -> None:
     assert found.channels == (17, 3, 5)
     assert found.gains[0] == pytest.approx(1.0, rel=0.1)
     assert min(found.gains) > 0
-    assert found.explained[-1] > 0.95
+    assert found.explained[-1] > 0.8
 
 
 def test_parts_of_the_tokens_give_the_sums_of_all() -> None:
