@@ -44,6 +44,12 @@ def constants_of(function: int, per_channel: bool) -> dict[str, Any]:
     return {"FUNCTION": function, **flags, **parts}
 
 
+def told(count: int) -> dict[str, Any]:
+    """The arguments of a kernel with some witnesses, or without."""
+    where = ("*i64", 16) if count else None
+    return {"WITNESSES": count, "witness_ptr": where, **pointers("fp32", log_gain=count > 0)}
+
+
 def offsets_of(kernel: Any, dtype: str) -> set[str]:
     """The types of what is added to pointers of ``dtype``, tile by tile."""
     found = re.findall(rf"tt\.addptr .*: tensor<[^!]*!tt\.ptr<{dtype}>>, tensor<[^>]*?(i\d+)>", kernel.asm["ttir"])
@@ -58,14 +64,19 @@ FAMILY = [
 ] + [(DYISRU, "fp32", ANY, True), (DYT, "fp32", EVEN, False)]
 
 
+@pytest.mark.parametrize("count", [0, 4])
 @pytest.mark.parametrize(("function", "dtype", "size", "last"), FAMILY)
-def test_forward_compiles_with_64_bit_offsets(function: int, dtype: str, size: tuple[str, int], last: bool) -> None:
+def test_forward_compiles_with_64_bit_offsets(
+    function: int, dtype: str, size: tuple[str, int], last: bool, count: int
+) -> None:
+    count = count if last else 0
     kernel = compiled(
         _triton_kernels.forward_kernel,
         HOPPER,
         **pointers(dtype, x=True, y=True),
         **pointers("fp32", bias=True),
         **constants_of(function, per_channel=not last),
+        **told(count),
         **dict.fromkeys(("rows", "columns", "channels"), size),
         scale=("fp64", 1),
         CHANNELS_LAST=last,
@@ -78,16 +89,19 @@ def test_forward_compiles_with_64_bit_offsets(function: int, dtype: str, size: t
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize("count", [0, 4])
 @pytest.mark.parametrize(("function", "dtype", "size", "last"), FAMILY)
 def test_backward_compiles_with_64_bit_offsets_and_no_atomics(
-    function: int, dtype: str, size: tuple[str, int], last: bool
+    function: int, dtype: str, size: tuple[str, int], last: bool, count: int
 ) -> None:
+    count = count if last else 0
     kernel = compiled(
         _triton_kernels.backward_kernel,
         HOPPER,
         **pointers(dtype, grad=True, x=True, grad_x=True),
-        **pointers("fp64" if dtype == "fp64" else "fp32", partial=True),
+        **pointers("fp64" if dtype == "fp64" else "fp32", partial=True, rows=count > 0),
         **constants_of(function, per_channel=not last),
+        **told(count),
         **dict.fromkeys(("outer", "channels"), size),
         inner=1 if last else size,
         steps=ANY,
@@ -99,6 +113,26 @@ def test_backward_compiles_with_64_bit_offsets_and_no_atomics(
     )
     if dtype in ("bf16", "fp16"):
         assert offsets_of(kernel, dtype.replace("fp", "f")) == {"i64"}
+    assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("function", [DYISRU, DYT, DERF, LINEAR])
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+def test_witnesses_channels_compile_with_64_bit_offsets_and_no_atomics(function: int, dtype: str) -> None:
+    kernel = compiled(
+        _triton_kernels.witness_kernel,
+        HOPPER,
+        **pointers(dtype, grad=True, x=True, grad_x=True),
+        **pointers("fp64" if dtype == "fp64" else "fp32", partial=True, rows=True),
+        **constants_of(function, per_channel=True),
+        **told(3),
+        **dict.fromkeys(("outer", "channels", "blocks", "steps", "all_steps"), ANY),
+        scale=("fp64", 1),
+        BLOCK_ROWS=128,
+        BLOCK_WITNESSES=4,
+    )
+    if dtype == "bf16":
+        assert offsets_of(kernel, "bf16") == {"i64"}
     assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
 
 

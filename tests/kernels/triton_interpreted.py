@@ -64,6 +64,10 @@ def reference(function: int, x: Tensor, p: Parts, scale: float, dim: int = -1) -
     return functional.linear(x, scale * c, w, b, center=m, dim=dim)
 
 
+def with_gains(p: Parts, witnesses: int) -> Parts:
+    return p | {"log_gain": sample(witnesses, seed=6, dtype=torch.float64, width=0.5)}
+
+
 def in_float64(p: Parts) -> Parts:
     return {name: None if v is None else v.double().requires_grad_() for name, v in p.items()}
 
@@ -194,6 +198,77 @@ def test_sums_of_many_chunks_are_whole_and_the_same_every_time(shape: tuple[int,
     exact, exact_x = in_float64(p), x.double()
     reference(DYISRU, exact_x, exact, 1.0, dim).backward(grad.double())
     check_sums(found[0][1], exact, torch.float32)
+
+
+WITNESSES = [
+    ((7, 33), (32, 4)),
+    ((19, 600), (599, 0, 300)),
+    ((300, 3), (1,)),
+    ((1, 1), (0,)),
+    ((9, 40), (1, 2, 3, 4, 39)),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "witnesses"), WITNESSES, ids=str)
+def test_witnesses_are_the_definition_s(
+    function: int, dtype: torch.dtype, shape: tuple[int, ...], witnesses: tuple[int, ...]
+) -> None:
+    for per_channel, bare in ((True, False), (False, False), (False, True)):
+        x, grad = sample(*shape, seed=0, dtype=dtype, width=3), sample(*shape, seed=9, dtype=dtype)
+        computed = torch.float64 if dtype == torch.float64 else torch.float32
+        p = with_gains(parts(function, shape[1], computed, per_channel=per_channel, bare=bare), len(witnesses))
+        form = form_of(function, x, -1, 1.7)._replace(witnesses=witnesses)
+        rtol, atol = TOLERANCE[dtype]
+        y = _triton.forward(form, x, given(p))
+        found = _triton.gradients(form, grad, x, given(p), (True,) * 7)
+        leaves: list[Any] = [None if t is None else t.double().requires_grad_() for t in (x, *p.values())]
+        expected = plain(form, leaves[0], tuple(leaves[1:]))
+        expected.backward(grad.double())
+        assert_close(y.double(), expected.detach(), rtol=2 * rtol, atol=max(atol, rtol))
+        for name, got, leaf in zip(("x", *p), found, leaves, strict=True):
+            assert (got is None) == (leaf is None)
+            if got is None:
+                continue
+            size = 1.0 if name == "x" else 20 * max(1.0, float(x.shape[0] ** 0.5), float(leaf.grad.abs().max()))
+            assert_close(got.double(), leaf.grad, rtol=4 * rtol, atol=size * max(atol, rtol), msg=name)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_massive_witness(function: int) -> None:
+    x, grad = sample(5, 40, seed=0, dtype=torch.float32), sample(5, 40, seed=9, dtype=torch.float32)
+    x[::2, 7] *= 1e4
+    x[1, 7] = math.inf
+    # A line has no bound, so that this would be one of the dtype.
+    x[3, 9] = -math.inf if function != LINEAR else 9.0
+    p = with_gains(parts(function, 40, torch.float32, bare=True), 2)
+    form = form_of(function, x, -1, 10.0)._replace(witnesses=(7, 30))
+    with np.errstate(all="ignore"):
+        y = _triton.forward(form, x, given(p))
+        grad_x = _triton.gradients(form, grad, x, given(p), (True,) + (False,) * 6)[0]
+    leaf = x.double().requires_grad_()
+    expected = plain(form, leaf, tuple(None if t is None else t.double() for t in p.values()))  # type: ignore[arg-type]
+    (slope,) = torch.autograd.grad(expected, leaf, grad.double())
+    finite = x.isfinite()
+    assert_close(y.double()[finite], expected.detach()[finite], rtol=1e-5, atol=1e-6)
+    assert grad_x is not None
+    assert_close(grad_x.double(), slope, rtol=2e-5, atol=1e-6)
+
+
+def test_output_may_be_the_input_with_witnesses() -> None:
+    x, p = sample(7, 1100, seed=0, dtype=torch.float32), with_gains(parts(DYISRU, 1100, torch.float32), 2)
+    form = Form(DYISRU, False, 1.0, 1100, 1, (0, 1099))
+    expected = _triton.forward(form, x, given(p))
+    _triton.forward(form, x, given(p), out=x)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("witnesses", [(33,), (-1, 2)], ids=str)
+def test_witnesses_that_are_no_channels_are_refused(witnesses: tuple[int, ...]) -> None:
+    p = with_gains(parts(DYT, 33, torch.float32), len(witnesses))
+    with pytest.raises(ArgumentError, match="witnesses"):
+        _triton.forward(Form(DYT, False, 1.0, 33, 1, witnesses), torch.ones(7, 33), given(p))
 
 
 @pytest.mark.parametrize("programs", [1, 5, 1024])

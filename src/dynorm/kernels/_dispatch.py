@@ -27,6 +27,8 @@ from dynorm.kernels._form import DERF, DYISRU, DYT, Form, Parameters
 
 __all__ = ["backend", "pointwise", "traced"]
 
+# Triton's kernels are the longer for each.
+MOST_WITNESSES = 16
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _log = logging.getLogger("dynorm")
 _PLAIN_TYPES = (Tensor, Parameter)
@@ -84,7 +86,7 @@ def pointwise(
     """
     if not ENABLED or torch.compiler.is_compiling():
         return None
-    if witnesses and len(witnesses) > (_cpu.most_witnesses() if x.is_cpu else 0):
+    if witnesses and len(witnesses) > (_cpu.most_witnesses() if x.is_cpu else MOST_WITNESSES):
         return None
     last = dim == -1 or (not isinstance(dim, int) and dim == tuple(range(-len(dim), 0)))
     if last:

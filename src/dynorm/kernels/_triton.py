@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = 
     Args:
         form: the function and the sizes.
         x: contiguous, of any floating dtype, ``outer * channels * inner`` elements.
-        parameters: constant, shift, center, weight and bias; None for a shift, center or bias of 0, a weight of 1.
+        parameters: constant, shift, center, weight and bias; None for a shift, center or bias of 0, a weight of 1. With
+            witnesses also log_gain, None for 0.
         out: where y goes, contiguous, of x's shape and dtype; a new tensor when None.
 
     Returns:
@@ -70,21 +72,26 @@ def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = 
     last = form.inner == 1
     columns = form.channels if last else form.inner
     rows, block = x.numel() // columns, min(power_of_2(columns), _WIDEST)
-    given = (form.constant(parameters[0]), *parameters[1:])
+    given = (form.constant(parameters[0]), *parameters[1:5])
+    told = _told(form, parameters, x.device)
+    # Programs of other columns read a row's witnesses too: not from where this one has written.
+    source = x.clone() if form.witnesses and y.data_ptr() == x.data_ptr() else x
     options = {"FUNCTION": form.function, "CHANNELS_LAST": last, "BLOCK_COLUMNS": block, **per_channel(given)}
+    options["WITNESSES"] = len(form.witnesses)
 
     # Without a sum over channels, rows need no program of their own: a tile is any block of the matrix.
     def launch(configuration: tuple[int, int]) -> None:
         elements, warps = configuration
         grid = (ceil_divide(rows, elements // block) * ceil_divide(columns, block),)
         sizes = (rows, columns, form.channels, form.scale)
-        forward_kernel[grid](x, *given, y, *sizes, **options, ELEMENTS=elements, num_warps=warps)
+        forward_kernel[grid](source, *given, *told, y, *sizes, **options, ELEMENTS=elements, num_warps=warps)
 
     configuration = _FORWARD[0]
     with on_device(x):
         # Timing runs the kernel again and again, which over its own input would not be the same again.
         if x.numel() >= _WORTH_TIMING and y.data_ptr() != x.data_ptr():
-            key = (x.device, x.dtype, form.function, columns, last, x.numel().bit_length() // 3)
+            kind = (form.function, columns, last, len(form.witnesses))
+            key = (x.device, x.dtype, *kind, x.numel().bit_length() // 3)
             configuration = choose(key, _FORWARD, launch)
         launch(configuration)
     return y
@@ -106,7 +113,8 @@ def backward(
     Returns:
         The gradient of x, of its dtype, and the sums ``(5, channels)`` over all but the channels, of the gradients of
         constant, shift, center, weight and bias (0 for a part that is None), in float32, or float64 for float64; the
-        same bits at every call. None for what is not wanted.
+        same bits at every call. With witnesses a sixth row begins with log_gain's gradient. None for what is not
+        wanted.
 
     Raises:
         ArgumentError: sizes, layout or devices do not fit.
@@ -114,31 +122,51 @@ def backward(
     _check(form, x, grad, parameters)
     channels, inner = form.channels, form.inner
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    kinds = 6 if form.witnesses else 5
     grad_x = torch.empty_like(x) if need_x else None
     if not x.numel() or not (need_x or need_parameters):
-        return grad_x, torch.zeros(5, channels, dtype=dtype, device=x.device) if need_parameters else None
-    from dynorm.kernels._triton_kernels import backward_kernel, reduce_kernel
+        return grad_x, torch.zeros(kinds, channels, dtype=dtype, device=x.device) if need_parameters else None
+    from dynorm.kernels._triton_kernels import backward_kernel, reduce_kernel, witness_kernel
 
     outer = x.numel() // (channels * inner)
     block_rows, block_columns, blocks, all_steps = _backward_tiles(outer, channels, inner)
     steps = ceil_divide(all_steps, max(_PROGRAMS // blocks, 1))
     chunks = ceil_divide(all_steps, steps)
     partial = torch.empty(chunks, 5, channels, dtype=dtype, device=x.device) if need_parameters else None
-    constant, shift, center, weight, _ = given = (form.constant(parameters[0]), *parameters[1:])
+    constant, shift, center, weight, _ = given = (form.constant(parameters[0]), *parameters[1:5])
+    told = _told(form, parameters, x.device)
+    count = len(form.witnesses)
+    rows = torch.empty(blocks, outer, dtype=dtype, device=x.device) if count else None
     with on_device(x):
         backward_kernel[(chunks * blocks,)](
-            *(grad, x, *given[:4], grad_x, partial),
+            *(grad, x, *given[:4], *told, grad_x, partial, rows),
             *(outer, channels, inner, steps, all_steps, form.scale),
             FUNCTION=form.function,
             CHANNELS_LAST=inner == 1,
             **per_channel(given),
+            WITNESSES=count,
             BLOCK_ROWS=block_rows,
             BLOCK_COLUMNS=block_columns,
             num_warps=4,
         )
+        if count:
+            height = max(_BACKWARD_TILE // 4 // power_of_2(count), 1)
+            all_steps = ceil_divide(outer, height)
+            steps = ceil_divide(all_steps, _PROGRAMS)
+            of_witnesses = torch.empty(ceil_divide(all_steps, steps), 2, count, dtype=dtype, device=x.device)
+            witness_kernel[(len(of_witnesses),)](
+                *(grad, x, *given[:4], *told, grad_x, of_witnesses, rows),
+                *(outer, channels, blocks, steps, all_steps, form.scale),
+                FUNCTION=form.function,
+                **per_channel(given),
+                WITNESSES=count,
+                BLOCK_ROWS=height,
+                BLOCK_WITNESSES=power_of_2(count),
+                num_warps=4,
+            )
         if partial is None:
             return grad_x, None
-        sums = torch.empty(5, channels, dtype=dtype, device=x.device)
+        sums = torch.empty(kinds, channels, dtype=dtype, device=x.device)
         present = {
             "WITH_SHIFT": shift is not None,
             "WITH_CENTER": center is not None,
@@ -147,6 +175,11 @@ def backward(
         reduce_kernel[(ceil_divide(channels, 64), 5)](
             partial, sums, chunks, channels, **present, BLOCK_CHUNKS=32, BLOCK_CHANNELS=64, num_warps=4
         )
+    if count:
+        of_gains, of_centers = of_witnesses.sum(0)
+        sums[5, :count] = of_gains
+        if center is not None:
+            sums[2, told[0]] -= of_centers
     if form.logarithmic:
         # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
         sums[0] *= (-0.5 * constant if form.function == LINEAR else constant).reshape(-1).to(dtype)
@@ -163,9 +196,20 @@ def gradients(
         if p is None or not need or sums is None:
             found.append(None)
             continue
-        row = sums[role] if p.numel() > 1 else sums[role].sum()
+        row = sums[role, : p.numel()] if p.numel() > 1 or role == 5 else sums[role].sum()
         found.append(row.reshape(p.shape).to(p.dtype))
     return found
+
+
+def _told(form: Form, parameters: Parameters, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return the witnesses' channels and log_gain as the kernels take them; None where there are none."""
+    return (_channels(form.witnesses, device), parameters[5]) if len(parameters) > 5 else (None, None)
+
+
+@lru_cache(maxsize=1024)
+def _channels(witnesses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the channels on the device; kept, because a copy makes the CPU wait, and a CUDA graph cannot hold one."""
+    return torch.tensor(witnesses, device=device)
 
 
 def _backward_tiles(outer: int, channels: int, inner: int) -> tuple[int, int, int, int]:
@@ -201,7 +245,12 @@ def _check(form: Form, x: Tensor, other: Tensor, parameters: Parameters) -> None
             f"gradients and out must be contiguous, of x's shape {tuple(x.shape)} and on {x.device}, "
             f"got {tuple(other.shape)} with strides {other.stride()} on {other.device}: call .contiguous()"
         )
-    check_parameters(x, channels, parameters)
+    check_parameters(x, channels, parameters[:5])
+    log_gain, count = parameters[5] if len(parameters) > 5 else None, len(form.witnesses)
+    if count and (inner != 1 or not 0 <= min(form.witnesses) <= max(form.witnesses) < channels):
+        raise ArgumentError(f"witnesses must be among {channels} channels that come last, got {form.witnesses}")
+    if log_gain is not None and (log_gain.numel() != count or log_gain.device != x.device):
+        raise ArgumentError(f"log_gain must have {count} elements on {x.device}, got {tuple(log_gain.shape)}")
 
 
 def check_parameters(x: Tensor, channels: int, parameters: Sequence[Tensor | None]) -> None:

@@ -68,6 +68,63 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
 
 
 @triton.jit
+def told(
+    x_ptr,
+    row,
+    rows,
+    channels,
+    channel,
+    center_ptr,
+    witness_ptr,
+    log_gain_ptr,
+    CENTERS: tl.constexpr,
+    WITNESSES: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Compute T, the sum of ``g_k u_k**2``, for some rows of tokens; DyISRU leaves a witness out of its own."""
+    total = tl.zeros([1, 1], COMPUTE)
+    for i in tl.static_range(WITNESSES):
+        k = tl.load(witness_ptr + i)
+        u = tl.load(x_ptr + row * channels + k, row < rows, other=0.0).to(COMPUTE)
+        if center_ptr is not None:
+            u -= parameter(center_ptr, k, k >= 0, CENTERS, COMPUTE)
+        u = clamped(u)
+        term = u * u
+        if log_gain_ptr is not None:
+            term = term * tl.exp(tl.load(log_gain_ptr + i).to(COMPUTE))
+        if FUNCTION == 0:
+            # By where: a product with 0 would make NaN of infinity, a difference lose the others' digits.
+            term = tl.where(channel == k, 0.0, term)
+        total = total + term
+    return total
+
+
+@triton.jit
+def effective(constant, told, FUNCTION: tl.constexpr):
+    """Compute the constants of rows with T, and what the functions of a slope have multiplied theirs by."""
+    root = 1.0
+    if FUNCTION == 0:
+        constant = constant + told
+    else:
+        # 1 / (beta slope**2), where the slope of erf at 0 is 2 / sqrt(pi).
+        square = 1.0 + (1.2732395447351628 if FUNCTION == 2 else 1.0) * (constant * constant) * told
+        root = 1.0 / tl.sqrt(square) if square.dtype == tl.float64 else tl.rsqrt(square)
+        constant = constant * root
+    return constant, root
+
+
+@triton.jit
+def by_told(by_constant, constant, FUNCTION: tl.constexpr):
+    """Compute the derivative by T from that by a row's constant."""
+    if FUNCTION == 1 or FUNCTION == 3:
+        by_constant = -0.5 * by_constant * constant * constant * constant
+    elif FUNCTION == 2:
+        by_constant = -0.6366197723675814 * by_constant * constant * constant * constant
+    return by_constant
+
+
+@triton.jit
 def tanh(z, NARROW: tl.constexpr):
     """Compute tanh and its derivative, both to a few units in the last place, near 0 and near 1."""
     magnitude = tl.abs(z)

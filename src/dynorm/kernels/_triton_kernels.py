@@ -11,7 +11,7 @@ along one axis only: parameters are loaded once a tile, and nothing is divided p
 import triton
 import triton.language as tl
 
-from dynorm.kernels._triton_functions import derivatives, parameter, value
+from dynorm.kernels._triton_functions import by_told, clamped, derivatives, effective, limit, parameter, told, value
 
 
 @triton.jit
@@ -22,6 +22,8 @@ def forward_kernel(
     center_ptr,
     weight_ptr,
     bias_ptr,
+    witness_ptr,
+    log_gain_ptr,
     y_ptr,
     rows,
     columns,
@@ -32,6 +34,7 @@ def forward_kernel(
     CONSTANTS: tl.constexpr,
     SHIFTS: tl.constexpr,
     CENTERS: tl.constexpr,
+    WITNESSES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
@@ -64,7 +67,15 @@ def forward_kernel(
     gain = tl.full([], scale, COMPUTE)
     if weight_ptr is not None:
         gain = gain * parameter(weight_ptr, channel, inside, True, COMPUTE)
-    y = value(u, parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE), shift, FUNCTION, NARROW) * gain
+    constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
+    if WITNESSES > 0:
+        sums = told(
+            *(x_ptr, row, rows, columns, channel, center_ptr, witness_ptr, log_gain_ptr),
+            *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
+        )
+        constant, _ = effective(constant, sums, FUNCTION)
+        u = clamped(u)
+    y = value(u, constant, shift, FUNCTION, NARROW) * gain
     if bias_ptr is not None:
         y += parameter(bias_ptr, channel, inside, True, COMPUTE)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask)
@@ -78,8 +89,11 @@ def backward_kernel(
     shift_ptr,
     center_ptr,
     weight_ptr,
+    witness_ptr,
+    log_gain_ptr,
     grad_x_ptr,
     partial_ptr,
+    rows_ptr,
     outer,
     channels,
     inner,
@@ -91,6 +105,7 @@ def backward_kernel(
     CONSTANTS: tl.constexpr,
     SHIFTS: tl.constexpr,
     CENTERS: tl.constexpr,
+    WITNESSES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -98,7 +113,8 @@ def backward_kernel(
 
     A program keeps to its channels, so that parameters are loaded once and sums stay in registers.
 
-    The sums go to ``partial[chunk, kind, channel]``; the kinds are constant, shift, center, weight and bias.
+    The sums go to ``partial[chunk, kind, channel]``; the kinds are constant, shift, center, weight and bias. With
+    witnesses the gradient by T of these channels goes to ``rows[block, token]``: the rest is :func:`witness_kernel`'s.
     """
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
@@ -140,7 +156,24 @@ def backward_kernel(
         if center_ptr is not None:
             u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
         # Anew from x, for f was not saved.
-        f, slope, by_constant, by_shift = derivatives(u, constant, shift, FUNCTION, NARROW)
+        if WITNESSES > 0:
+            sums = told(
+                *(x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
+                *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
+            )
+            of_row, root = effective(constant, sums, FUNCTION)
+            f, slope, by_constant, by_shift = derivatives(clamped(u), of_row, shift, FUNCTION, NARROW)
+            slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
+            by_row = grad * (gain * by_told(by_constant, of_row, FUNCTION))
+            if FUNCTION == 0:
+                # Their own sums lack themselves: one by one in witness_kernel.
+                for i in tl.static_range(WITNESSES):
+                    by_row = tl.where(channel == tl.load(witness_ptr + i), 0.0, by_row)
+            by_constant = by_constant * root * root * root
+            row_sum = tl.expand_dims(tl.sum(by_row, 1), 1)
+            tl.store(rows_ptr + (program % blocks) * outer + token, row_sum, token < outer)
+        else:
+            f, slope, by_constant, by_shift = derivatives(u, constant, shift, FUNCTION, NARROW)
         if grad_x_ptr is not None:
             tl.store(grad_x_ptr + offset, (grad * (gain * slope)).to(grad_x_ptr.dtype.element_ty), mask)
         if partial_ptr is not None:
@@ -168,6 +201,94 @@ def backward_kernel(
         if center_ptr is not None:
             tl.store(target + 2 * channels, -tl.sum(sum_slope, SUMMED) * gain, valid)
         tl.store(target + 4 * channels, tl.sum(sum_grad, SUMMED), valid)
+
+
+@triton.jit
+def witness_kernel(
+    grad_ptr,
+    x_ptr,
+    constant_ptr,
+    shift_ptr,
+    center_ptr,
+    weight_ptr,
+    witness_ptr,
+    log_gain_ptr,
+    grad_x_ptr,
+    partial_ptr,
+    rows_ptr,
+    outer,
+    channels,
+    blocks,
+    steps,
+    all_steps,
+    scale: tl.float64,
+    FUNCTION: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    CENTERS: tl.constexpr,
+    WITNESSES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WITNESSES: tl.constexpr,
+):
+    """Give the witnesses' channels what all others of their token send them by way of T, and the gains their gradients.
+
+    The sums go to ``partial[chunk, kind, witness]``; the kinds are the gains' logarithms, and what the centres get.
+    """
+    COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
+    chunk = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK_WITNESSES)[None, :]
+    inside = place < WITNESSES
+    channel = tl.load(witness_ptr + place, inside, other=0)
+    constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
+    shift = 0.0
+    if shift_ptr is not None:
+        shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
+    factor = tl.full([], scale, COMPUTE)
+    if weight_ptr is not None:
+        factor = factor * parameter(weight_ptr, channel, inside, True, COMPUTE)
+    gain = tl.where(inside, tl.full([], 1.0, COMPUTE), 0.0)
+    if log_gain_ptr is not None:
+        gain = gain * tl.exp(tl.load(log_gain_ptr + place, inside, other=0.0).to(COMPUTE))
+    sum_gain = tl.zeros([BLOCK_ROWS, BLOCK_WITNESSES], COMPUTE)
+    sum_center = tl.zeros([BLOCK_ROWS, BLOCK_WITNESSES], COMPUTE)
+    first = chunk * steps
+    for step in range(first, tl.minimum(first + steps, all_steps)):
+        token = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        mask = (token < outer) & inside
+        offset = token * channels + channel
+        grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
+        u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
+        if center_ptr is not None:
+            u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
+        sums = told(
+            *(x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
+            *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
+        )
+        of_row, _ = effective(constant, sums, FUNCTION)
+        bounded = clamped(u)
+        _, slope, by_constant, _ = derivatives(bounded, of_row, shift, FUNCTION, NARROW)
+        own = grad * (factor * by_told(by_constant, of_row, FUNCTION))
+        row, part = tl.zeros([BLOCK_ROWS, 1], COMPUTE), rows_ptr + token
+        for _ in range(blocks):
+            row += tl.load(part, token < outer, other=0.0)
+            part += outer
+        all_others = row + tl.zeros([BLOCK_ROWS, BLOCK_WITNESSES], COMPUTE)
+        if FUNCTION == 0:
+            for i in tl.static_range(WITNESSES):
+                one = tl.expand_dims(tl.sum(tl.where(place == i, own, 0.0), 1), 1)
+                all_others = all_others + tl.where(place == i, 0.0, one)
+        half = gain * bounded * all_others
+        seen = tl.where(tl.abs(u) <= limit(u), 2.0 * half, 0.0)
+        if grad_x_ptr is not None:
+            slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
+            tl.store(grad_x_ptr + offset, (grad * (factor * slope) + seen).to(grad_x_ptr.dtype.element_ty), mask)
+        sum_gain += tl.where(mask, half * bounded, 0.0)
+        sum_center += tl.where(mask, seen, 0.0)
+    target = partial_ptr + chunk * 2 * WITNESSES + tl.arange(0, BLOCK_WITNESSES)
+    valid = tl.arange(0, BLOCK_WITNESSES) < WITNESSES
+    tl.store(target, tl.sum(sum_gain, 0), valid)
+    tl.store(target + WITNESSES, tl.sum(sum_center, 0), valid)
 
 
 @triton.jit
