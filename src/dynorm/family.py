@@ -1,6 +1,7 @@
 """The one table of the family: every point-wise function with its names, its layers and its kernel.
 
-A new function takes one row here, one layer file and one kernel functor; everything else reads this table.
+A new function takes one row here, its formula, one layer file and one kernel functor; docs/architecture.md lists the
+places. Converting, saved folders and the titles and colours of reports read this table.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from dynorm import functional
 from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
-from dynorm.kernels._form import DERF, DYISRU, DYT, Form, Parameters
+from dynorm.kernels._form import DERF, DYISRU, DYT, LINEAR, Form, Parameters
 
 __all__ = ["backend", "pointwise", "traced"]
 
@@ -167,6 +167,12 @@ def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...], witnesses: i
     return gradient and torch.is_grad_enabled()
 
 
+_DEFINITIONS: dict[int, Callable[..., Tensor]] = {
+    DYISRU: functional.dyisru_general,
+    DYT: functional.dyt,
+    DERF: functional.derf,
+    LINEAR: functional.linear,
+}
 # Kept, because making one takes longer than to find it.
 _form = lru_cache(maxsize=1024)(Form)
 
@@ -225,20 +231,13 @@ def plain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
     constant = form.constant(parameters[0]).reshape(-1)
     shift, center, weight, bias = [None if p is None else p.reshape(-1) for p in parameters[1:5]]
     z = x.reshape(-1, form.channels, form.inner)
-    options: dict[str, Any] = {"scale": form.scale, "dim": 1}
+    options: dict[str, Any] = {"weight": weight, "bias": bias, "center": center, "scale": form.scale, "dim": 1}
     if len(parameters) > 5:
         log_gain = parameters[5]
         options["witnesses"] = torch.tensor(form.witnesses, device=x.device)
         options["gain"] = None if log_gain is None else upcast(log_gain).exp()
-    if form.function == DYISRU:
-        y = functional.dyisru_general(z, constant, center, weight, bias, **options)
-    elif form.function == DYT:
-        y = functional.dyt(z, constant, weight, bias, center=center, **options)
-    elif form.function == DERF:
-        y = functional.derf(z, constant, 0.0 if shift is None else shift, weight, bias, center=center, **options)
-    else:
-        y = functional.linear(z, constant, weight, bias, center=center, **options)
-    return y.reshape(x.shape)
+    constants = (constant,) if shift is None else (constant, shift)
+    return _DEFINITIONS[form.function](z, *constants, **options).reshape(x.shape)
 
 
 def _plain_gradients(
