@@ -141,9 +141,9 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
             raise ArgumentError(f"the number of witnesses must be from 0 to the {channels} channels, got {witnesses}")
         return tuple(range(witnesses))
     try:
-        given: list[Any] = list(cast("Sequence[int]", witnesses))
         # True is an index to Python.
-        found = tuple(operator.index(k if not isinstance(k, bool) else cast("int", None)) for k in given)
+        given: list[Any] = [None if isinstance(k, bool) else k for k in cast("Sequence[int]", witnesses)]
+        found = tuple(operator.index(k) for k in given)
     except TypeError as error:
         raise ArgumentError(f"witnesses must be positions of channels, integers, got {witnesses!r}") from error
     outside = [k for k in found if not 0 <= k < channels]

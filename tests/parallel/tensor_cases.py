@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -34,6 +35,12 @@ LAYERS = {
     "dyt": dynorm.DyT,
     "derf": partial(dynorm.Derf, shift_init=0.1),
     "linear": partial(dynorm.LinearControl, elementwise_affine=False),
+}
+# On one rank and on several, the first and the last channel among them; and as many as there are channels.
+WITNESSED = {
+    f"{name} witnesses {len(witnesses)}": partial(make, witnesses=witnesses)
+    for name, make in LAYERS.items()
+    for witnesses in [(9,), (31, 2, 0), *([tuple(range(C))] if name == "dyisru" else [])]
 }
 PLACES = {"batch": Shard(0), "sequence": Shard(1), "channels": Shard(-1), "replicated": Replicate()}
 
@@ -64,11 +71,11 @@ def randomized(module: nn.Module) -> nn.Module:
     return module.double()
 
 
-def layers(folder: Path) -> Any:
+def layers(folder: Path, kinds: Any = LAYERS) -> Any:
     """Each layer, each sharding, two and four ranks; a batch and a length that the ranks do not divide."""
     found = {}
     for mesh in meshes():
-        for name, make in LAYERS.items():
+        for name, make in kinds.items():
             for place, placement in PLACES.items():
                 torch.manual_seed(1)
                 plain = randomized(make(C))
@@ -94,6 +101,22 @@ def layers(folder: Path) -> Any:
     return found
 
 
+def witnesses(folder: Path) -> Any:
+    """The same with witnesses, and the values that are sent."""
+    sent: list[list[int]] = []
+    reduce = dist.all_reduce
+
+    def watched(x: Tensor, **options: Any) -> Any:
+        sent.append([x.numel() // (3 * 5), x.element_size()])
+        return reduce(x, **options)
+
+    dist.all_reduce = watched
+    try:
+        return layers(folder, WITNESSED) | {"sent": sent}
+    finally:
+        dist.all_reduce = reduce
+
+
 def other_axes(folder: Path) -> Any:
     """Channels that come first, and a normalized shape of two axes."""
     mesh, found = meshes()[1], {}
@@ -101,6 +124,14 @@ def other_axes(folder: Path) -> Any:
         ("first", dynorm.DyISRU(8, dim=1, per_channel=True), (3, 8, 5), 1),
         ("last of two", dynorm.DyT((4, 8), center=True), (3, 4, 8), -1),
         ("first of two", dynorm.DyT((4, 8), center=True), (3, 4, 8), -2),
+        ("first, witnesses", dynorm.DyISRU(8, dim=1, per_channel=True, center=True, witnesses=(7, 0)), (3, 8, 5), 1),
+        ("of two, witnesses", dynorm.DyISRU((4, 8), center=True, witnesses=(7, 30)), (3, 4, 8), -1),
+        (
+            "first of two, witnesses",
+            dynorm.DyT((4, 8), per_channel=True, center=True, witnesses=(7, 30)),
+            (3, 4, 8),
+            -2,
+        ),
     ):
         plain = randomized(layer)
         x = torch.randn(shape).double()
@@ -281,9 +312,17 @@ def kernel(folder: Path) -> Any:
 
 def two_dimensions(folder: Path) -> Any:
     """A mesh of two dimensions: the batch over one, the channels over the other; gradients summed over the first."""
+    return {name: _two_dimensions(layer) for name, layer in _of_two_dimensions().items()}
+
+
+def _of_two_dimensions() -> dict[str, nn.Module]:
+    return {"pure": dynorm.DyISRU(C), "witnesses": dynorm.DyISRU(C, witnesses=(5, 20))}
+
+
+def _two_dimensions(layer: nn.Module) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(4)
-    plain = randomized(dynorm.DyISRU(C))
+    plain = randomized(layer)
     x = torch.randn(4, 6, C).double()
     plain(x).square().sum().backward()
     layer = copy.deepcopy(plain)
@@ -305,12 +344,18 @@ def two_dimensions(folder: Path) -> Any:
 
 def with_fsdp(folder: Path) -> Any:
     """Channels over two ranks, batches over two: FSDP2 on top of the plan, and a step of AdamW."""
+    return _with_fsdp(dynorm.DyISRU) | {
+        f"{name}, witnesses": found for name, found in _with_fsdp(partial(dynorm.DyISRU, witnesses=(5, 20))).items()
+    }
+
+
+def _with_fsdp(norm: Any) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(6)
-    plain = randomized(Block(dynorm.DyISRU))
+    plain = randomized(Block(norm))
     model = copy.deepcopy(plain)
     with torch.device("meta"):
-        empty = Block(dynorm.DyISRU).double()
+        empty = Block(norm).double()
     for each in (model, empty):
         parallelize_module(each, mesh["tp"], plan(BLOCKS["dyisru"][1]))
         fully_shard(each, mesh=mesh["dp"])
@@ -332,9 +377,13 @@ def with_fsdp(folder: Path) -> Any:
 
 
 def compiled(folder: Path) -> Any:
-    """Under torch.compile the definition is traced on DTensors, with no collective either."""
+    """Under torch.compile the definition is traced on DTensors, with no collective either; not so with witnesses."""
+    return {"pure": _compiled(dynorm.DyISRU(C)), "witnesses": _compiled(dynorm.DyISRU(C, witnesses=(5, 20)))}
+
+
+def _compiled(layer: nn.Module) -> dict[str, Any]:
     mesh = meshes()[1]
-    layer = randomized(dynorm.DyISRU(C))
+    layer = randomized(layer)
     plain = copy.deepcopy(layer)
     parallelize_module(layer, mesh, PointwiseParallel())
     x = torch.randn(3, C).double()

@@ -11,6 +11,7 @@ from tests.parallel.launch import launch, values
 
 CASES = (
     "layers",
+    "witnesses",
     "other_axes",
     "block",
     "sequence_plan",
@@ -35,9 +36,20 @@ def test_four_processes_compute_what_one_does_and_the_norms_say_nothing(tmp_path
             assert each["collectives"] == {}, name
             assert each["kept"], name
 
+    for rank in values(found, "witnesses"):
+        # |K| numbers of float64 per token, forward and backward, and nothing else, for one to all channels.
+        assert {tuple(each) for each in rank.pop("sent")} == {(1, 8), (3, 8), (32, 8)}
+        assert len(rank) == 11 * 4 * 2
+        for name, each in rank.items():
+            assert each["gap"] < 1e-10, name
+            assert each["collectives"] == ({"allreduce_": 2} if "channels" in name else {}), name
+            assert each["kept"], name
+
     for rank in values(found, "other_axes"):
-        assert len(rank) == 3
-        assert all(each["gap"] < 1e-10 and each["collectives"] == {} for each in rank.values()), rank
+        assert len(rank) == 6
+        for name, each in rank.items():
+            assert each["gap"] < 1e-10, name
+            assert each["collectives"] == ({"allreduce_": 2} if "witnesses" in name else {}), name
 
     # What attention and MLP need, whatever the norms: a gather before, a reduction after, the reverse on the way back.
     matrices = {GATHER: 2, SCATTER: 2}
@@ -75,13 +87,16 @@ def test_four_processes_compute_what_one_does_and_the_norms_say_nothing(tmp_path
             assert rank["seen"] == [[8, pytest.approx(32**0.5), [3, 8]]]
 
     for rank in values(found, "two_dimensions"):
-        assert rank["gap"] < 1e-10
-        # log_beta over both dimensions of the mesh, weight and bias over the first: two sums.
-        assert (rank["sums"], rank["partial"]) == (2, False)
+        assert len(rank) == 2
+        for each in rank.values():
+            assert each["gap"] < 1e-10
+            # log_beta over both dimensions of the mesh, weight and bias over the first: two sums.
+            assert (each["sums"], each["partial"]) == (2, False)
 
     for rank in values(found, "with_fsdp"):
         assert all(each < 1e-10 for each in rank.values()), rank
 
     for rank in values(found, "compiled"):
-        assert rank["gap"] < 1e-10
-        assert rank["collectives"] == {}
+        assert all(each["gap"] < 1e-10 for each in rank.values()), rank
+        assert rank["pure"]["collectives"] == {}
+        assert rank["witnesses"]["collectives"] == {"allreduce_": 1}

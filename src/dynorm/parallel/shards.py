@@ -3,22 +3,27 @@
 The function looks at one element at a time, so any sharding of x will do and y is sharded alike. What has one value per
 channel follows the channels, and its gradient is whole on each rank. Everything else is replicated; where x is sharded
 each rank has its own part of that gradient, and the whole is their sum: DTensor's ``Partial``.
+
+A layer with witnesses looks at these few channels too. Where the channels are sharded, one all-reduce of a number per
+witness and token brings them to every rank, and another one takes their gradients back.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 
 
 def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
-    r"""Return a layer's function of a DTensor, with no communication in the forward pass.
+    r"""Return a layer's function of a DTensor; without witnesses there is no communication in the forward pass.
 
     .. math:: y_r = \mathrm{weight}_r \cdot \mathrm{scale} \cdot f(x_r - \mathrm{center}) + \mathrm{bias}_r
 
@@ -26,6 +31,9 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     constants of one value per channel, sharded as the channels are. The fused kernels serve, as they would for a plain
     tensor. Gradients of parameters that are replicated are left as ``Partial`` where x is sharded; the optimizer, or
     :func:`dynorm.parallel.reduce_gradients_` for all at once, makes the sum.
+
+    With witnesses K and sharded channels, each rank is sent the |K| values of each token, in float32 (or float64), by
+    one all-reduce; the backward pass has another one.
 
     Args:
         layer: a point-wise layer whose parameters are DTensors on the mesh of x.
@@ -55,14 +63,21 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     """
     x = _whole_values(x)
     axes = tuple(d % x.ndim for d in ((layer.dim,) if isinstance(layer.dim, int) else layer.dim))
-    shape = list(layer.normalized_shape)
+    shape, held = list(layer.normalized_shape), torch.arange(layer.channels).reshape(layer.normalized_shape)
+    groups = []
     for position, each in enumerate(x.placements):
         if isinstance(each, Shard) and each.dim in axes:
             require_pointwise(layer)
             axis = axes.index(each.dim)
             shape[axis] = share(shape[axis], x.device_mesh.size(position), "channels")
+            held = held.narrow(axis, shape[axis] * x.device_mesh.get_local_rank(position), shape[axis])
+            groups.append(x.device_mesh.get_group(position))
     own = {name: None if p is None else _local(name, p, layer, x, axes) for name, p in layer._parameters.items()}
-    y = _twin(layer, tuple(shape), own).pointwise(x.to_local()).contiguous()
+    twin = _twin(layer, tuple(shape), own)
+    if layer.witness_channels and groups:
+        y = _with_witnesses(twin, x.to_local(), held.flatten().tolist(), groups).contiguous()
+    else:
+        y = twin.pointwise(x.to_local()).contiguous()
     # Said rather than asked of the other ranks: y has the whole shape of x, and is contiguous.
     strides = [math.prod(max(size, 1) for size in x.shape[d + 1 :]) for d in range(x.ndim)]
     return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=tuple(strides))
@@ -123,6 +138,58 @@ def placed(
     return value, gradient
 
 
+def is_channelwise(name: str, parameter: Tensor, layer: PointwiseNorm) -> bool:
+    """Tell whether a parameter has one value per channel; gains have one per witness, however many these are."""
+    return tuple(parameter.shape) == layer.normalized_shape and name != "log_gain"
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over a group's processes, each of which uses it for its own part of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient = gradients[0].clone()
+        torch.distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def _with_witnesses(twin: PointwiseNorm, x: Tensor, held: list[int], groups: list[Any]) -> Tensor:
+    """Return the function on the channels ``held`` here, by witnesses that may lie elsewhere.
+
+    Those stand behind the channels as further ones, which have no output. A witness that is held here is read in its
+    place, so that DyISRU leaves it out of its own sum.
+    """
+    dims = (twin.dim,) if isinstance(twin.dim, int) else twin.dim
+    last, count = tuple(range(-len(dims), 0)), len(held)
+    u = upcast(x).movedim(dims, last).flatten(-len(dims))
+    if twin.center is not None:
+        u = u - upcast(twin.center).flatten()
+    places = [held.index(k) if k in held else None for k in twin.witness_channels]
+    # A function of u on every rank: one that holds no witness must come to the sum of the gradients too.
+    nothing = u[..., 0].masked_fill(torch.ones_like(u[..., 0], dtype=torch.bool), 0.0)
+    sent = torch.stack([nothing if p is None else u[..., p] for p in places], -1)
+    for group in groups:
+        sent = cast("Tensor", _Summed.apply(sent, group))
+
+    def padded(p: Tensor) -> Tensor:
+        return torch.cat([p.flatten(), p.new_ones(len(places))]) if tuple(p.shape) == twin.normalized_shape else p
+
+    constants = [padded(getattr(twin, name)) for name in twin.constants]
+    affine = {name: None if p is None else padded(p) for name, p in (("weight", twin.weight), ("bias", twin.bias))}
+    assert twin.log_gain is not None
+    index = torch.tensor([count + j if p is None else p for j, p in enumerate(places)], device=x.device)
+    told: dict[str, Any] = {"center": None, "witnesses": index, "gain": upcast(twin.log_gain).exp()}
+    y = twin.function(torch.cat([u, sent], -1), *twin.arguments(*constants), **affine, scale=twin.scale, **told)
+    return y[..., :count].unflatten(-1, twin.normalized_shape).movedim(last, dims).to(x.dtype)
+
+
 def _whole_values(x: DTensor) -> DTensor:
     """Make the sums that x still waits for: f of a sum is not the sum of f."""
     odd = [each for each in x.placements if type(each) is not Shard and not (each.is_replicate() or each.is_partial())]
@@ -141,7 +208,7 @@ def _local(name: str, parameter: Tensor, layer: PointwiseNorm, x: DTensor, axes:
             f"the parameters of a layer must be DTensors on the mesh of its input, {x.device_mesh}, but {name!r} is "
             f"{got}: name the layer in the plan of parallelize_module, with dynorm.parallel.PointwiseParallel"
         )
-    value, gradient = placed(x.placements, axes, channelwise=tuple(parameter.shape) == layer.normalized_shape)
+    value, gradient = placed(x.placements, axes, channelwise=is_channelwise(name, parameter, layer))
     if parameter.placements != tuple(value):
         parameter = parameter.redistribute(placements=value)
     local: Tensor = parameter.to_local(grad_placements=gradient)
@@ -152,6 +219,9 @@ def _twin(layer: PointwiseNorm, shape: tuple[int, ...], own: dict[str, Tensor | 
     """Return the layer with other parameters, of the channels of one rank; the scale stays that of all channels."""
     twin: PointwiseNorm = layer.__class__.__new__(layer.__class__)
     values: dict[str, Any] = {"normalized_shape": shape, "channels": math.prod(shape), "_parameters": own}
+    if layer.witnesses is not None:
+        index = torch.tensor(layer.witness_channels, device=layer.witnesses.device)
+        values["_buffers"] = layer._buffers | {"witnesses": index}
     twin.__dict__.update(layer.__dict__, **values)
     # What the style has put there would come back here.
     twin.__dict__.pop("pointwise", None)

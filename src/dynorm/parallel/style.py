@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fit.ranks import Ranks
 from dynorm.layers import PointwiseNorm
-from dynorm.parallel.shards import on_shards, require_pointwise, share
+from dynorm.parallel.shards import is_channelwise, on_shards, require_pointwise, share
 
 
 class PointwiseParallel(ParallelStyle):
     """Shard a point-wise layer as its input is: over channels, sequence or batch, with no collective of its own.
+
+    A layer with witnesses whose channels are sharded has one all-reduce each way, of a number per witness and token.
 
     With the channels sharded, ``weight``, ``bias`` and constants of one value per channel are sharded too; constants of
     one value for all are replicated, and their gradients are sums over the ranks, left as ``Partial`` (see
@@ -90,6 +92,9 @@ class PointwiseParallel(ParallelStyle):
             partial(_prepare_input, self.input_layouts),
             partial(_prepare_output, self.output_layouts, self.use_local_output),
         )
+        if module.witness_channels:
+            # The same everywhere: a plain tensor, where distribute_module makes DTensors of all buffers.
+            module.register_buffer("witnesses", torch.tensor(module.witness_channels, device=device_mesh.device_type))
         # Its norm is whole and cannot come back.
         module.__dict__.pop("replaced", None)
         # On the instance: the class is what saving and folding know the layer by.
@@ -123,8 +128,7 @@ def _shard_parameters(name: str, module: nn.Module, mesh: DeviceMesh, *, axis: i
     for key, p in list(module._parameters.items()):
         if p is None:
             continue
-        channelwise = axis is not None and tuple(p.shape) == module.normalized_shape
-        placement = Shard(axis) if channelwise and axis is not None else Replicate()
+        placement = Shard(axis) if axis is not None and is_channelwise(key, p, module) else Replicate()
         whole = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=source)
         module.register_parameter(key, nn.Parameter(whole, requires_grad=p.requires_grad))
 
@@ -149,4 +153,7 @@ def _pointwise(layer: PointwiseNorm, x: Tensor) -> Tensor:
     """Return the function of the layer: on shards, or the definition where the compiler must see it."""
     if isinstance(x, DTensor) and not torch.compiler.is_compiling():
         return on_shards(layer, x)
+    if isinstance(x, DTensor) and layer.witness_channels:
+        # The definition would send whole activations for a few channels: the graph breaks here instead.
+        return cast("Tensor", torch.compiler.disable(on_shards)(layer, x))
     return type(layer).pointwise(layer, x)
