@@ -565,3 +565,16 @@ def test_rmsnorm_is_layernorm_without_a_mean() -> None:
     with pytest.raises(ArgumentError, match="norm_eps"):
         RMSNorm(C, -1.0)
     torch.autograd.gradcheck(ours, (x.requires_grad_(),))
+
+
+@pytest.mark.parametrize("layer", [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl])
+def test_a_layer_with_witnesses_folds_its_affine_map_and_centre_and_keeps_the_witnesses(layer: Any) -> None:
+    norm = layer(C, center=True, witnesses=(5, 2))
+    model = net(lambda m, y: m.reader(y), norm)
+    gains = norm.log_gain.detach().clone()
+    (site,) = folded(model).sites
+    assert (site.affine.state, site.constants.state) == ("folded", "folded")
+    after: Any = model.norm
+    assert (after.weight, after.bias, after.center) == (None, None, None)
+    assert after.witness_channels == (5, 2)
+    assert torch.equal(after.log_gain, gains)

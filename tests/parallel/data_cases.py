@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -173,6 +178,24 @@ def fsdp(folder: Path) -> Any:
     state, moments = get_state_dict(model, optimizer)
     dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder / "checkpoint")
     return {"losses": losses, "values": whole(model)}
+
+
+def witnesses(folder: Path) -> Any:
+    """Two gains per layer over four ranks, with DDP, and FSDP2 built without memory."""
+    found = {}
+    for name in ("ddp", "fsdp"):
+        model = net(witnesses=(3, 17))
+        if name == "fsdp":
+            state = model.state_dict()
+            model.to("meta")
+            sharded(model)
+            model.to_empty(device="cpu")
+            set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+        model = model if name == "fsdp" else DistributedDataParallel(model)
+        losses, _ = train(model, range(FEW), dist.get_rank(), dist.get_world_size())
+        kept = [b.tolist() for key, b in model.named_buffers() if key.endswith("witnesses")]
+        found[name] = {"losses": losses, "values": whole(model), "witnesses": kept}
+    return found
 
 
 def fsdp_scaled_dyt(folder: Path) -> Any:

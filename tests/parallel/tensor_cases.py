@@ -295,10 +295,10 @@ def kernel(folder: Path) -> Any:
     parallelize_module(layer, meshes()[1], PointwiseParallel(use_local_output=True))
     x = torch.randn(3, C // 4)
 
-    def watched(x: Tensor, parameters: Any, function: int, logarithmic: bool, scale: float, shape: Any) -> Any:
-        y = serve(x, parameters, function, logarithmic, scale, shape)
+    def watched(x: Tensor, parameters: Any, function: int, logarithmic: bool, scale: float, *form: Any) -> Any:
+        y = serve(x, parameters, function, logarithmic, scale, *form)
         if isinstance(y, Tensor):
-            seen.append([math.prod(shape), scale, list(x.shape)])
+            seen.append([math.prod(form[0]), scale, list(x.shape)])
         return y
 
     _cpu.serve = watched

@@ -48,7 +48,7 @@ def test_calibration_on_shares_of_the_data_is_that_on_all_of_it(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_twenty_steps_of_ddp_and_fsdp_are_those_of_one_process_and_two_go_on_from_four(tmp_path: Path) -> None:
-    four = launch("data_cases", 4, tmp_path, "ddp", "fsdp", "fsdp_scaled_dyt", "mixed")
+    four = launch("data_cases", 4, tmp_path, "ddp", "fsdp", "fsdp_scaled_dyt", "mixed", "witnesses")
 
     one = cases.net("dyt")
     losses, optimizer = cases.train(one, range(cases.FEW))
@@ -59,6 +59,13 @@ def test_twenty_steps_of_ddp_and_fsdp_are_those_of_one_process_and_two_go_on_fro
     found = equal_on_all_ranks(four, "ddp")
     assert found["losses"] == pytest.approx(losses + rest, rel=1e-10)
     same(found["values"], cases.whole(one), rel=1e-10, abs=1e-10)
+
+    one = cases.net(witnesses=(3, 17))
+    losses, _ = cases.train(one, range(cases.FEW))
+    for found in equal_on_all_ranks(four, "witnesses").values():
+        assert found["losses"] == pytest.approx(losses, rel=1e-10)
+        same(found["values"], cases.whole(one), rel=1e-10, abs=1e-10)
+        assert found["witnesses"] == [[3, 17]] * 5
 
     one = cases.net("dyisru")
     losses, optimizer = cases.train(one, range(cases.STEPS))

@@ -45,7 +45,8 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
     With ``sigmas`` k, of inputs at most k standard deviations from the centre: where beta is C times the variance of
     the site, as theory sets it, these are inputs of :math:`|x - c| \le k \sqrt{\beta / C}`, and DyISRU gives at most
     :math:`\mathrm{scale}\, z / \sqrt{1 + z^2}, z = k / \sqrt{C}`. Whatever lies beyond is clipped by the quantizer.
-    ``calibrate_`` and training move beta away from that, up to a thousandfold where a straight line fits best.
+    ``calibrate_`` and training move beta away from that, up to a thousandfold where a straight line fits best. With
+    witnesses beta is the token's own, and so is the deviation; the bound for any input is the same as without.
 
     Args:
         layer: a DyISRU, DyT or Derf, or, with ``sigmas``, a LinearControl; an annealed one at t = 1.

@@ -1,0 +1,147 @@
+"""Layers with witnesses: compiled in one graph, exported, packaged and in ONNX, with no reduction over channels."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.testing import assert_close
+
+import dynorm
+from dynorm.layers import PointwiseNorm
+from dynorm.quantize import find_readers, output_range, quantize_
+
+pytestmark = [
+    # torch.export's own, and Inductor's.
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    # As DyISRU's limit in the exporter's float32.
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
+]
+BOUNDED: list[type[PointwiseNorm]] = [dynorm.DyISRU, dynorm.DyT, dynorm.Derf]
+LAYERS: list[type[PointwiseNorm]] = [*BOUNDED, dynorm.LinearControl]
+C, WITNESSES, GAINS = 6, (4, 1), (0.3, 2.0)
+WORDS = ("sum", "mean", "var", "norm", "amax", "bmm", "mm.")
+
+
+def layer_of(cls: type[PointwiseNorm], dim: int = -1) -> PointwiseNorm:
+    torch.manual_seed(0)
+    layer = cls(C, center=True, dim=dim).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.uniform_(0.2, 1.5)
+    layer.set_witnesses_(WITNESSES, GAINS)
+    return layer
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, C) * torch.tensor([1.0, 30, 1, 1, 9, 1])
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_compiled_in_one_graph_for_every_shape(cls: type[PointwiseNorm]) -> None:
+    layer = layer_of(cls)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in [(2, 8), (3, 11), (7, 3)]:
+        x, y = (tokens(*shape).requires_grad_() for _ in range(2))
+        y.data.copy_(x.data)
+        ours, theirs = compiled(x), layer(y)
+        assert_close(ours, theirs)
+        names, own = zip(*layer.named_parameters(), strict=True)
+        found = torch.autograd.grad(ours.square().sum(), [x, *own])
+        wanted = torch.autograd.grad(theirs.square().sum(), [y, *own])
+        for name, one, other in zip(["x", *names], found, wanted, strict=True):
+            assert_close(one, other, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_an_exported_layer_reduces_nothing(cls: type[PointwiseNorm], dim: int) -> None:
+    layer = layer_of(cls, dim)
+    x = tokens(3, 5).movedim(-1, dim)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    calls = [str(node.target) for node in program.run_decompositions().graph.nodes if node.op == "call_function"]
+    assert not [name for name in calls if any(word in name for word in WORDS)]
+    other = tokens(7, 5).movedim(-1, dim)
+    assert_close(program.module()(other), layer(other))
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_onnx_gathers_and_adds_and_reduces_nothing(cls: type[PointwiseNorm]) -> None:
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    counts = []
+    for witnesses in ((), WITNESSES):
+        layer = layer_of(cls)
+        layer.set_witnesses_(witnesses, GAINS[: len(witnesses)])
+        shapes = {"x": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}
+        given = {"kwargs": {"x": tokens(2, 8)}, "dynamic_shapes": shapes}
+        program = torch.onnx.export(layer, (), dynamo=True, verbose=False, **given)
+        assert program is not None
+        proto = program.model_proto
+        counts.append(Counter(node.op_type for part in [proto.graph, *proto.functions] for node in part.node))
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        x = tokens(3, 5)
+        (got,) = session.run(None, {"x": x.numpy()})
+        assert_close(torch.from_numpy(got), layer(x).detach(), rtol=1e-5, atol=1e-5)
+    pure, told = counts
+    for found in counts:
+        assert not [name for name in found if name.startswith("Reduce") or "Norm" in name or name == "CumSum"]
+    # The first term needs no addition but that to the constant.
+    assert told["Add"] - pure["Add"] == len(WITNESSES)
+    assert any(name.startswith("Gather") for name in told)
+
+
+@pytest.mark.slow
+def test_aot_inductor(tmp_path: Path) -> None:
+    class Four(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layer_of(cls) for cls in LAYERS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([layer(x) for layer in self.layers])
+
+    model = Four().eval()
+    program = torch.export.export(model, (tokens(2, 8),), dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "four.pt2"))
+    loaded, x = torch._inductor.aoti_load_package(path), tokens(5, 3)
+    assert_close(loaded(x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", BOUNDED)
+def test_the_bound_is_that_of_the_pure_layer(cls: type[PointwiseNorm]) -> None:
+    layer = layer_of(cls)
+    pure = copy.deepcopy(layer)
+    pure.set_witnesses_(())
+    low, high = output_range(layer)
+    assert_close((low, high), output_range(pure), rtol=0, atol=0)
+    with torch.no_grad():
+        y = layer(torch.cat([tokens(1000) * 100, torch.full((1, C), 1e9), 1e9 * torch.eye(C), -1e9 * torch.eye(C)]))
+    assert (y >= low - 1e-5).all()
+    assert (y <= high + 1e-5).all()
+    # One channel that is far larger than all others reaches it, whichever it is, where it is not in its own sum.
+    if cls is dynorm.DyISRU:
+        assert_close(y.amax(0), high, rtol=1e-4, atol=1e-4)
+        assert_close(y.amin(0), low, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_int8(per_channel: bool) -> None:
+    pytest.importorskip("torchao")
+    torch.manual_seed(1)
+    layer = dynorm.DyISRU(32, center=True, witnesses=(3, 8))
+    layer.set_witnesses_((3, 8), (0.5, 2.0))
+    model = nn.Sequential(nn.Linear(32, 32), layer, nn.Linear(32, 32)).eval().requires_grad_(False)
+    x = torch.randn(64, 32) * (1 + 10 * torch.eye(32)[3])
+    wanted = model(x)
+    readers = find_readers(model, x)
+    assert [(reader.linear, reader.layer, reader.refused) for reader in readers] == [("2", "1", None)]
+    quantize_(model, readers, per_channel=per_channel)
+    assert (model(x) - wanted).square().mean() < 5e-3 * wanted.square().mean()
