@@ -11,7 +11,7 @@ witness and token brings them to every rank, and another one takes their gradien
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,7 +176,7 @@ def _with_witnesses(twin: PointwiseNorm, x: Tensor, held: list[int], groups: lis
     nothing = u[..., 0].masked_fill(torch.ones_like(u[..., 0], dtype=torch.bool), 0.0)
     sent = torch.stack([nothing if p is None else u[..., p] for p in places], -1)
     for group in groups:
-        sent = cast("Tensor", _Summed.apply(sent, group))
+        sent = _Summed.apply(sent, group)  # type: ignore[no-untyped-call]
 
     def padded(p: Tensor) -> Tensor:
         return torch.cat([p.flatten(), p.new_ones(len(places))]) if tuple(p.shape) == twin.normalized_shape else p
@@ -187,7 +187,8 @@ def _with_witnesses(twin: PointwiseNorm, x: Tensor, held: list[int], groups: lis
     index = torch.tensor([count + j if p is None else p for j, p in enumerate(places)], device=x.device)
     told: dict[str, Any] = {"center": None, "witnesses": index, "gain": upcast(twin.log_gain).exp()}
     y = twin.function(torch.cat([u, sent], -1), *twin.arguments(*constants), **affine, scale=twin.scale, **told)
-    return y[..., :count].unflatten(-1, twin.normalized_shape).movedim(last, dims).to(x.dtype)
+    y = y[..., :count].reshape(*y.shape[:-1], *twin.normalized_shape)
+    return y.movedim(last, dims).to(x.dtype)
 
 
 def _whole_values(x: DTensor) -> DTensor:
