@@ -76,22 +76,34 @@ struct Told {
   using C = typename ComputedIn<T>::Type;
   using Number = typename C::Number;
   using Vector = typename C::Vector;
-  Number u[kMostWitnesses] = {}, told[kMostWitnesses] = {}, total = 0;
+  alignas(64) Number u[kMostWitnesses] = {}, told[kMostWitnesses] = {}, total = 0;
+
+  void read(const T* x, const Witnesses& w) {
+    add_up<false>(x, w);
+    // Seldom: to look at each number would take as long as all else. NaN is not below.
+    if (__builtin_expect(!(total < (Number)Most<F, Number>::u), false)) add_up<true>(x, w);
+  }
 
   // Numbers rather than vectors: they are few, and wanted a row later, when they have reached memory.
-  void read(const T* x, const Witnesses& w) {
+  template <bool kBound>
+  void add_up(const T* x, const Witnesses& w) {
     const Number *center = (const Number*)w.columns.center, *gain = (const Number*)w.gain;
-    Number terms[kMostWitnesses], before = 0, after = 0;
+    Number terms[kMostWitnesses], sum = 0;
     for (int i = 0; i < w.count; ++i) {
-      u[i] = bounded<F, Number>(number_of(x[w.channel[i]]) - center[i]);
-      terms[i] = capped<F, Number>(u[i] * gain[i] * u[i]);
-      told[i] = before;
-      before = before + terms[i];
+      u[i] = number_of(x[w.channel[i]]) - center[i];
+      if (kBound) u[i] = bounded<F, Number>(u[i]);
+      terms[i] = u[i] * gain[i] * u[i];
+      if (kBound) terms[i] = capped<F, Number>(terms[i]);
+      told[i] = sum;
+      sum = sum + terms[i];
     }
-    total = capped<F, Number>(before);
+    total = kBound ? capped<F, Number>(sum) : sum;
+    sum = 0;
+#pragma GCC unroll 1
     for (int i = w.count - 1; i >= 0; --i) {
-      told[i] = kLeftOut<F> ? capped<F, Number>(told[i] + after) : total;
-      after = after + terms[i];
+      told[i] = kLeftOut<F> ? told[i] + sum : total;
+      if (kBound) told[i] = capped<F, Number>(told[i]);
+      sum = sum + terms[i];
     }
   }
 
@@ -173,37 +185,37 @@ void forward_told(const void* x_, void* y_, std::int64_t n, std::int64_t length,
   if (streamed) fence();
 }
 
-// f, and the gradients by x, by the constant as the plan holds it, by T and by the shift: the constant's is -2 times
-// DyISRU's, that of T -2 / ratio times.
+// Two factors of grad f; and the gradients by x, by the constant as the plan holds it, by T and by the shift, with the
+// gain in them: the constant's is -2 times DyISRU's, that of T -2 / ratio times.
 template <class Vector>
 struct Partials {
-  Vector f, x, constant, told, shift;
+  Vector left, right, x, constant, told, shift;
 };
 template <int F, class C, class Vector>
 __attribute__((always_inline)) inline Partials<Vector> partials(Vector u, Effective<Vector> e, Vector shift,
-                                                                Vector grad) {
+                                                                Vector gain, Vector grad) {
   if constexpr (!kLeftOut<F>) {
     const auto d = Of<F>::all(u, e.constant, shift, grad);
-    const Vector moment = d.sloped * d.arm, a = e.constant, x = d.sloped * a;
+    const Vector sloped = d.sloped * gain, moment = sloped * d.arm, a = e.constant, x = sloped * a;
     Vector slope = x;
     if constexpr (F == kLinear) slope = flat_at_bound(u, x);
-    return {d.right, slope, moment * e.root * e.root * e.root, moment * a * a * a, d.sloped};
+    return {d.left, d.right, slope, moment * e.root * e.root * e.root, moment * a * a * a, sloped};
   } else if constexpr (Of<F>::kRooted && C::lanes > 1) {
-    // No factor leaves float's range before the product does.
-    const Vector inverse = inverse_root(fma(u, u, e.constant)), f = u * inverse, square = inverse * inverse;
-    const Vector moment = grad * f * square;
-    return {f, grad * inverse * (e.constant * square), moment, moment, moment};
+    // The cube is 0 beyond a sum of 2^84, where no slope matters beside 1.
+    const Vector inverse = inverse_root(fma(u, u, e.constant)), left = grad * inverse;
+    const Vector cube = left * gain * (inverse * inverse), moment = cube * u;
+    return {left, u, cube * e.constant, moment, moment, moment};
   } else {
     const auto d = Of<kDyisruWide>::all(u, e.constant, shift, grad);
-    const Vector moment = d.sloped * d.arm;
-    return {d.right, d.sloped, moment, moment, moment};
+    const Vector sloped = d.sloped * gain, moment = sloped * d.arm;
+    return {d.left, d.right, sloped, moment, moment, moment};
   }
 }
 
 template <int F, class C, class Vector>
 __attribute__((always_inline)) inline void add(Vector (&sums)[kToldSums], Vector grad, const Partials<Vector>& d) {
   sums[kSumGrad] = sums[kSumGrad] + grad;
-  sums[kSumValue] = C::muladd(grad, d.f, sums[kSumValue]);
+  sums[kSumValue] = C::muladd(d.left, d.right, sums[kSumValue]);
   sums[kSumMoment] = sums[kSumMoment] + d.constant;
   sums[kSumSlope] = sums[kSumSlope] + d.x;
   if constexpr (F == kDerf) sums[kSumShift] = sums[kSumShift] + d.shift;
@@ -235,13 +247,14 @@ struct ColumnSums {
     T some[kMostWitnesses] = {};
     Number terms[kMostWitnesses];
     Partials<Vector> d[kVectors];
-    Vector g[kVectors], by_told[kVectors];
+    Vector u[kVectors], g[kVectors], by_told[kVectors];
     for (int i = 0; i < w.count; ++i) some[i] = grad[w.channel[i]];
     for (int v = 0; v * (int)C::lanes < w.count; ++v) {
       const int j = v * C::lanes;
       g[v] = load(some + j);
       const Effective<Vector> e = effective<F, C>(columns.constant(j), load(told.told + j));
-      d[v] = partials<F, C>(load(told.u + j), e, columns.shift(j), g[v] * columns.gain(j));
+      u[v] = bounded<F, Number>(load(told.u + j));
+      d[v] = partials<F, C>(u[v], e, columns.shift(j), columns.gain(j), g[v]);
       store(terms + j, d[v].told);
     }
     for (int v = 0; v * (int)C::lanes < w.count; ++v) by_told[v] = rest;
@@ -254,10 +267,10 @@ struct ColumnSums {
     }
     for (int v = 0; v * (int)C::lanes < w.count; ++v) {
       const int j = v * C::lanes;
-      const Vector u = load(told.u + j), ratio = C::splat_of((Number)kRatio<F>);
-      d[v].x = d[v].x - ratio * load((const Number*)w.gain + j) * u * by_told[v];
+      const Vector ratio = C::splat_of((Number)kRatio<F>);
+      d[v].x = d[v].x - ratio * load((const Number*)w.gain + j) * u[v] * by_told[v];
       add<F, C>(at[v], g[v], d[v]);
-      gain[v] = gain[v] + u * by_told[v] * u;
+      gain[v] = gain[v] + u[v] * by_told[v] * u[v];
       store(some + j, d[v].x);
     }
     for (int i = 0; grad_x && i < w.count; ++i) grad_x[w.channel[i]] = some[i];
@@ -298,7 +311,7 @@ __attribute__((always_inline)) inline void backward_told_some(const T* x, const 
     for (int s = 0; s < kToldSums; ++s) here[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
     for (int k = 0; k < kRowsTogether; ++k) {
       const Vector u = bounded<F, typename C::Number>(p.centered(read(x + k * n + j), j)), g = read(grad + k * n + j);
-      const auto d = partials<F, C>(u, constants[k].at(p, j), p.shift(j), g * p.gain(j));
+      const auto d = partials<F, C>(u, constants[k].at(p, j), p.shift(j), p.gain(j), g);
       add<F, C>(here, g, d);
       by_told[k] = by_told[k] + d.told;
       if (grad_x) write(grad_x + k * n + j, d.x);
