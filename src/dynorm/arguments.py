@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -136,10 +137,11 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
     Raises:
         ArgumentError: one is no integer, out of range or named twice, or there are more than channels.
     """
-    if isinstance(witnesses, int) and not isinstance(witnesses, bool):
-        if not 0 <= witnesses <= channels:
-            raise ArgumentError(f"the number of witnesses must be from 0 to the {channels} channels, got {witnesses}")
-        return tuple(range(witnesses))
+    if isinstance(witnesses, Integral) and not isinstance(witnesses, bool):
+        count = int(witnesses)
+        if not 0 <= count <= channels:
+            raise ArgumentError(f"the number of witnesses must be from 0 to the {channels} channels, got {count}")
+        return tuple(range(count))
     try:
         # True is an index to Python.
         given: list[Any] = [None if isinstance(k, bool) else k for k in cast("Sequence[int]", witnesses)]

@@ -121,6 +121,49 @@ def test_calibration_gives_the_layer_its_witnesses_and_reports_them() -> None:
     assert "witnesses" in str(report)
 
 
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("odd", [0.0, 1e-3, 3.0])
+def test_a_blank_token_takes_no_witness_away(kind: str, odd: float) -> None:
+    x = tokens()
+    x[7] = torch.full((CHANNELS,), 3.0) if odd == 3.0 else odd * x[7]
+    scales = TokenScales(kind, 1e-6)
+    scales.update(x)
+    found = scales.choose(4)
+    assert set(found.channels[:2]) == set(WITNESSES)
+    assert max(found.gains[:2]) < 1.2
+
+
+def test_the_tokens_that_are_held_out_do_not_depend_on_the_batches() -> None:
+    whole, parts = (TokenScales("rmsnorm", 0.0, channels=WITNESSES) for _ in range(2))
+    whole.update(tokens(400))
+    for part in tokens(400).split(50):
+        parts.update(part)
+    assert parts.choose(0).explained == pytest.approx(whole.choose(0).explained, rel=5e-2)
+
+
+def test_noise_in_single_tokens_is_no_witness() -> None:
+    scales = TokenScales("rmsnorm", 0.0)
+    for token in torch.randn(64, CHANNELS, generator=torch.Generator().manual_seed(0)):
+        scales.update(token[None])
+    assert len(scales.choose(8).channels) < 3
+
+
+def test_a_second_calibration_chooses_anew() -> None:
+    made = converted(1)
+    dynorm.calibrate_(made, [tokens()])
+    other = tokens().roll(1, 1)
+    dynorm.calibrate_(made, [other])
+    assert set(made[0].witness_channels) < {k + 1 for k in WITNESSES}
+
+
+def test_jagged_tensors_pass() -> None:
+    layer = dynorm.DyISRU(CHANNELS, witnesses=WITNESSES)
+    parts = [tokens(3), tokens(5)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    for found, part in zip(layer(nested).unbind(), parts, strict=True):
+        assert torch.equal(found, layer(part))
+
+
 def test_given_channels_stay_and_get_their_gains() -> None:
     made = converted(WITNESSES)
     assert made[2].witness_channels == WITNESSES

@@ -95,7 +95,7 @@ class CalibrationReport:
 
 
 def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
-    """Set beta, centre, weight and bias of every point-wise layer from batches of real inputs, in place.
+    """Set the constants, witnesses, weight and bias of every point-wise layer from batches of real inputs, in place.
 
     Each batch is run twice: once with the original norms, whose outputs are the targets, once with the
     point-wise layers. There each layer, as it is reached, adds the batch to its running sums, solves its least
@@ -103,6 +103,10 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
     converted part before it will feed it, and later batches, fed by better constants, count more. The cost is two
     forward passes over the data and about 17 point-wise functions per site, whatever the number of sites. Memory is
     that of one batch, plus O(C) per site.
+
+    A layer that :func:`convert_` allowed N witnesses gets at most N, chosen anew at each call, with their gains and the
+    centre 0 (:class:`dynorm.fit.witnesses.TokenScales`; a matrix of 66 x 66 more per site). ``log_gain`` is then a new
+    parameter: make the optimizer afterwards. Witnesses that were named keep their places and get their gains.
 
     Of an annealed layer only the constants are set: its weight and bias are the norm's, and are needed as they are
     until the annealing has begun.

@@ -90,7 +90,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.5) -> Ini
     Reference:
         Eq. 14 for many channels of like size (closed form 5).
     """
-    if not 0 < share < 1:
+    if not isinstance(share, (int, float)) or not 0 < share < 1:
         raise ArgumentError(f"share must be between 0 and 1, got {share!r}: the part of the sum that witnesses carry")
     ranks = Ranks()
     sigma: dict[str, float] = {}

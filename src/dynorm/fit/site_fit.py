@@ -111,7 +111,8 @@ class SiteFit:
         self._updates = 0
         self._most = witnesses
         self.witnesses: Witnesses | None = None
-        fixed = layer.witness_channels or None
+        # Channels that an earlier calibration chose are chosen anew.
+        fixed = None if witnesses else layer.witness_channels or None
         self._scales = TokenScales(kind, eps, fixed, self._ranks) if witnesses or fixed else None
 
     @torch.no_grad()
@@ -201,15 +202,14 @@ class SiteFit:
         layer = self.layer
         if self._scales is not None:
             found = self._scales.choose(self._most)
-            if found == self.witnesses:
+            before, self.witnesses = self.witnesses, found
+            if before is not None and (before.channels, before.gains) == (found.channels, found.gains):
                 return
-            self.witnesses = found
             layer.set_witnesses_(found.channels, found.gains)
-            if found.channels:
-                # Where the witnesses tell all, the constant beside them is 0: a small one stays, for its logarithm.
-                beta = max(found.beta, LEAST * float(self._typical))
-                self._betas = self._grid(*_WITNESSED_DECADES, x) * beta
-                layer.fill_slope_(self._betas[self._closed_form])
+            # Where the witnesses tell all, the constant beside them is 0: a small one stays, for its logarithm.
+            beta = max(found.beta, LEAST * float(self._typical)) if found.channels else float(self._typical)
+            self._betas = self._grid(*(_WITNESSED_DECADES if found.channels else _DECADES), x) * beta
+            layer.fill_slope_(self._betas[self._closed_form])
         elif self._updates > 1:
             return
         constant = getattr(layer, layer.constants[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ _WORTH = 0.02
 # The power of its sum by which a large token counts more. At 1/2 the small tokens of all-MiniLM-L6-v2 lose more than
 # the large ones win; at 0 a channel that is massive on a few tokens can be missed.
 _LARGE = 0.2
+# A variance below this part of the mean square is rounding, as in SiteFit; a sum below this part of the typical one
+# counts as that part.
+_DEAD, _SMALL = 1e-12, 0.25
 # So many channels are tried for the report, however many are wanted.
 _REPORTED = 4
 _SWEEPS = 200
@@ -80,29 +84,38 @@ class TokenScales:
         self._ranks = Ranks() if ranks is None else ranks
         self._channels = None if channels is None else torch.tensor(channels)
         self._fixed = channels is not None
-        self._sums: Tensor | None = None
+        self._seen = 0
+        self._least: float | None = None
+        self._sums = torch.zeros(())
+        if channels is not None:
+            self._sums = torch.zeros(2, len(channels) + 2, len(channels) + 2, dtype=torch.float64)
 
     @torch.no_grad()
-    def update(self, u: Tensor, seen: int = 0) -> None:
-        """Add tokens (tokens, C), their centre subtracted; a token of zeros tells nothing and is left out.
-
-        Which tokens are held out follows from their number, counted from ``seen`` on.
-        """
-        u = u[u.square().sum(1) > 0].double()
-        moment = u.square().mean(1, keepdim=True)
-        if self._kind == "layernorm":
-            moment = moment - u.mean(1, keepdim=True).square()
-        parts, one = u.square(), torch.ones_like(moment)
-        total = (u.shape[1] * (moment + self._eps)).clamp_min(torch.finfo(u.dtype).tiny)
+    def update(self, u: Tensor) -> None:
+        """Add tokens (tokens, C), their centre subtracted; one without a spread tells nothing and is left out."""
+        number = self._seen + torch.arange(len(u), device=u.device).double()
+        self._seen += len(u)
+        square = u.double().square().mean(1)
+        moment = square - u.double().mean(1).square() if self._kind == "layernorm" else square
+        alive = moment > _DEAD * square
+        u, number, moment = u[alive].double(), number[alive], moment[alive, None]
+        parts, one, total = u.square(), torch.ones_like(moment), u.shape[1] * (moment + self._eps)
+        if self._least is None:
+            logs = torch.stack([total.log().sum(), total.new_tensor(len(total))])
+            # Fixed channels need no exchange before the choice: AnnealStart adds tokens while a model trains.
+            logs = logs if self._fixed else self._ranks.summed(logs)
+            self._least = _SMALL * float((logs[0] / logs[1].clamp_min(1)).exp()) if logs[1] > 0 else None
+        # Of padding or blank tokens no relative error would leave anything to the others.
+        total = total.clamp_min(self._least or 0.0)
         parts = parts / total
         if self._channels is None:
             sums = torch.stack([parts.sum(0), parts.square().sum(0), torch.full_like(parts[0], len(parts))])
             mean, square, _ = self._ranks.summed(sums) / sums[2:]
             self._channels = (square - mean * mean).topk(min(_CANDIDATES, u.shape[1])).indices
         columns = torch.cat([parts[:, self._channels.to(u.device)], 1 / total, one], 1) * total ** (_LARGE / 2)
-        held_out = ((torch.arange(len(u), device=u.device) + seen).double() * _GOLDEN) % 1 < _HELD_OUT
+        held_out = (number * _GOLDEN) % 1 < _HELD_OUT
         new = torch.stack([part.T @ part for part in (columns[~held_out], columns[held_out])])
-        self._sums = new if self._sums is None else self._sums + new
+        self._sums = self._sums.to(new.device) + new
 
     def choose(self, limit: int) -> Witnesses:
         """Return at most ``limit`` witnesses, added one by one for as long as each lessens the held-out error by 2 %.
@@ -110,10 +123,10 @@ class TokenScales:
         Fixed channels are all taken, whatever they tell. Call it on every rank.
         """
         assert self._channels is not None
-        assert self._sums is not None
         fit, judge = self._ranks.summed(self._sums.clone()).cpu()
         whole = fit + judge
-        # Of a few tokens all may stand on one side.
+        # Of a few tokens all may stand on one side: then there is nothing to judge by.
+        limit = limit if min(fit[-1, -1], judge[-1, -1]) > 0 else 0
         fit, judge = (each if each[-1, -1] > 0 else whole for each in (fit, judge))
         count = len(self._channels)
         chosen = torch.arange(0)
@@ -139,7 +152,8 @@ class TokenScales:
             gains = [max(gain, _LEAST_GAIN) for gain in gains]
         # A gain of 0 is a channel that tells nothing beside the others.
         pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
-        explained = tuple(1 - each / errors[0] if errors[0] else 0.0 for each in errors)
+        # Whoever has more channels may use fewer.
+        explained = tuple(1 - least / errors[0] if errors[0] else 0.0 for least in accumulate(errors, min))
         return Witnesses(tuple(k for k, _ in pairs), tuple(g for _, g in pairs), beta, explained)
 
 

@@ -146,6 +146,9 @@ class PointwiseNorm(nn.Module):
             if max(self._dims) >= 0:
                 raise ArgumentError(f"dim must be negative for a nested tensor, got {self.dim}: count it from the end")
             return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
+        if x.is_nested and self.witness_channels:
+            jagged: Any = x
+            return torch.nested.nested_tensor_from_jagged(self.forward(jagged.values()), jagged.offsets())
         if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
             sizes = tuple(x.shape[d] for d in self._dims if -x.ndim <= d < x.ndim)
             if sizes != self.normalized_shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -116,7 +117,7 @@ def convert_(
         DyISRU(8, scale=2.646, center=True, elementwise_affine=True, bias=True)
     """
     kind = layer_class(to)
-    most = witnesses if isinstance(witnesses, int) else 0
+    most = int(witnesses) if isinstance(witnesses, Integral) else 0
     if most < 0 or isinstance(witnesses, bool):
         raise ArgumentError(f"witnesses must be a number of channels, 0 or more, or their positions, got {witnesses!r}")
     require_plain_model(model)
@@ -138,7 +139,7 @@ def convert_(
         norm = _norm_at(model, site)
         like = tensor_like(norm, model)
         options = _options(site, kind, per_channel=per_channel, center=center)
-        options["witnesses"] = () if isinstance(witnesses, int) else witnesses
+        options["witnesses"] = () if isinstance(witnesses, Integral) else witnesses
         layer = kind(**options, device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
         take_over_(layer, norm, Replaced(norm, site, most))

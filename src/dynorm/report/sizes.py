@@ -81,13 +81,11 @@ class SizeStats:
 
     def __init__(self, site: NormSite) -> None:
         self._scales = TokenScales(site.kind or "layernorm", site.eps)
-        self._seen = 0
         self._largest: list[LargeToken] = []
 
     def add(self, x: Tensor, sigma: Tensor, y: Tensor, places: Tensor | None) -> None:
         """Add tokens (tokens, C) with their sigmas, the norm's core, and their places, (tokens, 2)."""
-        self._scales.update(x, self._seen)
-        self._seen += len(x)
+        self._scales.update(x)
         known = [[-1, -1]] * len(x) if places is None else places.tolist()
         chosen: dict[int, int] = {}
         for i in sigma.argsort(descending=True, stable=True).tolist():
