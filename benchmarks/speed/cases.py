@@ -68,6 +68,17 @@ def _dyisru(x: Tensor, p: Mapping[str, Tensor]) -> Tensor:
     return functional.dyisru(x, p["log_beta"].exp(), p["weight"], p["bias"], scale=math.sqrt(x.shape[-1]))
 
 
+def witnesses_of(channels: int) -> tuple[int, ...]:
+    """Return up to four channels that lie far apart."""
+    return tuple(sorted({0, channels // 3, channels // 2, channels - 1}))
+
+
+def _witnessed(x: Tensor, p: Mapping[str, Tensor]) -> Tensor:
+    chosen = torch.tensor(witnesses_of(x.shape[-1]), device=x.device)
+    told = {"witnesses": chosen, "gain": p["log_gain"].exp(), "scale": math.sqrt(x.shape[-1])}
+    return functional.dyisru(x, p["log_beta"].exp(), p["weight"], p["bias"], **told)
+
+
 def _linear(x: Tensor, p: Mapping[str, Tensor]) -> Tensor:
     slope = math.sqrt(x.shape[-1]) * (-0.5 * p["log_beta"]).exp()
     return functional.linear(x, slope, p["weight"], p["bias"])
@@ -79,6 +90,7 @@ REFERENCES: dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor]] = {
     "layer_norm": lambda x, p: functional.layer_norm(x, p["weight"], p["bias"], EPS),
     "rms_norm": lambda x, p: functional.rms_norm(x, p["weight"], None, EPS),
     "dyisru": _dyisru,
+    "dyisru_witnesses": _witnessed,
     "dyt": lambda x, p: functional.dyt(x, p["alpha"], p["weight"], p["bias"]),
     "derf": lambda x, p: functional.derf(x, p["alpha"], p["shift"], p["weight"], p["bias"]),
     "linear": _linear,
@@ -125,5 +137,6 @@ def make_case(rows: int, channels: int, dtype: str, device: str = "cpu", seed: i
         "alpha": normal(1, mean=0.7, width=0.0),
         "shift": normal(1, mean=0.1, width=0.0),
         "log_beta": normal(1, mean=math.log(channels), width=0.0),
+        "log_gain": torch.zeros(len(witnesses_of(channels)), device=device, dtype=DTYPES[dtype]),
     }
     return Case(dtype, x, x.detach().requires_grad_(), normal(rows, channels), torch.empty_like(x), parameters)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
 import dynorm
-from benchmarks.speed.cases import EAGER, EPS, Case
+from benchmarks.speed.cases import EAGER, EPS, Case, witnesses_of
 from dynorm import kernels
 from dynorm.kernels import _cpu, _triton
 from dynorm.kernels._form import Form, Parameters
 
 PASSES = ("forward", "backward", "both")
 FAMILY = {"dyisru": "DyISRU", "dyt": "DyT", "derf": "Derf", "linear": "linear"}
-GIVEN, ALONE = ", output given", ", no autograd"
+GIVEN, ALONE, TOLD = ", output given", ", no autograd", ", four witnesses"
 # What the others are compared with.
 ALWAYS = (f"copy{GIVEN}", "copy", "F.layer_norm", "nn.LayerNorm")
 NAMES = (
@@ -30,7 +30,7 @@ NAMES = (
     "LayerNorm compiled",
     "F.rms_norm",
     "nn.RMSNorm",
-    *(FAMILY[f] + kind for f in FAMILY for kind in ("", GIVEN, ALONE, " eager", " compiled")),
+    *(FAMILY[f] + kind for f in FAMILY for kind in ("", TOLD, GIVEN, ALONE, " eager", " compiled")),
     "Liger DyT",
 )
 _LAYERS = {"dyisru": dynorm.DyISRU, "dyt": dynorm.DyT, "derf": dynorm.Derf, "linear": dynorm.LinearControl}
@@ -102,6 +102,8 @@ def _module_table(channels: int, compiled: bool) -> Iterator[tuple[str, str, Cal
     for function, name in FAMILY.items():
         layer = partial(_LAYERS[function], channels)
         yield name, function, layer, {}
+        if function == "dyisru":
+            yield f"{name}{TOLD}", "dyisru_witnesses", partial(layer, witnesses=witnesses_of(channels)), {}
         if function not in EAGER:
             continue
         yield f"{name} eager", function, partial(EAGER[function], channels), {}
