@@ -67,6 +67,7 @@ class TokenScales:
         eps: the norm's eps.
         channels: fixed witnesses, of which only the gains are wanted; None chooses them.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
+        least: a smaller sum counts as this one; None takes a quarter of the first tokens' typical sum.
 
     Example:
         >>> x = torch.randn(1000, 16) * (1 + 9 * (torch.arange(1000)[:, None] % 5 == 0))
@@ -78,14 +79,20 @@ class TokenScales:
     """
 
     def __init__(
-        self, kind: str, eps: float, channels: Sequence[int] | None = None, ranks: Ranks | None = None
+        self,
+        kind: str,
+        eps: float,
+        channels: Sequence[int] | None = None,
+        ranks: Ranks | None = None,
+        *,
+        least: float | None = None,
     ) -> None:
         self._kind, self._eps = kind, eps
         self._ranks = Ranks() if ranks is None else ranks
         self._channels = None if channels is None else torch.tensor(channels)
         self._fixed = channels is not None
         self._seen = 0
-        self._least: float | None = None
+        self._least = least
         self._sums = torch.zeros(())
         if channels is not None:
             self._sums = torch.zeros(2, len(channels) + 2, len(channels) + 2, dtype=torch.float64)

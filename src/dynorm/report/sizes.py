@@ -80,7 +80,7 @@ class SizeStats:
     """
 
     def __init__(self, site: NormSite) -> None:
-        self._scales = TokenScales(site.kind or "layernorm", site.eps)
+        self._scales = TokenScales(site.kind or "layernorm", site.eps, least=0.0)
         self._largest: list[LargeToken] = []
 
     def add(self, x: Tensor, sigma: Tensor, y: Tensor, places: Tensor | None) -> None:
