@@ -32,7 +32,7 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     tensor. Gradients of parameters that are replicated are left as ``Partial`` where x is sharded; the optimizer, or
     :func:`dynorm.parallel.reduce_gradients_` for all at once, makes the sum.
 
-    With witnesses K and sharded channels, each rank is sent the |K| values of each token, in float32 (or float64), by
+    With witnesses K and sharded channels, each rank is sent the values of K of each token, in float32 (or float64), by
     one all-reduce; the backward pass has another one.
 
     Args:
