@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynorm import functional
 from dynorm.fit.ranks import Ranks
-from dynorm.fit.witnesses import TokenScales, Witnesses
+from dynorm.fit.witnesses import DEAD, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 
@@ -25,8 +25,6 @@ _WITNESSED_DECADES = (-1.0, 1.0)
 LEAST = 1e-4
 # Least squares shrinks outputs that it cannot predict; site after site the shrinkage multiplies. Half is given back.
 _GIVE_BACK = 0.5
-# A variance below this part of the mean square is rounding: about 1e-6 of the size, that is float32's resolution.
-_DEAD = 1e-12
 # So many values at a time stay in the cache of a CPU core.
 _CHUNK = 1 << 18
 _TINY = torch.finfo(torch.float64).tiny
@@ -83,7 +81,7 @@ class SiteFit:
         eps: the norm's eps.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
         path: where the layer stands in its model.
-        witnesses: how many witnesses the layer may be given; those that it has already keep their places.
+        witnesses: how many witnesses to choose for the layer; with 0, those that it has keep their places.
     """
 
     def __init__(
@@ -182,12 +180,12 @@ class SiteFit:
     def _start(self, x: Tensor) -> None:
         """Choose centre and candidates by the first tokens that have a spread over their channels."""
         layer = self.layer
-        alive = x[own_betas(x, self.kind, 0.0).amax(1) > _DEAD * x.square().sum(1)] if len(x) else x
+        alive = x[own_betas(x, self.kind, 0.0).amax(1) > DEAD * x.square().sum(1)] if len(x) else x
         if not self._ranks.total(len(alive)):
             return
         beta = own_betas(alive, self.kind, self.eps)
         # Without eps, the only channel of a token that is not 0 has a beta of 0.
-        log_beta = self._mean([beta.clamp_min(_DEAD * beta.amax(1, keepdim=True)).log()]).mean()
+        log_beta = self._mean([beta.clamp_min(DEAD * beta.amax(1, keepdim=True)).log()]).mean()
         self._typical = log_beta.exp()
         self._betas = self._grid(*_DECADES, x) * self._typical
         # With witnesses 0 is the better start (measured: 0.004 of cosine): the bias takes the centre over.
@@ -270,7 +268,7 @@ class SiteFit:
             f = y = mean_f = mean_y = torch.zeros_like(f)
         var_f, cov, var_y = ff - f * f, fy - f * y, yy - y * y
         # A function that is constant says nothing of its slope: the norm's weight stays.
-        moves = var_f > _DEAD * (var_f + mean_f * mean_f)
+        moves = var_f > DEAD * (var_f + mean_f * mean_f)
         slope = torch.where(moves, cov / var_f.clamp_min(_TINY), 0.0)
         residual = (var_y - slope * cov).clamp_min(0)
         # Least squares shrank the slope by |correlation|.

@@ -18,9 +18,9 @@ _WORTH = 0.02
 # The power of its sum by which a large token counts more. At 1/2 the small tokens of all-MiniLM-L6-v2 lose more than
 # the large ones win; at 0 a channel that is massive on a few tokens can be missed.
 _LARGE = 0.2
-# A variance below this part of the mean square is rounding, as in SiteFit; a sum below this part of the typical one
-# counts as that part.
-_DEAD, _SMALL = 1e-12, 0.25
+# A variance below this part of the mean square is rounding, about 1e-6 of the size; a sum below this part of a typical
+# one counts as that part.
+DEAD, _SMALL = 1e-12, 0.25
 # So many channels are tried for the report, however many are wanted.
 _REPORTED = 4
 _SWEEPS = 200
@@ -104,7 +104,7 @@ class TokenScales:
         self._seen += len(u)
         square = u.double().square().mean(1)
         moment = square - u.double().mean(1).square() if self._kind == "layernorm" else square
-        alive = moment > _DEAD * square
+        alive = moment > DEAD * square
         u, number, moment = u[alive].double(), number[alive], moment[alive, None]
         parts, one, total = u.square(), torch.ones_like(moment), u.shape[1] * (moment + self._eps)
         if self._least is None:
