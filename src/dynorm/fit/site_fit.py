@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynorm import functional
 from dynorm.fit.ranks import Ranks
-from dynorm.fit.witnesses import DEAD, TokenScales, Witnesses
+from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 
@@ -187,6 +187,8 @@ class SiteFit:
         # Without eps, the only channel of a token that is not 0 has a beta of 0.
         log_beta = self._mean([beta.clamp_min(DEAD * beta.amax(1, keepdim=True)).log()]).mean()
         self._typical = log_beta.exp()
+        if self._scales is not None:
+            self._scales.least = SMALL * float(self._typical)
         self._betas = self._grid(*_DECADES, x) * self._typical
         # With witnesses 0 is the better start (measured: 0.004 of cosine): the bias takes the centre over.
         centred = layer.center is not None and self.kind == "layernorm" and self._scales is None

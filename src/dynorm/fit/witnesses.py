@@ -20,7 +20,7 @@ _WORTH = 0.02
 _LARGE = 0.2
 # A variance below this part of the mean square is rounding, about 1e-6 of the size; a sum below this part of a typical
 # one counts as that part.
-DEAD, _SMALL = 1e-12, 0.25
+DEAD, SMALL = 1e-12, 0.25
 # So many channels are tried for the report, however many are wanted.
 _REPORTED = 4
 _SWEEPS = 200
@@ -67,7 +67,7 @@ class TokenScales:
         eps: the norm's eps.
         channels: fixed witnesses, of which only the gains are wanted; None chooses them.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
-        least: a smaller sum counts as this one; None takes a quarter of the first tokens' typical sum.
+        least: a smaller sum counts as this one; None takes a quarter of the typical sum of this rank's first tokens.
 
     Example:
         >>> x = torch.randn(1000, 16) * (1 + 9 * (torch.arange(1000)[:, None] % 5 == 0))
@@ -92,7 +92,7 @@ class TokenScales:
         self._channels = None if channels is None else torch.tensor(channels)
         self._fixed = channels is not None
         self._seen = 0
-        self._least = least
+        self.least = least
         self._sums = torch.zeros(())
         if channels is not None:
             self._sums = torch.zeros(2, len(channels) + 2, len(channels) + 2, dtype=torch.float64)
@@ -107,13 +107,11 @@ class TokenScales:
         alive = moment > DEAD * square
         u, number, moment = u[alive].double(), number[alive], moment[alive, None]
         parts, one, total = u.square(), torch.ones_like(moment), u.shape[1] * (moment + self._eps)
-        if self._least is None:
-            logs = torch.stack([total.log().sum(), total.new_tensor(len(total))])
-            # Fixed channels need no exchange before the choice: AnnealStart adds tokens while a model trains.
-            logs = logs if self._fixed else self._ranks.summed(logs)
-            self._least = _SMALL * float((logs[0] / logs[1].clamp_min(1)).exp()) if logs[1] > 0 else None
+        if self.least is None:
+            # No exchange between ranks: AnnealStart adds tokens while a model trains.
+            self.least = SMALL * float(total.log().mean().exp()) if len(total) else None
         # Of padding or blank tokens no relative error would leave anything to the others.
-        total = total.clamp_min(self._least or 0.0)
+        total = total.clamp_min(self.least or 0.0)
         parts = parts / total
         if self._channels is None:
             sums = torch.stack([parts.sum(0), parts.square().sum(0), torch.full_like(parts[0], len(parts))])

@@ -236,7 +236,7 @@ def plain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
         log_gain = parameters[5]
         options["witnesses"] = torch.tensor(form.witnesses, device=x.device)
         options["gain"] = None if log_gain is None else upcast(log_gain).exp()
-    constants = (constant,) if shift is None else (constant, shift)
+    constants = (constant, shift) if form.function == DERF and shift is not None else (constant,)
     return _DEFINITIONS[form.function](z, *constants, **options).reshape(x.shape)
 
 
