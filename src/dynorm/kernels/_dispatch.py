@@ -263,8 +263,11 @@ def serving(device: str) -> str:
         from dynorm.kernels import _triton
 
         found = "triton" if _triton.available() else "torch"
-    if device in ("cpu", "cuda"):
-        missing = (device, found) == ("cpu", "torch")
-        hint = " (to build the kernels: python -m dynorm.kernels._build)" if missing else ""
-        _log.info("point-wise layers on %s: %s%s", device, found, hint)
+    if (device, found) == ("cpu", "torch"):
+        _log.warning(
+            "the CPU kernels are not there, so plain torch computes the point-wise layers, several times slower: "
+            "install g++, then run python -m dynorm.kernels._build"
+        )
+    elif device in ("cpu", "cuda"):
+        _log.info("point-wise layers on %s: %s", device, found)
     return found

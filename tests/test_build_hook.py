@@ -1,0 +1,88 @@
+"""The wheel's build hook: with a compiler a wheel of this platform; without one a plain wheel, and one line on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_hook(
+    monkeypatch: pytest.MonkeyPatch, root: Path, version: str = "standard"
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what the hook tells hatchling, for which a name is enough here, and its warnings."""
+    for name in ("hatchling", "hatchling.builders", "hatchling.builders.hooks", "hatchling.builders.hooks.plugin"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    interface = ModuleType("interface")
+    interface.BuildHookInterface = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hatchling.builders.hooks.plugin.interface", interface)
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    warnings: list[str] = []
+    hook = module.KernelHook()
+    hook.root, hook.app = str(root), SimpleNamespace(display_warning=warnings.append)
+    data: dict[str, Any] = {"artifacts": [], "pure_python": True}
+    hook.initialize(version, data)
+    return data, warnings
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A tree with the build script alone: its compiler below writes an empty file for each output."""
+    kernels = tmp_path / "src/dynorm/kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "_build.py").write_text((ROOT / "src/dynorm/kernels/_build.py").read_text())
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\n: > "$last"\n')
+    compiler.chmod(0o755)
+    return tmp_path
+
+
+def test_a_wheel_with_kernels_is_one_of_its_platform(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(checkout / "compiler"))
+    data, warnings = run_hook(monkeypatch, checkout)
+    assert data["artifacts"] == ["src/dynorm/kernels/_native.abi3.so"]
+    assert (checkout / data["artifacts"][0]).exists()
+    assert data["pure_python"] is False
+    assert data["tag"].startswith("cp311-abi3-")
+    assert not data["tag"].endswith("any")
+    assert not warnings
+
+
+def test_without_a_compiler_the_wheel_is_plain_and_says_so_once(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(checkout))
+    data, warnings = run_hook(monkeypatch, checkout)
+    assert data == {"artifacts": [], "pure_python": True}
+    assert len(warnings) == 1
+    assert "install g++" in warnings[0]
+    assert "plain torch" in warnings[0]
+
+
+def test_an_editable_install_keeps_the_kernels_that_are_there(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = checkout / "src/dynorm/kernels/_native.abi3.so"
+    target.write_bytes(b"built")
+    monkeypatch.setenv("CXX", str(checkout / "compiler"))
+    data, _ = run_hook(monkeypatch, checkout, "editable")
+    assert target.read_bytes() == b"built"
+    assert data["artifacts"]
+
+
+def test_the_source_archive_leaves_the_studys_runs_out() -> None:
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert "/studies/results" in settings["sdist"]["exclude"]
+    # What only lies there is not packed: a build of another machine, say.
+    assert "artifacts" not in settings["wheel"]
