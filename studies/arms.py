@@ -24,6 +24,7 @@ class Arm:
             "batch", closed form 5 on the first batch, scale sqrt(C); "path", the activations at its begin.
         embedding_scaled: whether a learned factor, sqrt(C) at first, follows the embedding (language models only).
         constants_rate: the rate of the constants over that of the other weights, where a run says nothing else.
+        witnesses: how many witness channels each layer has, the first ones.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Arm:
     start: Start | None = None
     embedding_scaled: bool = False
     constants_rate: float = 1.0
+    witnesses: int = 0
 
     @property
     def annealed(self) -> bool:
@@ -55,9 +57,24 @@ ARMS = {
         Arm("dyt", "scaled DyT", layer="dyt", start="batch"),
         Arm("derf", "scaled Derf", layer="derf", start="batch"),
         Arm("dyisru", "DyISRU", layer="dyisru", start="batch", constants_rate=LOG_RATE),
+        Arm(
+            "dyisru_witnesses",
+            "DyISRU, 4 witnesses",
+            layer="dyisru",
+            start="batch",
+            constants_rate=LOG_RATE,
+            witnesses=4,
+        ),
         Arm("linear", "linear (control)", layer="linear", start="batch", constants_rate=LOG_RATE),
         Arm("dyisru_annealed", "norm, then DyISRU (annealed)", layer="annealed", start="path"),
         Arm("dyt_annealed", "norm, then scaled DyT (annealed)", layer="annealed_dyt", start="path"),
+        Arm(
+            "dyisru_witnesses_annealed",
+            "norm, then DyISRU with 4 witnesses (annealed)",
+            layer="annealed",
+            start="path",
+            witnesses=4,
+        ),
         Arm("linear_annealed", "norm, then linear (annealed control)", layer="annealed_linear", start="path"),
     )
 }

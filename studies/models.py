@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.replace.specs import dynorm_layers, swap_
-from studies.arms import Arm
 from studies.data import Data, draw_batch
 from studies.settings import Settings
 from studies.sizes import Size
@@ -42,17 +41,19 @@ def install_(model: nn.Module, settings: Settings, data: Data) -> None:
     center = settings.center
     if center is None:
         center = arm.annealed and all(site.kind == "layernorm" for site in sites)
-    dynorm.convert_(model, sites, to=arm.layer, per_channel=settings.per_channel, center=center)
+    options = {"per_channel": settings.per_channel, "center": center, "witnesses": tuple(range(arm.witnesses))}
+    dynorm.convert_(model, sites, to=arm.layer, **options)  # type: ignore[arg-type]
     if arm.embedding_scaled and settings.task == "text":
         _scale_embedding_(model)
-    _start_(model, arm, batch)
+    _start_(model, settings, batch)
 
 
 def remeasure_(model: nn.Module, settings: Settings, data: Data, draw: int) -> None:
     """Set the constants anew by closed form 5, from another batch."""
     device = next(model.parameters()).device
     batch = inputs_of(draw_batch(data, settings.size_spec.batch, draw))
-    dynorm.init_from_batch_(model, {key: value.to(device) for key, value in batch.items()})
+    batch = {key: value.to(device) for key, value in batch.items()}
+    dynorm.init_from_batch_(model, batch, share=settings.share)
 
 
 def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -65,7 +66,8 @@ def constants(model: nn.Module) -> dict[str, float]:
     return {path: float(layer.beta().detach().median()) for path, layer in dynorm_layers(model).items()}
 
 
-def _start_(model: nn.Module, arm: Arm, batch: dict[str, Any]) -> None:
+def _start_(model: nn.Module, settings: Settings, batch: dict[str, Any]) -> None:
+    arm = settings.arm_spec
     layers = dynorm_layers(model).values()
     if arm.start == "published":
         for layer in layers:
@@ -77,7 +79,7 @@ def _start_(model: nn.Module, arm: Arm, batch: dict[str, Any]) -> None:
     elif arm.start == "batch":
         for layer in layers:
             layer.scale = math.sqrt(layer.channels)
-        dynorm.init_from_batch_(model, batch)
+        dynorm.init_from_batch_(model, batch, share=settings.share)
 
 
 def _replace_norms_(model: nn.Module, sites: list[dynorm.NormSite], norm: str) -> None:

@@ -71,6 +71,23 @@ LONG = Part(
     rates={"dyisru": (5e-4, 1e-3, 2e-3, 4e-3), "dyisru_annealed": (4e-3,), "dyt_published": (1e-3, 2e-3)},
     extend=False,
 )
+WITNESSES = Part(
+    "witnesses",
+    "DyISRU with the first four channels as witnesses, 600 steps",
+    ("dyisru_witnesses", "dyisru_witnesses_annealed"),
+    direct_rates=(1e-3, 2e-3, 4e-3, 8e-3),
+    norm_rates=(4e-3, 8e-3),
+    extend=False,
+    seeds=(1, 2),
+)
+SHARES = Part(
+    "shares",
+    "Another share of the sum for the witnesses at the start, 600 steps",
+    ("dyisru_witnesses",),
+    direct_rates=(1e-3, 4e-3, 8e-3),
+    extend=False,
+    variants=({"share": 0.1}, {"share": 0.9}),
+)
 RECIPES = Part(
     "recipes",
     "Variants of direct DyISRU, 600 steps",
@@ -133,7 +150,7 @@ LLAMA = Part(
     ("rmsnorm", "dyisru", "dyt", "dyisru_annealed"),
     fixed={"model": "llama"},
 )
-PLAN = (SMALL, LONG, RECIPES, OTHERS, RATES, PATHS, DIGITS, MEDIUM, LLAMA)
+PLAN = (SMALL, LONG, WITNESSES, SHARES, RECIPES, OTHERS, RATES, PATHS, DIGITS, MEDIUM, LLAMA)
 
 
 @dataclass(frozen=True)

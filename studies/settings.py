@@ -10,6 +10,9 @@ from dynorm.errors import ArgumentError
 from studies.arms import Arm, arm_of
 from studies.sizes import MODELS, Size, size_of
 
+PATH = (0.6, 0.3, "linear", "together")
+SHARE = 0.5
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -29,6 +32,7 @@ class Settings:
         per_channel: one constant per channel instead of one per site.
         center: whether a centre is learned; by default only by annealed arms that begin with LayerNorm.
         warmup_constants: set the constants anew from a batch at ten steps during the warm-up, as at the start.
+        share: how much of a token's typical sum the witnesses carry at the start, for direct arms that have some.
         path_start: where the annealing begins, as a share of the steps.
         path_length: how long it is, as a share of the steps.
         path_shape: "linear" or "cosine".
@@ -52,6 +56,7 @@ class Settings:
     per_channel: bool = False
     center: bool | None = None
     warmup_constants: bool = False
+    share: float = SHARE
     path_start: float = 0.6
     path_length: float = 0.3
     path_shape: str = "linear"
@@ -99,6 +104,8 @@ class Settings:
             parts.append("center" if self.center else "nocenter")
         if self.warmup_constants:
             parts.append("warm")
+        if self.share != SHARE:
+            parts.append(f"share{self.share:g}")
         if (self.path_start, self.path_length) != PATH[:2]:
             parts.append(f"path{self.path_start:g}+{self.path_length:g}")
         parts += [value for value in (self.path_shape, self.path_order) if value not in PATH]
@@ -125,7 +132,7 @@ class Settings:
     def _check_numbers(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ArgumentError(f"the learning rate must be positive and finite, got {self.lr!r}")
-        for name in ("lr", "constants_rate", "path_start", "path_length"):
+        for name in ("lr", "constants_rate", "share", "path_start", "path_length"):
             value = getattr(self, name)
             if math.isfinite(value) and float(f"{value:g}") != value:
                 raise ArgumentError(f"{name} must have at most six digits, for the run's name, got {value!r}")
@@ -154,6 +161,10 @@ class Settings:
                 f"the warm-up must have 10 steps or more to set the constants ten times, got {self.warmup}: give a "
                 "longer --warmup, or leave --warmup-constants out"
             )
+        if self.share != SHARE and not (arm.witnesses and arm.start == "batch"):
+            raise ArgumentError(f"{arm.name} has no witnesses that are set from a batch: leave --share out")
+        if not 0 < self.share < 1:
+            raise ArgumentError(f"the witnesses' share must be between 0 and 1, got {self.share!r}")
         path = (self.path_start, self.path_length, self.path_shape, self.path_order)
         if not arm.annealed:
             if path != PATH:
@@ -171,6 +182,3 @@ class Settings:
                 "the annealing must begin after the first step and end before the last, but it starts at "
                 f"{self.path_start:g} and takes {self.path_length:g} of {self.steps} steps: change these, or train on"
             )
-
-
-PATH = (0.6, 0.3, "linear", "together")

@@ -18,7 +18,7 @@ import dynorm
 from dynorm.cli.application import quiet_libraries
 from dynorm.errors import ArgumentError
 from studies.runs import ROOT, RUNS, SCRATCH, Record, RunFiles
-from studies.settings import Settings
+from studies.settings import SHARE, Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,6 +46,7 @@ def command(
     warmup_constants: Annotated[
         bool, typer.Option("--warmup-constants", help="Set the constants anew ten times during the warm-up.")
     ] = False,
+    share: Annotated[float, typer.Option(help="The witnesses' share of the sum at the start.")] = SHARE,
     path_start: Annotated[float, typer.Option(help="Where the annealing begins, a share of the steps.")] = 0.6,
     path_length: Annotated[float, typer.Option(help="How long it is, a share of the steps.")] = 0.3,
     path_shape: Annotated[str, typer.Option(help="linear or cosine.")] = "linear",
@@ -67,7 +68,7 @@ def command(
 
     settings = Settings(
         arm, lr, steps, seed, task, model, size, warmup, constants_rate, per_channel, center, warmup_constants,
-        path_start, path_length, path_shape, path_order, device, bf16,
+        share, path_start, path_length, path_shape, path_order, device, bf16,
     )  # fmt: skip
     quiet_libraries()
     record = run(settings, out=out, checkpoints=checkpoints, quiet=as_json, again=again)
