@@ -14,7 +14,7 @@ NOT_YET = "not run yet"
 
 
 def table(part: Part, study: Mapping[str, Any]) -> str:
-    """Return a part's table: a row an arm, in words what is missing."""
+    """Return a part's table: one row for each arm that was run."""
     accuracy = part is DIGITS
     head = ["arm", "best rate", "held-out loss", *(["accuracy"] if accuracy else []), "against the norm", "good rates"]
     head += ["diverged"]
@@ -22,11 +22,9 @@ def table(part: Part, study: Mapping[str, Any]) -> str:
     for sweep in part.sweeps():
         group = study["groups"].get(sweep[0].group)
         name = words({"arm": sweep[0].arm, "variant": sweep[0].variant})
-        if group is None:
-            rows.append(f"| {name} | {NOT_YET} " + "| " * (len(head) - 2) + "|")
-            continue
-        rows.append(f"| {' | '.join([name, *cells(group, sweep, accuracy)])} |")
-    return "\n".join(rows)
+        if group is not None:
+            rows.append(f"| {' | '.join([name, *cells(group, sweep, accuracy)])} |")
+    return "\n".join(rows) if len(rows) > 2 else f"{NOT_YET.capitalize()}."
 
 
 def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> list[str]:

@@ -37,6 +37,8 @@ from studies.settings import Settings
         ({"arm": "rmsnorm", "per_channel": True}, "no constants"),
         ({"arm": "dyt_published", "warmup_constants": True}, "from a batch"),
         ({"warmup_constants": True, "warmup": 9}, "10 steps or more"),
+        ({"share": 0.9}, "has no witnesses"),
+        ({"arm": "dyisru_witnesses", "share": 1.0}, "between 0 and 1"),
         ({"path_start": 0.5}, "is not annealed"),
         ({"arm": "dyisru_annealed", "path_start": 0.8}, "begin after the first step and end before the last"),
         ({"arm": "dyisru_annealed", "path_length": 0.0}, "begin after the first step and end before the last"),
@@ -63,7 +65,8 @@ def test_names_differ_where_settings_do() -> None:
         Settings(**annealed | {"center": True}),
     ]
     several += [Settings("dyisru", 1e-3), Settings("dyisru", 1e-3, warmup_constants=True)]
-    assert {field.name for field in fields(Settings)} == {*changes, "task", "warmup_constants"}
+    several += [Settings("dyisru_witnesses", 1e-3), Settings("dyisru_witnesses", 1e-3, share=0.9)]
+    assert {field.name for field in fields(Settings)} == {*changes, "task", "warmup_constants", "share"}
     assert len({settings.name for settings in several}) == len(several)
 
 
