@@ -21,7 +21,7 @@ import dynorm
 from dynorm import files
 from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.files import replaced_directory
-from dynorm.hub import load, plain, save
+from dynorm.hub import contents, load, plain, save
 from dynorm.hub.after_import import AfterImport, after_import
 from dynorm.replace.specs import dynorm_layers
 
@@ -252,8 +252,12 @@ def test_models_that_cannot_be_saved(
 
 
 def edit_config(folder: Path, **values: object) -> None:
+    """Change the file, and take its own checksums out, as where someone meant it."""
     path = folder / ("dynorm.json" if (folder / "dynorm.json").exists() else "config.json")
     config = json.loads(path.read_text())
+    sealed = config.get("quantization_config", config)
+    for key in ("sha256", "layers_sha256"):
+        sealed.pop(key, None)
     for key, value in values.items():
         holder = config
         *parents, last = key.split("__")
@@ -272,8 +276,21 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> N
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if (folder / "dynorm.json").exists():
-        path = folder / "model.safetensors"
-        edit_config(folder, weights=plain.weights_entry(path))
+        edit_config(folder, weights=contents.weights_entry(folder / "model.safetensors"))
+    else:
+        edit_config(folder, quantization_config__weights=None)
+
+
+def replace_text(folder: Path, name: str, old: str, new: str) -> None:
+    """Change a file as damage does, its checksums left as they were."""
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new, 1))
+
+
+def repeat_layer(folder: Path) -> None:
+    layers = json.loads((folder / "dynorm.json").read_text())["layers"]
+    edit_config(folder, layers=layers[:1] * 40_000)
 
 
 def cut(folder: Path) -> None:
@@ -290,7 +307,7 @@ def garbage(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(b"no tensors here")
     if (folder / "dynorm.json").exists():
-        edit_config(folder, weights=plain.weights_entry(path))
+        edit_config(folder, weights=contents.weights_entry(path))
 
 
 PLAIN_DAMAGES = {
@@ -310,6 +327,21 @@ PLAIN_DAMAGES = {
     "config": (lambda d: edit_config(d, layers__1__config__unheard=1), "layer 1: .* cannot be built"),
     "config value": (lambda d: edit_config(d, layers__1__config__normalized_shape="a"), "layer 1: normalized_shape"),
     "config size": (lambda d: edit_config(d, layers__1__config__normalized_shape=[2**70]), "layer 1: "),
+    "huge": (
+        lambda d: edit_config(d, layers__1__config__normalized_shape=[2**40]),
+        "layer 1: .* 268,435,456 parameters",
+    ),
+    "repeated": (repeat_layer, "layer 1: .* but 1 stands in another entry too"),
+    "nested": (
+        lambda d: (d / "dynorm.json").write_text("[" * 200_000),
+        "dynorm.json must be JSON, but max",
+    ),
+    "center": (lambda d: replace_text(d, "dynorm.json", '"center": true', '"center": false'), "was changed since"),
+    "scale": (lambda d: replace_text(d, "dynorm.json", '"scale": 2', '"scale": 3'), "was changed since"),
+    "integers": (
+        lambda d: edit_weights(d, lambda w: w.update({"1.center": torch.ones(1, dtype=torch.int64)})),
+        r"'1\.center' .* must be of a dtype like torch\.float32, got torch\.int64",
+    ),
     "no path": (lambda d: edit_config(d, layers__0__paths=[]), "layer 0: .* at least one path"),
     "weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
     "no sum": (lambda d: edit_config(d, weights__sha256=None), "must have a size and a sha256"),
@@ -893,7 +925,104 @@ DAMAGES = {
         "in another shape pooler.dense.bias",
     ),
     "value": (lambda d: edit_config(d, hidden_act="unheard-of"), "must hold a BertModel, but KeyError"),
+    "flipped": (flip, "it was changed since"),
+    "other value": (lambda d: replace_text(d, "config.json", '"gelu"', '"relu"'), "was changed since"),
+    "center": (lambda d: replace_text(d, "config.json", '"center": true', '"center": false'), "were changed"),
+    "path": (lambda d: replace_text(d, "config.json", '"embeddings.LayerNorm"', '"pooler"'), "were changed"),
 }
+
+
+@pytest.mark.parametrize("damage", ["flipped", "center", "path"])
+def test_a_plain_from_pretrained_notices_what_was_changed(tmp_path: Path, damage: str) -> None:
+    save(bert(), tmp_path / "m")
+    act, message = DAMAGES[damage]
+    act(tmp_path / "m")  # type: ignore[no-untyped-call]
+    with pytest.raises(StorageError, match=message):
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
+
+
+def test_a_layer_entry_that_is_removed_is_noticed(tmp_path: Path) -> None:
+    save(bert(), tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    del config["quantization_config"]["layers"][-1]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    for way in (load, transformers.AutoModel.from_pretrained):
+        with pytest.raises(StorageError, match="were changed"):
+            way(tmp_path / "m")
+
+
+def test_a_directory_of_the_earlier_format_still_loads(tmp_path: Path) -> None:
+    model, small = bert(), converted()
+    save(model, tmp_path / "m")
+    # Without checksums, and without the line that keeps transformers alone from loading it.
+    edit_config(tmp_path / "m", quantization_config__weights=None, transformers_weights=None)
+    assert torch.equal(first(load(tmp_path / "m")), first(model))
+    assert torch.equal(first(transformers.AutoModel.from_pretrained(tmp_path / "m")), first(model))
+    save(small, tmp_path / "small")
+    edit_config(tmp_path / "small")
+    assert same_state(load(tmp_path / "small", build()), small)
+
+
+@pytest.mark.slow
+def test_without_dynorm_nothing_loads_and_the_error_says_what_to_import(tmp_path: Path) -> None:
+    save(bert(), tmp_path / "m")
+    script = """
+import sys, warnings
+import transformers
+from sentence_transformers import SentenceTransformer
+folder = sys.argv[1]
+ways = {
+    "AutoModel": lambda: transformers.AutoModel.from_pretrained(folder),
+    "another head": lambda: transformers.AutoModelForMaskedLM.from_pretrained(folder),
+    "a direct class": lambda: transformers.BertModel.from_pretrained(folder),
+    "config": lambda: transformers.BertModel.from_pretrained(
+        folder, config=transformers.AutoConfig.from_pretrained(folder)
+    ),
+    "pipeline": lambda: transformers.pipeline("feature-extraction", model=folder),
+    "SentenceTransformer": lambda: SentenceTransformer(folder),
+}
+for name, way in ways.items():
+    try:
+        way()
+        print(name, "loaded")
+    except Exception as error:
+        print(name, "refused" if "import dynorm before you load this model" in str(error) else repr(error))
+assert "dynorm" not in sys.modules
+"""
+    environment = dict(os.environ, HF_HUB_OFFLINE="1")
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "m")],
+        capture_output=True, text=True, check=True, env=environment,
+    )  # fmt: skip
+    assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()] == ["refused"] * 6, run.stdout
+
+
+def test_a_model_that_another_process_puts_there_is_read_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, read = converted(), converted(), plain.require_weights
+    save(old, tmp_path / "m")
+
+    def exchanged(*arguments: Any) -> None:
+        monkeypatch.setattr(plain, "require_weights", read)
+        save(new, tmp_path / "m", overwrite=True)
+        read(*arguments)
+
+    monkeypatch.setattr(plain, "require_weights", exchanged)
+    assert same_state(load(tmp_path / "m", build()), new)
+
+
+def test_a_model_that_torchao_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Int8Tensor(Tensor):
+        __module__ = "torchao.quantization"
+
+    for model in (converted(), bert()):
+        next(m for m in model.modules() if isinstance(m, nn.Linear)).weight = nn.Parameter(
+            torch.randn(8, 8).as_subclass(Int8Tensor)
+        )
+        with pytest.raises(ModelError, match="is a Int8Tensor: save it before quantizing"):
+            save(model, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

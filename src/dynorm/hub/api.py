@@ -56,7 +56,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     base = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
     with replaced_directory(directory, overwrite=overwrite) as folder:
         if base is not None and isinstance(model, base):
-            _with_transformers().write_transformers(model, contents, folder)
+            _with_transformers()
+            model.save_pretrained(folder)
         else:
             write_plain(model, contents, folder)
 
@@ -100,6 +101,21 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
     folder = Path(directory)
     if not folder.is_dir():
         raise StorageError(f"{folder} must be a directory, but is none: for a name on a hub, use from_pretrained")
+    before = _identity(folder)
+    try:
+        return _read(folder, model)
+    except StorageError:
+        # Another process put a new model there, so that old and new files were read together.
+        if _identity(folder) == before:
+            raise
+        return _read(folder, model)
+
+
+def _identity(folder: Path) -> int | None:
+    return folder.stat().st_ino if folder.exists() else None
+
+
+def _read(folder: Path, model: nn.Module | None) -> nn.Module:
     if (folder / CONFIG).exists():
         return read_plain(folder, model)
     if not (folder / _TRANSFORMERS_CONFIG).exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 
 FORMAT_VERSION = 1
+# Elements of all layers together: no model has as many, and a damaged size must not fill the memory.
+_MOST_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ def contents_of(model: nn.Module) -> Contents:
     """Return the contents of a model that is to be saved.
 
     Raises:
-        ModelError: it has no point-wise layer, is one itself, or has one of a class that cannot be built again.
+        ModelError: it has no point-wise layer, is one itself, or has one of a class that cannot be built again; or
+            torchao has quantized it.
     """
     layers, norms, biases = dynorm_layers(model), rms_specs(model), added_biases(model)
     if not (layers or norms or biases):
@@ -54,6 +58,12 @@ def contents_of(model: nn.Module) -> Contents:
                 f"the layer {path!r} must be one of dynorm's ({', '.join(LAYERS)}), but is a {type(layer).__name__}: "
                 "save such a model with torch's own means"
             )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith("torchao."):
+            raise ModelError(
+                f"the model must be converted or quantized to be saved, but {name!r} is a {type(parameter).__name__}: "
+                "save it before quantizing, and quantize what was loaded"
+            )
     return Contents(specs_of(model) + norms, biases, untied(model))
 
 
@@ -67,19 +77,27 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
     """Read specs, each built once on the meta device to see that it can be.
 
     Raises:
-        StorageError: the list or one of its entries is malformed; or it is empty, unless that is allowed.
+        StorageError: the list or one of its entries is malformed, names a path again, or would be too large; or the
+            list is empty, unless that is allowed.
     """
     if not isinstance(values, (list, tuple)) or not (values or allow_none):
         raise StorageError(f"the layers in {where} must be a list with at least one entry, got {values!s:.80}")
-    specs = []
+    specs: list[LayerSpec] = []
+    seen: set[str] = set()
+    elements = 0
     for i, entry in enumerate(values):
         try:
             if not isinstance(entry, Mapping) or not is_list_of_str(entry.get("paths")):
                 raise ArgumentError(f"a layer needs a list of paths, got {entry!s:.80}")
             if not entry["paths"] and not entry.get("outside"):
                 raise ArgumentError("a layer needs at least one path")
+            if again := seen.intersection(entry["paths"]):
+                raise ArgumentError(f"a layer needs paths of its own, but {listed(again)} stands in another entry too")
+            seen.update(entry["paths"])
             spec = (RMSNormSpec if entry.get("layer") == RMSNORM else LayerSpec).from_dict(entry)
-            spec.build("meta", None)
+            elements += sum(p.numel() for p in spec.build("meta", None).parameters())
+            if elements > _MOST_ELEMENTS:
+                raise ArgumentError(f"the layers may have {_MOST_ELEMENTS:,} parameters together, got {elements:,}")
         # A config may hold anything: whatever a constructor says of it is the reason.
         except (ArgumentError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise StorageError(f"{where}, layer {i}: {error}") from error
@@ -97,7 +115,8 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StorageError(f"{path} must be readable, but {error}") from error
-    except ValueError as error:
+    # Of a file that is nested too deep.
+    except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} must be JSON, but {error}") from error
     if not isinstance(values, dict):
         raise StorageError(f"{path} must hold a JSON object, got {type(values).__name__}")
@@ -114,6 +133,48 @@ def require_version(values: Mapping[str, Any], where: str) -> None:
     if version != FORMAT_VERSION:
         written = f", written by dynorm {values['dynorm_version']}" if "dynorm_version" in values else ""
         raise StorageError(f"the format_version of {where} must be {FORMAT_VERSION}, got {version!r}{written}")
+
+
+def checksum(values: object) -> str:
+    """Return the sha256 of values that JSON knows, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def require_checksum(values: Mapping[str, Any], where: str) -> None:
+    """Check that a JSON object is what was written, if it holds its own checksum: those of earlier versions do not.
+
+    Raises:
+        StorageError: it was changed since.
+    """
+    rest = {key: value for key, value in values.items() if key != "sha256"}
+    if values.get("sha256") not in (None, checksum(rest)):
+        raise StorageError(f"{where} must be as dynorm wrote it, but was changed since: save the model again")
+
+
+def weights_entry(path: Path) -> dict[str, Any]:
+    """Return the size and checksum by which a load knows the weights as its own."""
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def require_weights(path: Path, expected: object, where: object) -> None:
+    """Check that a file of weights is the one whose size and checksum were saved.
+
+    Raises:
+        StorageError: it is not, or cannot be read.
+    """
+    if not isinstance(expected, Mapping) or not {"size", "sha256"} <= expected.keys():
+        raise StorageError(f"the weights in {where} must have a size and a sha256, got {expected!r}")
+    try:
+        found = weights_entry(path)
+    except OSError as error:
+        raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
+    if found["size"] != expected["size"]:
+        raise StorageError(
+            f"{path} must have {expected['size']} bytes, got {found['size']}: it is truncated, or not its own"
+        )
+    if found["sha256"] != expected["sha256"]:
+        raise StorageError(f"{path} must have the sha256 that {where} names, but has not: it was changed since")
 
 
 def is_list_of_str(value: object) -> TypeGuard[list[str]]:

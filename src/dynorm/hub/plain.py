@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +18,15 @@ from dynorm.fold.apply import give_bias_, untie_
 from dynorm.hub.contents import (
     FORMAT_VERSION,
     Contents,
+    checksum,
     is_list_of_str,
     listed,
     read_json,
     read_layers,
+    require_checksum,
     require_version,
+    require_weights,
+    weights_entry,
 )
 from dynorm.replace.specs import apply_specs_, dynorm_layers, swap_
 
@@ -51,13 +54,8 @@ def write_plain(model: nn.Module, contents: Contents, folder: Path) -> None:
         "biases": contents.biases,
         "untied": contents.untied,
     }
+    values["sha256"] = checksum(values)
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def weights_entry(path: Path) -> dict[str, Any]:
-    """Return the size and checksum by which a load knows the weights as its own."""
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
@@ -71,6 +69,7 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     where = str(folder / CONFIG)
     values = read_json(folder / CONFIG)
     require_version(values, where)
+    require_checksum(values, where)
     model = _require_class(model, values.get("model_class"), folder)
     biases, untied = values.get("biases", []), values.get("untied", [])
     for key, names in (("biases", biases), ("untied", untied)):
@@ -146,22 +145,12 @@ def _require_class(model: nn.Module | None, saved: object, folder: Path) -> nn.M
 
 def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors under all their names; one of several names comes as the same object."""
-    path, expected, aliases = folder / WEIGHTS, values.get("weights"), values.get("aliases")
-    if not isinstance(expected, Mapping) or not {"size", "sha256"} <= expected.keys():
-        raise StorageError(f"the weights in {folder / CONFIG} must have a size and a sha256, got {expected!r}")
+    path, aliases = folder / WEIGHTS, values.get("aliases")
     if not isinstance(aliases, dict):
         raise StorageError(f"the aliases in {folder / CONFIG} must be an object, got {aliases!r}")
+    require_weights(path, values.get("weights"), folder / CONFIG)
     try:
-        found = weights_entry(path)
-        if found["size"] != expected["size"]:
-            raise StorageError(
-                f"{path} must have {expected['size']} bytes, got {found['size']}: it is truncated, or not its own"
-            )
-        if found["sha256"] != expected["sha256"]:
-            raise StorageError(f"{path} must have the sha256 that {CONFIG} names, but has not: it was changed since")
         tensors = load_file(path)
-    except StorageError:
-        raise
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
     for alias, name in aliases.items():
@@ -200,6 +189,10 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
             raise StorageError(
                 f"{name!r} in {folder / WEIGHTS} must have the model's shape {tuple(tensor.shape)}, "
                 f"got {tuple(tensors[name].shape)}"
+            )
+        if tensor.is_floating_point() and not tensors[name].is_floating_point():
+            raise StorageError(
+                f"{name!r} in {folder / WEIGHTS} must be of a dtype like {tensor.dtype}, got {tensors[name].dtype}"
             )
         other = first.setdefault(id(tensor), name)
         if tensors[name] is not tensors[other]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynorm.errors import ModelError, StorageError
 from dynorm.fold.apply import give_bias_
-from dynorm.hub.contents import is_list_of_str, listed, read_layers, require_version
+from dynorm.hub.contents import checksum, is_list_of_str, listed, read_layers, require_version, require_weights
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, apply_specs_, dynorm_layers
 
 METHOD = "dynorm"
+# Key and value in config.json that transformers alone takes for a bad file name, which its error quotes.
+BARRIER = "transformers_weights"
+ADVICE = "import dynorm before you load this model: its norms are replaced by layers that only dynorm (pip) knows"
 # Of torch's own allocations on the CPU, in bytes.
 _ALIGNMENT = 64
 _AFFINE = ("weight", "bias")
@@ -36,6 +40,8 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         dynorm_version: the version of dynorm that wrote it.
         biases: the paths of linear layers that were given a bias, relative to the base model.
         biases_outside: those that are not in the base model.
+        weights: size and checksum of each file of weights, to know them by.
+        layers_sha256: the checksum of layers and biases; made where there is none.
         **unknown: ignored, such as the keys that transformers adds.
     """
 
@@ -47,6 +53,8 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         dynorm_version: str | None = None,
         biases: Any = (),
         biases_outside: Any = (),
+        weights: Any = None,
+        layers_sha256: str | None = None,
         **unknown: Any,
     ) -> None:
         self.quant_method = METHOD
@@ -59,6 +67,10 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise StorageError(f"the biases in the quantization_config must be paths, got {biases!s:.80}")
         require_version(vars(self), "the quantization_config")
         self.specs()
+        self.weights = weights
+        self.layers_sha256 = checksum([list(layers), self.biases, self.biases_outside])
+        if layers_sha256 not in (None, self.layers_sha256):
+            raise StorageError("the layers in the quantization_config must be as dynorm wrote them, but were changed")
 
     def specs(self) -> list[tuple[LayerSpec, list[str], dict[str, str]]]:
         """Return each layer's spec, its paths outside of the base model, and its parameters' own dtypes."""
@@ -86,8 +98,21 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return True: the weights are ordinary tensors."""
         return True
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Take the line off the config that keeps transformers alone from loading it: the first hook that sees it."""
+        vars(config).pop(BARRIER, None)
+        return config
+
+    # The name of the first hook in transformers 5.0.
+    update_tp_plan = update_attn_implementation
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Iterable[str] | None = None, **kwargs: Any
+    ) -> Any:
         config = self.quantization_config
+        for file in map(Path, checkpoint_files or ()):
+            if isinstance(config.weights, Mapping) and file.name in config.weights:
+                require_weights(file, config.weights[file.name], "the quantization_config")
         layers = [(spec, _places(model, spec.paths, outside), dtypes) for spec, outside, dtypes in config.specs()]
         found = [(replace(spec, paths=tuple(paths)), dtypes) for spec, paths, dtypes in layers if paths]
         if config.layers and not found:
@@ -124,6 +149,8 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         # From here on nothing is special about the model: no `.half()` that raises, no Trainer that wants adapters.
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False
+        # The model may change before it is written again.
+        self.quantization_config.weights = None
         # A dict, as in a file: transformers cannot load again with a config that holds the object.
         model.config.quantization_config = self.quantization_config.to_dict()
         for module in model.modules():

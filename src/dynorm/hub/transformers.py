@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,20 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
 from dynorm.errors import DynormError, ModelError, StorageError
+from dynorm.files import write_text
 from dynorm.hub.contents import (
     FORMAT_VERSION,
     Contents,
+    checksum,
     contents_of,
     is_changed,
     is_list_of_str,
     listed,
     read_json,
+    require_checksum,
+    weights_entry,
 )
-from dynorm.hub.quantizer import METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
+from dynorm.hub.quantizer import ADVICE, BARRIER, METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
 from dynorm.replace.specs import dynorm_layers, replaced_by
 
 CONFIG = "config.json"
@@ -53,18 +57,16 @@ def register() -> None:
 
     @wraps(save_pretrained)
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(self.config, "quantization_config", None), _Description):
-            return save_pretrained(self, *args, **kwargs)
         # Looked up each time: it makes no difference what was converted, restored or loaded before.
-        with described(self, contents_of(self) if is_changed(self) else None):
-            return save_pretrained(self, *args, **kwargs)
+        contents = contents_of(self) if is_changed(self) else None
+        with described(self, contents):
+            written = save_pretrained(self, *args, **kwargs)
+        if contents is not None:
+            _seal(Path(kwargs["save_directory"] if "save_directory" in kwargs else args[0]))
+        return written
 
     described_save_pretrained._without_dynorm = save_pretrained  # type: ignore[attr-defined]
     PreTrainedModel.save_pretrained = described_save_pretrained
-
-
-class _Description(dict[str, Any]):
-    """The ``quantization_config`` of a model that is being written."""
 
 
 @contextmanager
@@ -84,12 +86,14 @@ def described(model: Any, contents: Contents | None) -> Iterator[None]:
     shared = [model.get_submodule(spec.paths[0]) for spec in contents.layers if spec.paths[1:]] if contents else []
     with ExitStack() as stack:
         stack.enter_context(_put_back(model.config, "quantization_config"))
+        stack.enter_context(_put_back(model.config, "to_json_file"))
         stack.enter_context(_put_back(model, "_tied_weights_keys"))
         for layer in shared:
             stack.callback(layer.register_state_dict_post_hook(_buffers_once_per_name).remove)
         if contents is not None:
             # A dict, as in a file: transformers cannot load with a config that holds the object.
-            model.config.quantization_config = _Description(_config_of(model, contents).to_dict())
+            model.config.quantization_config = _config_of(model, contents).to_dict()
+            vars(model.config)["to_json_file"] = partial(_write_with_barrier, model.config)
             # transformers writes a tensor of two names only if the model declares one of them to be tied.
             aliases = {f"^{re.escape(a)}$": name for a, name in aliases_of(model, contents.layers).items()}
             if aliases:
@@ -99,19 +103,36 @@ def described(model: Any, contents: Contents | None) -> Iterator[None]:
         yield
 
 
+def _write_with_barrier(config: Any, path: str, **options: Any) -> None:
+    """Write config.json so that it loads with dynorm only; transformers takes the key off just before it writes."""
+    with _put_back(config, "to_json_file"), _put_back(config, BARRIER):
+        del vars(config)["to_json_file"]
+        vars(config)[BARRIER] = ADVICE
+        config.to_json_file(path, **options)
+
+
+def _seal(folder: Path) -> None:
+    """Note the checksums of the weights and of all else in config.json, where this process wrote them."""
+    files = _weight_files(folder)
+    if not (files and (folder / CONFIG).is_file()):
+        return
+    config = read_json(folder / CONFIG)
+    described = config["quantization_config"]
+    described["weights"] = {file.name: weights_entry(file) for file in files}
+    described["sha256"] = checksum(config)
+    write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _require_sealed(config: dict[str, Any], where: Path) -> None:
+    quantization = dict(config["quantization_config"])
+    sealed = quantization.pop("sha256", None)
+    rest = config | {"quantization_config": quantization}
+    require_checksum(rest | {"sha256": sealed}, f"{where} (which from_pretrained takes as it is)")
+
+
 def _buffers_once_per_name(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Write the buffers of a shared layer under each of its names: transformers ties parameters only."""
     state.update({prefix + name: buffer.clone() for name, buffer in layer.named_buffers()})
-
-
-def write_transformers(model: Any, contents: Contents, folder: Path) -> None:
-    """Write a model into an empty directory.
-
-    Raises:
-        ModelError: the model is quantized too.
-    """
-    with described(model, contents):
-        model.save_pretrained(folder)
 
 
 def read_transformers(folder: Path) -> nn.Module:
@@ -135,7 +156,8 @@ def read_transformers(folder: Path) -> nn.Module:
             f"the class of the model must be one of transformers' to be found by its name, but {names[0]} is not: "
             f"call {names[0]}.from_pretrained({str(folder)!r})"
         )
-    _require_whole_weights(folder)
+    _require_sealed(config, folder / CONFIG)
+    require_whole_weights(folder)
     try:
         model, info = cls.from_pretrained(  # type: ignore[attr-defined]
             folder,
@@ -188,16 +210,26 @@ def _config_of(model: Any, contents: Contents) -> DynormConfig:
     return DynormConfig(entries, _name(model.dtype), FORMAT_VERSION, __version__, biases=inside, biases_outside=outside)
 
 
-def _require_whole_weights(folder: Path) -> None:
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model, in order; none where there are none."""
     found = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if found is None:
+    if found is None or found.suffix != ".json":
+        return [found] if found else []
+    shards = read_json(found).get("weight_map")
+    if not isinstance(shards, dict) or not is_list_of_str(list(shards.values())):
+        raise StorageError(f"the weight_map in {found} must name a file per tensor, got {json.dumps(shards):.80}")
+    return sorted({folder / Path(name).name for name in shards.values()})
+
+
+def require_whole_weights(folder: Path) -> None:
+    """Check that the safetensors files of a model are there and whole, by their headers.
+
+    Raises:
+        StorageError: one is not; the message names it.
+    """
+    files = _weight_files(folder)
+    if not files:
         raise StorageError(f"{folder} must hold {_WEIGHTS[0]}, but does not")
-    files = [found]
-    if found.suffix == ".json":
-        shards = read_json(found).get("weight_map")
-        if not isinstance(shards, dict) or not is_list_of_str(list(shards.values())):
-            raise StorageError(f"the weight_map in {found} must name a file per tensor, got {json.dumps(shards):.80}")
-        files = sorted({folder / Path(name).name for name in shards.values()})
     for file in files:
         try:
             # Reads the header, which says how long the file must be.
