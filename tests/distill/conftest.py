@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Pre
 
 from dynorm.distill.texts import standard_library_docstrings
 
-WORDS = ["the", "a", "of", "to", "is", "and", "return", "in", "if", "for", "an", "object", "file", "string", "class"]
+TEXTS = standard_library_docstrings()[:160]
+# The words and marks of the texts that are most common: a text of unknown words is refused.
+WORDS = [word for word, _ in Counter(re.findall(r"\w+|[^\w\s]+", " ".join(TEXTS))).most_common(250)]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
 
 
@@ -35,7 +39,7 @@ def save(model: Any, folder: Path) -> Path:
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=64,
     )  # fmt: skip
     return save(BertModel(config), tmp_path_factory.mktemp("models") / "tiny-bert")
@@ -44,12 +48,12 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=2, n_positions=32, eos_token_id=2, bos_token_id=2)
+    config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=32, eos_token_id=2, bos_token_id=2)
     return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("models") / "tiny-gpt2")
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("texts") / "texts.txt"
-    file.write_text("\n\n".join(standard_library_docstrings()[:160]), "utf-8")
+    file.write_text("\n\n".join(TEXTS), "utf-8")
     return file

@@ -31,6 +31,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of the words that the hand-made tokenizer knows."""
+    file = tmp_path_factory.mktemp("words") / "texts.txt"
+    rows = (" ".join(f"w{4 + (i * j) % 36}" for j in range(1, 9)) for i in range(36))
+    file.write_text("\n\n".join(rows), "utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
 def written(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``dynorm convert`` writes for the real encoder, all-MiniLM-L6-v2."""
     out = tmp_path_factory.mktemp("converted")
@@ -96,9 +105,9 @@ def with_dense(tmp_path: Path) -> Path:
     return folder
 
 
-def test_modules_with_weights_come_along_and_clutter_does_not(with_dense: Path, corpus: Path, tmp_path: Path) -> None:
+def test_modules_with_weights_come_along_and_clutter_does_not(with_dense: Path, words: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    convert_pretrained(with_dense, out, WORDS, texts=[corpus])
+    convert_pretrained(with_dense, out, WORDS, texts=[words])
     model = SentenceTransformer(str(out / "model"), device="cpu")
     assert kinds(model) == ["DyISRU"] * 5
     texts = ["w5 w6 w7", "w9 w9"]
@@ -111,24 +120,24 @@ def test_modules_with_weights_come_along_and_clutter_does_not(with_dense: Path, 
     assert not written & {"onnx/model.onnx", ".git/config", "model.safetensors.index.json", "pytorch_model.bin"}
 
 
-def test_a_folder_is_converted_into_itself_again_and_again(with_dense: Path, corpus: Path) -> None:
+def test_a_folder_is_converted_into_itself_again_and_again(with_dense: Path, words: Path) -> None:
     for _ in range(2):
-        convert_pretrained(with_dense, with_dense / "converted", WORDS, texts=[corpus], overwrite=True)
+        convert_pretrained(with_dense, with_dense / "converted", WORDS, texts=[words], overwrite=True)
     written = {str(path.relative_to(with_dense)) for path in (with_dense / "converted").rglob("*")}
     assert "converted/model/tokenizer.json" in written
     assert not any("converted" in Path(name).parts[1:] for name in written)
 
 
-def test_an_overwritten_model_has_the_new_ones_tokenizer(with_dense: Path, corpus: Path, tmp_path: Path) -> None:
+def test_an_overwritten_model_has_the_new_ones_tokenizer(with_dense: Path, words: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    convert_pretrained(with_dense, out, WORDS, texts=[corpus])
+    convert_pretrained(with_dense, out, WORDS, texts=[words])
     (out / "model" / "tokenizer.json").write_text("{}")
-    convert_pretrained(with_dense, out, WORDS, texts=[corpus], overwrite=True)
+    convert_pretrained(with_dense, out, WORDS, texts=[words], overwrite=True)
     assert (out / "model" / "tokenizer.json").read_text() == (with_dense / "tokenizer.json").read_text()
 
 
-def test_a_damaged_list_of_modules_is_refused_before_the_work(with_dense: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_damaged_list_of_modules_is_refused_before_the_work(with_dense: Path, words: Path, tmp_path: Path) -> None:
     (with_dense / "modules.json").write_text(json.dumps([{"idx": 0}]))
     with pytest.raises(dynorm.StorageError, match=r"modules\.json must be a list of modules"):
-        convert_pretrained(with_dense, tmp_path / "out", WORDS, texts=[corpus])
+        convert_pretrained(with_dense, tmp_path / "out", WORDS, texts=[words])
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynorm.distill.pretrained import load_model, require_free, write_out
+from dynorm.distill.pretrained import load_model, require_apart, require_free, write_out
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
 
@@ -42,6 +42,7 @@ def fold_pretrained(
         DynormError: bad arguments, model or folder, or nothing can be folded; nothing is written then.
     """
     folder, out = Path(folder), Path(out)
+    require_apart(folder, out)
     require_free(out, overwrite)
     model = load_model(folder)
     inputs: dict[str, Any] = example_of(model)
@@ -49,7 +50,8 @@ def fold_pretrained(
     report = fold_(model, **(inputs | options))
     if not any(report.count(name) for name in ("affine", "center", "constants")):
         raise ModelError(f"at least one norm must be foldable, but none is; nothing was written\n{report}")
-    write_out(model, folder, out, report.to_dict(), overwrite)
+    facts = ["Its norms are folded into their neighbours by exact algebra.", report.table().title]
+    write_out(model, folder, out, report.to_dict(), facts, overwrite)
     say(f"saved {out / 'model'} and {out / 'report.json'}")
     return report
 

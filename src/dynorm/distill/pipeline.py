@@ -25,6 +25,7 @@ from dynorm.distill.pretrained import (
     load_pretrained,
     make_batches,
     on_device,
+    require_apart,
     require_free,
     write_out,
 )
@@ -43,6 +44,7 @@ Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
 
 _CALIBRATION_TEXTS = 256
 _BATCH = 32
+_DOCSTRINGS = "docstrings of the standard library"
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def convert_pretrained(
     recipe, out = recipe or Recipe(), Path(out)
     recipe.check()
     require_library("matplotlib", "the report's pictures", "plots")
+    require_apart(Path(folder), out)
     require_free(out, overwrite)
     subject = _Subject.load(folder, texts, recipe.held_out, recipe.seed, recipe.max_length, device)
     folders_of_modules(subject.pretrained.folder)
@@ -159,7 +162,16 @@ def convert_pretrained(
         fit_on = subject.batches(fit[:_CALIBRATION_TEXTS])
         report = measure(model, tests, original=job.original, fit_on=fit_on, seed=recipe.seed, meta=meta)
     report.meta["seconds"], report.meta["stages"] = job.seconds, job.details
-    write_out(model, subject.pretrained.folder, out, report.to_dict(), overwrite)
+    each, source = "channel" if recipe.per_channel else "layer", ", ".join(map(str, texts)) or _DOCSTRINGS
+    training = ", distilled" if "distill" in job.details else ""
+    refined = f", refined together in {recipe.refine} steps" if recipe.refine else ""
+    facts = [
+        f"{len(report.sites)} of its norms are replaced by {recipe.to} layers, with one constant per {each} and at "
+        f"most {recipe.witnesses} witness channels per layer.",
+        f"The constants are fitted{refined}{training} on {len(fit)} texts: {source}.",
+        "Measured on other texts:\n\n```\n" + report.table().title + "\n```",
+    ]
+    write_out(model, subject.pretrained.folder, out, report.to_dict(), facts, overwrite)
     report.to_html(out / "report.html")
     say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
     return report
@@ -234,7 +246,7 @@ class _Subject:
     def meta(self, name: str | None) -> dict[str, Any]:
         return {
             "model": name or self.pretrained.folder.name,
-            "texts": [str(path) for path in self.texts] or "docstrings of the standard library",
+            "texts": [str(path) for path in self.texts] or _DOCSTRINGS,
             "texts_held_out": len(self.held_out),
             "versions": library_versions(),
         }

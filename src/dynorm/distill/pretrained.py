@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, DataError, StorageError
+from dynorm.distill.card import write_card
+from dynorm.errors import ArgumentError, DataError, DynormError, StorageError
 from dynorm.files import replaced_directory, write_text
+from dynorm.hub.contents import is_changed, listed
 
 # fmt: off
 _WEIGHTS = frozenset([
@@ -56,7 +58,8 @@ def load_pretrained(folder: str | Path, device: str = "cpu") -> Pretrained:
 
     Raises:
         ArgumentError: torch cannot use the device.
-        StorageError: the folder does not exist, or holds no model and tokenizer that transformers can read.
+        StorageError: the folder does not exist, holds no model and tokenizer that transformers can read, or lacks
+            weights of the model.
 
     Example:
         >>> load_pretrained("/nowhere")
@@ -70,12 +73,14 @@ def load_pretrained(folder: str | Path, device: str = "cpu") -> Pretrained:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or [])
         auto = AutoModelForCausalLM if language_model else AutoModel
-        model = auto.from_pretrained(folder, local_files_only=True).eval()
+        model, info = auto.from_pretrained(folder, local_files_only=True, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    _require_all_weights(folder, model, info)
+    require_tokenizer_files(folder, tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     try:
-        model = model.to(device)
+        model = model.eval().to(device)
     # What torch raises for a device that it does not know, was not built for, or does not find.
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"device must be one that torch can use here, got {device!r}: {error}") from error
@@ -86,14 +91,16 @@ def load_model(folder: Path) -> Any:
     """Load the model that a folder's config names, in its own dtype and eval mode, without the network.
 
     Raises:
-        StorageError: there is none that transformers can read.
+        StorageError: there is none that transformers can read, or it lacks weights.
     """
     with _readable(folder):
         import transformers
 
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
-        return cls.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+        model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
+    _require_all_weights(folder, model, info)
+    return model.eval()
 
 
 @contextmanager
@@ -102,10 +109,59 @@ def _readable(folder: Path) -> Iterator[None]:
         raise StorageError(
             f"the model must be a folder with a config.json, but {folder} has none: give what save_pretrained wrote"
         )
+    weights = next((file for file in sorted(folder.iterdir()) if file.suffix in _WEIGHTS), folder)
     try:
+        if weights.suffix == ".safetensors":
+            from dynorm.hub.transformers import require_whole_weights
+
+            require_whole_weights(folder)
         yield
-    except (OSError, ValueError, KeyError) as error:
-        raise StorageError(f"transformers must be able to read the model in {folder}, but: {error}") from error
+    except DynormError:
+        raise
+    # transformers raises whatever its files make it raise.
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise StorageError(f"transformers must be able to read {weights} and its config, but {found:.500}") from error
+
+
+def _require_all_weights(source: Path, model: nn.Module, info: dict[str, Any]) -> None:
+    # transformers fills them with random numbers. A bare encoder's pooler has no part in its hidden states.
+    missing = [key for key in sorted(info["missing_keys"]) if "pooler" not in key]
+    if missing:
+        raise StorageError(
+            f"{source} must hold all weights of {type(model).__name__}, but lacks {listed(missing)}: is it a "
+            "checkpoint of another class, or of a part?"
+        )
+
+
+def require_tokenizer_files(folder: Path, tokenizer: Any) -> None:
+    """Check that a tokenizer was read from files: where there are none, transformers makes one up.
+
+    Raises:
+        StorageError: its files are not in the folder.
+    """
+    names = {*type(tokenizer).vocab_files_names.values(), "tokenizer.json"}
+    # One of bytes or characters has no vocabulary.
+    bare = not type(tokenizer).vocab_files_names and (folder / "tokenizer_config.json").is_file()
+    if not bare and not any((folder / name).is_file() for name in names):
+        raise StorageError(
+            f"{folder} must hold the model's tokenizer, but has none of {listed(names)}: copy its files there"
+        )
+
+
+def require_known_words(tokenizer: Any, encoded: Sequence[list[int]]) -> None:
+    """Check that a tokenizer knows the texts that it encoded.
+
+    Raises:
+        DataError: most of them became nothing, or unknown tokens.
+    """
+    special, unknown = set(tokenizer.all_special_ids), tokenizer.unk_token_id
+    lost = sum(sum(i not in special for i in ids) <= ids.count(unknown) for ids in encoded)
+    if 2 * lost > len(encoded):
+        raise DataError(
+            f"the tokenizer must know the texts, but {lost} of {len(encoded)} became nothing or unknown tokens: "
+            "give texts in the model's language, or the tokenizer that belongs to the model"
+        )
 
 
 def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) -> list[list[int]]:
@@ -120,7 +176,7 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
         One list of token ids per text, or per block.
 
     Raises:
-        DataError: there is no text, or too little for a block.
+        DataError: there is no text, too little for a block, or most of it is unknown to the tokenizer.
     """
     limit = getattr(pretrained.model.config, "max_position_embeddings", None) or max_length
     max_length = min(max_length, limit)
@@ -129,9 +185,12 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
     tokenizer = pretrained.tokenizer
     if not pretrained.language_model:
         encoded: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
+        require_known_words(tokenizer, encoded)
         return encoded
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    joined = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"] + end]
+    parts = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    require_known_words(tokenizer, parts)
+    joined = [token for part in parts for token in part + end]
     blocks = [joined[i : i + max_length] for i in range(0, len(joined) - max_length + 1, max_length)]
     if not blocks:
         raise DataError(f"texts must fill a block of {max_length} tokens, but they are {len(joined)} tokens: give more")
@@ -183,6 +242,16 @@ def library_versions() -> dict[str, str]:
     }
 
 
+def require_apart(source: Path, out: Path) -> None:
+    """Refuse an output that would replace the model that it is made from.
+
+    Raises:
+        ArgumentError: it would.
+    """
+    if source.resolve().is_relative_to((out / "model").resolve()):
+        raise ArgumentError(f"the output must not replace its own source, but {out / 'model'} holds {source}")
+
+
 def require_free(out: Path, overwrite: bool) -> None:
     """Refuse before the work an output folder that could not be written after it."""
     if (out / "model").exists() and not overwrite:
@@ -192,8 +261,13 @@ def require_free(out: Path, overwrite: bool) -> None:
         raise StorageError(f"the output must go into a folder that can be written, but {parent} cannot")
 
 
-def write_out(model: nn.Module, source: Path, out: Path, report: dict[str, Any], overwrite: bool) -> None:
-    """Write a changed model, with the other files of its old folder, to ``out/model``, and ``out/report.json``."""
+def write_out(
+    model: nn.Module, source: Path, out: Path, report: dict[str, Any], facts: Sequence[str], overwrite: bool
+) -> None:
+    """Write a changed model, with the other files of its old folder, to ``out/model``, and ``out/report.json``.
+
+    ``facts`` are the paragraphs of the model's card.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -201,6 +275,7 @@ def write_out(model: nn.Module, source: Path, out: Path, report: dict[str, Any],
     with replaced_directory(out / "model", overwrite=overwrite) as new:
         model.save_pretrained(os.fspath(new))  # type: ignore[operator]
         _copy_rest(source.absolute(), new)
+        write_card(new, source, facts, needs_dynorm=is_changed(model))
     write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
 
 

@@ -1,0 +1,173 @@
+"""Folders that a job must not take as they come: weights or tokenizer missing, damaged, or its own output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dynorm
+from dynorm.distill.fold import fold_pretrained
+from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
+from dynorm.distill.pretrained import load_pretrained
+from dynorm.errors import DataError, StorageError
+
+QUICK = Recipe(refine=0, held_out=16, max_length=16)
+NORM = "encoder.layer.1.output.LayerNorm"
+
+
+@pytest.fixture
+def source(encoder: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny encoder, to be damaged."""
+    return shutil.copytree(encoder, tmp_path / "source")
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("change", [
+    lambda t: t.pop(f"{NORM}.weight"),
+    lambda t: t.update(elsewhere=t.pop(f"{NORM}.weight")),
+    lambda t: [t.pop(name) for name in list(t) if name.startswith("encoder.layer.1.")],
+], ids=["deleted", "renamed", "a layer"])  # fmt: skip
+def test_missing_weights_are_named(
+    source: Path, texts: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    edit(source, change)
+    for job in (
+        lambda: convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts]),
+        lambda: fold_pretrained(source, tmp_path / "out", {}),
+        lambda: inspect_pretrained(source, texts=[texts], samples=16),
+    ):
+        with pytest.raises(StorageError, match=r"must hold all weights of BertModel, but lacks encoder\.layer\.1\."):
+            job()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pooler_that_nothing_reads_may_be_missing(source: Path) -> None:
+    edit(source, lambda t: [t.pop(name) for name in list(t) if name.startswith("pooler")])
+    assert load_pretrained(source).language_model is False
+
+
+def test_a_missing_tokenizer_is_refused(source: Path, texts: Path, tmp_path: Path) -> None:
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(StorageError, match=r"must hold the model's tokenizer, but has none of .*tokenizer\.json"):
+        convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts])
+    with pytest.raises(StorageError, match="must hold the model's tokenizer"):
+        inspect_pretrained(source, texts=[texts], samples=16)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["encoder", "language_model"])
+@pytest.mark.parametrize("word", ["ж", " "])
+def test_texts_that_the_tokenizer_does_not_know_are_refused(
+    request: pytest.FixtureRequest, kind: str, word: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "texts.txt"
+    file.write_text("\n\n".join(f"{word.join('жзий' * 5)} {i}" for i in range(100)), "utf-8")
+    with pytest.raises(DataError, match=r"must know the texts, but .* nothing or unknown tokens"):
+        convert_pretrained(request.getfixturevalue(kind), tmp_path / "out", QUICK, texts=[file])
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def set_config(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02garbage")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (cut, r"source/model\.safetensors must be a whole safetensors file"),
+    "garbage": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), r"source/model\.safetensors must be a w"),
+    "pickle": (pickled, r"must be able to read .*source/pytorch_model\.bin"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "must be able to read .*source"),
+    "shape": (
+        lambda d: edit(d, lambda t: t.update({f"{NORM}.weight": torch.ones(7)})),
+        r"must be able to read .*model\.safetensors and its config",
+    ),
+    "size": (
+        lambda d: set_config(d, hidden_size=48),
+        r"must be able to read .*model\.safetensors and its config",
+    ),
+    "heads": (
+        lambda d: set_config(d, num_attention_heads=0),
+        r"must be able to read",
+    ),
+    "config": (lambda d: (d / "config.json").write_text("[1]"), r"must be able to read .*source"),
+    "tokenizer": (lambda d: (d / "tokenizer.json").write_text('{"version": 3}'), r"must be able to read .*source"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folders_are_named_without_a_traceback(source: Path, texts: Path, tmp_path: Path, damage: str) -> None:
+    act, message = DAMAGES[damage]
+    act(source)
+    with pytest.raises(StorageError, match=message):
+        convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts])
+    if damage != "tokenizer":
+        with pytest.raises(StorageError, match=message):
+            fold_pretrained(source, tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_is_not_replaced_by_what_is_made_from_it(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(encoder, tmp_path / "model")
+    before = {file: file.read_bytes() for file in source.iterdir()}
+    with pytest.raises(dynorm.ArgumentError, match="must not replace its own source"):
+        convert_pretrained(source, tmp_path, QUICK, texts=[texts], overwrite=True)
+    with pytest.raises(dynorm.ArgumentError, match="must not replace its own source"):
+        fold_pretrained(source, tmp_path, {}, overwrite=True)
+    assert {file: file.read_bytes() for file in source.iterdir()} == before
+
+
+@pytest.mark.parametrize("full", ["shutil.copyfile", "dynorm.distill.pretrained.write_card"])
+def test_a_disk_that_is_full_leaves_nothing(
+    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(full, fail)
+    with pytest.raises(StorageError, match="No space left"):
+        convert_pretrained(encoder, tmp_path / "out", QUICK, texts=[texts])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == []
+
+
+def test_the_card_is_our_own_and_keeps_the_license(source: Path, texts: Path, tmp_path: Path) -> None:
+    card = "---\nlicense: mit\nlanguage:\n- en\ntags:\n- old\n---\n# Tiny\n\nLoad it with AutoModel alone.\n"
+    (source / "README.md").write_text(card)
+    convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts])
+    own = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert own.startswith("---\nlicense: mit\nlanguage:\n- en\nbase_model: source\ntags:\n- dynorm\n---\n")
+    for fact in (
+        "5 of its norms are replaced by dyisru",
+        "144 texts",
+        str(texts),
+        "cosine of the output",
+        "import dynorm",
+    ):
+        assert fact in own
+    assert (tmp_path / "out" / "model" / "README.original.md").read_text() == card
+    # From the converted model's own folder, whose card is ours already.
+    fold_pretrained(source, tmp_path / "folded", {})
+    folded = (tmp_path / "folded" / "model" / "README.md").read_text()
+    assert "license: mit" in folded
+    assert "by exact algebra" in folded
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["meta"]["model"] == "source"
