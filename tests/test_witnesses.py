@@ -174,6 +174,34 @@ def test_an_infinite_witness_makes_no_nan(name: str) -> None:
     assert function(x, 1.0, None, None, 0.0, witnesses=torch.tensor([1]))[:, 0].isnan()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [1e3, 1e12, 1e16, 1e18])
+def test_gradients_of_a_massive_witness_are_those_of_double_precision(name: str, value: float) -> None:
+    function, _, constant = FUNCTIONS[name]
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        x = torch.tensor([[1.0, -2.0, value], [0.5, 1.0, -2.0]], dtype=dtype)
+        leaves = [
+            t.requires_grad_() for t in (constant(torch.full((1,), 4.0, dtype=dtype)), torch.ones(1, dtype=dtype))
+        ]
+        y = function(x, leaves[0], None, None, None, witnesses=torch.tensor([2]), gain=leaves[1])
+        # Of the large token alone, and with a small factor, as in a mean.
+        found.append([1e6 * g.double() for g in torch.autograd.grad(1e-6 * y[0].sum(), leaves)])
+    for wanted, got in zip(*found, strict=True):
+        assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_massive_channels_give_what_large_ones_do(name: str) -> None:
+    function, _, constant = FUNCTIONS[name]
+    alone = {"witnesses": torch.arange(8)}
+    huge, large = (
+        function(torch.full((8,), v), constant(torch.ones(1)), None, None, None, **alone) for v in (3e38, 1e9)
+    )
+    assert_close(huge, large)
+    assert huge.abs().min() > 0.4
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", NAMES)
 def test_transforms(name: str) -> None:
@@ -203,6 +231,8 @@ X = torch.ones(2, 3)
 ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: F.dyt(X, 0.5, witnesses=torch.ones(1)), r"witnesses must be an integer tensor.*float32 of shape \(1,\)"),
     (lambda: F.dyisru(X, 1.0, witnesses=torch.tensor(1)), r"witnesses must be.*got torch.int64 of shape \(\)"),
+    (lambda: F.dyisru(X, 1.0, witnesses=torch.tensor([2, 0, 2])), r"different channels .* named twice: \(2, 0, 2\)"),
+    (lambda: F.linear(X, 1.0, witnesses=torch.tensor([3])), "from 0 to 2, but 3 is out of range"),
     (lambda: F.linear(X, 1.0, witnesses=torch.arange(4)), r"at most the 3 channels of x, got .* of shape \(4,\)"),
     (lambda: F.derf(X, 0.5, witnesses=torch.arange(2), gain=torch.ones(1)), r"gain must have .*\(2,\), got \(1,\)"),
     (lambda: F.dyt(X, 0.5, witnesses=torch.arange(2), gain=torch.arange(2)), "gain must be a real floating point"),

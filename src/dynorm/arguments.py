@@ -1,13 +1,10 @@
-"""Checks of arguments, one wording each, for the functions and the layers.
-
-The values of tensors are never looked at: nothing waits for a device.
-"""
+"""Checks of arguments, one wording each, for the functions and the layers; nothing waits for a device."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -19,6 +16,20 @@ from dynorm.errors import ArgumentError
 Axes = int | tuple[int, ...]
 Constant = float | Tensor
 Shape = int | Sequence[int]
+
+# What to ask for whether something watches operations one by one: functorch's transforms, modes, torch.jit.trace. Each
+# gives None, 0 or False when it does not.
+WATCHERS: tuple[Callable[[], object], ...] = (
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._get_tracing_state,
+)
+
+
+def watched() -> bool:
+    """Return whether torch.compile, a transform of torch.func, a mode or a tracer watches operations one by one."""
+    return torch.compiler.is_compiling() or any(bool(watching()) for watching in WATCHERS)
 
 
 def check_positive(name: str, value: float) -> float:
@@ -79,6 +90,11 @@ def resolve(x: Tensor, dim: Axes) -> tuple[Tensor, tuple[int, ...]]:
     if len(set(axes)) < len(axes):
         raise ArgumentError(f"dim must not repeat a dimension, got {dim}: name each one once")
     return upcast(x), axes
+
+
+def count(z: Tensor, axes: tuple[int, ...]) -> int:
+    """Return C, the number of normalised elements."""
+    return math.prod([z.shape[axis] for axis in axes])
 
 
 def check_floating(name: str, value: Tensor, advice: str = "convert it first") -> None:

@@ -1,13 +1,14 @@
 r"""The mathematics as pure functions: the norms, and the point-wise functions that take their place.
 
-Everything else in dynorm is tested against this file. All functions compute in at least float32 and return the dtype of
-``x``. They raise :class:`dynorm.ArgumentError` when an argument is outside its domain. C is the number of normalised
-elements, the product of ``x.shape[d]`` over ``dim``.
+Everything else in dynorm is tested against this file. All functions compute in at least float32. They raise
+:class:`dynorm.ArgumentError` when an argument is outside its domain. C is the number of normalised elements, the
+product of ``x.shape[d]`` over ``dim``. Shared arguments are explained once: for the statistics at :func:`rms`, for the
+norms at :func:`layer_norm`, for the point-wise functions at :func:`dyisru_general`.
 
 A constant of a point-wise function (``alpha``, ``beta``, ``shift``, ``slope``, ``scale``, ``center``) is a float or a
 floating point tensor: of shape (1,), of the normalised shape ``[x.shape[d] for d in dim]``, or with as many dimensions
 as ``x`` and broadcast against it, as one constant per token is. ``weight`` and ``bias`` have the normalised shape. The
-values of tensors are never looked at: nothing waits for a device.
+values of tensors are looked at only where that is free, so that nothing waits for a device.
 
 Every point-wise function is put together in the same way, from ``u = x - center``:
 
@@ -28,11 +29,25 @@ Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is cent
 from __future__ import annotations
 
 import math
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynorm.arguments import Axes, Constant, along, check_floating, check_not_negative, constant, parameter, resolve
+from dynorm.arguments import (
+    Axes,
+    Constant,
+    along,
+    check_floating,
+    check_not_negative,
+    check_witnesses,
+    constant,
+    count,
+    parameter,
+    resolve,
+    watched,
+)
 from dynorm.errors import ArgumentError
 
 __all__ = [
@@ -57,13 +72,7 @@ def mean_square(x: Tensor, dim: Axes = -1, keepdim: bool = False) -> Tensor:
 
     .. math:: \mathrm{MS}(x) = \frac{1}{C} \sum_k x_k^2
 
-    Args:
-        x: Floating point tensor of any shape.
-        dim: The normalised dimension, or several.
-        keepdim: Whether the normalised dimensions stay, with size 1.
-
-    Returns:
-        The shape of ``x`` without ``dim`` (or with size 1 there), the dtype of ``x``.
+    Arguments, shape and dtype are those of :func:`rms`.
 
     Example:
         >>> mean_square(torch.tensor([3.0, 4.0]))
@@ -97,16 +106,9 @@ def rms(x: Tensor, dim: Axes = -1, eps: float = 0.0, keepdim: bool = False) -> T
 
 
 def center(x: Tensor, dim: Axes = -1) -> Tensor:
-    r"""Subtract the mean (eq. 1; c(x) of the note).
+    r"""Subtract the mean (eq. 1; c(x) of the note); the shape and dtype stay, the mean over ``dim`` becomes 0.
 
     .. math:: c(x) = x - \mu = x \left(I - \tfrac{1}{C} 1^\top 1\right)
-
-    Args:
-        x: Floating point tensor of any shape.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``; its mean over ``dim`` is 0.
 
     Example:
         >>> center(torch.tensor([1.0, 2.0, 6.0]))
@@ -175,15 +177,7 @@ def rms_norm(
     .. math:: \mathrm{RMSNorm}(x) = \frac{x}{\sqrt{\mathrm{MS}(x) + \varepsilon}} \odot \mathrm{weight}
         + \mathrm{bias}
 
-    Args:
-        x: Floating point tensor of any shape.
-        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
-        bias: Offset of the same shape, or None for 0.
-        eps: Added to the mean of squares, not negative.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``.
+    Arguments, shape and dtype are those of :func:`layer_norm`; ``eps`` is added to the mean of squares.
 
     Example:
         >>> rms_norm(torch.tensor([1.0, 7.0]), eps=0.0)
@@ -232,28 +226,14 @@ def dyt(
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \tanh(\alpha (x - \mathrm{center})) + \mathrm{bias}
 
-    Args:
-        x: Floating point tensor of any shape.
-        alpha: Constant, float or tensor.
-        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
-        bias: Offset of the same shape, or None for 0.
-        center: Where the function is 0; a constant, or None for 0.
-        scale: Bound of the function before ``weight``; a constant.
-        dim: The normalised dimension, or several.
-        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
-            None for none.
-        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
-
-    Returns:
-        The shape and dtype of ``x``.
+    The constant ``alpha`` is the slope at 0. The other arguments, shape and dtype are those of :func:`dyisru_general`.
 
     Example:
         >>> dyt(torch.tensor([-torch.inf, 0.0, 1.0]), 0.5)
         tensor([-1.0000,  0.0000,  0.4621])
     """
     z, axes = resolve(x, dim)
-    u, told = _shifted(z, center, axes, witnesses, gain)
-    slope = _slope(constant("alpha", alpha, z, axes), told)
+    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, witnesses, gain)
     return _affine(torch.tanh(slope * u), scale, weight, bias, axes).to(x.dtype)
 
 
@@ -270,16 +250,7 @@ def scaled_dyt(
 
     .. math:: y = \mathrm{weight} \cdot \sqrt{C - 1} \tanh(\alpha (x - \mathrm{center})) + \mathrm{bias}
 
-    Args:
-        x: Floating point tensor of any shape.
-        alpha: Constant, float or tensor.
-        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
-        bias: Offset of the same shape, or None for 0.
-        center: Where the function is 0; a constant, or None for 0.
-        dim: The normalised dimension, or several; C is their product.
-
-    Returns:
-        The shape and dtype of ``x``.
+    Arguments, shape and dtype are those of :func:`dyt`.
 
     Example:
         >>> scaled_dyt(torch.tensor([-torch.inf, 0.0, 1.0, 2.0, 3.0]), 0.5)
@@ -304,19 +275,7 @@ def dyisru(
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \frac{x}{\sqrt{\beta + x^2}} + \mathrm{bias}
 
-    Args:
-        x: Floating point tensor of any shape; infinities give the bound.
-        beta: Positive constant, float or tensor.
-        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
-        bias: Offset of the same shape, or None for 0.
-        scale: Bound of the function before ``weight``; a constant, or None for :math:`\sqrt{C - 1}`.
-        dim: The normalised dimension, or several; C is their product.
-        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
-            None for none.
-        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
-
-    Returns:
-        The shape and dtype of ``x``.
+    Arguments, shape and dtype are those of :func:`dyisru_general`; the centre is 0.
 
     Example:
         >>> dyisru(torch.tensor([-torch.inf, 0.0, 1.0, 1e30, 3.0]), 3.0)
@@ -345,13 +304,14 @@ def dyisru_general(
     Args:
         x: Floating point tensor of any shape; infinities give the bound.
         beta: Positive constant, float or tensor.
-        center: Where the function is 0; a constant, or None for 0.
+        center: Subtracted from ``x``: where the function is 0 (Derf's too, without a shift); a constant, or None for 0.
         weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
-        scale: Bound of the function before ``weight``; a constant, or None for :math:`\sqrt{C - 1}`.
+        scale: Bound of the function before ``weight``, of a linear map a factor; a constant, or None for
+            :math:`\sqrt{C - 1}`.
         dim: The normalised dimension, or several; C is their product.
-        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
-            None for none.
+        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's size,
+            each once; None for none.
         gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
 
     Returns:
@@ -364,7 +324,9 @@ def dyisru_general(
     z, axes = resolve(x, dim)
     beta = constant("beta", beta, z, axes, positive=True)
     u, told = _shifted(z, center, axes, witnesses, gain, leave_one_out=True)
-    y = _soft_sign(u, beta if told is None else beta + told)
+    if told is not None:
+        u, beta = u / told.unit, beta / told.unit**2 + told.total
+    y = _soft_sign(u, beta)
     return _affine(y, _bound(z, axes) if scale is None else scale, weight, bias, axes).to(x.dtype)
 
 
@@ -386,30 +348,15 @@ def derf(
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot
         \mathrm{erf}(\alpha (x - \mathrm{center}) + \mathrm{shift}) + \mathrm{bias}
 
-    Args:
-        x: Floating point tensor of any shape.
-        alpha: Constant, float or tensor.
-        shift: Added inside the error function; a constant.
-        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
-        bias: Offset of the same shape, or None for 0.
-        center: Subtracted from ``x``; a constant, or None for 0.
-        scale: Bound of the function before ``weight``; a constant.
-        dim: The normalised dimension, or several.
-        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
-            None for none.
-        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
-
-    Returns:
-        The shape and dtype of ``x``.
+    ``alpha`` and ``shift`` are constants. The other arguments, shape and dtype are those of :func:`dyisru_general`.
 
     Example:
         >>> derf(torch.tensor([-torch.inf, 0.0, 1.0]), 0.5)
         tensor([-1.0000,  0.0000,  0.5205])
     """
     z, axes = resolve(x, dim)
-    u, told = _shifted(z, center, axes, witnesses, gain)
     # The slope of erf at 0 is 2 / sqrt(pi).
-    slope = _slope(constant("alpha", alpha, z, axes), told, 4 / math.pi)
+    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, witnesses, gain, ratio=4 / math.pi)
     return _affine(torch.erf(slope * u + constant("shift", shift, z, axes)), scale, weight, bias, axes).to(x.dtype)
 
 
@@ -429,31 +376,15 @@ def linear(
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \mathrm{slope} \cdot (x - \mathrm{center}) + \mathrm{bias}
 
-    Args:
-        x: Floating point tensor of any shape.
-        slope: Constant, float or tensor.
-        weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
-        bias: Offset of the same shape, or None for 0.
-        center: Where the function is 0; a constant, or None for 0.
-        scale: Factor before ``weight``; a constant.
-        dim: The normalised dimension, or several.
-        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's scale;
-            None for none.
-        gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
-
-    Returns:
-        The shape and dtype of ``x``.
+    ``slope`` is a constant. The other arguments, shape and dtype are those of :func:`dyisru_general`.
 
     Example:
         >>> linear(torch.tensor([0.0, 1.0, 3.0]), 0.5, center=1.0)
         tensor([-0.5000,  0.0000,  1.0000])
     """
     z, axes = resolve(x, dim)
-    slope, scale = constant("slope", slope, z, axes), constant("scale", scale, z, axes)
-    u, told = _shifted(z, center, axes, witnesses, gain)
-    if told is not None:
-        u, slope = u * _slope(slope, told), 1.0
-    return _affine(u, slope * scale, weight, bias, axes).to(x.dtype)
+    u, slope = _sloped(z, center, constant("slope", slope, z, axes), axes, witnesses, gain)
+    return _affine(u, slope * constant("scale", scale, z, axes), weight, bias, axes).to(x.dtype)
 
 
 def _limit(z: Tensor) -> float:
@@ -469,12 +400,31 @@ def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     return d / torch.sqrt(beta + d * d)
 
 
-def _slope(slope: Constant, told: Tensor | None, ratio: float = 1.0) -> Constant:
-    """Return the slope for beta(x), beta with the witnesses' sum; ``ratio`` is ``1 / (beta * slope**2)``.
+class _Told(NamedTuple):
+    """What the witnesses tell of each token, in a unit in which neither sums nor their gradients leave float32."""
 
-    As a factor of the slope, so that its sign stays and 0 is no division by 0.
-    """
-    return slope if told is None else slope * torch.rsqrt(1 + ratio * (slope * slope) * told)
+    total: Tensor
+    """``sum_k g_k (u_k / unit)**2``."""
+    unit: Tensor
+    """Only of large tokens other than 1."""
+
+
+def _sloped(
+    z: Tensor,
+    center: Constant | None,
+    slope: Constant,
+    axes: tuple[int, ...],
+    witnesses: Tensor | None,
+    gain: Tensor | None,
+    *,
+    ratio: float = 1.0,
+) -> tuple[Tensor, Constant]:
+    """Return u, which is ``z - center``, and the slope for beta(x); ``ratio`` is ``1 / (beta * slope**2)``."""
+    u, told = _shifted(z, center, axes, witnesses, gain)
+    if told is not None:
+        # As a factor of the slope, so that its sign stays and 0 is no division by 0.
+        slope = slope * (torch.rsqrt(told.unit**-2 + ratio * (slope * slope) * told.total) / told.unit)
+    return u, slope
 
 
 def _shifted(
@@ -485,8 +435,8 @@ def _shifted(
     gain: Tensor | None,
     *,
     leave_one_out: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return u, which is ``z - center``, and the witnesses' sum, ``sum_k g_k u_k**2``; None where there are none.
+) -> tuple[Tensor, _Told | None]:
+    """Return u, which is ``z - center``, and what the witnesses tell; None where there are none.
 
     With ``leave_one_out`` a witness is not in its own sum. Sums of the others, rather than a difference: a witness is
     often larger than all of them together.
@@ -496,29 +446,39 @@ def _shifted(
         if gain is not None and gain.numel():
             raise ArgumentError(f"gain must come with witnesses, got {tuple(gain.shape)} for none: give both")
         return u, None
-    shape = [z.shape[axis] for axis in axes]
-    channels, count = math.prod(shape), witnesses.numel()
-    if witnesses.ndim != 1 or witnesses.dtype not in (torch.int32, torch.int64) or count > channels:
+    channels = count(z, axes)
+    _check_told_by(witnesses, gain, channels)
+    u = u.clamp(-_limit(u), _limit(u))
+    last = tuple(range(-len(axes), 0))
+    chosen = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses)
+    # One by one, so that not even here is there a reduction.
+    largest = reduce(torch.maximum, chosen.detach().abs().unbind(-1))
+    unit = (largest * 2**-20).clamp_min(1)
+    terms = (chosen / unit[..., None]).square()
+    terms = terms if gain is None else terms * gain.to(u.dtype)
+    one_per_token = [1 if axis in axes else n for axis, n in enumerate(z.shape)]
+    each = [term.reshape(one_per_token) for term in terms.unbind(-1)]
+    if leave_one_out:
+        position = torch.arange(channels, device=z.device).reshape([z.shape[axis] for axis in axes])
+        position = along(position, z, axes)
+        each = [torch.where(position == k, 0, term) for k, term in zip(witnesses.unbind(), each, strict=True)]
+    return u, _Told(reduce(torch.add, each), unit.reshape(one_per_token))
+
+
+def _check_told_by(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
+    """Refuse witnesses and gains that are not as :func:`dyisru_general` says."""
+    if witnesses.ndim != 1 or witnesses.dtype not in (torch.int32, torch.int64) or len(witnesses) > channels:
         raise ArgumentError(
             f"witnesses must be an integer tensor (K,) with K at most the {channels} channels of x, got "
             f"{witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of channels, each once"
         )
+    # Their values cost nothing to look at on the CPU; a tracer or a transform has none.
+    if type(witnesses) is Tensor and witnesses.is_cpu and not watched():
+        check_witnesses(witnesses.tolist(), channels)
     if gain is not None:
         check_floating("gain", gain)
         if gain.shape != witnesses.shape:
-            raise ArgumentError(f"gain must have the witnesses' shape ({count},), got {tuple(gain.shape)}")
-    u = u.clamp(-_limit(u), _limit(u))
-    last = tuple(range(-len(axes), 0))
-    squares = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses).square()
-    terms = squares if gain is None else squares * gain.to(u.dtype)
-    one_per_token = [1 if axis in axes else n for axis, n in enumerate(z.shape)]
-    position = along(torch.arange(channels, device=z.device).reshape(shape), z, axes)
-    told: Tensor | None = None
-    for witness, term in zip(witnesses.unbind(), terms.unbind(-1), strict=True):
-        term = term.reshape(one_per_token)
-        term = torch.where(position == witness, 0, term) if leave_one_out else term
-        told = term if told is None else told + term
-    return u, told
+            raise ArgumentError(f"gain must have the witnesses' shape ({len(witnesses)},), got {tuple(gain.shape)}")
 
 
 def _affine(
@@ -526,14 +486,14 @@ def _affine(
 ) -> Tensor:
     """Return ``weight * scale * f + bias``, leaving out what is None."""
     factor = None if scale is None else constant("scale", scale, f, axes)
-    gain, offset = parameter("weight", weight, f, axes), parameter("bias", bias, f, axes)
-    if gain is not None:
+    weight, bias = parameter("weight", weight, f, axes), parameter("bias", bias, f, axes)
+    if weight is not None:
         # The product of two small tensors is cheaper than another pass over x.
-        factor = gain if factor is None else gain * factor
+        factor = weight if factor is None else weight * factor
     f = f if factor is None else f * factor
-    return f if offset is None else f + offset
+    return f if bias is None else f + bias
 
 
 def _bound(x: Tensor, axes: tuple[int, ...]) -> float:
     """Return ``sqrt(C - 1)``, the largest value that a normalised channel can take."""
-    return math.sqrt(max(math.prod([x.shape[axis] for axis in axes]) - 1, 0))
+    return math.sqrt(max(count(x, axes) - 1, 0))

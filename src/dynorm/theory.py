@@ -2,8 +2,11 @@
 
 m_i and v_i are the mean and the biased variance of the C - 1 channels other than i, and s_i is the sum of their
 squares. With these as constants, a point-wise function is the norm itself, not an approximation of it. Equation numbers
-are those of arXiv 2503.21708. All functions raise :class:`dynorm.ArgumentError` when an argument is outside its domain;
-those that leave one channel out need at least two.
+are those of arXiv 2503.21708. All functions raise :class:`dynorm.ArgumentError` when an argument is outside its domain.
+
+``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and ``eps`` what the norm
+adds to its variance or mean of squares, not negative. Results have the shape and dtype of ``x``. To leave one channel
+out takes at least two, and O(C); one huge channel costs no digits, at itself or elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dynorm.arguments import Axes, check_not_negative, resolve
+from dynorm.arguments import Axes, check_not_negative, count, resolve
 from dynorm.errors import ArgumentError
 from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 
@@ -45,20 +48,14 @@ def layer_norm_slope_factor(x: Tensor, dim: Axes = -1, keepdim: bool = False) ->
 
     .. math:: F(x) = \frac{1}{C \sigma}
 
-    Args:
-        x: Floating point tensor of any shape.
-        dim: The normalised dimension, or several.
-        keepdim: Whether the normalised dimensions stay, with size 1.
-
-    Returns:
-        The shape of ``x`` without ``dim`` (or with size 1 there), the dtype of ``x``.
+    The result has the shape of ``x`` without ``dim``, or with size 1 there where ``keepdim`` says so.
 
     Example:
         >>> layer_norm_slope_factor(torch.tensor([-2.0, 2.0]))
         tensor(0.2500)
     """
     z, axes = resolve(x, dim)
-    return (1 / (_count(z, axes) * rms(center(z, dim), dim, keepdim=keepdim))).to(x.dtype)
+    return (1 / (count(z, axes) * rms(center(z, dim), dim, keepdim=keepdim))).to(x.dtype)
 
 
 def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
@@ -66,19 +63,12 @@ def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
 
     .. math:: \frac{dy_i}{dx_i} = F(x) (C - 1 - y_i^2)
 
-    Args:
-        x: Floating point tensor of any shape.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``.
-
     Example:
         >>> layer_norm_derivative(torch.tensor([-1.0, 0.0, 1.0]))
         tensor([0.2041, 0.8165, 0.2041])
     """
     z, axes = resolve(x, dim)
-    channels, d = _count(z, axes), center(z, dim)
+    channels, d = count(z, axes), center(z, dim)
     y = d / rms(d, dim, keepdim=True)
     return (layer_norm_slope_factor(z, dim, keepdim=True) * (channels - 1 - y * y)).to(x.dtype)
 
@@ -89,13 +79,8 @@ def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
     .. math:: \beta_i = (C - 1) \sigma_{\neq i}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_i,
         \quad \sigma_{\neq i}^2 = \frac{1}{C - 1} \sum_{k \neq i} (x_k - \mu)^2
 
-    Args:
-        x: Floating point tensor with at least 2 channels.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``. It is evaluated as the paper writes it, a difference: where one channel
-        dominates, :func:`leave_one_out_beta` keeps more digits.
+    It is evaluated as the paper writes it, a difference: where one channel dominates, :func:`leave_one_out_beta`
+    keeps more digits.
 
     Example:
         >>> channel_beta(torch.tensor([0.0, 1.0, 3.0]))
@@ -107,16 +92,9 @@ def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
 
 
 def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
-    r"""Return the mean of the other channels, for each channel, in O(C): the centre of :func:`layer_norm_as_dyisru`.
+    r"""Return the mean of the other channels, for each channel: the centre of :func:`layer_norm_as_dyisru`.
 
     .. math:: m_i = \frac{1}{C - 1} \sum_{k \neq i} x_k
-
-    Args:
-        x: Floating point tensor with at least 2 channels.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``.
 
     Example:
         >>> leave_one_out_mean(torch.tensor([0.0, 1.0, 3.0]))
@@ -128,16 +106,9 @@ def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
 
 
 def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
-    r"""Return the biased variance of the other channels around their own mean, for each channel, in O(C) (eq. 14).
+    r"""Return the biased variance of the other channels around their own mean, for each channel (eq. 14).
 
     .. math:: v_i = \frac{1}{C - 1} \sum_{k \neq i} (x_k - m_i)^2
-
-    Args:
-        x: Floating point tensor with at least 2 channels.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``. One huge channel costs no digits, at itself or elsewhere.
 
     Example:
         >>> leave_one_out_variance(torch.tensor([0.0, 1.0, 3.0]))
@@ -158,15 +129,8 @@ def leave_one_out_beta(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
 
     .. math:: b_i = C v_i + \frac{C^2}{C - 1} \varepsilon
 
-    This is eq. 14 with its centre moved from the mean to :math:`m_i`, that is divided by :math:`((C - 1) / C)^2`.
-
-    Args:
-        x: Floating point tensor with at least 2 channels.
-        dim: The normalised dimension, or several.
-        eps: What LayerNorm adds to its variance, not negative.
-
-    Returns:
-        The shape and dtype of ``x``; it does not depend on :math:`x_i`.
+    This is eq. 14 with its centre moved from the mean to :math:`m_i`, that is divided by :math:`((C - 1) / C)^2`. It
+    does not depend on :math:`x_i`.
 
     Example:
         >>> leave_one_out_beta(torch.tensor([0.0, 1.0, 3.0]))
@@ -183,14 +147,6 @@ def leave_one_out_square_sum(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Ten
     r"""Return the beta of each channel that makes DyISRU equal to RMSNorm: the others' square sum (eq. 14, no centre).
 
     .. math:: s_i = \sum_{k \neq i} x_k^2 + C \varepsilon
-
-    Args:
-        x: Floating point tensor with at least 2 channels.
-        dim: The normalised dimension, or several.
-        eps: What RMSNorm adds to its mean of squares, not negative.
-
-    Returns:
-        The shape and dtype of ``x``. One huge channel costs no digits, at itself or elsewhere.
 
     Example:
         >>> leave_one_out_square_sum(torch.tensor([1.0, 2.0, 3.0]))
@@ -210,13 +166,7 @@ def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
 
     .. math:: \mathrm{LN}(x)_i = \sqrt{C - 1} \frac{x_i - m_i}{\sqrt{b_i + (x_i - m_i)^2}}
 
-    Args:
-        x: Floating point tensor with at least 2 channels.
-        eps: What LayerNorm adds to its variance, not negative.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``: LayerNorm without weight and bias, to rounding.
+    The result is LayerNorm without weight and bias, to rounding.
 
     Example:
         >>> layer_norm_as_dyisru(torch.tensor([1.0, 2.0, 6.0]))
@@ -232,13 +182,7 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
 
     .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C} \frac{x_i}{\sqrt{s_i + x_i^2}}
 
-    Args:
-        x: Floating point tensor with at least 2 channels.
-        eps: What RMSNorm adds to its mean of squares, not negative.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``: RMSNorm without weight and bias, to rounding.
+    The result is RMSNorm without weight and bias, to rounding.
 
     Example:
         >>> rms_norm_as_dyisru(torch.tensor([1.0, 7.0]))
@@ -246,7 +190,7 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
     """
     z, axes = resolve(x, dim)
     beta = leave_one_out_square_sum(z, dim, eps)
-    return dyisru(z, beta, scale=math.sqrt(_count(z, axes)), dim=dim).to(x.dtype)
+    return dyisru(z, beta, scale=math.sqrt(count(z, axes)), dim=dim).to(x.dtype)
 
 
 def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
@@ -254,13 +198,7 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor
 
     .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C} \frac{x_i}{\sqrt{C \varepsilon + \sum_{k \neq i} x_k^2 + x_i^2}}
 
-    Args:
-        x: Floating point tensor of any shape; the work grows with the square of C.
-        eps: The number that RMSNorm adds to its mean of squares, not negative.
-        dim: The normalised dimension, or several.
-
-    Returns:
-        The shape and dtype of ``x``: RMSNorm without weight and bias, to rounding.
+    The result is that of :func:`rms_norm_as_dyisru`; the work grows with the square of C.
 
     Example:
         >>> rms_norm_by_witnesses(torch.tensor([1.0, 7.0]))
@@ -268,7 +206,7 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor
     """
     z, axes = resolve(x, dim)
     check_not_negative("eps", eps)
-    channels = _count(z, axes)
+    channels = count(z, axes)
     # A tensor: a float must be positive, but beta is 0 without eps.
     beta, every = torch.full((1,), eps * channels, dtype=z.dtype), torch.arange(channels, device=z.device)
     return dyisru(z, beta.to(z.device), scale=math.sqrt(channels), dim=dim, witnesses=every).to(x.dtype)
@@ -368,11 +306,7 @@ def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:
 
     .. math:: \alpha = \frac{1}{\sqrt\beta}
 
-    Args:
-        beta: Positive float, or a tensor of any shape.
-
-    Returns:
-        A float for a float, a tensor of the same shape and dtype for a tensor.
+    ``beta`` is a positive float, or a tensor of any shape; the result is alike.
 
     Example:
         >>> scaled_dyt_alpha(16.0)
@@ -386,11 +320,7 @@ def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
 
     .. math:: \alpha = \frac{\sqrt\pi}{2 \sqrt\beta}
 
-    Args:
-        beta: Positive float, or a tensor of any shape.
-
-    Returns:
-        A float for a float, a tensor of the same shape and dtype for a tensor.
+    ``beta`` is a positive float, or a tensor of any shape; the result is alike.
 
     Example:
         >>> round(derf_alpha(16.0), 6)
@@ -400,16 +330,11 @@ def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
 
 
 def linear_slope(beta: FloatOrTensor, scale: float) -> FloatOrTensor:
-    r"""Return the slope of DyISRU at 0, which the linear control keeps everywhere (eq. 15).
+    r"""Return the slope at 0 of a DyISRU with that ``scale``, which the linear control keeps everywhere (eq. 15).
 
     .. math:: \mathrm{slope} = \frac{\mathrm{scale}}{\sqrt\beta}
 
-    Args:
-        beta: Positive float, or a tensor of any shape.
-        scale: The scale of the DyISRU that it stands against.
-
-    Returns:
-        A float for a float, a tensor of the same shape and dtype for a tensor.
+    ``beta`` is a positive float, or a tensor of any shape; the result is alike.
 
     Example:
         >>> linear_slope(16.0, scale=8.0)
@@ -461,14 +386,9 @@ def _sum_without(mask: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
     return torch.where(mask, 0, z).sum(axes, keepdim=True)
 
 
-def _count(z: Tensor, axes: tuple[int, ...]) -> int:
-    """Return C."""
-    return math.prod([z.shape[axis] for axis in axes])
-
-
 def _count_at_least_two(z: Tensor, axes: tuple[int, ...]) -> int:
     """Return C, refusing tokens of which nothing remains when one channel is left out."""
-    channels = _count(z, axes)
+    channels = count(z, axes)
     if channels < 2:
         raise ArgumentError(
             f"x must have at least 2 channels to leave one out, got {channels} in shape {tuple(z.shape)}: "

@@ -17,7 +17,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -27,20 +27,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from dynorm.arguments import WATCHERS
 from dynorm.kernels._form import Form, Parameters
 
 __all__ = ["available", "forward", "gradients", "most_witnesses", "name", "serve", "serve_gradients"]
 
 # As in csrc/types.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-# What to ask for whether something watches operations one by one: functorch's transforms, modes, torch.jit.trace. Each
-# gives None, 0 or False when it does not.
-WATCHERS: tuple[Callable[[], object], ...] = (
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    torch._C._get_tracing_state,
-)
 _PER_CHANNEL = 4
 _log = logging.getLogger("dynorm")
 

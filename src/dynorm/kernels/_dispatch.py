@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from dynorm import functional
-from dynorm.arguments import upcast
+from dynorm.arguments import upcast, watched
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
 from dynorm.kernels._form import DERF, DYISRU, DYT, LINEAR, Form, Parameters
@@ -131,11 +131,10 @@ def traced(*tensors: Tensor) -> bool:
     forward-mode AD; modes, such as FakeTensorMode; and subclasses of Tensor, such as DTensor.
     """
     return (
-        torch.compiler.is_compiling()
+        watched()
         or not all(type(t) in _PLAIN_TYPES for t in tensors)
         # Zeros of autograd's that have no memory.
         or any(t._is_zerotensor() for t in tensors)
-        or any(bool(watching()) for watching in _cpu.WATCHERS)
         or forward_ad._current_level >= 0
     )
 
