@@ -33,11 +33,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file, whole or not at all; one that exists is replaced.
-
-    Args:
-        path: the file; its folder must exist.
-        data: its contents.
+    """Write a file in a folder that exists, whole or not at all; an old one is replaced.
 
     Raises:
         StorageError: the file cannot be written; an old one stands untouched.
@@ -67,10 +63,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Make the folder of a file, or refuse the path now, before hours of work are lost for it.
-
-    Args:
-        path: the file; neither it nor its folder need exist.
+    """Make the folder of a file that is to be written, or refuse the path now, before hours of work are lost for it.
 
     Raises:
         StorageError: it is a folder, or its folder cannot be made or written to.

@@ -141,7 +141,7 @@ def test_what_cannot_be_fitted(name: str, x: list[float], y: list[float], channe
 
 
 def test_unknown_functions_are_named() -> None:
-    with pytest.raises(dynorm.ArgumentError, match="DyT, Derf, DyISRU, got 'tanh'"):
+    with pytest.raises(dynorm.ArgumentError, match="DyT, Derf, DyISRU, linear, got 'tanh'"):
         fit_many("tanh", [[1.0]], [[0.5]], 10)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import dynorm
-from dynorm.paper.fits import fit
-from dynorm.paper.generality import FUNCTIONS, MEANS, SIGMAS, Generality, Study, settings_of, study, study_all
+from dynorm.paper.fits import FITTED, fit
+from dynorm.paper.generality import MEANS, SIGMAS, Generality, Study, settings_of, study, study_all
 from dynorm.paper.simulation import closed_form, simulate
 from dynorm.paper.table import verdict
 
@@ -27,7 +27,7 @@ def test_each_sample_is_that_of_its_seed(channels: int, sigma: float, mean: floa
     assert many.seeds.tolist() == list(range(1, 13))
     for i, seed in enumerate(many.seeds.tolist()):
         one = simulate(channels, sigma, mean, seed)
-        fits = {name: fit(name, one.outliers, one.outputs, channels) for name in FUNCTIONS}
+        fits = {name: fit(name, one.outliers, one.outputs, channels) for name in FITTED}
         for name, fitted in fits.items():
             assert fitted.name == name
             assert many.residuals[name][i] == pytest.approx(fitted.mean_absolute_residual, rel=1e-7, abs=1e-13)

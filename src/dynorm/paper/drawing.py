@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,25 +25,6 @@ COLORS = {function.title: function.color for function in FAMILY.values()} | {"cl
 DASHES: dict[str, Any] = {"DyT": "-", "Derf": (0, (5, 1.5)), "DyISRU": "-", "linear": (0, (1, 1.2)), "closed form": "-"}
 MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
 GREY = "#8A8A8A"
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "mathtext.fontset": "dejavusans",
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.labelsize": 9.5,
-    "legend.fontsize": 8.5,
-    "legend.frameon": False,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "axes.linewidth": 0.7,
-    "axes.edgecolor": "#404040",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    # The same bytes in every run.
-    "svg.hashsalt": "dynorm",
-}
 
 
 @contextmanager
@@ -55,9 +37,7 @@ def styled() -> Iterator[None]:
     require_library("matplotlib", "the figures", "paper")
     import matplotlib
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
+    with matplotlib.rc_context(fname=Path(__file__).with_name("figures.mplstyle")):
         yield
 
 

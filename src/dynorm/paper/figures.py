@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,14 +38,7 @@ _NO_STUDY = "fig5 shows the study over many samples, but a seed means one sample
 
 
 def draw(name: str, reproduction: Reproduction) -> Figure:
-    """Draw one of the figures.
-
-    Args:
-        name: One of ``FIGURES``.
-        reproduction: What it shows.
-
-    Returns:
-        The figure, which belongs to no window.
+    """Draw one of :data:`FIGURES`, which belongs to no window.
 
     Raises:
         ArgumentError: If the name is unknown, the figure needs the study and there is none, or matplotlib is not
@@ -55,9 +48,6 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
         >>> from dynorm.paper.generality import reproduce
         >>> len(draw("fig2", reproduce()).axes)
         4
-
-    Reference:
-        Figures 1 to 3.
     """
     check_figures([name], with_study=reproduction.generality is not None)
     with styled():
@@ -69,12 +59,7 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
 
 
 def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
-    """Return a figure as a file's bytes, the same in every run.
-
-    Args:
-        figure: What :func:`draw` returns.
-        format: png or svg.
-        dpi: Dots per inch of a PNG.
+    """Return a figure as the bytes of a png or svg file, the same in every run; ``dpi`` is for a png.
 
     Raises:
         ArgumentError: If the format is another.
@@ -113,13 +98,13 @@ def _figure_1(_: Reproduction) -> Figure:
     figure = empty_figure(5.6, 3.6)
     axes, scale = figure.add_subplot(), math.sqrt(50 - 1)
     x = torch.linspace(-60, 60, 601, dtype=torch.float64)
-    for value, dashes in ((0.1, "-"), (0.05, (0, (5, 1.5)))):
-        axes.plot(
-            x, dyt(x, value, scale=scale), color=COLORS["DyT"], linestyle=dashes, label=rf"DyT, $\alpha = {value:g}$"
-        )
-    for value, dashes in ((100.0, "-"), (500.0, (0, (5, 1.5)))):
-        label = rf"DyISRU, $\beta = {value:g}$"
-        axes.plot(x, dyisru(x, value, scale=scale), color=COLORS["DyISRU"], linestyle=dashes, label=label)
+    for name, function, constant, values in (
+        ("DyT", dyt, "alpha", (0.1, 0.05)),
+        ("DyISRU", dyisru, "beta", (100.0, 500.0)),
+    ):
+        for value, dashes in zip(values, ("-", (0, (5, 1.5))), strict=True):
+            y, label = function(x, value, scale=scale), rf"{name}, $\{constant} = {value:g}$"
+            axes.plot(x, y, color=COLORS[name], linestyle=dashes, label=label)
     draw_bounds(axes, scale, both=True)
     axes.set(xlabel="$x$", ylabel="$y$", xlim=(-60, 60), ylim=(-8, 8))
     axes.legend(loc="upper left", bbox_to_anchor=(0.01, 0.92))
@@ -150,14 +135,8 @@ def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
         return
     first = simulation.normalized[0]
     slope = (first[-1] - first[0]) / (simulation.tokens[0, -1] - simulation.tokens[0, 0])
-    axes.axline(
-        (simulation.tokens[0, 0], first[0]),
-        slope=slope,
-        color=GREY,
-        linewidth=1,
-        linestyle=":",
-        label="slope at $S = 0$",
-    )
+    start = simulation.tokens[0, 0], first[0]
+    axes.axline(start, slope=slope, color=GREY, linewidth=1, linestyle=":", label="slope at $S = 0$")
     draw_circles(axes, x[:-1], y[:-1], "other channels")
     if step > 1:
         curve = np.linspace(simulation.outliers[0], simulation.outliers[step - 1], 200)
@@ -190,7 +169,7 @@ def _figure_3(reproduction: Reproduction) -> Figure:
     top.legend(loc="lower right")
     bottom.set(xlabel="$x$", ylabel="residual")
     bottom.margins(y=0.12)
-    bottom.legend(loc="upper left", title="mean absolute residual", title_fontsize=8.5, alignment="left")
+    _residuals_legend(bottom, loc="upper left")
     for axes in (top, bottom):
         axes.yaxis.set_label_coords(-0.085, 0.5)
     return figure
@@ -210,21 +189,14 @@ def _figure_4(reproduction: Reproduction) -> Figure:
     axes.set(xlabel="outlier $x_o$", ylabel="|function − LayerNorm|", ylim=(floor / 50, 30))
     axes.set_yticks([10.0**k for k in range(-16, 1, 4)])
     label_decades(axes.yaxis)
-    axes.annotate(
-        "last digit of float64; a residual of 0 is drawn at $10^{-17}$",
-        (0.015, 0.012),
-        xycoords="axes fraction",
-        fontsize=8,
-        color="#505050",
-    )
-    axes.legend(
-        loc="center left",
-        bbox_to_anchor=(0.0, 0.5),
-        title="mean absolute residual",
-        title_fontsize=8.5,
-        alignment="left",
-    )
+    note = "last digit of float64; a residual of 0 is drawn at $10^{-17}$"
+    axes.annotate(note, (0.015, 0.012), xycoords="axes fraction", fontsize=8, color="#505050")
+    _residuals_legend(axes, loc="center left", bbox_to_anchor=(0.0, 0.5))
     return figure
+
+
+def _residuals_legend(axes: Axes, **place: Any) -> None:
+    axes.legend(title="mean absolute residual", title_fontsize=8.5, alignment="left", **place)
 
 
 def _figure_5(reproduction: Reproduction) -> Figure:
@@ -283,19 +255,12 @@ def _draw_axis(axes: Axes, studies: Sequence[Study], places: Sequence[float]) ->
     wins = [(place, study.dyt_wins) for study, place in zip(studies, places, strict=True) if study.dyt_wins]
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.1)
+    small: dict[str, Any] = {"fontsize": 7.5, "color": COLORS["DyT"]}
     for place, share in wins:
-        axes.annotate(
-            f"{100 * share:.3g}%",
-            (place, high),
-            (0, 2),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=7.5,
-            color=COLORS["DyT"],
-        )
+        above: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+        axes.annotate(f"{100 * share:.3g}%", (place, high), **above, **small)
     if wins:
-        axes.set_title("samples won by DyT", loc="right", fontsize=7.5, color=COLORS["DyT"])
+        axes.set_title("samples won by DyT", loc="right", **small)
 
 
 def _scale_log(axes: Axes) -> None:
@@ -310,9 +275,5 @@ def _scale_log(axes: Axes) -> None:
 
 
 FIGURES: dict[str, Callable[[Reproduction], Figure]] = {
-    "fig1": _figure_1,
-    "fig2": _figure_2,
-    "fig3": _figure_3,
-    "fig4": _figure_4,
-    "fig5": _figure_5,
+    f"fig{i}": figure for i, figure in enumerate((_figure_1, _figure_2, _figure_3, _figure_4, _figure_5), start=1)
 }

@@ -48,6 +48,7 @@ FAMILIES = {
         ),
     )
 }
+FITTED = (*FAMILIES, "linear")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Fit:
 
 
 def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
-    r"""Fit one function by least squares.
+    r"""Fit one function by least squares, ``"DyT"``, ``"Derf"``, ``"DyISRU"`` or ``"linear"`` (eq. 11, 15, 18 and 19).
 
     .. math:: \min_\alpha \sum_S \left(\sqrt{C - 1} \tanh(\alpha x_S) - y_S\right)^2
 
@@ -80,13 +81,10 @@ def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
     :math:`\sum_S x_S y_S / \sum_S x_S^2`, whatever C.
 
     Args:
-        name: DyT, Derf, DyISRU or linear.
+        name: The function.
         x: Inputs of shape (n,), each of the sign of its output.
         y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
         channels: C, at least 2.
-
-    Returns:
-        The function with its constant and its residuals.
 
     Raises:
         ArgumentError: If the name is unknown, the points cannot be fitted, or scipy is not installed.
@@ -95,54 +93,39 @@ def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
         >>> fitted = fit("DyISRU", [2.0, 4.0], [3.0, 5.0], channels=50)
         >>> fitted.constant, round(fitted.value, 4)
         ('beta', 16.5224)
-
-    Reference:
-        Eq. 11, 15, 18 and 19; Derf: "Stronger Normalization-Free Transformers", arXiv 2512.10938.
     """
     inputs, outputs = _points(x, y, channels)
-    if name == "linear":
-        label, value = "slope", (inputs * outputs).sum() / (inputs * inputs).sum()
-    else:
-        value = torch.from_numpy(fit_many(name, inputs.numpy()[None], outputs.numpy()[None], channels))
-        label = FAMILIES[name].constant
-
-    def curve(z: Tensor) -> Tensor:
-        if name == "linear":
-            return linear(z, float(value))
-        return FAMILIES[name].curve(z, value, scale=math.sqrt(channels - 1))
+    (value,) = fit_many(name, inputs.numpy()[None], outputs.numpy()[None], channels).tolist()
 
     def function(z: ArrayLike) -> Array:
-        return curve(torch.from_numpy(_copied(z, at_least=1))).numpy().reshape(np.shape(z))
+        return outputs_of(name, torch.from_numpy(_copied(z, at_least=1)), value, channels).reshape(np.shape(z))
 
-    return Fit(name, label, float(value), (curve(inputs) - outputs).numpy(), function)
+    label = FAMILIES[name].constant if name in FAMILIES else "slope"
+    return Fit(name, label, value, function(inputs.numpy()) - outputs.numpy(), function)
+
+
+def outputs_of(name: str, x: Tensor, constant: float | Tensor, channels: int) -> Array:
+    """Return the outputs of a function at x, with its constant, or one constant per row."""
+    if name == "linear":
+        return linear(x, constant).numpy()
+    return FAMILIES[name].curve(x, constant, scale=math.sqrt(channels - 1)).numpy()
 
 
 def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
-    """Fit one function to each of many sets of points: the constants of :func:`fit`, all at once.
+    """Fit one function to each of many sets of points: the constants (sets,) of :func:`fit`, all at once.
 
-    Args:
-        name: DyT, Derf or DyISRU.
-        x: Inputs of shape (sets, n), each of the sign of its output.
-        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
-        channels: C, at least 2.
-
-    Returns:
-        A constant for each set, of shape (sets,).
-
-    Raises:
-        ArgumentError: If the points cannot be fitted, or scipy is not installed.
+    Arguments and errors are those of :func:`fit`, with x and y of shape (sets, n).
 
     Example:
         >>> fit_many("DyISRU", [[2.0, 4.0], [2.0, 5.0]], [[3.0, 5.0], [3.0, 5.0]], channels=50).round(4).tolist()
         [16.5224, 20.6369]
-
-    Reference:
-        Eq. 18 and 19.
     """
-    if name not in FAMILIES:
-        raise ArgumentError(f"the function must be one of {', '.join(FAMILIES)}, got {name!r}: give one of those")
-    family, (inputs, outputs) = FAMILIES[name], _points(x, y, channels, dimensions=2)
-    scale = math.sqrt(channels - 1)
+    if name not in FITTED:
+        raise ArgumentError(f"the function must be one of {', '.join(FITTED)}, got {name!r}: give one of those")
+    inputs, outputs = _points(x, y, channels, dimensions=2)
+    if name == "linear":
+        return ((inputs * outputs).sum(-1) / (inputs * inputs).sum(-1)).numpy()
+    family, scale = FAMILIES[name], math.sqrt(channels - 1)
     # The log of the k with which the function goes through each point. An extreme outlier's output rounds to the bound,
     # which no finite k reaches.
     share = (outputs / scale).clamp(np.nextafter(-1.0, 0.0), np.nextafter(1.0, 0.0))

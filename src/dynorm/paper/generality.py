@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru_general, layer_norm
-from dynorm.paper.fits import FAMILIES, Fit, fit, fit_many
+from dynorm.paper.fits import FITTED, Fit, fit, fit_many, outputs_of
 from dynorm.paper.simulation import ClosedForm, Simulation, check_settings, closed_form, simulate
 
 Array = NDArray[np.float64]
@@ -23,8 +23,6 @@ CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 MEANS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """In units of sigma."""
-FUNCTIONS = (*FAMILIES, "linear")
-"""What is fitted to every sample."""
 QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 STEP, STEPS = 5.0, 9
 # Values that are held in memory at once, eight bytes each.
@@ -65,8 +63,8 @@ class Study:
     @cached_property
     def best(self) -> dict[str, float]:
         """Share of the samples in which each function has the smallest residual of the four."""
-        winner = np.argmin([self.residuals[name] for name in FUNCTIONS], axis=0)
-        return {name: float((winner == i).mean()) for i, name in enumerate(FUNCTIONS)}
+        winner = np.argmin([self.residuals[name] for name in FITTED], axis=0)
+        return {name: float((winner == i).mean()) for i, name in enumerate(FITTED)}
 
     @property
     def closest(self) -> tuple[int, float]:
@@ -83,13 +81,9 @@ class Study:
         """Return the setting and the distributions as plain numbers."""
         seed, ratio = self.closest
         return {
-            "channels": self.channels,
-            "sigma": self.sigma,
-            "mean": self.mean,
+            **{name: getattr(self, name) for name in ("channels", "sigma", "mean")},
             "samples": len(self.seeds),
-            "skipped": self.skipped,
-            "dyt_wins": self.dyt_wins,
-            "best": self.best,
+            **{name: getattr(self, name) for name in ("skipped", "dyt_wins", "best")},
             "dyisru_below_0.01": self.below_paper,
             "closest": {"seed": seed, "dyt_over_dyisru": ratio},
             "residuals": {name: _distribution(values) for name, values in self.residuals.items()},
@@ -132,11 +126,8 @@ def study_all(
     Args:
         channels: C of the base setting and of the studies over sigma and the mean.
         sigma: Standard deviation of the base setting and of the studies over C and the mean.
-        samples: Number of samples a setting; their seeds are 1, 2, ...
+        samples: Number of samples per setting; their seeds are 1, 2, ...
         track: Wraps the list of settings, for a progress bar.
-
-    Returns:
-        The studies, each setting computed once.
 
     Raises:
         ArgumentError: If an argument is outside its domain.
@@ -144,9 +135,6 @@ def study_all(
     Example:
         >>> study_all(samples=20).base.dyt_wins
         0.0
-
-    Reference:
-        Section 4.
     """
     settings = settings_of(channels, sigma)
     wanted = list(dict.fromkeys(setting for axis in settings.values() for setting in axis))
@@ -175,14 +163,8 @@ def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float,
 def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: int = 1000) -> Study:
     """Repeat the simulation and the fits of section 4 over many samples.
 
-    Args:
-        channels: C, at least 3; with 2, LayerNorm's output is 1 or -1 whatever x is.
-        sigma: Standard deviation of the distribution, positive.
-        mean: Its mean.
-        samples: Number of samples; their seeds are 1, 2, ..., so that each can be looked at alone.
-
-    Returns:
-        The residuals and constants, one of each a sample.
+    The seeds are 1, 2, ..., so that each sample can be looked at alone. C is at least 3: with 2, LayerNorm's output is
+    1 or -1 whatever x is.
 
     Raises:
         ArgumentError: If an argument is outside its domain, or no sample has a positive outlier.
@@ -191,9 +173,6 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
         >>> repeated = study(samples=20)
         >>> repeated.residuals["DyT"].shape, repeated.dyt_wins
         ((20,), 0.0)
-
-    Reference:
-        Section 4.
     """
     check_settings(channels, sigma, mean, seed=samples)
     if samples < 1:
@@ -209,8 +188,12 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
             f"{samples} with C={channels}, sigma={sigma} and mean={mean}: take a smaller sigma or a larger mean"
         )
     x, y, centers, betas = x[fitted], y[fitted], centers[fitted], betas[fitted]
-    constants, residuals = _fits(x, y, channels)
     inputs, center, beta = (torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None]))
+    constants = {name: fit_many(name, x, y, channels) for name in FITTED}
+    residuals = {
+        name: _mean_absolute(outputs_of(name, inputs, torch.from_numpy(found)[:, None], channels) - y)
+        for name, found in constants.items()
+    }
     closed = _mean_absolute(dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy() - y)
     skipped = samples - len(x)
     return Study(channels, sigma, mean, seeds[fitted], skipped, residuals, constants["DyISRU"], centers, betas, closed)
@@ -231,19 +214,6 @@ def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]
         x[:, -1] = outliers[:, s]
         outputs[:, s] = layer_norm(torch.from_numpy(x), eps=0.0)[:, -1].numpy()
     return outliers, outputs, centers, betas
-
-
-def _fits(x: Array, y: Array, channels: int) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the constants and the mean absolute residuals of every function."""
-    scale, inputs = math.sqrt(channels - 1), torch.from_numpy(x)
-    constants, residuals = {}, {}
-    for name, family in FAMILIES.items():
-        constants[name] = fit_many(name, x, y, channels)
-        curve = family.curve(inputs, torch.from_numpy(constants[name])[:, None], scale=scale)
-        residuals[name] = _mean_absolute(curve.numpy() - y)
-    constants["linear"] = (x * y).sum(-1) / (x * x).sum(-1)
-    residuals["linear"] = _mean_absolute(constants["linear"][:, None] * x - y)
-    return constants, residuals
 
 
 def _mean_absolute(residuals: Array) -> Array:
@@ -275,16 +245,7 @@ class Reproduction:
 def reproduce(
     channels: int = 100, sigma: float = 2.0, seed: int = PAPER_SEED, generality: Generality | None = None
 ) -> Reproduction:
-    """Simulate, fit and compare with the closed form.
-
-    Args:
-        channels: C, at least 3; with 2 there is nothing to fit.
-        sigma: Standard deviation of the sample, positive.
-        seed: Seed of the sample.
-        generality: What :func:`dynorm.paper.generality.study_all` returns, to be shown along.
-
-    Returns:
-        The simulation, the fits by name, and the closed form.
+    """Simulate, fit and compare with the closed form (section 4, eq. 16 to 19); ``generality`` is to be shown along.
 
     Raises:
         ArgumentError: If an argument is outside its domain, or scipy is not installed.
@@ -293,10 +254,7 @@ def reproduce(
         >>> fits = reproduce().fits
         >>> round(fits["DyT"].value, 3), round(fits["DyISRU"].value, 1)
         (0.049, 301.1)
-
-    Reference:
-        Section 4, eq. 16 to 19.
     """
     simulation = simulate(channels, sigma, seed=seed)
-    fits = {name: fit(name, simulation.outliers, simulation.outputs, channels) for name in FUNCTIONS}
+    fits = {name: fit(name, simulation.outliers, simulation.outputs, channels) for name in FITTED}
     return Reproduction(simulation, fits, closed_form(simulation), generality)

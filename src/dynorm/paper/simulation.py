@@ -71,8 +71,8 @@ def simulate(
     .. math:: x \sim \mathcal{N}(\mathrm{mean}, \sigma^2), \quad x_o \to x_o + \mathrm{step} \cdot S,
         \quad S = 0, \dots, \mathrm{steps}
 
-    The defaults are the paper's. LayerNorm ignores scale and offset, so only C, step / sigma and the seed matter to
-    its outputs.
+    The defaults are the paper's (eq. 16 and 17). LayerNorm ignores scale and offset, so only C, step / sigma and the
+    seed matter to its outputs.
 
     Args:
         channels: C, at least 2.
@@ -94,9 +94,6 @@ def simulate(
         (10, 100)
         >>> simulation.outliers.round(2).tolist()
         [9.37, 14.37, 19.37, 24.37, 29.37, 34.37, 39.37, 44.37, 49.37]
-
-    Reference:
-        Eq. 16 and 17.
     """
     check_settings(channels, sigma, mean, seed)
     sample = np.sort(mean + sigma * np.random.RandomState(seed).randn(channels))
@@ -111,27 +108,18 @@ def simulate(
 
 
 def raise_outlier(sample: ArrayLike, step: float = 5.0, steps: int = 9) -> Array:
-    r"""Return the sorted sample, and below it the versions in which its largest element was raised.
+    r"""Return the sorted sample (C,), and below it the versions in which its largest element was raised (eq. 17).
 
     .. math:: x_o \to x_o + \mathrm{step} \cdot S, \quad o = \mathrm{argmax}_k x_k
 
-    Args:
-        sample: At least two finite values that are not all equal, of shape (C,).
-        step: How far the outlier moves at each step, positive.
-        steps: Number of steps, at least 1.
-
-    Returns:
-        Float64 of shape (steps + 1, C); the outlier is the last column.
+    The result is float64 of shape (steps + 1, C); the outlier is the last column.
 
     Raises:
-        ArgumentError: If an argument is outside its domain.
+        ArgumentError: The values are not at least two, finite and of some spread, or a step is out of its domain.
 
     Example:
         >>> raise_outlier([3.0, 1.0, 2.0], step=5, steps=2).tolist()
         [[1.0, 2.0, 3.0], [1.0, 2.0, 8.0], [1.0, 2.0, 13.0]]
-
-    Reference:
-        Eq. 17.
     """
     values = np.sort(np.asarray(sample, dtype=np.float64))
     if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
@@ -160,21 +148,13 @@ def closed_form(simulation: Simulation) -> ClosedForm:
     .. math:: y_o = \sqrt{C - 1} \frac{x_o - m_o}{\sqrt{C v_o + (x_o - m_o)^2}}
 
     m_o and v_o are the mean and the biased variance of the other channels. They do not change when the outlier does,
-    so they are taken from the sample alone, and one pair of constants serves every step.
-
-    Args:
-        simulation: What :func:`simulate` returns.
-
-    Returns:
-        m_o, C v_o, and the residuals, which are rounding errors.
+    so they are taken from the sample alone, and one pair of constants serves every step. This is eq. 13 with the centre
+    m_o; its beta is eq. 14's times (C / (C - 1))**2. The residuals are rounding errors.
 
     Example:
         >>> center, beta, residuals = closed_form(simulate())
         >>> round(center, 3), round(beta, 2), bool(abs(residuals).max() < 1e-13)
         (0.078, 298.14, True)
-
-    Reference:
-        Eq. 13 with the centre m_o; its beta is eq. 14's times (C / (C - 1))**2.
     """
     sample, outliers = torch.from_numpy(simulation.tokens[0]), torch.from_numpy(simulation.outliers)
     center, beta = float(leave_one_out_mean(sample)[-1]), float(leave_one_out_beta(sample)[-1])
@@ -186,22 +166,13 @@ def closed_form(simulation: Simulation) -> ClosedForm:
 
 
 def channel_betas(simulation: Simulation) -> Array:
-    r"""Theorem 4's constant of the outlier's channel at each step: always the same, as it does not contain x_o.
+    r"""Return Theorem 4's constant of the outlier's channel (steps,): always the same, as it does not contain x_o.
 
     .. math:: \beta_o = (C - 1) \sigma_{\neq o}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_o
-
-    Args:
-        simulation: What :func:`simulate` returns.
-
-    Returns:
-        Eq. 14's value for S = 1, 2, ..., of shape (steps,).
 
     Example:
         >>> channel_betas(simulate(steps=3)).round(3).tolist()
         [292.204, 292.204, 292.204]
-
-    Reference:
-        Eq. 14, Theorem 4.
     """
     return channel_beta(torch.from_numpy(simulation.tokens[1:]))[:, -1].numpy()
 

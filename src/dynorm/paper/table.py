@@ -20,13 +20,7 @@ CLOSED = "closed form"
 
 
 def document(reproduction: Reproduction) -> dict[str, Any]:
-    """Return every number as plain lists and dictionaries.
-
-    Args:
-        reproduction: What :func:`dynorm.paper.generality.reproduce` returns.
-
-    Returns:
-        A dictionary that ``json.dumps`` accepts.
+    """Return every number as plain lists and dictionaries, which ``json.dumps`` accepts.
 
     Example:
         >>> from dynorm.paper.generality import reproduce
@@ -66,7 +60,7 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
 
 
 def outliers_csv(reproduction: Reproduction) -> str:
-    """Return a row for each function and outlier: its constant, its mean absolute residual, and the output there.
+    """Return one row per function and outlier: its constant, its mean absolute residual, and the output there.
 
     Example:
         >>> from dynorm.paper.generality import reproduce
@@ -217,11 +211,7 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def verdict(generality: Generality) -> str:
     """State in a paragraph in how many samples DyISRU is nearer to LayerNorm than DyT, and where it is not.
 
-    Args:
-        generality: What :func:`dynorm.paper.generality.study_all` returns.
-
-    Returns:
-        Plain text in one line; every number comes from the study.
+    It is plain text in one line; every number comes from the study.
 
     Example:
         >>> from dynorm.paper.generality import study_all

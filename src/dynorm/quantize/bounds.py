@@ -119,15 +119,15 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
 def _edges(layer: PointwiseNorm, sigmas: float | None) -> tuple[float | Tensor, float | Tensor]:
     """Return the least and the largest value of the function itself, before scale, weight and bias."""
     z = math.inf if sigmas is None else sigmas / math.sqrt(layer.channels)
-    if isinstance(layer, DyISRU):
-        edge = z / math.hypot(1, z) if math.isfinite(z) else 1.0
-    elif isinstance(layer, DyT):
-        edge = math.tanh(z)
-    elif isinstance(layer, Derf):
+    if isinstance(layer, Derf):
         shift = upcast(layer.shift)
         # The slope that beta() stands for.
         reach = math.sqrt(math.pi) / 2 * z
         return torch.erf(shift - reach), torch.erf(shift + reach)
+    if isinstance(layer, DyISRU):
+        edge = z / math.hypot(1, z) if math.isfinite(z) else 1.0
+    elif isinstance(layer, DyT):
+        edge = math.tanh(z)
     elif isinstance(layer, LinearControl) and sigmas is not None:
         edge = z
     else:

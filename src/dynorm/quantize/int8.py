@@ -60,22 +60,22 @@ def quantize_(
         raise ArgumentError("quantize_ needs torchao: pip install 'dynorm[quantize]'") from error
     # All that can fail comes before the first change.
     seen = {reader: _range(model, reader, sigmas, ranges, per_channel) for reader in clear}
-    if per_channel:
-        folded = {reader.layer for reader in clear if _foldable(model, reader, {each.linear for each in clear})}
-        _multiply_scales_in_(model, {reader: static_scale(*seen[reader])[0] for reader in clear}, folded)
-        # What arrives is in steps already.
-        configs = {reader.linear: _config(torch.ones(()), None, reader.ndim) for reader in clear}
-    else:
-        configs = {}
-        for reader in clear:
-            scale, zero = static_scale(seen[reader][0].min(), seen[reader][1].max(), symmetric=symmetric)
-            configs[reader.linear] = _config(scale, None if symmetric else zero, reader.ndim)
+    if not per_channel:
+        found = {reader: (seen[reader][0].min(), seen[reader][1].max()) for reader in clear}
+        scales = {reader: static_scale(*ends, symmetric=symmetric) for reader, ends in found.items()}
+        configs = {r.linear: _config(scale, None if symmetric else zero, r.ndim) for r, (scale, zero) in scales.items()}
+        torchao_quantize_(model, FqnToConfig(configs), filter_fn=None)
+        return clear
+    steps = {reader: static_scale(*seen[reader])[0] for reader in clear}
+    folded = {reader.layer for reader in clear if _foldable(model, reader, {each.linear for each in clear})}
+    _multiply_scales_in_(model, steps, folded)
+    # What arrives is in steps already.
+    configs = {reader.linear: _config(torch.ones(()), None, reader.ndim) for reader in clear}
     torchao_quantize_(model, FqnToConfig(configs), filter_fn=None)
-    if per_channel:
-        for reader in clear:
-            if reader.layer not in folded:
-                linear: Any = model.get_submodule(reader.linear)
-                linear.weight.act_pre_scale = (1 / static_scale(*seen[reader])[0]).to(linear.weight.dtype)
+    for reader in clear:
+        if reader.layer not in folded:
+            linear: Any = model.get_submodule(reader.linear)
+            linear.weight.act_pre_scale = (1 / steps[reader]).to(linear.weight.dtype)
     return clear
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,13 +135,12 @@ def _hooks(watch: _Watch, layers: Mapping[nn.Module, str], linears: Mapping[nn.M
         if (watch.source(x), x.ndim) not in read:
             read.append((watch.source(x), x.ndim))
 
-    handles = [layer.register_forward_hook(returned) for layer in layers]
-    handles += [linear.register_forward_pre_hook(enters, with_kwargs=True) for linear in linears]
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.register_forward_hook(returned))
+        for linear in linears:
+            stack.enter_context(linear.register_forward_pre_hook(enters, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _refusal(read: list[tuple[str | None, int]]) -> str | None:

@@ -168,8 +168,14 @@ class _Measurement:
         if not rows:
             raise DataError("the batches must reach at least one converted norm, but reached none: give others")
         unreached = [site.path for site in self.sites.values() if not site.stats.tokens]
-        name, comparison = type(self.model).__name__, self.comparison
-        return ModelReport(name, rows, comparison.report(), comparison.batches, unreached, dict(meta or {}))
+        return ModelReport(
+            model=type(self.model).__name__,
+            sites=rows,
+            output=self.comparison.report(),
+            batches=self.comparison.batches,
+            unreached=unreached,
+            meta=dict(meta or {}),
+        )
 
     def _tokens(self, layer: PointwiseNorm, x: Tensor, masks: list[Tensor]) -> Tensor:
         """Return the tokens of x, (tokens, C), without padding, after a look at them."""
@@ -250,28 +256,16 @@ class _Site:
 
     def report(self) -> SiteReport:
         """Return the row."""
-        stats, layer = self.stats, self.layer
-        fit, sizes = stats.fit(), stats.sizes()
+        layer, fit = self.layer, self.stats.fit()
         whole, told, square, one, one_square = self._told.tolist()
         constant, left = (1 - a * a / (b * whole) if b else 1.0 for a, b in ((one, one_square), (told, square)))
-        outlier, outlier_site = stats.outliers()
-        sigma_spread, sigma_range = stats.spread()
         # Of the outputs' mean square about their channel's mean.
         y, yy = self._sums / max(self._compared, 1)
         spread = float((yy - y * y).sum()) * self._compared
+        figures = self.stats.figures() | {f"error_{name}": error for name, error in fit.errors.items()}
         return SiteReport(
-            path=self.path,
-            kind=stats.site.kind,
+            **figures | {"path": self.path},
             layer=NAMES.get(type(layer), type(layer).__name__),
-            channels=layer.channels,
-            tokens=stats.tokens,
-            outlier=outlier,
-            outlier_site=outlier_site,
-            sigma_spread=sigma_spread,
-            sigma_range=sigma_range,
-            error_linear=fit.errors["linear"],
-            error_dyt=fit.errors["dyt"],
-            error_dyisru=fit.errors["dyisru"],
             error_now=math.sqrt(self._residual / spread) if spread > 0 else None,
             beta=float(layer.beta().detach().median()),
             center=None if layer.center is None else float(layer.center.detach().median()),
@@ -279,8 +273,6 @@ class _Site:
             witnesses=layer.witness_channels,
             gains=() if layer.log_gain is None else tuple(layer.log_gain.detach().double().exp().tolist()),
             told=max(1 - left / constant, 0.0) if constant > 0 else 0.0,
-            sizes=sizes,
             sums=self._drawn.points(),
             fit=fit,
-            picture=stats.picture(),
         )

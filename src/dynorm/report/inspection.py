@@ -17,7 +17,7 @@ from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fit.site_fit import own_betas
 from dynorm.report.records import InspectedSite, InspectionReport
-from dynorm.report.sizes import token_places
+from dynorm.report.sizes import TokenSizes, token_places
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Reservoir, SiteStats, best_beta
 from dynorm.site import NormSite
 from dynorm.watch import (
@@ -107,7 +107,14 @@ def inspect_norms(
     rows = [entry.row(decode) for entry in sorted(reached, key=lambda entry: entry.site.order)]
     refused = {site.path: site.refused for site in sites if site.refused is not None}
     unreached = [entry.site.path for entry in watched.values() if not entry.stats.tokens]
-    return InspectionReport(type(model).__name__, rows, count, refused, unreached, dict(meta or {}))
+    return InspectionReport(
+        model=type(model).__name__,
+        sites=rows,
+        batches=count,
+        refused=refused,
+        unreached=unreached,
+        meta=dict(meta or {}),
+    )
 
 
 class _Watched:
@@ -131,24 +138,12 @@ class _Watched:
 
     def row(self, decode: Callable[[int], str] | None) -> InspectedSite:
         """Return the row of the report, the largest tokens by their text where ``decode`` knows it."""
-        core, sizes = self.stats.fit(), self.stats.sizes()
+        core, figures = self.stats.fit(), self.stats.figures()
         if decode is not None:
+            sizes: TokenSizes = figures["sizes"]
             named = (replace(t, token=decode(t.token)) if isinstance(t.token, int) else t for t in sizes.tokens)
-            sizes = replace(sizes, tokens=tuple(named))
-        outlier, outlier_site = self.stats.outliers()
-        return InspectedSite(
-            path=self.site.path,
-            kind=self.site.kind,
-            channels=math.prod(self.site.normalized_shape),
-            tokens=self.stats.tokens,
-            outlier=outlier,
-            outlier_site=outlier_site,
-            sigma_spread=self.stats.spread()[0],
-            outliers=self.outliers.fit(core.scale, core.center),
-            sizes=sizes,
-            core=core,
-            picture=self.stats.picture(),
-        )
+            figures["sizes"] = replace(sizes, tokens=tuple(named))
+        return InspectedSite(**figures, outliers=self.outliers.fit(core.scale, core.center), core=core)
 
 
 def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int) -> dict[nn.Module, _Watched]:
@@ -182,12 +177,7 @@ def _run(model: nn.Module, watched: Mapping[nn.Module, _Watched], batch: Any, fi
 class Outliers:
     """Running sample and sums of the outliers of one site: of each token the channel with the largest deviation.
 
-    Args:
-        site: the norm.
-        seed: of the sample.
-
-    Reference:
-        Section 4.1 with eq. 17, where the outlier is ``argmax x``; here it may stand on either side.
+    In section 4.1 with eq. 17 the outlier is ``argmax x``; here it may stand on either side.
     """
 
     def __init__(self, site: NormSite, seed: int) -> None:
@@ -211,9 +201,7 @@ class Outliers:
     def fit(self, scale: float, center: float) -> OutlierFit:
         """Fit each function by least squares and measure it; where one half has no tokens, on the other.
 
-        Args:
-            scale: the bound of the functions.
-            center: the mean of the site where the norm centres, else 0.
+        The scale is the bound of the functions; the centre the site's mean where the norm centres, else 0.
         """
         held_out = self._held_out if self._count else self._fitted
         fitted = self._fitted if len(self._fitted) else held_out

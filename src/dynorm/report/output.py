@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -58,9 +58,7 @@ class OutputReport:
 class OutputComparison:
     """Compares two models' outputs batch by batch; of an encoder, the N x D embeddings are kept.
 
-    Args:
-        pick: finds the tensor to compare in a model's output; None takes its ``logits``, ``last_hidden_state``, or
-            first tensor.
+    ``pick`` finds the tensor to compare; None takes the output's ``logits``, ``last_hidden_state``, or first tensor.
     """
 
     def __init__(self, pick: Callable[[Any], Tensor] | None = None) -> None:
@@ -73,13 +71,7 @@ class OutputComparison:
         self._losses = torch.zeros(3, dtype=torch.float64)
 
     def add(self, batch: Any, original: Any, now: Any, run_again: Callable[[Any], Any]) -> None:
-        """Add a batch.
-
-        Args:
-            batch: the input.
-            original: the original model's output.
-            now: the converted model's output.
-            run_again: the original model, to be tried once on a batch in which a token was exchanged.
+        """Add a batch with both outputs; the original is run again once, on a batch in which a token was exchanged.
 
         Raises:
             DataError: an output is not finite, or there is no tensor in it.
@@ -104,17 +96,18 @@ class OutputComparison:
 
     def report(self) -> OutputReport:
         """Return the figures of all batches so far."""
-        kind = self.kind or "tensor"
-        cosines = torch.cat(self._cosines).double()
+        kind, cosines = self.kind or "tensor", torch.cat(self._cosines).double()
         if not len(cosines):
             return OutputReport(kind, 0)
         low, median = cosines.quantile(torch.tensor([0.05, 0.5], dtype=torch.float64)).tolist()
-        figures = (float(cosines.mean()), float(cosines.min()), low, median)
-        ranks = pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))) if self._kept else None
+        found = OutputReport(kind, len(cosines), float(cosines.mean()), float(cosines.min()), low, median)
+        if self._kept:
+            found = replace(found, spearman=pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))))
         if not self._tokens:
-            return OutputReport(kind, len(cosines), *figures, ranks)
+            return found
         before, now, kl = (self._losses / self._tokens).tolist()
-        return OutputReport(kind, len(cosines), *figures, ranks, self._tokens, before, now, now - before, kl)
+        losses = {"loss_original": before, "loss_now": now, "loss_difference": now - before, "kl": kl}
+        return replace(found, tokens=self._tokens, **losses)
 
     def _tensor(self, output: Any) -> Tensor:
         tensor = _first_tensor(output) if self._pick is None else self._pick(output)
@@ -159,14 +152,7 @@ class OutputComparison:
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Return Spearman's rank correlation, ties with their average rank.
-
-    Args:
-        a: numbers, of any shape.
-        b: as many numbers.
-
-    Returns:
-        A number from -1 to 1; None where one of the two does not vary.
+    """Return Spearman's rank correlation, ties with their average rank; None where one of the two does not vary.
 
     Raises:
         ArgumentError: the two do not hold the same number of values.
@@ -198,14 +184,9 @@ def average_ranks(values: Tensor) -> Tensor:
 
 
 def pair_spearman(a: Tensor, b: Tensor) -> float | None:
-    """Return Spearman's correlation of the similarities of all pairs of rows, each row of length 1, (N, D).
+    """Return Spearman's correlation of the similarities of all pairs of rows, of the same samples' embeddings (N, D).
 
-    Args:
-        a: embeddings.
-        b: other embeddings of the same samples.
-
-    Returns:
-        A number from -1 to 1; None for fewer than 3 samples. Of more than 2,000, an even choice of 2,000 is compared.
+    The rows have length 1. None for fewer than 3; of more than 2,000, an even choice of 2,000 is compared.
 
     Example:
         >>> a = normalize(torch.eye(4) + 0.1 * torch.arange(16.0).reshape(4, 4), dim=1)

@@ -100,12 +100,55 @@ _OUTLIER_COLUMNS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSite:
+    """One norm of a model. Its core is the norm without weight and bias, ``(x - mean) / sigma`` or ``x / rms``.
+
+    Args:
+        path: where it stands.
+        kind: the norm: "layernorm" or "rmsnorm".
+        channels: C.
+        tokens: how many tokens the norm saw, padding not counted.
+        outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, sqrt(C - 1) at most (for
+            an RMSNorm ``|x|`` in the token's rms, sqrt(C) at most).
+        outlier_site: the largest ``|x - mean|`` in typical sigmas, the geometric mean over the site's tokens; no bound.
+        sigma_spread: standard deviation of the natural logarithm of the tokens' sigma (an RMSNorm's rms): 0 if all are
+            alike, and then a constant serves as well as the norm; 0.5 if they commonly differ by a factor of 1.6.
+        sigma_range: the 99th percentile of sigma over the 1st.
+        sizes: the largest tokens, and how much of the sizes' variation any 0, 1, 2 and 4 channels could tell.
+        picture: the points and bars of its picture.
+    """
+
+    path: str
+    kind: str
+    channels: int
+    tokens: int
+    outlier: float
+    outlier_site: float
+    sigma_spread: float
+    sigma_range: float
+    sizes: TokenSizes = field(repr=False)
+    picture: Picture = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain values, without the sampled points."""
+        return {name: value for name, value in asdict(self).items() if name not in ("picture", "sums")}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """A report on a model, which prints itself as a table and writes itself as a page."""
 
     model: str
-    unreached: list[str]
-    meta: dict[str, Any]
+    sites: Sequence[MeasuredSite]
+    batches: int
+    unreached: list[str] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON knows, without the sampled points; no NaN, but None."""
+        values = asdict(self) | {"sites": [site.to_dict() for site in self.sites]}
+        return {name: plain(value) for name, value in values.items()}
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
@@ -140,22 +183,12 @@ class Report:
         return str(self.meta.get("model", self.model))
 
 
-@dataclass(frozen=True)
-class SiteReport:
-    """One replaced norm. The core is the norm without its weight and bias, ``(x - mean) / sigma`` or ``x / rms``.
+@dataclass(frozen=True, kw_only=True)
+class SiteReport(MeasuredSite):
+    """One replaced norm, with these fields besides those of :class:`dynorm.report.records.MeasuredSite`.
 
     Args:
-        path: where it stands.
-        kind: the norm that stood there: "layernorm" or "rmsnorm".
         layer: the layer there now: "dyisru", "dyt", "derf" or "linear".
-        channels: C.
-        tokens: how many tokens the original norm saw, padding not counted.
-        outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, sqrt(C - 1) at most (for
-            an RMSNorm ``|x|`` in the token's rms, sqrt(C) at most).
-        outlier_site: the largest ``|x - mean|`` in typical sigmas, the geometric mean over the site's tokens; no bound.
-        sigma_spread: standard deviation of the natural logarithm of the tokens' sigma (an RMSNorm's rms): 0 if all are
-            alike, and then a constant serves as well as the norm; 0.5 if they commonly differ by a factor of 1.6.
-        sigma_range: the 99th percentile of sigma over the 1st.
         error_linear: the relative error ``|y - f| / |y|`` of ``f = scale / sqrt(beta) (x - c)`` over all held-out
             tokens and channels, with one beta and the centre c fitted on other tokens.
         error_dyt: the same of ``scale tanh((x - c) / sqrt(beta))``.
@@ -171,21 +204,11 @@ class SiteReport:
         gains: the weight of each one's square.
         told: how much of the variation of the tokens' sums over a constant the layer's own ``beta + sum g u^2`` tells,
             up to a factor; 0 without witnesses, 1 is all.
-        sizes: the largest tokens, and how much of the variation any 0, 1, 2 and 4 channels could tell.
         sums: ``beta + sum g u^2`` and the norm's own sum, of some of the tokens.
         fit: the constants that the three errors of the core belong to.
-        picture: the points and bars of its picture.
     """
 
-    path: str
-    kind: str
     layer: str
-    channels: int
-    tokens: int
-    outlier: float
-    outlier_site: float
-    sigma_spread: float
-    sigma_range: float
     error_linear: float
     error_dyt: float
     error_dyisru: float
@@ -196,10 +219,12 @@ class SiteReport:
     witnesses: tuple[int, ...]
     gains: tuple[float, ...]
     told: float
-    sizes: TokenSizes = field(repr=False)
     sums: tuple[list[float], list[float]] = field(repr=False)
     fit: CoreFit = field(repr=False)
-    picture: Picture = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain values, with the picture's bars but without its sampled points."""
+        return super().to_dict() | {"bins": [asdict(each) for each in self.picture.bins]}
 
     def drawing(self) -> Drawing:
         """Return the contents of the site's picture."""
@@ -213,33 +238,15 @@ class SiteReport:
         return Drawing(self.path, errors, words, self.fit, self.picture, sums=self.sums if self.witnesses else None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelReport(Report):
-    """The findings of ``measure``.
+    """The findings of ``measure``: the model's output beside the original's, and one :class:`SiteReport` per norm.
 
-    Args:
-        model: the class of the model.
-        sites: the replaced norms, in call order.
-        output: the model's output beside the original's.
-        batches: how many batches were measured.
-        unreached: paths of the layers that no batch reached.
-        meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
+    The fields ``model``, ``batches``, ``unreached`` and ``meta`` are as for :class:`InspectionReport`.
     """
 
-    model: str
     sites: list[SiteReport]
     output: OutputReport
-    batches: int
-    unreached: list[str] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows, without the sampled points; no NaN, but None."""
-        values = asdict(self)
-        for site in values["sites"]:
-            site["bins"] = site.pop("picture")["bins"]
-            del site["sums"]
-        return {name: plain(value) for name, value in values.items()}
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
@@ -308,38 +315,20 @@ class ModelReport(Report):
         )
 
 
-@dataclass(frozen=True)
-class InspectedSite:
+@dataclass(frozen=True, kw_only=True)
+class InspectedSite(MeasuredSite):
     """One norm and its outliers; an outlier is the channel of a token that is farthest from the mean (an RMSNorm's: 0).
 
-    The core is the norm without weight and bias. Functions are named "linear", "dyt" (scaled) and "dyisru"; each has
-    one constant per site, fitted on some tokens and measured on others.
+    Functions are named "linear", "dyt" (scaled) and "dyisru"; each has one constant per site, fitted on some tokens and
+    measured on others. These fields stand besides those of :class:`dynorm.report.records.MeasuredSite`.
 
     Args:
-        path: where it stands.
-        kind: "layernorm" or "rmsnorm".
-        channels: C.
-        tokens: how many tokens it saw, padding not counted.
-        outlier: the largest value of the core, in sigmas of its own token: sqrt(C - 1) at most (RMSNorm: sqrt(C)).
-        outlier_site: the largest deviation in typical sigmas of the site, their geometric mean; no bound.
-        sigma_spread: standard deviation over tokens of the natural logarithm of sigma.
-        sizes: the largest tokens, with their channels, and how much of the sizes' variation few channels tell.
         outliers: how well the functions, fitted on outliers alone, describe outliers, as section 4.2 asks.
         core: how well they describe all channels when fitted on all.
-        picture: the points and bars of its picture.
     """
 
-    path: str
-    kind: str
-    channels: int
-    tokens: int
-    outlier: float
-    outlier_site: float
-    sigma_spread: float
-    sizes: TokenSizes = field(repr=False)
     outliers: OutlierFit = field(repr=False)
     core: CoreFit = field(repr=False)
-    picture: Picture = field(repr=False)
 
     @property
     def alpha(self) -> float:
@@ -363,8 +352,8 @@ class InspectedSite:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values, without the sampled points."""
-        row = {name: value for name, value in asdict(self).items() if name != "picture"}
-        row["outliers"] = {name: value for name, value in row["outliers"].items() if name != "points"}
+        row = super().to_dict()
+        del row["outliers"]["points"]
         return row | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
 
     def drawing(self) -> Drawing:
@@ -377,7 +366,7 @@ class InspectedSite:
         return Drawing(self.path, residuals, words, self.outliers.fit, self.picture, self.outliers.points)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InspectionReport(Report):
     """The findings of :func:`inspect_norms`.
 
@@ -387,15 +376,11 @@ class InspectionReport(Report):
         batches: how many batches were measured.
         refused: paths of modules that look like a norm but are none of ours, with the reason.
         unreached: paths of the norms that no batch reached.
-        meta: whatever should stand beside the figures.
+        meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
     """
 
-    model: str
     sites: list[InspectedSite]
-    batches: int
     refused: dict[str, str] = field(default_factory=dict)
-    unreached: list[str] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """Return in how many sites the paper's claim holds, and by how much."""
@@ -417,9 +402,7 @@ class InspectionReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows, without the sampled points."""
-        values = {name: getattr(self, name) for name in ("model", "batches", "refused", "unreached", "meta")}
-        whole = values | {"summary": self.summary(), "sites": [site.to_dict() for site in self.sites]}
-        return {name: plain(value) for name, value in whole.items()}
+        return super().to_dict() | {"summary": plain(self.summary())}
 
     def table(self) -> Table:
         """Return the report as a table, one row per norm."""

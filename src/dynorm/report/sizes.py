@@ -22,21 +22,18 @@ _MASSIVE = 3.0
 
 @dataclass(frozen=True)
 class LargeToken:
-    """One of the largest tokens at a site, of each text or number the largest one.
-
-    Args:
-        size: its sigma (an RMSNorm's rms) over the median token's.
-        channel: its largest channel.
-        share: the part of its sum of squares that this channel holds.
-        position: its place in the text, from 0 on; None where the batch does not tell.
-        token: its text, or its number in the vocabulary where no tokenizer is known; None likewise.
-    """
+    """One of the largest tokens at a site, of each text or number the largest one."""
 
     size: float
+    """Its sigma (an RMSNorm's rms) over the median token's."""
     channel: int
+    """Its largest channel."""
     share: float
+    """The part of its sum of squares that this channel holds."""
     position: int | None = None
+    """Its place in the text, from 0 on; None where the batch does not tell."""
     token: str | int | None = None
+    """Its text, or its number in the vocabulary where no tokenizer is known; None likewise."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,7 @@ class TokenSizes:
 
 
 class SizeStats:
-    """The running sums behind :class:`TokenSizes`, of a size that depends on neither tokens nor channels.
-
-    Args:
-        site: the norm.
-    """
+    """The running sums behind :class:`TokenSizes`, of a size that depends on neither tokens nor channels."""
 
     def __init__(self, site: NormSite) -> None:
         self._scales = TokenScales(site.kind or "layernorm", site.eps, least=0.0)
@@ -117,8 +110,7 @@ class SizeStats:
 def token_places(site: NormSite, x: Tensor, batch: Any) -> Tensor | None:
     """Return position and vocabulary number of each token of :func:`dynorm.watch.site_tokens`, (tokens, 2), -1 if none.
 
-    Returns:
-        None where the batch has neither ``input_ids`` nor a mask of the shape of ``x`` without its channels.
+    None where the batch has neither ``input_ids`` nor a mask of the shape of ``x`` without its channels.
     """
     dims = (site.dim,) if isinstance(site.dim, int) else tuple(site.dim)
     masks = token_masks(batch)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynorm.family import FAMILY
-from dynorm.report.sizes import SizeStats, TokenSizes
+from dynorm.report.sizes import SizeStats
 from dynorm.site import NormSite
 
 # Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003 sigma wide at the
@@ -35,14 +36,7 @@ FUNCTIONS = {name: FAMILY[name].curve for name in ("linear", "dyt", "dyisru")}
 
 @dataclass(frozen=True)
 class Bin:
-    """The values of one interval of x.
-
-    Args:
-        x: their mean.
-        mean: the mean of the norm's core there.
-        std: its standard deviation.
-        count: how many they are.
-    """
+    """The values of one interval of x: their mean, the mean and standard deviation of the norm's core, their number."""
 
     x: float
     mean: float
@@ -52,19 +46,16 @@ class Bin:
 
 @dataclass(frozen=True)
 class Picture:
-    """The points and bars of a site's picture, all of held-out tokens.
-
-    Args:
-        x: sampled inputs of the norm, sorted; those far from the centre are drawn more often.
-        y: the norm's core at each.
-        bins: mean and spread of the core by intervals of x, from all held-out values.
-        sigma: the typical sigma of the site, the unit of its axis.
-    """
+    """The points and bars of a site's picture, all of held-out tokens."""
 
     x: list[float]
+    """Sampled inputs of the norm, sorted; those far from the centre are drawn more often."""
     y: list[float]
+    """The norm's core at each."""
     bins: list[Bin]
+    """From all held-out values."""
     sigma: float
+    """The typical sigma of the site, the unit of its axis."""
 
 
 class Histogram:
@@ -76,12 +67,8 @@ class Histogram:
     .. math:: \sum (y - f)^2 = \sum y^2 - 2 \sum_\pm \tfrac n2 (\bar y \pm \tfrac{\mathrm{cov}(u, y)}{s})
         f(\bar u \pm s) + \sum_\pm \tfrac n2 f(\bar u \pm s)^2
 
-    This is exact for a straight line, and right to the third order of a bin's width otherwise.
-
-    Args:
-        origin: where the bins are finest.
-        unit: the typical size of ``x - origin``.
-        device: where the sums live.
+    This is exact for a straight line, and right to the third order of a bin's width otherwise. The bins are finest at
+    the origin; the unit is the typical size of ``x - origin``.
 
     Example:
         >>> histogram = Histogram(origin=0.0, unit=1.0)
@@ -145,40 +132,34 @@ class Histogram:
 
 @dataclass(frozen=True)
 class CoreFit:
-    """A norm's core as one function of one number, for each of :data:`FUNCTIONS`.
-
-    Args:
-        scale: the bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm.
-        center: the mean of the activations where the norm centres, else 0.
-        betas: the constant of least squares for each function, as the inverse square of its slope at 0 over ``scale``.
-        errors: the relative error of each on the held-out tokens.
-    """
+    """A norm's core as one function of one number, for each of :data:`FUNCTIONS`."""
 
     scale: float
+    """The bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm."""
     center: float
+    """The mean of the activations where the norm centres, else 0."""
     betas: dict[str, float]
+    """The constant of least squares for each function, as the inverse square of its slope at 0 over ``scale``."""
     errors: dict[str, float]
+    """The relative error of each on the held-out tokens."""
 
 
 @dataclass(frozen=True)
 class OutlierFit:
-    """The functions, each with one constant fitted on outliers, compared with other outliers.
-
-    Args:
-        fit: the curves; their errors are relative, ``|y - f| / |y|``.
-        residuals: mean absolute residual ``|f - y|`` of each, in units of the core.
-        beta: geometric mean of the constants of which each outlier would need its own.
-        beta_spread: standard deviation of their natural logarithm: 0 if one constant serves all.
-        exact: the largest ``|f - y|`` of DyISRU with these own constants.
-        points: x and y of some of the outliers that were measured on.
-    """
+    """The functions, each with one constant fitted on outliers, compared with other outliers."""
 
     fit: CoreFit
+    """The curves; their errors are relative, ``|y - f| / |y|``."""
     residuals: dict[str, float]
+    """Mean absolute residual ``|f - y|`` of each, in units of the core."""
     beta: float
+    """Geometric mean of the constants of which each outlier would need its own."""
     beta_spread: float
+    """Standard deviation of their natural logarithm: 0 if one constant serves all."""
     exact: float
+    """The largest ``|f - y|`` of DyISRU with these own constants."""
     points: tuple[list[float], list[float]]
+    """x and y of some of the outliers that were measured on."""
 
 
 def best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
@@ -194,12 +175,7 @@ def best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
 class Reservoir:
     """A sample without replacement of fixed size, in which x far from the origin is drawn more often.
 
-    Each value gets the key ``log(random) / weight``; the largest keys stay (Efraimidis and Spirakis, 2006).
-
-    Args:
-        size: how many pairs to keep.
-        seed: of the generator.
-        device: where the pairs live.
+    Each pair gets the key ``log(random) / weight``; the largest keys stay (Efraimidis and Spirakis, 2006).
     """
 
     def __init__(self, size: int, seed: int, device: torch.device | str = "cpu") -> None:
@@ -226,13 +202,7 @@ class Reservoir:
 
 
 class SiteStats:
-    """The running statistics of one norm's inputs in the original model.
-
-    Args:
-        site: the norm.
-        seed: of the sample.
-        points: size of the sample.
-    """
+    """The running statistics of one norm's inputs in the original model, with a sample of so many points."""
 
     def __init__(self, site: NormSite, seed: int, points: int) -> None:
         self.site = site
@@ -251,12 +221,9 @@ class SiteStats:
             self.fitted.add(part, self._normalized(part)[1])
 
     def add(self, x: Tensor, fitted: int, places: Tensor | None = None) -> None:
-        """Add tokens (tokens, C): the functions are fitted on the first of them, and measured on the others.
+        """Add tokens (tokens, C): the functions are fitted on so many of them, and measured on the others.
 
-        Args:
-            x: the tokens.
-            fitted: how many are fitted on.
-            places: what :func:`dynorm.report.sizes.token_places` knows of them.
+        The places are what :func:`dynorm.report.sizes.token_places` knows of them.
         """
         start = self.tokens
         for is_fitted, tokens in ((True, x[:fitted]), (False, x[fitted:])):
@@ -290,27 +257,22 @@ class SiteStats:
             errors[name] = float(held_out.error(name, beta, center, self.scale))
         return CoreFit(self.scale, center, betas, errors)
 
-    def typical_sigma(self) -> float:
-        """Return the geometric mean of the tokens' sigmas."""
-        return math.exp(self._log_sum / self.tokens)
-
-    def outliers(self) -> tuple[float, float]:
-        """Return the largest deviation, in sigmas of its own token and in typical sigmas of the site."""
-        return self._core_peak, self._peak / self.typical_sigma()
-
-    def picture(self) -> Picture:
-        """Return the points and bars of the site's picture."""
-        return Picture(*self.sample.points(), self.held_out.bins(_BARS, _LEAST_VALUES), self.typical_sigma())
-
-    def spread(self) -> tuple[float, float]:
-        """Return the standard deviation of log sigma, and its 99th over its 1st percentile."""
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of :class:`dynorm.report.records.MeasuredSite`."""
         mean = self._log_sum / self.tokens
-        deviation = math.sqrt(max(self._log_square_sum / self.tokens - mean * mean, 0.0))
-        return deviation, self._quantile(0.99) / self._quantile(0.01)
-
-    def sizes(self) -> TokenSizes:
-        """Return the largest tokens, and the channels that tell the tokens' sizes."""
-        return self._sizes.report(self._quantile(0.5))
+        typical = math.exp(mean)
+        return {
+            "path": self.site.path,
+            "kind": self.site.kind,
+            "channels": math.prod(self.site.normalized_shape),
+            "tokens": self.tokens,
+            "outlier": self._core_peak,
+            "outlier_site": self._peak / typical,
+            "sigma_spread": math.sqrt(max(self._log_square_sum / self.tokens - mean * mean, 0.0)),
+            "sigma_range": self._quantile(0.99) / self._quantile(0.01),
+            "sizes": self._sizes.report(self._quantile(0.5)),
+            "picture": Picture(*self.sample.points(), self.held_out.bins(_BARS, _LEAST_VALUES), typical),
+        }
 
     def _quantile(self, q: float) -> float:
         """Return the sigma that the part q of the tokens stay below."""

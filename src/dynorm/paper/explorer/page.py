@@ -12,18 +12,8 @@ from dynorm.family import css_colors
 from dynorm.files import require_writable, write_text
 
 # In the order in which they use each other; together they are one script.
-SCRIPTS = (
-    "random.js",
-    "functions.js",
-    "fits.js",
-    "state.js",
-    "model.js",
-    "plots.js",
-    "handle.js",
-    "controls.js",
-    "table.js",
-    "main.js",
-)
+_NAMES = "random functions fits state model plots handle controls table main"
+SCRIPTS = tuple(f"{name}.js" for name in _NAMES.split())
 
 
 def build_page() -> str:
@@ -35,17 +25,13 @@ def build_page() -> str:
     .. math:: y_i = \sqrt{C - 1} \frac{x_i - c}{\sqrt{b + (x_i - c)^2}}, \quad
         c = (1 - t) m_i, \quad \log b = (1 - t) \log(C v_i) + t \log \beta
 
-    Returns:
-        The page; the same in every call.
+    It is the same in every call. See eq. 3, 5, 6, 11, 13 to 17 and the closed forms of LayerNorm.
 
     Example:
         >>> from dynorm.paper.explorer import build_page
         >>> page = build_page()
         >>> page.splitlines()[0], "src=" in page
         ('<!doctype html>', False)
-
-    Reference:
-        Eq. 3, 5, 6, 11, 13 to 17 and the closed forms of LayerNorm.
     """
     return Template(_read("page.html")).substitute(
         version=__version__,
@@ -59,13 +45,7 @@ def build_page() -> str:
 
 
 def save_page(path: str | os.PathLike[str]) -> Path:
-    """Write the explorer's page, whole or not at all; a file that exists is replaced.
-
-    Args:
-        path: the file; its folder is made if it is missing.
-
-    Returns:
-        The absolute path of the file.
+    """Write the explorer's page, whole or not at all, and return its absolute path; a missing folder is made.
 
     Raises:
         StorageError: the file cannot be written; an old one stands untouched.

@@ -59,28 +59,16 @@ class NotReducibleError(DynormError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What algebra says of a step.
-
-    Args:
-        outcome: ``"proven"``; ``"false"`` where a token was found for which the step does not hold;
-            ``"undecided"`` where neither was reached, which is no proof.
-        remains: What is left of the difference of both sides, as text; empty when proven.
-    """
+    """What algebra says of a step."""
 
     outcome: Outcome
+    """False where a token was found for which the step does not hold; undecided is no proof."""
     remains: str = ""
+    """What is left of the difference of both sides, as text; empty when proven."""
 
 
 def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
-    """Prove a step or refute it.
-
-    Args:
-        step: The step.
-        statement: To which it belongs, for definitions and numbers.
-        seed: Seed of the search for a counterexample.
-
-    Returns:
-        The verdict. What sympy cannot bring to an end is undecided.
+    """Prove a step of a statement or refute it; what sympy cannot bring to an end is undecided.
 
     Example:
         >>> from dynorm.paper.proof.statement import Statement

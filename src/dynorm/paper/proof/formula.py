@@ -1,6 +1,6 @@
 """Formulas as text: what is proven, what is computed and what is shown come from the same tree.
 
-A formula is a Python expression of names, integers, ``+ - * / **`` and the functions of :data:`FUNCTIONS`.
+A formula is a Python expression of names, integers, ``+ - * / **`` and the functions of :data:`ARITIES`.
 ``x_i`` is the channel that is looked at, ``x_k`` one that a sum runs over; ``gamma``, ``bias`` and the gains ``g``,
 which are not negative, have channels too, ``delta_ki`` is Kronecker's delta. Other names are free numbers, or stand
 for a formula of their own.
@@ -27,7 +27,7 @@ from dynorm.errors import ArgumentError
 
 SUMS = {"sum_k": "k", "sum_l": "l", "others": "k"}
 ELEMENTARY = ("sqrt", "log", "exp", "tanh")
-FUNCTIONS = {**dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1), "diff": 2, "limit": 2}
+ARITIES = {**dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1), "diff": 2, "limit": 2}
 """For each function, how many arguments it takes."""
 
 _INDEXED = re.compile(r"(?:(x|gamma|bias|g)_|delta_([ijkl]))([ijkl])")
@@ -37,13 +37,7 @@ _ALLOWED = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, 
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> ast.expr:
-    """Return the tree of a formula.
-
-    Args:
-        text: The formula.
-
-    Returns:
-        An expression of the module :mod:`ast`; it is shared, so it must not be changed.
+    """Return the tree of a formula; it is shared, so it must not be changed.
 
     Raises:
         ArgumentError: If the text is no formula.
@@ -64,9 +58,9 @@ def parse(text: str) -> ast.expr:
             problem = f"numbers must be integers, got {node.value!r}"
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name not in FUNCTIONS:
+            if name not in ARITIES:
                 problem = f"unknown function {name!r}"
-            elif len(node.args) != FUNCTIONS[name]:
+            elif len(node.args) != ARITIES[name]:
                 problem = f"wrong number of arguments of {name!r}"
             elif not isinstance(node.args[-1], ast.Name) and len(node.args) == 2:
                 problem = f"the second argument of {name!r} must be a name"

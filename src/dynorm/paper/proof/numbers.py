@@ -44,7 +44,7 @@ def _norm(x: Tensor) -> Tensor:
     return functional.layer_norm(x, eps=0.0)
 
 
-FUNCTIONS: dict[str, Mapping[str, Function]] = {
+COMPARED: dict[str, Mapping[str, Function]] = {
     "reduction": {
         "x_i - mu": lambda x, n: functional.center(x),
         "sigma**2": lambda x, n: x.var(correction=0),
@@ -173,23 +173,19 @@ Number = Any
 class Token(Reading):
     """A token, the channel that is looked at, and the free numbers.
 
-    Args:
-        vectors: x, and weight and bias of the norm, by name; each with one number per channel.
-        place: The channel i, from 0.
-        numbers: Free numbers by name.
-        definitions: Names that stand for formulas.
-        indices: Where the indices besides i stand.
-
     Example:
         >>> Token({"x": [mpf(1), mpf(5)]}, 0, {}, {"mu": "sum_k(x_k) / C"}).read("x_i - mu")
         mpf('-2.0')
     """
 
     vectors: Mapping[str, Sequence[Number]]
+    """x, and weight, bias and gains, by name; each with one number per channel."""
     place: int
+    """The channel i, from 0."""
     numbers: Mapping[str, Number]
     definitions: Mapping[str, str]
     indices: Mapping[str, int] = field(default_factory=dict)
+    """Where the indices besides i stand."""
 
     number = staticmethod(mpf)
 
@@ -252,15 +248,9 @@ class Token(Reading):
 
 
 def tokens_for(statement: Statement, seed: int, channels: tuple[int, ...] = CHANNELS) -> list[Token]:
-    """Return one random token for each number of channels.
+    """Return one random token of rational numbers for each C that the statement is meant for.
 
-    Args:
-        statement: For definitions and numbers.
-        seed: Seed of the tokens.
-        channels: Each C; those that the statement is not meant for are left out.
-
-    Returns:
-        Tokens of rational numbers whose channels all differ, with i, j and k at random channels.
+    A token's channels all differ, and i, j and k stand at random ones.
     """
     draw = random.Random(f"{seed} {statement.name}")
     with mp.workdps(_WORKING):
@@ -288,27 +278,16 @@ def _random_token(statement: Statement, channels: int, draw: random.Random) -> T
 
 @dataclass(frozen=True)
 class Measured:
-    """What numbers say of a step.
-
-    Args:
-        holds: Whether it holds for all tokens, to 50 digits; of ``!=``: whether some token tells both sides apart.
-        error: Largest difference of both sides, relative to the larger or to 1; None where they need not be equal.
-    """
+    """What numbers say of a step."""
 
     holds: bool
+    """Whether it holds for all tokens, to 50 digits; of ``!=``: whether some token tells both sides apart."""
     error: float | None
+    """Largest difference of both sides, relative to the larger or to 1; None where they need not be equal."""
 
 
 def measure(step: Step, tokens: list[Token]) -> Measured:
-    """Evaluate both sides of a step on tokens.
-
-    Args:
-        step: The step.
-        tokens: At least one.
-
-    Returns:
-        Whether it holds, and how far the sides are apart. A side that is not finite or not real does not hold.
-    """
+    """Evaluate both sides of a step on one token or more; a side that is not finite or not real does not hold."""
     differences = []
     with mp.workdps(_WORKING):
         for token in tokens:
@@ -330,19 +309,14 @@ def measure(step: Step, tokens: list[Token]) -> Measured:
 def autograd_error(statement: Statement, tokens: list[Token]) -> float:
     """Return how far dynorm's functions and their automatic derivatives are from a statement's formulas, in float64.
 
-    Args:
-        statement: One whose name :data:`FUNCTIONS` has.
-        tokens: At least one.
-
-    Returns:
-        Largest difference of values and derivatives over tokens and channels, relative to the larger or to 1.
+    It is the largest difference of values and derivatives over tokens and channels, relative to the larger or to 1.
     """
     errors = []
     for token in tokens:
         vectors = {name: torch.tensor(list(map(float, v)), dtype=torch.float64) for name, v in token.vectors.items()}
         x = vectors.pop("x")
         free = SimpleNamespace(**vectors, **{name: float(value) for name, value in token.numbers.items()})
-        for formula, function in FUNCTIONS[statement.name].items():
+        for formula, function in COMPARED[statement.name].items():
 
             def twice(x: Tensor, function: Function = function, free: Any = free) -> tuple[Tensor, Tensor]:
                 return (y := function(x, free).expand_as(x)), y

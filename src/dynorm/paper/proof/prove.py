@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynorm.errors import ArgumentError, require_library
 from dynorm.paper.proof.statement import Statement, Step, load
+from dynorm.table import plain
 
 if TYPE_CHECKING:
     from dynorm.paper.proof.exact import Verdict
@@ -37,18 +38,12 @@ class CheckedStep:
 
 @dataclass(frozen=True)
 class CheckedStatement:
-    """A statement with its checked steps.
-
-    Args:
-        statement: The statement.
-        steps: Its steps, checked.
-        autograd: Largest relative error against dynorm and automatic differentiation, in float64.
-        seconds: How long it took.
-    """
+    """A statement with its checked steps."""
 
     statement: Statement
     steps: tuple[CheckedStep, ...]
     autograd: float
+    """Largest relative error against dynorm and automatic differentiation, in float64."""
     seconds: float
 
     @property
@@ -79,13 +74,7 @@ class CheckedStatement:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of all statements.
-
-    Args:
-        statements: One row each.
-        seed: Of the random tokens.
-        seconds: How long it took.
-    """
+    """What became of all statements, with random tokens of a seed."""
 
     statements: tuple[CheckedStatement, ...]
     seed: int
@@ -98,36 +87,25 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON can hold it; errors that are not finite are None."""
-
-        def finite(value: float | None) -> float | None:
-            return value if value is not None and abs(value) < float("inf") else None
-
         rows = []
         for checked in self.statements:
             about = ("name", "title", "source", "equations", "misprint")
             row = {name: getattr(checked.statement, name) for name in about} | {
                 "holds": checked.holds,
                 "proven": checked.proven,
-                "autograd_error": finite(checked.autograd),
-                "digits_error": finite(checked.digits),
+                "autograd_error": checked.autograd,
+                "digits_error": checked.digits,
                 "seconds": round(checked.seconds, 3),
                 "steps": [
-                    {
-                        "left": row.step.left,
-                        "relation": row.step.relation,
-                        "right": row.step.right,
-                        "equation": row.step.tag,
-                        "reason": row.step.reason,
-                        "outcome": row.verdict.outcome,
-                        "remains": row.verdict.remains,
-                        "numbers_hold": row.measured.holds,
-                        "digits_error": finite(row.measured.error),
-                    }
+                    {name: getattr(row.step, name) for name in ("left", "relation", "right", "reason")}
+                    | {"equation": row.step.tag, **asdict(row.verdict)}
+                    | {"numbers_hold": row.measured.holds, "digits_error": row.measured.error}
                     for row in checked.steps
                 ],
             }
             rows.append(row)
-        return {"holds": self.holds, "seed": self.seed, "seconds": round(self.seconds, 3), "statements": rows}
+        found = {"holds": self.holds, "seed": self.seed, "seconds": round(self.seconds, 3), "statements": rows}
+        return {name: plain(value) for name, value in found.items()}
 
 
 def prove(
@@ -176,15 +154,7 @@ def choose(only: Sequence[str]) -> tuple[Statement, ...]:
 
 
 def check(statement: Statement, seed: int = 0) -> CheckedStatement:
-    """Prove and measure one statement.
-
-    Args:
-        statement: One of :data:`STATEMENTS`, or an altered copy that keeps its name.
-        seed: Seed of the random tokens.
-
-    Returns:
-        The checked statement.
-    """
+    """Prove and measure one statement: one of :data:`STATEMENTS`, or an altered copy that keeps its name."""
     from dynorm.paper.proof.exact import decide
     from dynorm.paper.proof.numbers import autograd_error, measure, tokens_for
 

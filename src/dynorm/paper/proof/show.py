@@ -58,10 +58,7 @@ _PAGE = """<!doctype html>
 
 
 def prepare(path: str | os.PathLike[str]) -> None:
-    """Make sure, before the long work, that a page can be made and written there.
-
-    Args:
-        path: The file that :func:`save` is to write; its folder is made.
+    """Make sure, before the long work, that :func:`save` can make a page and write it there; its folder is made.
 
     Raises:
         ArgumentError: If latex2mathml is not installed.
@@ -75,15 +72,7 @@ def prepare(path: str | os.PathLike[str]) -> None:
 
 
 def save(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write a report as one HTML page, whole or not at all.
-
-    Args:
-        report: What :func:`dynorm.paper.proof.prove.prove` returned.
-        path: The file; one that exists is replaced.
-
-    Raises:
-        ArgumentError: If latex2mathml is not installed.
-        StorageError: If the file cannot be written.
+    """Write a report as one HTML page, whole or not at all; errors are those of :func:`prepare`.
 
     Example:
         >>> from dynorm.paper.proof.prove import prove
@@ -193,13 +182,7 @@ def _power(value: float) -> str:
 
 
 def show(report: Report, console: Console, *, brief: bool = False) -> None:
-    """Print a report.
-
-    Args:
-        report: The report.
-        console: Where to.
-        brief: Whether the table alone is printed.
-    """
+    """Print a report; when brief, its table alone."""
     for checked in () if brief else report.statements:
         console.print(_proof(checked))
         console.print()

@@ -17,58 +17,45 @@ Domain = Literal["positive", "nonnegative", "real"]
 
 @dataclass(frozen=True)
 class Step:
-    """One link of a proof.
-
-    Args:
-        reason: Why it holds, in words; a formula between dollar signs is LaTeX.
-        left: Formula; see :mod:`dynorm.paper.proof.formula`.
-        right: Formula.
-        relation: How the two are related.
-        tag: The equation's number in the source, if it has one.
-        follows: Whether ``left`` is the ``right`` of the step before, so that it need not be shown again.
-        by_sums: Whether sympy's own symbolic sums prove it. All other steps use the rules that these steps prove.
-    """
+    """One link of a proof: two formulas, as :mod:`dynorm.paper.proof.formula` reads them, and how they are related."""
 
     reason: str
+    """Why it holds, in words; a formula between dollar signs is LaTeX."""
     left: str
     right: str
     relation: Relation = "="
     tag: str = ""
+    """The equation's number in the source, if it has one."""
     follows: bool = False
+    """Whether ``left`` is the ``right`` of the step before, so that it need not be shown again."""
     by_sums: bool = False
+    """Whether sympy's own symbolic sums prove it. All other steps use the rules that these steps prove."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """A theorem, an equation or an identity, with its proof.
-
-    Args:
-        name: Short, for the command line.
-        title: For readers.
-        source: The text that states it.
-        equations: Numbers of the equations that it covers, as the source counts them.
-        claim: The formula or sentence that is proven; LaTeX between dollar signs.
-        assumes: Where it holds, in words.
-        steps: The proof, best written with :func:`proof`.
-        definitions: Names that stand for formulas.
-        numbers: Free numbers and where they lie; those not named here are real.
-        remarks: What a reader should know besides.
-        misprint: Whether it is about a mistake in a text, and shows what was meant.
-        least_channels: The smallest C for which it is meant.
-    """
+    """A theorem, an equation or an identity, with its proof; the words may hold LaTeX between dollar signs."""
 
     name: str
+    """Short, for the command line."""
     title: str
     source: str
     equations: str
+    """Numbers of the equations that it covers, as the source counts them."""
     claim: str
     assumes: str
+    """Where it holds."""
     steps: tuple[Step, ...]
     definitions: Mapping[str, str] = field(default_factory=dict)
+    """Names that stand for formulas."""
     numbers: Mapping[str, Domain] = field(default_factory=dict)
+    """Free numbers and where they lie; those not named here are real."""
     remarks: tuple[str, ...] = ()
+    """What a reader should know besides."""
     misprint: bool = False
+    """Whether it is about a mistake in a text, and shows what was meant."""
     least_channels: int = 2
+    """The smallest C for which it is meant."""
 
 
 _LINE = re.compile(r"(.*?) ?(=|!=|>=|>) (.*?)(?: \[(\d+)\])?(?: +:: (.*))?")
@@ -77,14 +64,9 @@ _LINE = re.compile(r"(.*?) ?(=|!=|>=|>) (.*?)(?: \[(\d+)\])?(?: +:: (.*))?")
 def proof(text: str, short: Mapping[str, str] | None = None, by_sums: int = 0) -> tuple[Step, ...]:
     r"""Read the steps of a proof, one per line: ``left = right [equation] :: reason``.
 
-    Args:
-        text: The steps. A line that begins with a relation goes on from the one before; a line that begins
-            with ``::`` goes on with the reason.
-        short: Words that stand for longer formulas in these steps.
-        by_sums: How many of the first steps are proven with sympy's own sums.
-
-    Returns:
-        The steps.
+    A line that begins with a relation goes on from the one before; a line that begins with ``::`` goes on with the
+    reason. ``short`` has words that stand for longer formulas; the first ``by_sums`` steps are proven with sympy's own
+    sums.
 
     Example:
         >>> steps = proof("a*b/b = a*ONE :: b cancels\n = a [7] :: one\n :: is neutral", {"ONE": "1"})
