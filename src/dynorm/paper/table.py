@@ -27,30 +27,25 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
         >>> round(document(reproduce())["fits"]["DyISRU"]["beta"], 2)
         301.06
     """
-    simulation, closed = reproduction.simulation, reproduction.closed
-    functions = _functions(reproduction)
+    simulation = reproduction.simulation
+    functions = {
+        name: {
+            constant: value,
+            "mean_absolute_residual": _mean(residuals),
+            "outputs": (residuals + simulation.outputs).tolist(),
+            "residuals": residuals.tolist(),
+        }
+        for name, constant, value, residuals in _functions(reproduction)
+    }
+    closed = {"center": reproduction.closed.center, **functions.pop(CLOSED)}
     found: dict[str, Any] = {
         "simulation": {
             **{name: getattr(simulation, name) for name in ("channels", "sigma", "mean", "seed", "step", "steps")},
             "outliers": simulation.outliers.tolist(),
             "layer_norm": simulation.outputs.tolist(),
         },
-        "fits": {
-            name: {
-                fit.constant: fit.value,
-                "mean_absolute_residual": fit.mean_absolute_residual,
-                "outputs": functions[name].tolist(),
-                "residuals": fit.residuals.tolist(),
-            }
-            for name, fit in reproduction.fits.items()
-        },
-        "closed_form": {
-            "center": closed.center,
-            "beta": closed.beta,
-            "mean_absolute_residual": float(np.abs(closed.residuals).mean()),
-            "outputs": functions[CLOSED].tolist(),
-            "residuals": closed.residuals.tolist(),
-        },
+        "fits": functions,
+        "closed_form": closed,
         "channel_betas": channel_betas(simulation).tolist(),
         "paper": {name: {"constant": text, "mean_absolute_residual": mean} for name, (text, mean) in PAPER.items()},
     }
@@ -68,11 +63,9 @@ def outliers_csv(reproduction: Reproduction) -> str:
         'function,constant,value,mean_absolute_residual,S,x,layer_norm,output,residual'
     """
     simulation, rows = reproduction.simulation, []
-    for name, residuals in _residuals(reproduction).items():
-        fit, outputs = reproduction.fits.get(name), _functions(reproduction)[name]
-        constant, value = ("beta", reproduction.closed.beta) if fit is None else (fit.constant, fit.value)
-        mean = float(np.abs(residuals).mean())
-        numbers = zip(simulation.outliers, simulation.outputs, outputs, residuals, strict=True)
+    for name, constant, value, residuals in _functions(reproduction):
+        numbers = zip(simulation.outliers, simulation.outputs, residuals + simulation.outputs, residuals, strict=True)
+        mean = _mean(residuals)
         rows += [[name, constant, value, mean, s, *map(float, row)] for s, row in enumerate(numbers, start=1)]
     header = ["function", "constant", "value", "mean_absolute_residual", "S", "x", "layer_norm", "output", "residual"]
     return _csv(header, rows)
@@ -124,19 +117,16 @@ def printed(reproduction: Reproduction) -> Iterator[RenderableType]:
     table = _table(title, ["function", "constant", "value", "paper", "mean |residual|", "paper"], text=2)
     # The paper gives figures for one setting only.
     paper = PAPER if (simulation.channels, simulation.sigma) == (100, 2.0) else {}
-    for name, fit in reproduction.fits.items():
-        value, mean = paper.get(name, ("", ""))
-        table.add_row(name, fit.constant, f"{fit.value:.8g}", value, f"{fit.mean_absolute_residual:.6g}", mean)
-    mean = f"{np.abs(reproduction.closed.residuals).mean():.2g}"
-    table.add_row(CLOSED, "beta = C v_o", f"{reproduction.closed.beta:.8g}", "", mean, "")
+    columns: dict[str, Array] = {}
+    for name, constant, value, residuals in _functions(reproduction):
+        columns[name] = residuals
+        named, digits = (f"{constant} = C v_o", ".2g") if name == CLOSED else (constant, ".6g")
+        printed_value, printed_mean = paper.get(name, ("", ""))
+        table.add_row(name, named, f"{value:.8g}", printed_value, f"{_mean(residuals):{digits}}", printed_mean)
     yield table
-    columns = ["S", "x_o", "LayerNorm", *_functions(reproduction)]
-    outputs = [simulation.outliers, simulation.outputs, *_functions(reproduction).values()]
-    yield _outlier_table("outputs", columns, outputs, "{:.4f}")
-    columns = ["S", "x_o", *_residuals(reproduction)]
-    yield _outlier_table(
-        "residuals (function - LayerNorm)", columns, [simulation.outliers, *_residuals(reproduction).values()], "{:.2g}"
-    )
+    x, y = simulation.outliers, simulation.outputs
+    yield _outlier_table("outputs", x, {"LayerNorm": y} | {name: r + y for name, r in columns.items()}, ".4f")
+    yield _outlier_table("residuals (function - LayerNorm)", x, columns, ".2g")
     betas = " or ".join(dict.fromkeys(f"{beta:.6g}" for beta in channel_betas(simulation)))
     yield (
         f"The closed form needs no fit: its centre is m_o = {reproduction.closed.center:.4g}, its beta "
@@ -147,11 +137,10 @@ def printed(reproduction: Reproduction) -> Iterator[RenderableType]:
         yield verdict(reproduction.generality)
 
 
-def _outlier_table(title: str, columns: Sequence[str], values: Sequence[Array], form: str) -> Table:
-    table = _table(title, columns)
-    x, *rest = values
+def _outlier_table(title: str, x: Array, columns: Mapping[str, Array], form: str) -> Table:
+    table = _table(title, ["S", "x_o", *columns])
     for i, place in enumerate(x):
-        table.add_row(str(i + 1), f"{place:.2f}", *(form.format(column[i]) for column in rest))
+        table.add_row(str(i + 1), f"{place:.2f}", *(format(column[i], form) for column in columns.values()))
     return table
 
 
@@ -179,14 +168,15 @@ def _settings(generality: Generality) -> Iterator[tuple[str, Study]]:
         yield from ((axis, study) for study in studies)
 
 
-def _functions(reproduction: Reproduction) -> Mapping[str, Array]:
-    """Return the outputs of every function at the outliers."""
-    return {name: residuals + reproduction.simulation.outputs for name, residuals in _residuals(reproduction).items()}
+def _functions(reproduction: Reproduction) -> Iterator[tuple[str, str, float, Array]]:
+    """Yield each function's name, with its constant's name and value and its residuals; the closed form is the last."""
+    for name, fit in reproduction.fits.items():
+        yield name, fit.constant, fit.value, fit.residuals
+    yield CLOSED, "beta", reproduction.closed.beta, reproduction.closed.residuals
 
 
-def _residuals(reproduction: Reproduction) -> Mapping[str, Array]:
-    fitted = {name: fit.residuals for name, fit in reproduction.fits.items()}
-    return {**fitted, CLOSED: reproduction.closed.residuals}
+def _mean(residuals: Array) -> float:
+    return float(np.abs(residuals).mean())
 
 
 def _table(title: str, columns: Sequence[str], *, text: int = 0) -> Table:
