@@ -23,7 +23,7 @@ from benchmarks.subjects import BATCH, HELD_OUT, Row, Subject, add_rows, encoder
 from dynorm.distill import AnnealCallback
 from dynorm.distill.distill import distill_, distillation_rate
 from dynorm.distill.pipeline import Recipe as Defaults
-from dynorm.distill.pretrained import make_batches
+from dynorm.distill.pretrained import ShuffledBatches, make_batches
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 
@@ -104,9 +104,8 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int) -> Subject:
         dynorm.convert_(pretrained.model, sites, recipe.to, per_channel=recipe.per_channel)
         callbacks = [AnnealCallback(start=1, length=recipe.anneal)]
     distill_(
-        pretrained, subject.original, subject.encoded, steps=steps, seed=seed, quiet=True,
-        lr=recipe.rate * distillation_rate(pretrained.model),
-        callbacks=callbacks,
+        pretrained.model, ShuffledBatches(pretrained, subject.encoded, BATCH, seed), teacher=subject.original,
+        steps=steps, seed=seed, quiet=True, lr=recipe.rate * distillation_rate(pretrained.model), callbacks=callbacks,
     )  # fmt: skip
     if recipe.anneal is not None:
         dynorm.finalize_(pretrained.model)

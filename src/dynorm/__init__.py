@@ -2,6 +2,7 @@
 
 from dynorm import distill, functional, theory
 from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
+from dynorm.distill import distill_
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
 from dynorm.find import find_norms
 from dynorm.fit import (
@@ -72,6 +73,7 @@ __all__ = [
     "calibrate_",
     "convert_",
     "distill",
+    "distill_",
     "finalize_",
     "find_norms",
     "fold_",

@@ -63,6 +63,23 @@ def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
         raise DataError(f"{what} must hold at least one batch, got none: an exhausted generator, or no texts?")
 
 
+def cycled(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """Yield the batches, from the start again until there were ``steps`` of them.
+
+    Raises:
+        DataError: as :func:`iterate`, or a one-shot iterator has fewer.
+    """
+    count = 0
+    while count < steps:
+        for batch in itertools.islice(iterate(batches), steps - count):
+            yield batch
+            count += 1
+        if count < steps and isinstance(batches, Iterator):
+            raise DataError(
+                f"a one-shot iterator must hold a batch for each step, got {count} for {steps} steps: pass a list"
+            )
+
+
 def call(model: nn.Module, batch: Any) -> Any:
     """Call the model as the batch's form says: ``model(x)``, ``model(*x)`` or ``model(**x)``, on its own device.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import dynorm
@@ -71,6 +73,31 @@ def test_language_models_are_measured_by_their_loss(language_model: Path, texts:
     assert report.output.kind == "language"
     assert report.output.loss_difference is not None
     assert len(report.sites) == 5
+    # Texts are joined to blocks, of which the first tokens are continued by both models.
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert len(written["continuations"]) == min(16, report.output.samples)
+    again = load_pretrained(tmp_path / "out" / "model")
+    first = report.continuations[0]
+    prompt = again.tokenizer(first.prompt, return_tensors="pt")["input_ids"]
+    assert prompt.shape == (1, 8)
+    found = again.model.generate(prompt, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0)
+    assert again.tokenizer.decode(found[0, 8:]) == first.now
+    assert 0 <= report.same <= 1
+    assert "Likeliest continuations" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_checkpoint_of_half_a_model_is_refused(language_model: Path, texts: Path, tmp_path: Path) -> None:
+    shutil.copytree(language_model, tmp_path / "half")
+    weights = load_file(tmp_path / "half" / "model.safetensors")
+    half = {name: value for name, value in weights.items() if "h.1" not in name}
+    save_file(half, tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        dynorm.StorageError, match=r"must hold all weights of GPT2LMHeadModel, but lacks transformer\.h\.1"
+    ):
+        convert_pretrained(tmp_path / "half", tmp_path / "out", QUICK, texts=[texts])
+    with pytest.raises(dynorm.ArgumentError, match="dtype must be auto or a dtype of torch"):
+        load_pretrained(language_model, dtype="float17")
+    assert load_pretrained(language_model, dtype="bfloat16").model.dtype == torch.bfloat16
 
 
 def test_a_stopped_distillation_goes_on_from_its_checkpoint(encoder: Path, texts: Path, tmp_path: Path) -> None:
@@ -92,21 +119,21 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
     student = load_pretrained(encoder)
     teacher = copy.deepcopy(student.model)
     encoded = encode(student, texts.read_text("utf-8").split("\n\n"))
-    batch = make_batches(student, encoded, 8)[0]
+    batches = make_batches(student, encoded, 8)
+    batch = batches[0]
     dynorm.convert_(student.model, dynorm.find_norms(student.model, **batch), to="annealed")
     for bad in (
         {"lr": -1e-3},
         {"lr": float("nan")},
-        {"batch_size": 0},
         {"steps": 1.5},
         {"steps": None, "minutes": 0.0},
     ):
         with pytest.raises(dynorm.ArgumentError, match=f"{list(bad)[-1]} must be"):
-            distill_(student, teacher, encoded, **{"steps": 10, **bad})
-    with pytest.raises(dynorm.DataError, match="at least one text"):
-        distill_(student, teacher, [], steps=1)
+            distill_(student.model, batches, teacher=teacher, **{"steps": 10, **bad})
+    with pytest.raises(dynorm.DataError, match="at least one batch"):
+        distill_(student.model, [], teacher=teacher, steps=1, quiet=True)
     callback = AnnealCallback(start=1, length=0.6)
-    found = distill_(student, teacher, encoded, steps=10, batch_size=8, quiet=True, callbacks=[callback])
+    found = distill_(student.model, batches, teacher=teacher, steps=10, quiet=True, callbacks=[callback])
     assert found.lr == distillation_rate(student.model) == pytest.approx(1.5e-4 * 384 / dynorm_channels(student.model))
     assert found.steps == 10
     assert {layer.position for layer in student.model.modules() if isinstance(layer, AnnealedNorm)} == {1.0}
@@ -135,7 +162,7 @@ def test_distillation_moves_the_gains(encoder: Path, texts: Path) -> None:
     dynorm.convert_(student.model, dynorm.find_norms(student.model, **batch), witnesses=(0, 3))
     layers = dynorm_layers(student.model).values()
     before = [layer.get_parameter("log_gain").detach().clone() for layer in layers]
-    distill_(student, teacher, encoded, steps=3, batch_size=8, quiet=True)
+    distill_(student.model, [batch], teacher=teacher, steps=3, quiet=True)
     for layer, gain in zip(layers, before, strict=True):
         assert (layer.get_parameter("log_gain") != gain).all()
         assert layer.get_buffer("witnesses").tolist() == [0, 3]
@@ -159,6 +186,7 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
         ({"witnesses": -1}, dynorm.ArgumentError, "witnesses must be a number of channels, 0 or more, got -1"),
         ({"witnesses": True}, dynorm.ArgumentError, "0 or more, got True"),
         ({"witnesses": "3"}, dynorm.ArgumentError, "0 or more, got '3'"),
+        ({"batch": 0}, dynorm.ArgumentError, "batch at least 1"),
         ({"held_out": 1}, dynorm.ArgumentError, "held_out"),
         ({"held_out": 5000}, dynorm.DataError, "give more"),
         ({"only": ("nowhere.*",)}, dynorm.ArgumentError, "nowhere"),

@@ -32,6 +32,7 @@ def test_docstrings(tmp_path: Path) -> None:
     source = f'"""{LONG} 1.\n\nNot this one, of the same docstring."""\ndef f():\n    """{LONG} 2."""\n    "\\d"\n'
     file = write(tmp_path / "a.py", source)
     assert read_texts([file]) == [f"{LONG} 1.", f"{LONG} 2."]
+    assert read_texts([file], whole=True)[0] == f"{LONG} 1.\n\nNot this one, of the same docstring."
 
 
 def test_folders(tmp_path: Path) -> None:

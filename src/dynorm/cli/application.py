@@ -17,7 +17,13 @@ from dynorm.errors import ArgumentError, DynormError, require_library
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")]
-MaxLength = Annotated[int, typer.Option(help="Cut texts to this many tokens.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Cut texts to this many tokens, or join them to blocks of as many for a language model; by default 128 "
+        "or 256."
+    ),
+]
 Name = Annotated[str | None, typer.Option(help="Name of the model in the report; by default the folder's.")]
 Only = Annotated[list[str] | None, typer.Option(help="Take only norms whose path matches this glob. Repeatable.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a model that is in OUT.")]

@@ -25,7 +25,7 @@ from dynorm.cli.application import (
 )
 from dynorm.files import require_writable
 
-Model = Annotated[Path, typer.Argument(help="Folder of a transformers model with its tokenizer.")]
+Model = Annotated[Path, typer.Argument(help="Folder of a transformers model with its tokenizer, or a .gguf file.")]
 Texts = Annotated[
     list[Path] | None,
     typer.Option(help="Text file or folder; by default the docstrings of Python's standard library. Repeatable."),
@@ -44,7 +44,10 @@ def convert(
     only: Only = None,
     skip: Skip = None,
     held_out: Annotated[int, typer.Option(help="Texts to keep aside for measuring.")] = 512,
-    max_length: MaxLength = 128,
+    max_length: MaxLength = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Texts per step, or blocks of a language model; by default 32 or 4.")
+    ] = None,
     per_channel: Annotated[
         bool, typer.Option("--per-channel/--per-layer", help="Give each channel its own constant, or each layer one.")
     ] = True,
@@ -61,9 +64,13 @@ def convert(
     seed: Seed = 0,
     name: Name = None,
     device: Device = "cpu",
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights, or auto for the checkpoint's.")] = "float32",
     checkpoints: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints of the distillation, which resumes from there.")
     ] = None,
+    keep_original: Annotated[
+        bool, typer.Option("--keep-original", help="Also write the original as it was loaded, to OUT/original.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -82,6 +89,7 @@ def convert(
         refine=refine,
         held_out=held_out,
         max_length=max_length,
+        batch=batch,
         only=tuple(only or ()),
         skip=tuple(skip or ()),
         per_channel=per_channel,
@@ -97,6 +105,8 @@ def convert(
         texts=texts or (),
         name=name,
         device=device,
+        dtype=dtype,
+        keep_original=keep_original,
         overwrite=overwrite,
         quiet=as_json or not sys.stderr.isatty(),
         say=say,
@@ -111,7 +121,7 @@ def inspect(
     texts: Texts = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with a picture of each norm to this file.")] = None,
     samples: Annotated[int, typer.Option(help="Texts to fit on, and as many others to measure on.")] = 256,
-    max_length: MaxLength = 128,
+    max_length: MaxLength = None,
     only: Only = None,
     skip: Skip = None,
     seed: Seed = 0,

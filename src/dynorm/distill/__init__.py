@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynorm.distill.distill import DistillationReport, distill_, distillation_rate
+from dynorm.distill.distill import DistillationReport, distill_, distillation_rate, output_loss
 from dynorm.distill.pretrained import Pretrained, encode, load_pretrained, make_batches
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "encode",
     "load_pretrained",
     "make_batches",
+    "output_loss",
 ]
 
 

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, kl_div, log_softmax
+from torch.nn.functional import kl_div, log_softmax
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from dynorm.arguments import check_positive
-from dynorm.distill.pretrained import Pretrained, collate, on_device
-from dynorm.errors import ArgumentError, DataError
-from dynorm.fit.refine import joint_error, recorded
+from dynorm.errors import ArgumentError, ModelError, require_library
+from dynorm.fit.refine import joint_error, recorded, relative_error
 from dynorm.layers import param_groups
+from dynorm.replace import restore_
 from dynorm.replace.specs import require_layers
-from dynorm.watch import call, token_masks, valid_tokens
+from dynorm.report.output import output_tensor, sample_vectors
+from dynorm.watch import call, cycled, iterate, token_masks, valid_tokens
 
-# Steps that are timed before the schedule is made, when a time and not a number of steps is given.
-_TIMED = 8
+# Of a model's output, its teacher's, and the batch.
+Loss = Callable[[Any, Any, Any], Tensor]
+
+# Steps that are timed before the schedule is made, when a time and not a number of steps is given, and the batches
+# from which they are taken evenly by size.
+_TIMED, _LOOKED_AT = 8, 64
 # Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
 _RATE, _WIDTH = 1.5e-4, 384
 
@@ -36,14 +45,14 @@ class DistillationReport:
         steps: how many optimizer steps were taken.
         lr: the highest learning rate.
         seconds: how long it took.
-        texts: how many texts (or blocks) were seen, repeats counted.
+        samples: how many samples were seen, repeats counted.
         last_loss: the last loss that the Trainer logged.
     """
 
     steps: int
     lr: float
     seconds: float
-    texts: int
+    samples: int
     last_loss: float | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,13 +61,13 @@ class DistillationReport:
 
 
 def distill_(
-    student: Pretrained,
-    teacher: nn.Module,
-    encoded: Sequence[list[int]],
+    model: nn.Module,
+    batches: Iterable[Any],
     *,
+    teacher: nn.Module | None = None,
+    loss: Loss | None = None,
     steps: int | None = None,
     minutes: float | None = None,
-    batch_size: int = 32,
     lr: float | None = None,
     seed: int = 0,
     checkpoints: str | Path | None = None,
@@ -68,55 +77,71 @@ def distill_(
     """Train all weights of a converted model so that its outputs come close to the original's, in place.
 
     The loss is the mean relative error of the sites, ``|f(x) - y|^2 / |y - mean y|^2`` with y the teacher's norms (a
-    hidden-state loss), plus, for an encoder, one minus the cosine of the mean-pooled embeddings, or, for a language
-    model, the Kullback-Leibler divergence of the next-token distributions. Dropout is off in both models.
+    hidden-state loss), plus that of the outputs, :func:`output_loss`. Each batch is one step of the Trainer of
+    transformers. Dropout is off in both models.
 
     Args:
-        student: a converted and calibrated model.
-        teacher: the original model; it is put into eval mode, and its weights no longer require gradients.
-        encoded: training texts as token ids, see :func:`encode`.
+        model: a converted and calibrated model.
+        batches: tensors, tuples or dicts, as for :func:`calibrate_`, in the order of training; gone through again
+            where the steps are more, so that an iterable may shuffle at each pass.
+        teacher: the original model; it is put into eval mode, and its weights no longer require gradients. None takes
+            a copy of the model with its norms put back, before any weight moves.
+        loss: gives a scalar of the model's output, the teacher's and the batch, instead of :func:`output_loss`.
         steps: how many steps to take. Give this or ``minutes``.
         minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
-        batch_size: texts per step.
         lr: the highest learning rate. A twentieth of the steps warm up to it, then it falls to 0 as a cosine. None
             takes :func:`distillation_rate`.
-        seed: for the order of the texts.
+        seed: of whatever the models or callbacks draw.
         checkpoints: a folder for the Trainer's checkpoints: ten in a run, of which the last is kept. Training goes on
             from one that is there. None keeps none.
         quiet: no progress bar.
-        callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for an annealed student.
+        callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for an annealed model.
 
     Returns:
         Steps, time and last loss.
 
     Raises:
-        ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or one, ``lr`` or ``batch_size`` is not
-            positive and finite, or steps or batch size no integer.
-        DataError: there is no text.
-        ModelError: the student has no point-wise layer that replaced a norm.
+        ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or one, or ``lr``, is not positive and
+            finite, or steps no integer; or ``minutes`` with batches that can be gone through only once.
+        DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
+            hold nothing to compare.
+        ModelError: the model has no point-wise layer that replaced a norm, or there are several processes.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+        >>> data = [torch.randn(64, 8) for _ in range(4)]
+        >>> _ = dynorm.calibrate_(model, data)
+        >>> dynorm.distill_(model, data, steps=8, quiet=True).steps
+        8
     """
-    _check(steps, minutes, batch_size, lr)
-    if not encoded:
-        raise DataError("there must be at least one text to learn from, got none")
-    rate = distillation_rate(student.model) if lr is None else lr
+    _check(steps, minutes, lr)
+    if minutes is not None and isinstance(batches, Iterator):
+        raise ArgumentError("batches must be a list, or able to begin again, when minutes are given: some are timed")
+    require_library("transformers", "its Trainer", "transformers")
+    require_library("accelerate", "the Trainer of transformers", "transformers")
+    rate = distillation_rate(model) if lr is None else lr
     started = time.perf_counter()
-    teacher.eval().requires_grad_(False)
+    teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
+    job = _Distillation(model, teacher.eval().requires_grad_(False), loss or output_loss)
     if steps is None:
         assert minutes is not None
-        steps = _steps_in(minutes * 60, student, teacher, encoded, batch_size)
+        steps = _steps_in(minutes * 60, job, batches)
     with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch:
-        arguments = _arguments(Path(checkpoints or scratch), steps, batch_size, seed, checkpoints is not None, quiet)
-        arguments.use_cpu = next(student.model.parameters()).device.type == "cpu"
+        arguments = _arguments(Path(checkpoints or scratch), steps, seed, checkpoints is not None, quiet)
+        arguments.use_cpu = next(model.parameters()).device.type == "cpu"
+        if arguments.world_size > 1:
+            raise ModelError(f"distill_ must run in one process, but there are {arguments.world_size}")
         until = None if minutes is None else started + 60 * minutes
-        trainer = _trainer(student, teacher, encoded, arguments, rate, until, callbacks)
+        trainer = _trainer(job, cycled(batches, steps), arguments, rate, until, callbacks)
         found = checkpoints is not None and any(Path(checkpoints).glob("checkpoint-*"))
         trainer.train(resume_from_checkpoint=found)
-    student.model.eval()
-    student.model.zero_grad(set_to_none=True)
+    model.eval()
+    model.zero_grad(set_to_none=True)
     done = int(trainer.state.global_step)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seconds = time.perf_counter() - started
-    return DistillationReport(done, rate, seconds, trainer.texts, losses[-1] if losses else None)
+    return DistillationReport(done, rate, seconds, job.samples, losses[-1] if losses else None)
 
 
 def distillation_rate(model: nn.Module) -> float:
@@ -131,71 +156,94 @@ def distillation_rate(model: nn.Module) -> float:
     return _RATE * _WIDTH / median(layer.channels for layer in require_layers(model, with_norms=True).values())
 
 
-def _check(steps: int | None, minutes: float | None, batch_size: int, lr: float | None) -> None:
+def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
+    """Return how far an output is from the teacher's; :func:`distill_` has it where no other loss is given.
+
+    Logits (B, classes) or (B, T, classes): the Kullback-Leibler divergence of the distributions, in nats per row or
+    token. A ``last_hidden_state`` (B, T, D): one minus the mean cosine of the mean-pooled embeddings. Any other tensor:
+    ``|f - y|^2 / |y - mean y|^2``. Padding is left out.
+
+    Args:
+        ours: the model's output.
+        theirs: the teacher's; its ``logits`` are compared, else its ``last_hidden_state``, else its first tensor.
+        batch: the input.
+
+    Raises:
+        DataError: there is no floating point tensor in the output.
+    """
+    (name, target), (_, found) = output_tensor(theirs), output_tensor(ours)
+    if name == "logits" and target.dim() in (2, 3) and target.shape[-1] > 1:
+        p, q = (log_softmax(each.flatten(0, -2).float(), -1) for each in (target, found))
+        if (valid := valid_tokens(target.shape, (-1,), token_masks(batch))) is not None:
+            p, q = p[valid], q[valid]
+        return kl_div(q, p, log_target=True, reduction="batchmean")
+    y, f = (sample_vectors(each, batch, pooled=name == "last_hidden_state") for each in (target, found))
+    if name == "last_hidden_state" and target.dim() == 3:
+        return (1 - (y * f).sum(-1)).mean()
+    return relative_error(f, y)
+
+
+def _check(steps: int | None, minutes: float | None, lr: float | None) -> None:
     if (steps is None) == (minutes is None):
         raise ArgumentError(f"one of steps and minutes must be given, got steps={steps!r}, minutes={minutes!r}")
-    for name, count in (("steps", steps), ("batch_size", batch_size)):
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise ArgumentError(f"{name} must be a positive integer, got {count!r}")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ArgumentError(f"steps must be a positive integer, got {steps!r}")
     for name, value in (("minutes", minutes), ("lr", lr)):
         if value is not None:
             check_positive(name, value)
 
 
-def distillation_loss(student: Pretrained, teacher: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the hidden-state loss plus the embedding or logit loss of one batch; see :func:`distill_`."""
-    layers = require_layers(student.model, with_norms=True)
-    counterparts = {layer: teacher.get_submodule(path) for path, layer in layers.items()}
-    with torch.no_grad(), recorded(counterparts) as wanted:
-        target = call(teacher, batch)
-    with recorded({layer: layer for layer in layers.values()}) as given:
-        output = call(student.model, batch)
-    masks = token_masks(batch)
-    sites = joint_error(wanted, given, masks)
-    if not student.language_model:
-        mask = batch["attention_mask"].unsqueeze(-1)
-        ours, theirs = ((o.last_hidden_state * mask).sum(1) for o in (output, target))
-        return sites + (1 - cosine_similarity(ours, theirs, dim=-1)).mean()
-    valid = valid_tokens(target.logits.shape, (-1,), masks)
-    ours, theirs = (log_softmax(o.logits.flatten(0, -2).float(), -1) for o in (output, target))
-    if valid is not None:
-        ours, theirs = ours[valid], theirs[valid]
-    return sites + kl_div(ours, theirs, log_target=True, reduction="batchmean")
+@dataclass
+class _Distillation:
+    """A model, its teacher, and their loss, with how many samples it was taken of."""
+
+    model: nn.Module
+    teacher: nn.Module
+    loss: Loss
+    samples: int = 0
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the hidden-state loss plus that of the outputs, of one batch."""
+        layers = require_layers(self.model, with_norms=True)
+        counterparts = {layer: self.teacher.get_submodule(path) for path, layer in layers.items()}
+        with torch.no_grad(), recorded(counterparts) as wanted:
+            target = call(self.teacher, batch)
+        with recorded({layer: layer for layer in layers.values()}) as given:
+            output = call(self.model, batch)
+        self.samples += _largest(batch).shape[0]
+        return joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
 
 
-def _steps_in(
-    seconds: float, student: Pretrained, teacher: nn.Module, encoded: Sequence[list[int]], batch_size: int
-) -> int:
+def _largest(batch: Any) -> Tensor:
+    return max((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), key=Tensor.numel)
+
+
+def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any]) -> int:
     """Return how many steps fit into the time, from the time of a few whose gradients are thrown away."""
-    # The Trainer groups texts by length, so a step's are alike: short in one, long in another.
-    by_length = sorted(encoded, key=len)
-    middles = [(2 * i + 1) * len(by_length) // (2 * _TIMED) for i in range(_TIMED)]
-    starts = [max(0, min(middle - batch_size // 2, len(by_length) - batch_size)) for middle in middles]
-    parts = [by_length[start : start + batch_size] for start in starts]
+    # A step's batches are alike in length: short in one, long in another.
+    found = sorted(islice(iterate(batches), _LOOKED_AT), key=lambda batch: _largest(batch).numel())
+    timed = [found[(2 * i + 1) * len(found) // (2 * _TIMED)] for i in range(_TIMED)]
     begun = time.perf_counter()
     # The first is not counted: it allocates, and kernels are chosen.
-    _backward(student, teacher, parts[-1])
+    job(timed[-1]).backward()  # type: ignore[no-untyped-call]
     started = time.perf_counter()
-    for part in parts:
-        _backward(student, teacher, part)
+    for batch in timed:
+        job(batch).backward()  # type: ignore[no-untyped-call]
     ended = time.perf_counter()
-    student.model.zero_grad(set_to_none=True)
+    job.model.zero_grad(set_to_none=True)
+    job.samples = 0
     # The optimizer's part and the Trainer's own work come on top of these steps.
     return max(1, int((seconds - (ended - begun)) / (1.15 * (ended - started) / _TIMED)))
 
 
-def _backward(student: Pretrained, teacher: nn.Module, texts: Sequence[list[int]]) -> None:
-    loss = distillation_loss(student, teacher, on_device(collate(student, texts), student.model))
-    loss.backward()  # type: ignore[no-untyped-call]
-
-
-def _arguments(folder: Path, steps: int, batch_size: int, seed: int, save: bool, quiet: bool) -> Any:
+def _arguments(folder: Path, steps: int, seed: int, save: bool, quiet: bool) -> Any:
     from transformers import TrainingArguments
 
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=batch_size,
+        # Of our batches.
+        per_device_train_batch_size=1,
         # The first step of a warm-up has the rate 0: a run of few steps has none.
         warmup_steps=steps // 20,
         lr_scheduler_type="cosine",
@@ -203,7 +251,6 @@ def _arguments(folder: Path, steps: int, batch_size: int, seed: int, save: bool,
         save_strategy="steps" if save else "no",
         save_steps=max(1, steps // 10),
         save_total_limit=1,
-        train_sampling_strategy="group_by_length",
         remove_unused_columns=False,
         report_to="none",
         disable_tqdm=quiet,
@@ -213,9 +260,8 @@ def _arguments(folder: Path, steps: int, batch_size: int, seed: int, save: bool,
 
 
 def _trainer(
-    student: Pretrained,
-    teacher: nn.Module,
-    encoded: Sequence[list[int]],
+    job: _Distillation,
+    batches: Iterator[Any],
     arguments: Any,
     lr: float,
     until: float | None,
@@ -229,22 +275,26 @@ def _trainer(
                 control.should_training_stop = True
 
     class Distiller(Trainer):  # type: ignore[misc]
-        texts = 0
-
-        def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
             # The Trainer turns dropout on; here it would only be noise between teacher and student.
             model.eval()
-            self.texts += len(inputs["input_ids"])
-            return distillation_loss(student, teacher, inputs)
+            return job(inputs["batch"])
+
+        def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+            return 0
+
+    class Batches(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return ({"batch": batch} for batch in batches)
 
     # Fused, a step over 22 M parameters takes a twentieth of the time on a CPU.
-    optimizer = torch.optim.AdamW(param_groups(student.model, lr=lr, constants_lr=lr), fused=True)
-    teacher.to(arguments.device)
+    optimizer = torch.optim.AdamW(param_groups(job.model, lr=lr, constants_lr=lr), fused=True)
+    job.teacher.to(arguments.device)
     trainer = Distiller(
-        model=student.model,
+        model=job.model,
         args=arguments,
-        train_dataset=[{"input_ids": ids} for ids in encoded],
-        data_collator=lambda items: collate(student, [item["input_ids"] for item in items]),
+        train_dataset=Batches(),
+        data_collator=lambda items: items[0],
         optimizers=(optimizer, None),
         callbacks=[StopInTime(), *callbacks],
     )

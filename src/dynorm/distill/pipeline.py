@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,17 @@ from dynorm.arguments import check_positive
 from dynorm.distill.distill import distill_
 from dynorm.distill.pretrained import (
     Pretrained,
+    ShuffledBatches,
     encode,
     folders_of_modules,
+    greedy,
     library_versions,
     load_pretrained,
     make_batches,
     on_device,
     require_apart,
     require_free,
+    write_model,
     write_out,
 )
 from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
@@ -36,14 +39,17 @@ from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.layers import AnnealedNorm
 from dynorm.replace import convert_
-from dynorm.report import InspectionReport, ModelReport, inspect_norms, measure
+from dynorm.report import Continuation, InspectionReport, ModelReport, inspect_norms, measure
 from dynorm.site import select_sites
 
 Batches = Sequence[dict[str, Tensor]]
 Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
 
-_CALIBRATION_TEXTS = 256
-_BATCH = 32
+# Of an encoder: the longest text in tokens, texts in a batch, batches to calibrate on. Of a language model: the size of
+# a block, blocks in a batch, and so on.
+_ENCODER, _LANGUAGE = (128, 32, 8), (256, 4, 8)
+# Held-out blocks that are continued, the tokens of each that are given, and those that are asked for.
+_CONTINUED, _GIVEN, _ASKED = 16, 32, 64
 _DOCSTRINGS = "docstrings of the standard library"
 
 
@@ -57,7 +63,9 @@ class Recipe:
         minutes: the time for distillation.
         refine: steps of joint refinement of the constants, 0 for none.
         held_out: how many texts to keep for measuring.
-        max_length: the longest text in tokens.
+        max_length: the longest text in tokens; of a language model, the size of a block of joined texts. None takes
+            128, or 256.
+        batch: texts or blocks per step; None takes 32, or 4.
         only: globs of the paths to convert.
         skip: globs of the paths to leave alone.
         per_channel: one constant per channel, or one per layer.
@@ -72,7 +80,8 @@ class Recipe:
     minutes: float | None = None
     refine: int = 50
     held_out: int = 512
-    max_length: int = 128
+    max_length: int | None = None
+    batch: int | None = None
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     per_channel: bool = True
@@ -95,8 +104,13 @@ class Recipe:
             raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
         if (self.steps or 0) < 0 or self.refine < 0 or not math.isfinite(self.minutes or 0) or (self.minutes or 0) < 0:
             raise ArgumentError(f"steps, minutes and refine must not be negative, got {self}")
-        if self.held_out < 2 or self.max_length < 2:
-            raise ArgumentError(f"held_out and max_length must be at least 2, got {self.held_out}, {self.max_length}")
+        if self.held_out < 2 or any(
+            n is not None and n < least for n, least in ((self.max_length, 2), (self.batch, 1))
+        ):
+            raise ArgumentError(
+                "held_out and max_length must be at least 2 and batch at least 1, "
+                f"got {self.held_out}, {self.max_length}, {self.batch}"
+            )
         if not isinstance(self.witnesses, int) or isinstance(self.witnesses, bool) or self.witnesses < 0:
             raise ArgumentError(f"witnesses must be a number of channels, 0 or more, got {self.witnesses!r}")
         if self.lr is not None:
@@ -104,27 +118,31 @@ class Recipe:
 
 
 def convert_pretrained(
-    folder: str | Path,
+    source: str | Path,
     out: str | Path,
     recipe: Recipe | None = None,
     *,
     texts: Sequence[str | Path] = (),
     name: str | None = None,
     device: str = "cpu",
+    dtype: str = "float32",
+    keep_original: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
     say: Callable[[str], None] = lambda line: None,
     track: Track = lambda batches, description: batches,
 ) -> ModelReport:
-    """Convert the pretrained model in a folder and save it, with its report, in another.
+    """Convert a pretrained model and save it, with its report, in a folder.
 
     Args:
-        folder: a transformers model with its tokenizer.
+        source: the folder of a transformers model with its tokenizer, or a GGUF file.
         out: the new folder; ``model`` (loadable), ``report.json`` and ``report.html`` go there.
         recipe: how to do it; the demo's way by default.
         texts: files and folders of texts; the docstrings of Python's standard library by default.
         name: the model's name in the report; the folder's by default.
         device: "cpu", "cuda", ...
+        dtype: of the weights, or "auto" for the checkpoint's own.
+        keep_original: write ``original`` too, the model before the conversion.
         overwrite: replace a model that is in ``out`` already.
         quiet: no progress bar.
         say: called with a line at the start of each stage.
@@ -139,12 +157,13 @@ def convert_pretrained(
     recipe, out = recipe or Recipe(), Path(out)
     recipe.check()
     require_library("matplotlib", "the report's pictures", "plots")
-    require_apart(Path(folder), out)
-    require_free(out, overwrite)
-    subject = _Subject.load(folder, texts, recipe.held_out, recipe.seed, recipe.max_length, device)
-    folders_of_modules(subject.pretrained.folder)
+    names = ("model", "original") if keep_original else ("model",)
+    require_apart(Path(source), out, names)
+    require_free(out, overwrite, names)
+    subject = _Subject.load(source, texts, recipe.held_out, recipe.seed, recipe.max_length, device, dtype, recipe.batch)
+    folders_of_modules(subject.pretrained.source)
     model, fit, held_out = subject.pretrained.model, subject.fit, subject.held_out
-    say(f"{type(model).__name__} from {folder}: {len(fit)} texts to fit on, {len(held_out)} held out")
+    say(f"{type(model).__name__} from {source}: {len(fit)} texts to fit on, {len(held_out)} held out")
     job = _Job(recipe, subject, copy.deepcopy(model), say, track)
     job.convert_()
     if recipe.refine:
@@ -154,35 +173,41 @@ def convert_pretrained(
     meta = subject.meta(name) | {
         "recipe": asdict(recipe),
         "texts_to_fit": len(fit),
+        "tokens_to_fit": sum(map(len, fit)),
         "device": str(next(model.parameters()).device),
         "threads": torch.get_num_threads(),
     }
     with job.stage("measure"):
         tests = track(subject.batches(held_out), f"measuring on {len(held_out)} held-out texts")
-        fit_on = subject.batches(fit[:_CALIBRATION_TEXTS])
+        fit_on = subject.batches(subject.calibration)
         report = measure(model, tests, original=job.original, fit_on=fit_on, seed=recipe.seed, meta=meta)
+    if subject.pretrained.language_model:
+        with job.stage("continue"):
+            report = replace(report, continuations=job.continuations())
     report.meta["seconds"], report.meta["stages"] = job.seconds, job.details
-    each, source = "channel" if recipe.per_channel else "layer", ", ".join(map(str, texts)) or _DOCSTRINGS
+    each, origin = "channel" if recipe.per_channel else "layer", ", ".join(map(str, texts)) or _DOCSTRINGS
     training = ", distilled" if "distill" in job.details else ""
     refined = f", refined together in {recipe.refine} steps" if recipe.refine else ""
     facts = [
         f"{len(report.sites)} of its norms are replaced by {recipe.to} layers, with one constant per {each} and at "
         f"most {recipe.witnesses} witness channels per layer.",
-        f"The constants are fitted{refined}{training} on {len(fit)} texts: {source}.",
+        f"The constants are fitted{refined}{training} on {len(fit)} texts: {origin}.",
         "Measured on other texts:\n\n```\n" + report.table().title + "\n```",
     ]
-    write_out(model, subject.pretrained.folder, out, report.to_dict(), facts, overwrite)
+    write_out(model, subject.pretrained.source, out, report.to_dict(), facts, overwrite)
+    if keep_original:
+        write_model(job.original, subject.pretrained.source, out / "original", overwrite)
     report.to_html(out / "report.html")
     say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
     return report
 
 
 def inspect_pretrained(
-    folder: str | Path,
+    source: str | Path,
     *,
     texts: Sequence[str | Path] = (),
     samples: int = 256,
-    max_length: int = 128,
+    max_length: int | None = None,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     seed: int = 0,
@@ -190,13 +215,13 @@ def inspect_pretrained(
     device: str = "cpu",
     track: Track = lambda batches, description: batches,
 ) -> InspectionReport:
-    """Inspect the norms of the pretrained model in a folder: :func:`dynorm.inspect_norms` on texts.
+    """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts.
 
     Args:
-        folder: a transformers model with its tokenizer.
+        source: the folder of a transformers model with its tokenizer, or a GGUF file.
         texts: files and folders of texts; the docstrings of Python's standard library by default.
         samples: how many texts (of a language model: blocks) to fit on at most, and how many texts to measure on.
-        max_length: the longest text, and the size of a block, in tokens.
+        max_length: the longest text, or the size of a block, in tokens; None takes 128, or 256 of a language model.
         only: globs of the paths to inspect.
         skip: globs of the paths to leave out.
         seed: for the split of texts and for the samples.
@@ -210,13 +235,13 @@ def inspect_pretrained(
     Raises:
         DynormError: bad arguments, texts, model or folder.
     """
-    if samples < 1 or max_length < 2:
+    if samples < 1 or (max_length is not None and max_length < 2):
         raise ArgumentError(f"samples must be at least 1 and max_length at least 2, got {samples}, {max_length}")
-    subject = _Subject.load(folder, texts, samples, seed, max_length, device)
+    subject = _Subject.load(source, texts, samples, seed, max_length, device)
     model = subject.pretrained.model
     fitted, measured = (subject.batches(part[:samples]) for part in (subject.fit, subject.held_out))
     sites = select_sites(find_norms(model, **on_device(fitted[0], model)), only or None, skip or None)
-    meta = subject.meta(name) | {"texts_held_out": samples, "max_length": max_length, "seed": seed}
+    meta = subject.meta(name) | {"texts_held_out": samples, "max_length": subject.max_length, "seed": seed}
     fit_on = track(fitted, "fitting")
     decode = subject.pretrained.tokenizer.convert_ids_to_tokens
     tests = track(measured, "measuring")
@@ -231,21 +256,40 @@ class _Subject:
     texts: Sequence[str | Path]
     fit: list[list[int]]
     held_out: list[list[int]]
+    max_length: int
+    batch: int
 
     @staticmethod
     def load(
-        folder: str | Path, texts: Sequence[str | Path], held_out: int, seed: int, max_length: int, device: str
+        source: str | Path,
+        texts: Sequence[str | Path],
+        held_out: int,
+        seed: int,
+        max_length: int | None,
+        device: str,
+        dtype: str = "float32",
+        batch: int | None = None,
     ) -> _Subject:
-        parts = split_texts(read_texts(texts) if texts else standard_library_docstrings(), held_out, seed)
-        pretrained = load_pretrained(folder, device)
-        return _Subject(pretrained, texts, *(encode(pretrained, part, max_length) for part in parts))
+        pretrained = load_pretrained(source, device, dtype)
+        # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
+        whole = pretrained.language_model
+        found = read_texts(texts, whole=whole) if texts else standard_library_docstrings(whole=whole)
+        longest, several, _ = _LANGUAGE if whole else _ENCODER
+        longest = max_length or longest
+        fit, test = (encode(pretrained, part, longest) for part in split_texts(found, held_out, seed))
+        return _Subject(pretrained, texts, fit, test, longest, batch or several)
+
+    @property
+    def calibration(self) -> list[list[int]]:
+        """Texts that the constants are fitted to, one by one."""
+        return self.fit[: self.batch * (_LANGUAGE if self.pretrained.language_model else _ENCODER)[2]]
 
     def batches(self, encoded: Sequence[list[int]], seed: int | None = None) -> list[dict[str, Tensor]]:
-        return make_batches(self.pretrained, encoded, _BATCH, seed)
+        return make_batches(self.pretrained, encoded, self.batch, seed)
 
     def meta(self, name: str | None) -> dict[str, Any]:
         return {
-            "model": name or self.pretrained.folder.name,
+            "model": name or self.pretrained.source.stem,
             "texts": [str(path) for path in self.texts] or _DOCSTRINGS,
             "texts_held_out": len(self.held_out),
             "versions": library_versions(),
@@ -272,7 +316,7 @@ class _Job:
 
     def convert_(self) -> None:
         model, recipe = self.subject.pretrained.model, self.recipe
-        batches = self.subject.batches(self.subject.fit[:_CALIBRATION_TEXTS], recipe.seed)
+        batches = self.subject.batches(self.subject.calibration, recipe.seed)
         with self.stage("find"):
             sites = find_norms(model, **on_device(batches[len(batches) // 2], model))
         with self.stage("convert"):
@@ -286,29 +330,44 @@ class _Job:
             self.details["calibrate"] = calibrate_(model, tracked).to_dict()
 
     def refine_(self) -> None:
-        steps, fit = self.recipe.refine, self.subject.fit
+        subject, steps = self.subject, self.recipe.refine
         with self.stage("refine"):
             # Other texts than those of the calibration, where there are enough.
-            rest = fit[_CALIBRATION_TEXTS : _CALIBRATION_TEXTS + steps * _BATCH] or fit
-            batches = list(islice(cycle(self.subject.batches(rest, self.recipe.seed)), steps))
+            first = len(subject.calibration)
+            rest = subject.fit[first : first + steps * subject.batch] or subject.fit
+            batches = list(islice(cycle(subject.batches(rest, self.recipe.seed)), steps))
             tracked = self.track(batches, f"refining all constants together, {steps} steps")
-            self.details["refine"] = refine_(self.subject.pretrained.model, tracked, steps=steps).to_dict()
+            self.details["refine"] = refine_(subject.pretrained.model, tracked, steps=steps).to_dict()
 
     def distill_(self, quiet: bool) -> None:
-        recipe = self.recipe
+        recipe, subject = self.recipe, self.subject
         self.say(
             f"distilling for {recipe.steps} steps" if recipe.steps else f"distilling for {recipe.minutes:g} minutes"
         )
         with self.stage("distill"):
             self.details["distill"] = distill_(
-                self.subject.pretrained,
-                self.original,
-                self.subject.fit,
+                subject.pretrained.model,
+                ShuffledBatches(subject.pretrained, subject.fit, subject.batch, recipe.seed),
+                teacher=self.original,
                 steps=recipe.steps or None,
                 minutes=recipe.minutes or None,
-                batch_size=_BATCH,
                 lr=recipe.lr,
                 seed=recipe.seed,
                 checkpoints=recipe.checkpoints,
                 quiet=quiet,
             ).to_dict()
+
+    def continuations(self) -> list[Continuation]:
+        """Return how the original and the converted model continue the first tokens of held-out blocks."""
+        subject = self.subject
+        given = min(_GIVEN, subject.max_length // 2)
+        prompts = [block[:given] for block in subject.held_out[:_CONTINUED]]
+        asked = min(_ASKED, subject.max_length - given)
+        decode: Callable[[Any], str] = subject.pretrained.tokenizer.decode
+        models = (self.original, subject.pretrained.model)
+        before, now = (greedy(subject.pretrained, model, prompts, asked) for model in models)
+        same = (before == now).float().mean(1).tolist()
+        return [
+            Continuation(decode(prompt), decode(a), decode(b), share)
+            for prompt, a, b, share in zip(prompts, before, now, same, strict=True)
+        ]

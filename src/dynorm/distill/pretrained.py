@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.distill.card import write_card
-from dynorm.errors import ArgumentError, DataError, DynormError, StorageError
+from dynorm.errors import ArgumentError, DataError, DynormError, StorageError, require_library
 from dynorm.files import replaced_directory, write_text
 from dynorm.hub.contents import is_changed, listed
 
@@ -37,28 +37,30 @@ class Pretrained:
         model: the model, in eval mode.
         tokenizer: its tokenizer.
         language_model: whether it predicts the next token; else it is taken for an encoder.
-        folder: where it came from.
+        source: the folder or file it came from.
     """
 
     model: nn.Module
     tokenizer: Any
     language_model: bool
-    folder: Path
+    source: Path
 
 
-def load_pretrained(folder: str | Path, device: str = "cpu") -> Pretrained:
-    """Load a transformers model and its tokenizer from a folder, without the network.
+def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
+    """Load a transformers model and its tokenizer from a folder or a GGUF file, without the network.
 
     Args:
-        folder: as ``save_pretrained`` writes it.
+        source: a folder as ``save_pretrained`` writes it, or a ``.gguf`` file, whose weights are dequantized.
         device: where the model goes.
+        dtype: of the weights: "float32", "bfloat16" and the like, or "auto" for the checkpoint's own. Small steps of a
+            distillation are lost in 16 bits.
 
     Returns:
         The model, as the causal language model that its config names, else as the bare encoder.
 
     Raises:
-        ArgumentError: torch cannot use the device.
-        StorageError: the folder does not exist, holds no model and tokenizer that transformers can read, or lacks
+        ArgumentError: torch cannot use the device, there is no such dtype, or a GGUF file needs the library gguf.
+        StorageError: the source does not exist, holds no model and tokenizer that transformers can read, or lacks
             weights of the model.
 
     Example:
@@ -66,25 +68,37 @@ def load_pretrained(folder: str | Path, device: str = "cpu") -> Pretrained:
         Traceback (most recent call last):
         dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has none: ...
     """
-    folder = Path(folder)
-    with _readable(folder):
+    source, options = Path(source), dict[str, Any](local_files_only=True)
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ArgumentError(f"dtype must be auto or a dtype of torch, such as float32, got {dtype!r}")
+    folder = source
+    if source.suffix == ".gguf" and source.is_file():
+        require_library("gguf", "reading a GGUF file", "gguf")
+        folder, options = source.parent, options | {"gguf_file": source.name}
+    with _readable(source):
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or [])
+        config = AutoConfig.from_pretrained(folder, **options)
+        names = config.architectures or ["ForCausalLM" if folder != source else ""]
+        language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
         auto = AutoModelForCausalLM if language_model else AutoModel
-        model, info = auto.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    _require_all_weights(folder, model, info)
-    require_tokenizer_files(folder, tokenizer)
+        model, info = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    _require_all_weights(source, model, info)
+    if folder == source:
+        require_tokenizer_files(folder, tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if folder != source:
+        # Dequantized, yet transformers takes it for quantized still, and would not save it.
+        model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+        vars(model.config).pop("quantization_config", None)
     try:
         model = model.eval().to(device)
     # What torch raises for a device that it does not know, was not built for, or does not find.
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"device must be one that torch can use here, got {device!r}: {error}") from error
-    return Pretrained(model, tokenizer, language_model, folder)
+    return Pretrained(model, tokenizer, language_model, source)
 
 
 def load_model(folder: Path) -> Any:
@@ -104,17 +118,19 @@ def load_model(folder: Path) -> Any:
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    if not (folder / "config.json").is_file():
+def _readable(source: Path) -> Iterator[None]:
+    if not (source.is_file() and source.suffix == ".gguf") and not (source / "config.json").is_file():
         raise StorageError(
-            f"the model must be a folder with a config.json, but {folder} has none: give what save_pretrained wrote"
+            f"the model must be a folder with a config.json, but {source} has none: give what save_pretrained wrote, "
+            "or a .gguf file"
         )
-    weights = next((file for file in sorted(folder.iterdir()) if file.suffix in _WEIGHTS), folder)
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    weights = next((file for file in files if file.suffix in _WEIGHTS), source)
     try:
         if weights.suffix == ".safetensors":
             from dynorm.hub.transformers import require_whole_weights
 
-            require_whole_weights(folder)
+            require_whole_weights(source)
         yield
     except DynormError:
         raise
@@ -222,6 +238,40 @@ def make_batches(
     return batches
 
 
+@dataclass
+class ShuffledBatches:
+    """The batches of :func:`make_batches`, of other texts and in another order at each pass.
+
+    Args:
+        pretrained: whose tokenizer pads.
+        encoded: the lists that :func:`encode` returned.
+        batch_size: texts per batch.
+        seed: of the first pass.
+    """
+
+    pretrained: Pretrained
+    encoded: Sequence[list[int]]
+    batch_size: int
+    seed: int
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Begin the next pass."""
+        texts = random.Random(self.seed).sample(self.encoded, len(self.encoded))
+        self.seed += 1
+        return iter(make_batches(self.pretrained, texts, self.batch_size, self.seed))
+
+
+@torch.no_grad()
+def greedy(pretrained: Pretrained, model: Any, prompts: Sequence[list[int]], tokens: int) -> Tensor:
+    """Return the likeliest continuations of prompts of one length, ``tokens`` long, whatever the model would end at."""
+    ids = torch.tensor(prompts, device=next(model.parameters()).device)
+    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    pad = pretrained.tokenizer.pad_token_id
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=pad, **length)
+    assert isinstance(found, Tensor)
+    return found[:, ids.shape[1] :].cpu()
+
+
 def on_device(batch: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return the batch where the model's parameters are."""
     device = next(model.parameters()).device
@@ -242,20 +292,21 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def require_apart(source: Path, out: Path) -> None:
+def require_apart(source: Path, out: Path, names: Sequence[str] = ("model",)) -> None:
     """Refuse an output that would replace the model that it is made from.
 
     Raises:
         ArgumentError: it would.
     """
-    if source.resolve().is_relative_to((out / "model").resolve()):
-        raise ArgumentError(f"the output must not replace its own source, but {out / 'model'} holds {source}")
+    for name in names:
+        if source.resolve().is_relative_to((out / name).resolve()):
+            raise ArgumentError(f"the output must not replace its own source, but {out / name} holds {source}")
 
 
-def require_free(out: Path, overwrite: bool) -> None:
+def require_free(out: Path, overwrite: bool, names: Sequence[str] = ("model",)) -> None:
     """Refuse before the work an output folder that could not be written after it."""
-    if (out / "model").exists() and not overwrite:
-        raise StorageError(f"{out / 'model'} exists already: choose another folder, or pass --overwrite")
+    if (found := [out / name for name in names if (out / name).exists()]) and not overwrite:
+        raise StorageError(f"{found[0]} exists already: choose another folder, or pass --overwrite")
     parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise StorageError(f"the output must go into a folder that can be written, but {parent} cannot")
@@ -272,11 +323,22 @@ def write_out(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"the output folder {out} must be writable, but: {error}") from error
-    with replaced_directory(out / "model", overwrite=overwrite) as new:
-        model.save_pretrained(os.fspath(new))  # type: ignore[operator]
-        _copy_rest(source.absolute(), new)
-        write_card(new, source, facts, needs_dynorm=is_changed(model))
+    write_model(model, source, out / "model", overwrite, facts)
     write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
+
+
+def write_model(model: Any, source: Path, folder: Path, overwrite: bool, facts: Sequence[str] | None = None) -> None:
+    """Write a model with the other files of its old folder, or the tokenizer of its GGUF file; if changed, a card."""
+    with replaced_directory(folder, overwrite=overwrite) as new:
+        model.save_pretrained(os.fspath(new))
+        if source.is_file():
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(new)
+        else:
+            _copy_rest(source.absolute(), new)
+        if facts is not None:
+            write_card(new, source, facts, needs_dynorm=is_changed(model))
 
 
 def _copy_rest(source: Path, target: Path) -> None:

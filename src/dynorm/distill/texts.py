@@ -17,12 +17,13 @@ _SUFFIXES = (".txt", ".md", ".rst", ".py")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def read_texts(paths: str | Path | Iterable[str | Path]) -> list[str]:
+def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False) -> list[str]:
     r"""Read texts from files and folders, one text per paragraph.
 
     Args:
         paths: one or several UTF-8 files or folders. Of a ``.py`` file the docstrings' first paragraphs are taken;
             folders are searched for .txt, .md, .rst and .py files.
+        whole: take whole docstrings, and keep line breaks, for a language model.
 
     Returns:
         Paragraphs of at least 20 characters, white space folded, each once, in the order of the files.
@@ -40,7 +41,7 @@ def read_texts(paths: str | Path | Iterable[str | Path]) -> list[str]:
     """
     texts: list[str] = []
     for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):
-        found = [text for file in _files(path) for text in _texts_of(file)]
+        found = [text for file in _files(path) for text in _texts_of(file, whole)]
         if not found:
             raise DataError(f"texts must have a paragraph of at least {_SHORTEST} characters, but {path} has none")
         texts += found
@@ -49,8 +50,11 @@ def read_texts(paths: str | Path | Iterable[str | Path]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def standard_library_docstrings() -> list[str]:
+def standard_library_docstrings(*, whole: bool = False) -> list[str]:
     """Return the first paragraphs of the docstrings of Python's standard library, its tests left out.
+
+    Args:
+        whole: take whole docstrings, as they are written, for a language model.
 
     Returns:
         About 6,000 texts, each once, in the order of the files; the same for the same version of Python.
@@ -62,7 +66,7 @@ def standard_library_docstrings() -> list[str]:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     files = (file for file in sorted(root.rglob("*.py")) if not left_out & set(file.relative_to(root).parts))
-    return list(dict.fromkeys(text for file in files for text in _texts_of(file)))
+    return list(dict.fromkeys(text for file in files for text in _texts_of(file, whole)))
 
 
 def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
@@ -101,7 +105,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
 
 
-def _texts_of(file: Path) -> Iterator[str]:
+def _texts_of(file: Path, whole: bool) -> Iterator[str]:
     try:
         # Editors on Windows begin files with a byte order mark.
         content = file.read_text("utf-8-sig")
@@ -111,14 +115,14 @@ def _texts_of(file: Path) -> Iterator[str]:
         raise DataError(f"texts must be readable, but {file} is not: {error.strerror}") from error
     if "\0" in content:
         raise DataError(f"texts must be text, but {file} has NUL bytes: is it binary?")
-    paragraphs = _docstrings(file, content) if file.suffix == ".py" else re.split(r"\n\s*\n", content)
+    paragraphs = _docstrings(file, content, whole) if file.suffix == ".py" else re.split(r"\n\s*\n", content)
     for paragraph in paragraphs:
-        text = " ".join(paragraph.split())
+        text = paragraph.strip() if whole else " ".join(paragraph.split())
         if len(text) >= _SHORTEST:
             yield text
 
 
-def _docstrings(file: Path, content: str) -> Iterator[str]:
+def _docstrings(file: Path, content: str, whole: bool) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
             # Of other people's escape sequences.
@@ -128,4 +132,5 @@ def _docstrings(file: Path, content: str) -> Iterator[str]:
         raise DataError(f"a .py file must be Python, but {file} is not, at line {error.lineno}") from error
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED):
-            yield (ast.get_docstring(node) or "").split("\n\n")[0]
+            text = ast.get_docstring(node) or ""
+            yield text if whole else text.split("\n\n")[0]

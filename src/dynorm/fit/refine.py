@@ -21,8 +21,8 @@ from dynorm.replace.specs import require_layers
 from dynorm.table import Table
 from dynorm.watch import (
     call,
+    cycled,
     hooked,
-    iterate,
     require_plain_model,
     site_tokens,
     token_masks,
@@ -137,7 +137,7 @@ def _descend(
         optimizer, lambda k: min(1.0, (k + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * k / steps))
     )
     errors: list[float] = []
-    for batch in _cycle(batches, steps):
+    for batch in cycled(batches, steps):
         with torch.no_grad():
             wanted = norm_outputs(model, batch)
         with torch.enable_grad(), recorded({layer: layer for layer in wanted}) as given:
@@ -163,21 +163,6 @@ def _require_finite(what: str, value: Tensor, step: int) -> None:
             f"the {what} must be finite, but is {value.item()} in step {step}: lower lr, call calibrate_ first, or "
             "look for NaN in the batch"
         )
-
-
-def _cycle(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """Yield the batches, from the start again until there were ``steps`` of them."""
-    count = 0
-    while count < steps:
-        for batch in iterate(batches):
-            yield batch
-            count += 1
-            if count == steps:
-                return
-        if iter(batches) is batches:
-            raise DataError(
-                f"a one-shot iterator must hold a batch for each step, got {count} for {steps} steps: pass a list"
-            )
 
 
 @contextmanager
@@ -213,11 +198,16 @@ def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
         for whole, output in zip(wanted_of_layer, given[layer], strict=False):
             if whole.shape == output.shape:
                 y, f = site_tokens(layer, whole, masks), site_tokens(layer, output, masks)
-                # A single token has no spread: a hundredth of the size stands for it.
-                floor = (0.01 * y.square().sum()).clamp_min(torch.finfo(y.dtype).tiny)
-                errors.append((f - y).square().sum() / torch.maximum((y - y.mean(0)).square().sum(), floor))
+                errors.append(relative_error(f, y))
     if not errors:
         raise DataError(
             "a batch must reach at least one point-wise layer, but reached none: give batches that use them"
         )
     return torch.stack(errors).mean()
+
+
+def relative_error(f: Tensor, y: Tensor) -> Tensor:
+    """Return ``|f - y|^2 / |y - mean y|^2`` of values f and the right ones y, both (tokens, C)."""
+    # A single token has no spread: a hundredth of the size stands for it.
+    floor = (0.01 * y.square().sum()).clamp_min(torch.finfo(y.dtype).tiny)
+    return (f - y).square().sum() / torch.maximum((y - y.mean(0)).square().sum(), floor)

@@ -39,6 +39,9 @@ class OutputReport:
         loss_now: the same of the converted model.
         loss_difference: the latter less the former.
         kl: mean Kullback-Leibler divergence of the converted model's prediction from the original's, in nats per token.
+        accuracy_original: how often the original's likeliest next token is the right one.
+        accuracy_now: the same of the converted model.
+        agreement: how often both have the same likeliest token.
     """
 
     kind: Kind
@@ -53,6 +56,9 @@ class OutputReport:
     loss_now: float | None = None
     loss_difference: float | None = None
     kl: float | None = None
+    accuracy_original: float | None = None
+    accuracy_now: float | None = None
+    agreement: float | None = None
 
 
 class OutputComparison:
@@ -68,7 +74,7 @@ class OutputComparison:
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._cosines: list[Tensor] = []
         self._tokens = 0
-        self._losses = torch.zeros(3, dtype=torch.float64)
+        self._predicted = torch.zeros(6, dtype=torch.float64)
 
     def add(self, batch: Any, original: Any, now: Any, run_again: Callable[[Any], Any]) -> None:
         """Add a batch with both outputs; the original is run again once, on a batch in which a token was exchanged.
@@ -83,7 +89,7 @@ class OutputComparison:
             raise DataError(f"both models must give outputs of one shape, got {shapes}: is `original` the same model?")
         if self.kind is None:
             self.kind = self._kind(batch, original, first, run_again)
-        a, b = (_vectors(t, batch, pooled=self.kind == "encoder") for t in (first, second))
+        a, b = (sample_vectors(t, batch, pooled=self.kind == "encoder") for t in (first, second))
         for vectors, which in ((a, "original"), (b, "converted")):
             if not vectors.isfinite().all():
                 raise DataError(f"outputs must be finite, but the {which} model gave NaN or inf: look for an overflow")
@@ -105,16 +111,13 @@ class OutputComparison:
             found = replace(found, spearman=pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))))
         if not self._tokens:
             return found
-        before, now, kl = (self._losses / self._tokens).tolist()
+        before, now, kl, *hits = (self._predicted / self._tokens).tolist()
         losses = {"loss_original": before, "loss_now": now, "loss_difference": now - before, "kl": kl}
-        return replace(found, tokens=self._tokens, **losses)
+        shares = dict(zip(("accuracy_original", "accuracy_now", "agreement"), hits, strict=True))
+        return replace(found, tokens=self._tokens, **losses, **shares)
 
     def _tensor(self, output: Any) -> Tensor:
-        tensor = _first_tensor(output) if self._pick is None else self._pick(output)
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise DataError(f"the output must hold a floating point tensor to compare, got {got}: pass output=")
-        return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor
+        return output_tensor(output)[1] if self._pick is None else _floating(self._pick(output))
 
     def _kind(self, batch: Any, output: Any, tensor: Tensor, run_again: Callable[[Any], Any]) -> Kind:
         is_logits = self._pick is None and tensor is _named(output, "logits")
@@ -138,7 +141,7 @@ class OutputComparison:
         return bool(change <= _CAUSAL_TOLERANCE * logits[before].abs().max())
 
     def _add_predictions(self, batch: Any, original: Tensor, now: Tensor) -> None:
-        """Add the loss of each model and the divergence; sample after sample, for logits are large."""
+        """Add the loss of each model, the divergence and the hits; sample after sample, for logits are large."""
         valid = _valid_or_ones(original, batch)
         ids = batch["input_ids"].to(original.device)
         for sample, target, p, q in zip(valid, ids, original, now, strict=True):
@@ -147,8 +150,10 @@ class OutputComparison:
             self._tokens += len(target)
             log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
             losses = [cross_entropy(each, target, reduction="sum") for each in (p, q)]
-            sums = (*losses, (log_p.exp() * (log_p - log_q)).sum())
-            self._losses += torch.stack(sums).double().cpu()
+            a, b = p.argmax(-1), q.argmax(-1)
+            hits = [(first == second).sum() for first, second in ((a, target), (b, target), (a, b))]
+            sums = (*losses, (log_p.exp() * (log_p - log_q)).sum(), *hits)
+            self._predicted += torch.stack([each.double() for each in sums]).cpu()
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
@@ -205,14 +210,26 @@ def _named(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def _first_tensor(output: Any) -> Any:
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(found := _named(output, name), Tensor):
-            return found
+def output_tensor(output: Any) -> tuple[str | None, Tensor]:
+    """Return the tensor of a model's output that is compared, with its name: its logits, hidden state, or first.
+
+    Raises:
+        DataError: there is none, or it is not of floating point.
+    """
+    found = [(name, _named(output, name)) for name in ("logits", "last_hidden_state")]
     values = output.values() if isinstance(output, Mapping) else output
-    if isinstance(output, (Mapping, tuple, list)):
-        return next((value for value in values if isinstance(value, Tensor)), None)
-    return output
+    rest = values if isinstance(output, (Mapping, tuple, list)) else [output]
+    for name, tensor in [*found, *((None, value) for value in rest)]:
+        if isinstance(tensor, Tensor):
+            return name, _floating(tensor)
+    return None, _floating(output)
+
+
+def _floating(tensor: Any) -> Tensor:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise DataError(f"the output must hold a floating point tensor to compare, got {got}: pass output=")
+    return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor
 
 
 def _valid(tensor: Tensor, batch: Any) -> Tensor | None:
@@ -226,7 +243,7 @@ def _valid_or_ones(tensor: Tensor, batch: Any) -> Tensor:
     return torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device) if valid is None else valid
 
 
-def _vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
+def sample_vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
     """Return one vector per sample, (B, D), without padding; samples of nothing but padding are left out."""
     tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
     if tensor.ndim != 3:

@@ -29,6 +29,7 @@ class Page:
         drawings: the pictures.
         meta: how it was made.
         findings: the conclusions, as a paragraph.
+        texts: prompts, with the original's and the converted model's continuation.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Page:
     drawings: Sequence[Drawing]
     meta: Mapping[str, Any]
     findings: str = ""
+    texts: Sequence[tuple[str, str, str]] = ()
 
     def html(self) -> str:
         """Return the page, which follows the reader's choice of light or dark.
@@ -63,6 +65,7 @@ class Page:
             f'<p class="lead">{escape(self.lead)}</p>',
             f'<dl class="cards">{"".join(cards)}</dl>',
             f"<p>{escape(self.findings)}</p>" * bool(self.findings),
+            _continuations(self.texts) * bool(self.texts),
             "<h2>Every site</h2>",
             _table(self.table),
             f"<h2>{escape(self.heading)}</h2>",
@@ -73,6 +76,15 @@ class Page:
         ]
         style = css_colors() + files(__package__).joinpath("page.css").read_text("utf-8")
         return _PAGE.format(title=escape(self.title), style=style, body="\n".join(body))
+
+
+def _continuations(texts: Iterable[Sequence[str]]) -> str:
+    """Return a table of texts and their continuations, white space kept."""
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in texts)
+    heads = "".join(f"<th>{name}</th>" for name in ("held-out text", "the original goes on", "the converted model"))
+    return (
+        f'<h2>Likeliest continuations</h2><div class="scroll"><table class="texts"><tr>{heads}</tr>{rows}</table></div>'
+    )
 
 
 def _table(table: Table) -> str:

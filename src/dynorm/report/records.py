@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from dynorm.family import FAMILY
@@ -238,15 +238,39 @@ class SiteReport(MeasuredSite):
         return Drawing(self.path, errors, words, self.fit, self.picture, sums=self.sums if self.witnesses else None)
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """A held-out text, as the original and the converted model go on with it, token by likeliest token.
+
+    Args:
+        prompt: the tokens that both were given.
+        original: the original's continuation.
+        now: the converted model's.
+        same: the share of places where both have the same token.
+    """
+
+    prompt: str
+    original: str
+    now: str
+    same: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelReport(Report):
     """The findings of ``measure``: the model's output beside the original's, and one :class:`SiteReport` per norm.
 
-    The fields ``model``, ``batches``, ``unreached`` and ``meta`` are as for :class:`InspectionReport`.
+    The fields ``model``, ``batches``, ``unreached`` and ``meta`` are as for :class:`InspectionReport`. The
+    ``continuations`` by a language model are those of ``dynorm convert``.
     """
 
     sites: list[SiteReport]
     output: OutputReport
+    continuations: list[Continuation] = field(default_factory=list)
+
+    @property
+    def same(self) -> float | None:
+        """Return the share of equal tokens over all continuations."""
+        return fmean(each.same for each in self.continuations) if self.continuations else None
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
@@ -261,6 +285,11 @@ class ModelReport(Report):
         if out.loss_now is not None:
             change = f"{_digits(out.loss_original, 4)} -> {_digits(out.loss_now, 4)} ({out.loss_difference:+.4f})"
             lines.append(f"loss {change} nats per token, KL {_digits(out.kl, 4)}, {out.tokens} tokens")
+        if out.agreement is not None:
+            right = f"{out.accuracy_original:.1%} -> {out.accuracy_now:.1%}"
+            lines.append(f"next token right {right}, likeliest token as the original's {out.agreement:.1%}")
+        if self.same is not None:
+            lines.append(f"greedy continuations, tokens as the original's: {self.same:.1%}")
         rows: list[tuple[Any, ...]] = []
         witnessed = any(s.witnesses for s in self.sites)
         for s in self.sites:
@@ -290,6 +319,11 @@ class ModelReport(Report):
             losses = f"nats per token: {_digits(out.loss_original)} to {_digits(out.loss_now)}"
             cards.append((f"{out.loss_difference:+.3f}".replace("-", "−"), "loss", losses))
             cards.append((_digits(out.kl), "KL divergence", "nats per token, from the original"))
+        if out.agreement is not None:
+            right = f"right next tokens: {out.accuracy_original:.1%} to {out.accuracy_now:.1%}"
+            cards.append((f"{out.agreement:.1%}", "same likeliest token", right))
+        if self.same is not None:
+            cards.append((f"{self.same:.1%}", "same continuation", f"tokens, {len(self.continuations)} held-out texts"))
         best = sum(site.error_dyisru < min(site.error_dyt, site.error_linear) for site in self.sites)
         worst = max(self.sites, key=lambda site: site.outlier_site)
         layers = " and ".join(sorted({FAMILY[s.layer].title if s.layer in FAMILY else s.layer for s in self.sites}))
@@ -312,6 +346,7 @@ class ModelReport(Report):
             },
             drawings=[site.drawing() for site in self.sites],
             meta=self.meta,
+            texts=[(each.prompt, each.original, each.now) for each in self.continuations],
         )
 
 

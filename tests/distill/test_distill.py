@@ -1,0 +1,153 @@
+"""``distill_`` on any module: losses by the output's type or one's own, batches of any form, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import dynorm
+from dynorm.distill import distill_, output_loss
+
+
+def images() -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 3, 8, 8, generator=generator),) for _ in range(4)]
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 5))
+    dynorm.convert_(net, dynorm.find_norms(net, *images()[0]))
+    return net
+
+
+def apart(net: nn.Module, teacher: nn.Module) -> float:
+    with torch.no_grad():
+        return sum(float((net(*batch) - teacher(*batch)).square().sum()) for batch in images())
+
+
+def test_any_module_learns_from_its_original_by_default() -> None:
+    net = classifier()
+    teacher = dynorm.restore_(copy.deepcopy(net))
+    before = apart(net, teacher)
+    report = dynorm.distill_(net, images(), steps=40, lr=1e-2, quiet=True)
+    assert (report.steps, report.samples) == (40, 320)
+    assert apart(net, teacher) < 0.2 * before
+    # The same as with the teacher named, and its weights are as they were.
+    again = classifier()
+    kept = copy.deepcopy(teacher.state_dict())
+    dynorm.distill_(again, images(), teacher=teacher, steps=40, lr=1e-2, quiet=True)
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(torch.equal(value, kept[name]) for name, value in teacher.state_dict().items())
+
+
+def test_batches_are_gone_through_in_order_and_again() -> None:
+    class Passes:
+        count = 0
+
+        def __iter__(self) -> Any:
+            self.count += 1
+            return iter(images())
+
+    passes, seen = Passes(), []
+
+    def loss(ours: Tensor, theirs: Tensor, batch: Any) -> Tensor:
+        seen.append(next(k for k, image in enumerate(images()) if torch.equal(image[0], batch[0])))
+        return (ours - theirs).abs().mean()
+
+    distill_(classifier(), passes, loss=loss, steps=6, quiet=True)
+    assert seen == [0, 1, 2, 3, 0, 1]
+    assert passes.count == 2
+
+
+def test_a_loss_of_ones_own_is_what_is_lowered() -> None:
+    net = classifier()
+    distill_(net, images(), loss=lambda ours, theirs, batch: (ours - 3).square().mean(), steps=60, lr=1e-2, quiet=True)
+    with torch.no_grad():
+        assert abs(float(net(*images()[0]).mean()) - 3) < 1
+
+
+def test_a_language_model_comes_closer_in_divergence() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    net = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        net.transformer.wte.weight.mul_(20)
+    batches = [{"input_ids": torch.randint(0, 32, (4, 16))} for _ in range(4)]
+    dynorm.convert_(net, dynorm.find_norms(net, **batches[0]))
+    before = dynorm.measure(net, batches).output
+    original = dynorm.restore_(copy.deepcopy(net))
+    dynorm.distill_(net, batches, steps=40, lr=3e-3, quiet=True)
+    now = dynorm.measure(net, batches, original=original).output
+    assert now.kind == "language"
+    assert now.kl < 0.5 * before.kl
+
+
+def test_predictions_are_counted_token_by_token() -> None:
+    """Against a count by hand, padding left out."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=8, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    net = GPT2LMHeadModel(config).eval()
+    batch = {"input_ids": torch.randint(0, 8, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.long)}
+    batch["attention_mask"][1, 5:] = 0
+    with torch.no_grad():
+        first = net(**batch).logits.argmax(-1)
+    original = copy.deepcopy(net)
+    dynorm.convert_(net, dynorm.find_norms(net, **batch))
+    with torch.no_grad():
+        second = net(**batch).logits.argmax(-1)
+    known, right = batch["attention_mask"][:, 1:].bool(), batch["input_ids"][:, 1:]
+    out = dynorm.measure(net, [batch], original=original).output
+    assert out.tokens == int(known.sum()) == 20
+    for found, hits in (
+        (out.accuracy_original, first[:, :-1] == right),
+        (out.accuracy_now, second[:, :-1] == right),
+        (out.agreement, first[:, :-1] == second[:, :-1]),
+    ):
+        assert found == pytest.approx(float(hits[known].float().mean()))
+
+
+def test_the_loss_of_each_type_of_output() -> None:
+    torch.manual_seed(0)
+    ours, theirs, mask = torch.randn(2, 5, 4), torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.long)
+    mask[1, 2:] = 0
+    batch = {"input_ids": mask, "attention_mask": mask}
+    p, q = (each[mask.bool()].softmax(-1) for each in (theirs, ours))
+    divergence = (p * (p / q).log()).sum(-1).mean()
+    assert torch.isclose(output_loss({"logits": ours}, {"logits": theirs}, batch), divergence)
+    a, b = ((each * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) for each in (ours, theirs))
+    cosines = 1 - cosine_similarity(a, b).mean()
+    assert torch.isclose(
+        output_loss({"last_hidden_state": ours}, {"last_hidden_state": theirs}, batch), cosines, atol=1e-6
+    )
+    y, f = theirs[:, 0], ours[:, 0]
+    expected = (f - y).square().sum() / (y - y.mean(0)).square().sum()
+    assert torch.isclose(output_loss((f, None), (y, None), (f,)), expected)
+    # A regression has one logit, of which every distribution is the same.
+    one = {"logits": torch.ones(3, 1)}
+    assert output_loss(one, {"logits": torch.tensor([[1.0], [2.0], [3.0]])}, (f,)) > 0
+    with pytest.raises(dynorm.DataError, match="floating point tensor"):
+        output_loss({"text": "x"}, {"text": "x"}, batch)
+
+
+def test_what_cannot_be_gone_through_again() -> None:
+    with pytest.raises(dynorm.ArgumentError, match="able to begin again"):
+        distill_(classifier(), iter(images()), minutes=1.0, quiet=True)
+    with pytest.raises(dynorm.DataError, match="got 4 for 5 steps"):
+        distill_(classifier(), iter(images()), steps=5, quiet=True)
+    with pytest.raises(dynorm.DataError, match="at least one batch"):
+        distill_(classifier(), [], minutes=0.01, quiet=True)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import TrainingArguments
+
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(dynorm.ModelError, match="one process, but there are 2"):
+        distill_(classifier(), images(), steps=2, quiet=True)
