@@ -17,7 +17,7 @@ from rich.console import Console
 import dynorm.cli
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.paper.proof import prove, show
-from dynorm.paper.proof.formula import SYMBOLS, as_html, as_text, latex, plain
+from dynorm.paper.proof.formula import SYMBOLS, as_html, as_text, latex, one_line
 from dynorm.paper.proof.prove import STATEMENTS, Report
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
@@ -125,7 +125,7 @@ def test_the_terminal_shows_each_step(report: Report) -> None:
     for statement in STATEMENTS:
         assert statement.title in text
         for step in statement.steps:
-            assert plain(step.right) in text
+            assert one_line(step.right) in text
             assert as_text(step.reason) in text
     assert f"All {len(STATEMENTS)} statements hold" in text
     assert "✗" not in text
@@ -149,7 +149,7 @@ def test_the_terminal_shows_a_failure(broken: Report) -> None:
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_every_formula_can_be_shown(formula: str) -> None:
     assert latex(formula).count("{") == latex(formula).count("}")
-    assert re.search(r"[*_]|sqrt|sum|mu|sigma", plain(formula)) is None
+    assert re.search(r"[*_]|sqrt|sum|mu|sigma", one_line(formula)) is None
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_every_formula_can_be_shown(formula: str) -> None:
     ],
 )
 def test_notation_keeps_the_meaning(formula: str, as_latex: str, as_plain: str) -> None:
-    assert (latex(formula), plain(formula)) == (as_latex, as_plain)
+    assert (latex(formula), one_line(formula)) == (as_latex, as_plain)
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
@@ -185,7 +185,7 @@ def test_every_sentence_can_be_shown(sentence: str) -> None:
 
 
 def test_symbols_are_not_repeated() -> None:
-    for shown in ([latex(name) for name in SYMBOLS], [plain(name) for name in SYMBOLS]):
+    for shown in ([latex(name) for name in SYMBOLS], [one_line(name) for name in SYMBOLS]):
         assert len(shown) == len(set(shown))
 
 

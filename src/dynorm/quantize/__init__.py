@@ -5,9 +5,8 @@ static int8 quantization with scales from :func:`output_range` or :func:`observe
 imports torchao.
 """
 
-from dynorm.quantize.bounds import output_bounds, output_range, static_scale
+from dynorm.quantize.bounds import observed_ranges, output_bounds, output_range, static_scale
 from dynorm.quantize.int8 import quantize_
-from dynorm.quantize.ranges import observed_ranges
 from dynorm.quantize.readers import Reader, find_readers
 
 __all__ = ["Reader", "find_readers", "observed_ranges", "output_bounds", "output_range", "quantize_", "static_scale"]

@@ -1,15 +1,28 @@
-"""The range of a point-wise layer's output, from its parameters alone, and the int8 scale that covers it."""
+"""The range of a point-wise layer's output, from its parameters alone or on some batches, and the int8 scale for it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynorm.arguments import check_positive, upcast
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, DataError
 from dynorm.layers import AnnealedNorm, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
+from dynorm.replace.specs import require_layers
+from dynorm.watch import (
+    call,
+    hooked,
+    iterate,
+    require_finite,
+    require_plain_model,
+    site_tokens,
+    token_masks,
+    undisturbed,
+)
 
 Range = tuple[Tensor, Tensor]
 
@@ -84,6 +97,52 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         bias = torch.zeros_like(weight) if layer.bias is None else upcast(layer.bias)
         edges = [layer.scale * weight * edge + bias for edge in _edges(layer, sigmas)]
         return torch.minimum(*edges), torch.maximum(*edges)
+
+
+def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range]:
+    """Return the least and largest value that each channel of each point-wise layer gave, for :func:`quantize_`.
+
+    The model runs in eval mode and is left as it was. Padding is left out, as in ``calibrate_``. A layer that no batch
+    reaches is left out.
+
+    Args:
+        model: a converted model.
+        batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``.
+
+    Returns:
+        By the layer's path, two tensors of shape (C,) in at least float32.
+
+    Raises:
+        ModelError: the model has no point-wise layer, or is wrapped or compiled.
+        DataError: a batch is of the wrong kind, the model cannot run it, a layer gives what is not finite, or no layer
+            is reached at all.
+
+    Example:
+        >>> model = nn.Sequential(dynorm.DyISRU(4), nn.Linear(4, 4))
+        >>> low, high = observed_ranges(model, [torch.zeros(1, 4), torch.tensor([[1.0, -1.0, 100.0, 0.0]])])["0"]
+        >>> high.round(decimals=2)
+        tensor([0.8900, 0.0000, 2.0000, 0.0000])
+    """
+    require_plain_model(model)
+    paths = {layer: path for path, layer in require_layers(model).items()}
+    found: dict[str, Range] = {}
+    for batch in iterate(batches):
+        masks = token_masks(batch)
+
+        def widen(layer: nn.Module, args: tuple[Any, ...], output: Tensor, masks: list[Tensor] = masks) -> None:
+            assert isinstance(layer, PointwiseNorm)
+            tokens, path = upcast(site_tokens(layer, output, masks)), paths[layer]
+            require_finite(path, tokens)
+            if len(tokens):
+                low, high = tokens.aminmax(dim=0)
+                before = found.get(path, (low, high))
+                found[path] = low.minimum(before[0]), high.maximum(before[1])
+
+        with undisturbed(model, batch, evaluate=True), hooked(paths, widen):
+            call(model, batch)
+    if not found:
+        raise DataError("the batches must reach at least one point-wise layer, but reached none: give others")
+    return found
 
 
 def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class Page:
             f"<h2>How it was made</h2>{_definitions(meta)}" * bool(self.meta),
         ]
         style = css_colors() + files(__package__).joinpath("page.css").read_text("utf-8")
-        return _PAGE.format(title=escape(self.title), style=style, body="\n".join(body))
+        return whole_page(self.title, style, "\n".join(body))
 
 
 def _continuations(texts: Iterable[Sequence[str]]) -> str:
@@ -135,12 +135,16 @@ def _breakable(path: str) -> str:
 _AXES = """Each curve has the one constant that fits the site best; its error stands above. Both axes are
 linear near 0 and logarithmic far from it (asinh), so that outliers stay in view; there even a straight line bends."""
 
-_PAGE = """<!doctype html>
-<html lang="en">
+
+def whole_page(title: str, style: str, body: str) -> str:
+    """Return an HTML page that follows the reader's choice of light or dark; its links to ``#top`` lead to its head."""
+    return f"""<!doctype html>
+<html lang="en" id="top">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
 <style>{style}</style>
 </head>
 <body>

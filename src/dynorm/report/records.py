@@ -74,11 +74,12 @@ _COLUMNS = (
     Column("saturated", _share, "share of values beyond 95 % of the layer's bound"),
 )
 _TOLD = "how much of the variation of the tokens' sums"
+_BY_CHANNELS = [Column(f"by {k}", ".0%", f"{_TOLD} the best {k} tell", page_only=True) for k in (1, 2, 4)]
 _WITNESS_COLUMNS = (
     Column("K", note="how many witnesses the layer has"),
     Column("told", ".0%", f"{_TOLD} the layer's β + sum g u² tells, over a constant"),
     Column("witnesses", note="channel (gain)", page_only=True),
-    *(Column(f"by {k}", ".0%", f"{_TOLD} the best {k} tell", page_only=True) for k in (1, 2, 4)),
+    *_BY_CHANNELS,
 )
 _OUTLIER_COLUMNS = (
     _SITE,
@@ -95,7 +96,7 @@ _OUTLIER_COLUMNS = (
     Column("channel", note="the largest one of that token", page_only=True),
     Column("share", ".0%", "of the token's sum of squares in that channel", page_only=True),
     Column("on", str, "the largest tokens: text or number, and position", page_only=True),
-    *(Column(f"by {k}", ".0%", f"{_TOLD} the best {k} tell", page_only=True) for k in (1, 2, 4)),
+    *_BY_CHANNELS,
     *_functions("all channels", "|y − f| / |y|, fitted and measured on all channels"),
 )
 

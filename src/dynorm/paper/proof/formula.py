@@ -141,11 +141,11 @@ def latex(text: str) -> str:
     return _show(parse(text), True)[0]
 
 
-def plain(text: str) -> str:
+def one_line(text: str) -> str:
     """Return a formula as one line of text.
 
     Example:
-        >>> plain("(x_i - mu) / sqrt(sigma**2)")
+        >>> one_line("(x_i - mu) / sqrt(sigma**2)")
         '(xᵢ − μ) / √(σ²)'
     """
     return _show(parse(text), False)[0]

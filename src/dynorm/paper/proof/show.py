@@ -15,46 +15,14 @@ from rich.text import Text
 
 from dynorm.errors import require_library
 from dynorm.files import require_writable, write_text
-from dynorm.paper.proof.formula import as_html, as_text, latex, mathml, names, plain
+from dynorm.paper.proof.formula import as_html, as_text, latex, mathml, names, one_line
 from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
-from dynorm.paper.proof.statement import Statement
+from dynorm.paper.proof.statement import METHOD, Statement
+from dynorm.report.page import whole_page
 
 _LATEX = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
 _RELATIONS = {"=": "=", "!=": "≠", ">=": "≥", ">": ">"}
 _SOURCES = {"2503.21708": "https://arxiv.org/abs/2503.21708"}
-
-_METHOD = (
-    "Each step is one formula, written once. What is shown here, what the algebra decides and what the numbers "
-    "check is the same tree.",
-    r"Algebra: the statement “What one channel sees of its token” shows that sums over channels can be "
-    r"replaced by $x_i$, C and mean $m_i$ and variance $v_i$ of the other channels, which reach every token: "
-    r"$m_i$ is any number and $v_i \geq 0$ any other. After differentiation, each step is a quotient of "
-    r"polynomials in $x_i - m_i$, $m_i$, $v_i$, $C - 1$ and in roots of quantities that are not negative. Two "
-    "sides are equal when the numerator of their difference, divided by the relations of the roots, is the zero "
-    "polynomial. What sympy cannot bring to that is “not proven”, which counts as a failure.",
-    "Numbers: both sides are evaluated on a random token to 65 digits, sums channel by channel, derivatives "
-    "by differences at twice as many; they must agree to 50 digits. No rule of the algebra is used.",
-    "A step with ≠ is proven by one exact token that tells both sides apart: so is a misprint shown to be one.",
-)
-
-_PAGE = """<!doctype html>
-<html lang="en" id="top">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>dynorm: proofs</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{head}
-{sections}
-<section id="method"><h2>How it is done</h2>{method}</section>
-</main>
-</body>
-</html>
-"""
 
 
 def prepare(path: str | os.PathLike[str]) -> None:
@@ -86,9 +54,9 @@ def render(report: Report) -> str:
     """Return the page as text."""
     known = [checked.statement.name for checked in report.statements]
     sections = "\n".join(_section(checked, known) for checked in report.statements)
-    method = "".join(f"<p>{as_html(text)}</p>" for text in _METHOD)
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    return _PAGE.format(style=style, head=_head(report), sections=sections, method=method)
+    method = "".join(f"<p>{as_html(text)}</p>" for text in METHOD)
+    body = f'{_head(report)}\n{sections}\n<section id="method"><h2>How it is done</h2>{method}</section>'
+    return whole_page("dynorm: proofs", Path(__file__).with_name("page.css").read_text(encoding="utf-8"), body)
 
 
 def _head(report: Report) -> str:
@@ -159,18 +127,18 @@ def _step(checked: CheckedStep, known: Sequence[str]) -> str:
     tag = f'<span class="tag">({escape(step.tag)})</span>' if step.tag else ""
     left = "" if step.follows else latex(step.left)
     formula = mathml(f"{left} {_LATEX[step.relation]} {latex(step.right)}", display=True)
-    kind = " class=follows" if step.follows else " class=meant" if step.relation == "=" else ""
+    style = " class=follows" if step.follows else " class=meant" if step.relation == "=" else ""
     failed = "" if checked.holds else f'<p class="bad">{escape(failure(checked))}</p>'
     return (
-        f"<li{kind}>{_mark(checked.holds)}"
+        f"<li{style}>{_mark(checked.holds)}"
         f'<div class="formula" tabindex="0">{formula}</div>{tag}'
         f'<p class="reason">{_linked(step.reason, known)}</p>{failed}</li>'
     )
 
 
 def _mark(holds: bool) -> str:
-    kind, label, sign = ("mark", "holds", "✓") if holds else ("mark bad", "does not hold", "✗")
-    return f'<span class="{kind}" role="img" aria-label="{label}">{sign}</span>'
+    style, label, sign = ("mark", "holds", "✓") if holds else ("mark bad", "does not hold", "✗")
+    return f'<span class="{style}" role="img" aria-label="{label}">{sign}</span>'
 
 
 def _power(value: float) -> str:
@@ -221,7 +189,7 @@ def summary(report: Report) -> str:
 
 def failure(checked: CheckedStep) -> str:
     """Return in one line what is wrong with a step."""
-    claim = f"{plain(checked.step.left)} {_RELATIONS[checked.step.relation]} {plain(checked.step.right)}"
+    claim = f"{one_line(checked.step.left)} {_RELATIONS[checked.step.relation]} {one_line(checked.step.right)}"
     numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
     remains = f"; what remains of the difference: {checked.verdict.remains}" if checked.verdict.remains else ""
     outcome = checked.verdict.outcome.replace("undecided", "not proven")
@@ -244,8 +212,8 @@ def _proof(checked: CheckedStatement) -> Group:
     grid.add_column(justify="right", width=4)
     grid.add_column(ratio=2, overflow="fold", style="dim")
     for row in checked.steps:
-        left = " " if row.step.follows else plain(row.step.left)
-        formula = Text(f"{left} {_RELATIONS[row.step.relation]} {plain(row.step.right)}")
+        left = " " if row.step.follows else one_line(row.step.left)
+        formula = Text(f"{left} {_RELATIONS[row.step.relation]} {one_line(row.step.right)}")
         tag = f"({row.step.tag})" * bool(row.step.tag)
         grid.add_row(_tick(row.holds), formula, tag, as_text(row.step.reason))
     notes = [Text(f"Note: {as_text(remark)}", style="dim") for remark in statement.remarks]

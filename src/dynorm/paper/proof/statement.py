@@ -85,16 +85,21 @@ def proof(text: str, short: Mapping[str, str] | None = None, by_sums: int = 0) -
     return tuple(steps)
 
 
+_DATA = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
+
+METHOD: tuple[str, ...] = tuple(" ".join(text.split()) for text in _DATA["method"])
+"""How statements are proven, in paragraphs."""
+
+
 def load() -> tuple[Statement, ...]:
     """Return the statements of ``statements.toml``."""
-    data = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
     statements = []
-    for entry in data["statement"]:
-        shared = [data["shared"][name] for name in entry.pop("with", ())]
+    for entry in map(dict, _DATA["statement"]):
+        shared = [_DATA["shared"][name] for name in entry.pop("with", ())]
         entry["definitions"] = {
             name: formula for table in (*shared, entry.get("definitions", {})) for name, formula in table.items()
         }
-        entry["source"] = data["sources"][entry["source"]]
+        entry["source"] = _DATA["sources"][entry["source"]]
         entry["steps"] = proof(entry.pop("proof"), entry.pop("short", None), entry.pop("by_sums", 0))
         # Long lines of a sentence are broken in the file.
         entry |= {name: entry[name].replace("\n", " ") for name in ("claim", "assumes")}
