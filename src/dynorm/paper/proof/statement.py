@@ -54,6 +54,8 @@ class Statement:
     """What a reader should know besides."""
     misprint: bool = False
     """Whether it is about a mistake in a text, and shows what was meant."""
+    compared: Mapping[str, str] = field(default_factory=dict)
+    """Formulas, each with Python code of dynorm's functions that computes it for all channels of a token x."""
     least_channels: int = 2
     """The smallest C for which it is meant."""
 
@@ -74,15 +76,25 @@ def proof(text: str, short: Mapping[str, str] | None = None, by_sums: int = 0) -
         [('a*b/b', 'a*1', '', 'b cancels'), ('a*1', 'a', '7', 'one is neutral')]
     """
     steps: list[Step] = []
-    for line in re.sub(r"\n\s*:: ", " :: ", text).strip().splitlines():
-        match = _LINE.fullmatch(line.strip())
+    for line in _lines(text):
+        match = _LINE.fullmatch(line)
         assert match is not None, line
         left, relation, right, tag, reason = match.groups(default="")
-        for word, formula in (short or {}).items():
-            left, right = (re.sub(rf"\b{word}\b", formula, side) for side in (left, right))
+        left, right = (_spelled_out(side, short) for side in (left, right))
         start, first = left or steps[-1].right, len(steps) < by_sums
         steps.append(Step(reason.replace(" :: ", " "), start, right, relation, tag, not left, first))  # type: ignore[arg-type]
     return tuple(steps)
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines, each with those that go on from it."""
+    return [line.strip() for line in re.sub(r"\n\s*:: ", " :: ", text).strip().splitlines()]
+
+
+def _spelled_out(formula: str, short: Mapping[str, str] | None) -> str:
+    for word, longer in (short or {}).items():
+        formula = re.sub(rf"\b{word}\b", longer, formula)
+    return formula
 
 
 _DATA = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
@@ -100,7 +112,10 @@ def load() -> tuple[Statement, ...]:
             name: formula for table in (*shared, entry.get("definitions", {})) for name, formula in table.items()
         }
         entry["source"] = _DATA["sources"][entry["source"]]
-        entry["steps"] = proof(entry.pop("proof"), entry.pop("short", None), entry.pop("by_sums", 0))
+        short = entry.pop("short", None)
+        entry["steps"] = proof(entry.pop("proof"), short, entry.pop("by_sums", 0))
+        pairs = (line.split(" :: ") for line in _lines(entry.pop("dynorm")))
+        entry["compared"] = {_spelled_out(formula, short): code for formula, code in pairs}
         # Long lines of a sentence are broken in the file.
         entry |= {name: entry[name].replace("\n", " ") for name in ("claim", "assumes")}
         statements.append(Statement(**entry | {"remarks": tuple(entry.get("remarks", ()))}))
