@@ -125,13 +125,8 @@ def centering_matrix(
 
     .. math:: I - \tfrac{1}{C} 1^\top 1
 
-    Args:
-        channels: C, at least 1.
-        dtype: Floating point dtype of the matrix; torch's default when None.
-        device: Device of the matrix; torch's default when None.
-
-    Returns:
-        A symmetric projection of shape (C, C).
+    It is a symmetric projection of shape (C, C), with C at least 1, and of torch's default dtype and device where these
+    are None.
 
     Example:
         >>> centering_matrix(2)
@@ -193,13 +188,8 @@ def isru(x: Tensor, alpha: Constant, *, dim: Axes = -1) -> Tensor:
     .. math:: f(x) = \frac{x}{\sqrt{1 + \alpha x^2}} = \frac{\sqrt\beta x}{\sqrt{\beta + x^2}},
         \quad \beta = 1 / \alpha
 
-    Args:
-        x: Floating point tensor of any shape.
-        alpha: Positive constant, float or tensor.
-        dim: The dimension, or several, along which ``alpha`` lies.
-
-    Returns:
-        The shape and dtype of ``x``.
+    ``alpha`` is a positive constant, and ``dim`` the dimension, or several, along which it lies. The shape and dtype of
+    ``x`` stay.
 
     Example:
         >>> isru(torch.tensor([-torch.inf, 0.0, 1.5]), 4.0)

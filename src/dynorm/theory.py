@@ -221,15 +221,8 @@ def witness_derivative(
         \frac{\partial y_i}{\partial x_k} = -\mathrm{scale} \frac{g_k x_i x_k}{(\beta_i(x) + x_i^2)^{3/2}},
         \quad k \in K, k \neq i
 
-    Args:
-        x: Floating point tensor (..., C).
-        beta: Positive number.
-        witnesses: Integer tensor (K,), each channel at most once.
-        gain: Positive tensor (K,), or None for 1.
-        scale: The function's bound.
-
-    Returns:
-        The shape of ``x`` with C once more at the end, the dtype of ``x``; the last dimension is that of the input.
+    Arguments are those of :func:`dynorm.functional.dyisru`, with x (..., C). The result has C once more at the end; the
+    last dimension is that of the input.
 
     Example:
         >>> witness_derivative(torch.tensor([1.0, 2.0]), 1.0, torch.tensor([1]))
@@ -254,15 +247,9 @@ def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
 
     .. math:: b_0 = C \sigma^2
 
-    This is eq. 14 for many channels of like size. With the scale sqrt(C) the slope at 0 is 1 / sigma.
-
-    Args:
-        variance: Variance of a site's activations, or their mean of squares where the norm does not centre; a
-            non-negative float, or a tensor of any shape.
-        channels: C, at least 1.
-
-    Returns:
-        A float for a float, a tensor of the same shape and dtype for a tensor.
+    This is eq. 14 for many channels of like size. With the scale sqrt(C) the slope at 0 is 1 / sigma. The variance is
+    that of a site's activations, or their mean of squares where the norm does not centre: a float that is not negative,
+    or a tensor of any shape; the result is alike.
 
     Example:
         >>> closed_form_beta(0.25, 384)
@@ -280,15 +267,8 @@ def closed_form_gain(channels: int, count: int, share: float) -> float:
 
     .. math:: g_0 = \frac{p\,C}{K}, \quad \beta_0 = (1 - p)\, C \sigma^2
 
-    The expected sum stays :math:`C \sigma^2`, as without witnesses (:func:`closed_form_beta`).
-
-    Args:
-        channels: C.
-        count: K, from 1 to C.
-        share: p, above 0 and below 1.
-
-    Returns:
-        A float.
+    The expected sum stays :math:`C \sigma^2`, as without witnesses (:func:`closed_form_beta`). ``count`` is K, from 1
+    to C, and ``share`` is p, above 0 and below 1.
 
     Example:
         >>> closed_form_gain(128, 4, share=0.5)

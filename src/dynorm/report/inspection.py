@@ -60,8 +60,7 @@ def inspect_norms(
         model: any model with LayerNorms or RMSNorms.
         batches: tensors, tuples or dicts, as for :func:`calibrate_`; read once.
         sites: all or some of those that :func:`find_norms` returned; None finds them with the first batch.
-        fit_on: batches to fit on, all of ``batches`` then being measured on. None fits on the first half of each
-            batch's tokens and measures on the second.
+        fit_on: as for :func:`measure`.
         seed: of the samples.
         points: how many points to keep for the picture of a site.
         meta: facts to show beside the figures.
