@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import matplotlib as mpl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dynorm
 from dynorm.distill.pretrained import encode, load_pretrained, make_batches
@@ -21,6 +21,8 @@ from dynorm.distill.texts import standard_library_docstrings
 from dynorm.family import FAMILY
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import TokenScales
+from dynorm.replace.specs import Replaced
+from dynorm.site import NormSite
 from dynorm.watch import call, site_tokens, token_masks
 from tools.demo_model import folder
 
@@ -53,7 +55,7 @@ def draw(x: Tensor, y: Tensor) -> None:
     import matplotlib.pyplot as plt
 
     layer = dynorm.DyISRU(x.shape[1], scale=(x.shape[1] - 1) ** 0.5, elementwise_affine=False)
-    fit = SiteFit(layer, "layernorm", 0.0)
+    fit = SiteFit(layer, Replaced(nn.LayerNorm(layer.channels), NormSite("", kind="layernorm")))
     fit.update(x, y)
     fit.solve_()
     chosen = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))[:6000]

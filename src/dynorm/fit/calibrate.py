@@ -151,7 +151,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
         ranks.require_alike(layers.items())
         found = [(path, layer, replaced) for path, layer in layers.items() if (replaced := replaced_by(layer))]
         fits = {
-            layer: SiteFit(layer, norm.site.kind, norm.site.eps, ranks, path, norm.witnesses)
+            layer: SiteFit(layer, norm, ranks, path)
             for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
         }
         with unchanged_on_error(fits), undisturbed(model, evaluate=True):

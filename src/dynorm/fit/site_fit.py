@@ -13,6 +13,7 @@ from dynorm import functional
 from dynorm.fit.ranks import Ranks
 from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
+from dynorm.replace.specs import Replaced
 from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 
 # Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest values saturate, to
@@ -43,19 +44,12 @@ def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Solution:
-    """The best constants of one layer, one value per channel in float64.
+    """The best constants of one layer, one value per channel in float64."""
 
-    Args:
-        beta: DyISRU's constant; the same for all channels of a layer that has one for all.
-        weight: the factor of the function.
-        bias: the offset.
-        residual: the mean squared error that is left.
-    """
-
-    beta: Tensor
-    weight: Tensor
+    beta: Tensor  # DyISRU's; the same for all channels of a layer that has one for all
+    weight: Tensor  # the factor of the function
     bias: Tensor
-    residual: Tensor
+    residual: Tensor  # the mean squared error that is left
 
 
 class SiteFit:
@@ -77,26 +71,15 @@ class SiteFit:
 
     Args:
         layer: the layer to be fitted; its affine map decides which parameters are fitted beside beta.
-        kind: "layernorm" or "rmsnorm": which leave-one-out statistic beta starts from, and whether there is a centre.
-        eps: the norm's eps.
+        norm: the norm that it replaced: its kind says which leave-one-out statistic beta starts from, and whether there
+            is a centre. It also says how many witnesses to choose; with 0, those that the layer has keep their places.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
         path: where the layer stands in its model.
-        witnesses: how many witnesses to choose for the layer; with 0, those that it has keep their places.
     """
 
-    def __init__(
-        self,
-        layer: PointwiseNorm,
-        kind: str,
-        eps: float,
-        ranks: Ranks | None = None,
-        path: str = "",
-        witnesses: int = 0,
-    ) -> None:
-        self.layer = layer
-        self.path = path
-        self.kind = kind
-        self.eps = eps
+    def __init__(self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks | None = None, path: str = "") -> None:
+        self.layer, self.path = layer, path
+        self.kind, self.eps = norm.site.kind, norm.site.eps
         self.tokens = 0
         self.solution: Solution | None = None
         self._ranks = Ranks() if ranks is None else ranks
@@ -107,11 +90,12 @@ class SiteFit:
         self._weight_sum = 0.0
         self._betas: Tensor | None = None
         self._updates = 0
-        self._most = witnesses
+        self._most = norm.witnesses
         self.witnesses: Witnesses | None = None
         # Channels that an earlier calibration chose are chosen anew.
-        fixed = None if witnesses else layer.witness_channels or None
-        self._scales = TokenScales(kind, eps, fixed, self._ranks) if witnesses or fixed else None
+        fixed = None if norm.witnesses else layer.witness_channels or None
+        wanted = norm.witnesses or fixed
+        self._scales = TokenScales(self.kind, self.eps, fixed, self._ranks) if wanted else None
 
     @torch.no_grad()
     def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:

@@ -25,7 +25,7 @@ DEAD, SMALL = 1e-12, 0.25
 _REPORTED = 4
 _SWEEPS = 200
 _TINY = 1e-300
-# A fixed witness that tells nothing has a gain all the same, for its logarithm.
+# The gain of a fixed witness that tells nothing.
 _LEAST_GAIN = 1e-6
 # The golden ratio's multiples fall evenly between 0 and 1, whatever the length of a text: no period of theirs meets one
 # of the tokens', so the first tokens of texts, the largest of all, stand on both sides.
@@ -93,9 +93,8 @@ class TokenScales:
         self._fixed = channels is not None
         self._seen = 0
         self.least = least
-        self._sums = torch.zeros(())
-        if channels is not None:
-            self._sums = torch.zeros(2, len(channels) + 2, len(channels) + 2, dtype=torch.float64)
+        size = 1 if channels is None else len(channels) + 2
+        self._sums = torch.zeros(2, size, size, dtype=torch.float64)
 
     @torch.no_grad()
     def update(self, u: Tensor) -> None:
@@ -129,33 +128,29 @@ class TokenScales:
         """
         assert self._channels is not None
         fit, judge = self._ranks.summed(self._sums.clone()).cpu()
-        whole = fit + judge
+        whole, count = fit + judge, len(self._channels)
         # Of a few tokens all may stand on one side: then there is nothing to judge by.
         limit = limit if min(fit[-1, -1], judge[-1, -1]) > 0 else 0
         fit, judge = (each if each[-1, -1] > 0 else whole for each in (fit, judge))
-        count = len(self._channels)
-        chosen = torch.arange(0)
-        found = _solve(fit, chosen[None])[0]
-        kept, errors = chosen, [_error(judge, chosen, found)]
+        kept = torch.arange(0)
+        errors = [_error(judge, kept, _solve(fit, kept[None])[0])]
         if self._fixed:
-            chosen = kept = torch.arange(count)
-            errors.append(_error(judge, chosen, _solve(fit, chosen[None])[0]))
-        wanted = not self._fixed
+            kept = torch.arange(count)
+            errors.append(_error(judge, kept, _solve(fit, kept[None])[0]))
+        chosen, wanted = kept, not self._fixed
         while len(chosen) < min(max(limit, _REPORTED), count):
             rest = torch.tensor([k for k in range(count) if k not in chosen])
             tried = torch.cat([chosen.expand(len(rest), -1), rest[:, None]], 1)
             solved = _solve(fit, tried)
             best = min(range(len(rest)), key=lambda k: _error(fit, tried[k], solved[k]))
-            chosen, found = tried[best], solved[best]
-            errors.append(_error(judge, chosen, found))
+            chosen = tried[best]
+            errors.append(_error(judge, chosen, solved[best]))
             wanted = wanted and len(chosen) <= limit and errors[-1] < (1 - _WORTH) * errors[-2]
-            if wanted:
-                kept = chosen
+            kept = chosen if wanted else kept
         # The channels are chosen; their gains may know all tokens.
         *gains, beta = _solve(whole, kept[None])[0].tolist()
-        if self._fixed:
-            gains = [max(gain, _LEAST_GAIN) for gain in gains]
-        # A gain of 0 is a channel that tells nothing beside the others.
+        # A gain of 0 is a channel that tells nothing beside the others: fixed ones keep a gain for its logarithm.
+        gains = [max(gain, _LEAST_GAIN) if self._fixed else gain for gain in gains]
         pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
         # Whoever has more channels may use fewer.
         explained = tuple(1 - least / errors[0] if errors[0] else 0.0 for least in accumulate(errors, min))

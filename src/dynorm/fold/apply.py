@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.errors import ModelError
 from dynorm.fold.graph import Owner, Slot
 from dynorm.fold.site_fold import SiteFold, along, held
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.replace.specs import LayerSpec
-from dynorm.watch import HOOK_TABLES
+from dynorm.replace.specs import take_over_
 
-RMSNORM = "rmsnorm"
 # Attributes of the modules that a fold gave a parameter of their own.
 ADDED_BIAS = "_dynorm_added_bias"
 UNTIED = "_dynorm_untied"
@@ -33,39 +30,6 @@ def untied(model: nn.Module) -> list[str]:
     """Return the names of the parameters that were tied to others."""
     names = ((path, name) for path, module in model.named_modules() for name in module.__dict__.get(UNTIED, ()))
     return [f"{path}.{name}" if path else name for path, name in names]
-
-
-@dataclass(frozen=True)
-class RMSNormSpec(LayerSpec):
-    """The spec of an :class:`RMSNorm` that stands where the model's class has a LayerNorm."""
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> RMSNormSpec:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            ArgumentError: a key is missing.
-        """
-        try:
-            return RMSNormSpec(RMSNORM, dict(values["config"]), tuple(values["paths"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"a layer needs the keys layer, paths and config, got {values!r}") from error
-
-    def build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> RMSNorm:  # type: ignore[override]
-        """Build the layer."""
-        try:
-            return RMSNorm(**self.config, device=device, dtype=dtype)
-        except TypeError as error:
-            raise ArgumentError(f"an RMSNorm cannot be built from {dict(self.config)!r}: {error}") from error
-
-
-def rms_specs(model: nn.Module) -> list[LayerSpec]:
-    """Return the spec of every RMSNorm of ours in a model, shared ones once with all their paths."""
-    paths: dict[RMSNorm, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if type(module) is RMSNorm:
-            paths.setdefault(module, []).append(path)
-    return [RMSNormSpec(RMSNORM, layer.config(), tuple(found)) for layer, found in paths.items()]
 
 
 def give_bias_(model: nn.Module, path: str) -> None:
@@ -271,24 +235,19 @@ class Swap:
 
 def _rms_for(fold: SiteFold) -> RMSNorm:
     """Return the RMSNorm that takes a LayerNorm's place: its own weight and bias, unless they were folded."""
-    module, site = fold.module, fold.site
-    keep_weight, keep_bias = (not fold.is_given and name is not None for name in (site.weight_name, site.bias_name))
+    site, keep = fold.site, not fold.is_given
     assert isinstance(site.dim, int)
     # Its own tensors are replaced at once by those of the LayerNorm.
-    layer = RMSNorm(site.normalized_shape, site.eps, keep_weight, keep_bias, dim=site.dim)
-    for keep, name, own, offset in (
-        (keep_weight, "weight", site.weight_name, site.weight_offset),
-        (keep_bias, "bias", site.bias_name, 0.0),
-    ):
-        tensor = held(module, own) if keep else None
+    shape, has_weight, has_bias = site.normalized_shape, keep and site.has_weight, keep and site.has_bias
+    layer = RMSNorm(shape, site.eps, has_weight, has_bias, dim=site.dim)
+    for name, own, offset in (("weight", site.weight_name, site.weight_offset), ("bias", site.bias_name, 0.0)):
+        tensor = held(fold.module, own) if keep else None
         if tensor is not None:
             # A buffer becomes a parameter without a gradient: the values are the same, and saved.
             same = isinstance(tensor, nn.Parameter) and not offset
             layer._parameters[name] = tensor if same else _parameter(tensor.detach().double() + offset, tensor)  # type: ignore[assignment]
-    for name in (*HOOK_TABLES, "_is_full_backward_hook"):
-        # The same dict, not a copy: a handle that the user holds removes its hook here too.
-        setattr(layer, name, getattr(module, name))
-    return layer.train(module.training)
+    take_over_(layer, fold.module, None)
+    return layer
 
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:

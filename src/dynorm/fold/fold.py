@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dynorm.errors import ArgumentError, DynormError, ModelError
+from dynorm.find.probe import find_norms
 from dynorm.fold.affine import fold_affine
 from dynorm.fold.apply import Swap, added_biases, new_values, untied
 from dynorm.fold.capture import capture
 from dynorm.fold.check import Check, attributes_kept, copied
+from dynorm.fold.refusals import refused, require_model
 from dynorm.fold.report import FoldReport
-from dynorm.fold.site_fold import find_folds
+from dynorm.fold.site_fold import SiteFold
 from dynorm.fold.stream import fold_centers, fold_means
 from dynorm.layers import PointwiseNorm
-from dynorm.watch import require_plain_model, undisturbed
+from dynorm.site import NormSite, select_sites
+from dynorm.watch import undisturbed
 
 Globs = str | Iterable[str] | None
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def fold_(
@@ -101,11 +104,11 @@ def fold_(
     is_number = isinstance(tolerance, Real) and not isinstance(tolerance, bool) and math.isfinite(tolerance)
     if tolerance is not None and not (is_number and tolerance >= 0):
         raise ArgumentError(f"tolerance must be a finite number, 0 or more, got {tolerance!r}")
-    _require_foldable(model)
+    require_model(model)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     with attributes_kept(model):
-        folds = find_folds(model, *copied(example), only, skip)
+        folds = _find_folds(model, *copied(example), only, skip)
     swap, before, error = Swap(), None, None
     try:
         # A norm that cannot be folded is traced as it is.
@@ -152,29 +155,23 @@ def fold_(
     )
 
 
-def _require_foldable(model: nn.Module) -> None:
-    """Check that the weights are plain numbers and that the model computes as it will be used.
+def _find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], only: Any, skip: Any) -> list[SiteFold]:
+    """Return the records of all norms, in call order, and then of all point-wise layers.
 
     Raises:
-        ArgumentError: it is no module.
-        ModelError: it is in training mode, quantized, sharded, compiled, wrapped or on the meta device.
+        ArgumentError: a glob matches none.
+        ModelError: the model has none.
     """
-    require_plain_model(model)
-    training = next((path for path, module in model.named_modules() if module.training), None)
-    if training is not None:
-        place = f"{training!r} is" if training else "it is"
-        raise ModelError(f"the model must be in eval mode, but {place} in training mode: call model.eval()")
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise ModelError("the model's weights must be plain numbers, but it is quantized: fold it first, then quantize")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        whole = type(tensor) in _PLAIN and type(tensor.data) in _PLAIN and not tensor.is_quantized
-        if not whole or (tensor.is_floating_point() and tensor.element_size() < 2):
-            inner = type(tensor.data).__name__
-            kind = f"of {tensor.dtype}" if inner in ("Tensor", "Parameter") else f"a {inner}"
-            raise ModelError(
-                f"the model's weights must be plain numbers, but {name!r} is {kind}: fold the model before it "
-                "is quantized or sharded"
-            )
-    for path, module in model.named_modules():
-        if ".quantized" in type(module).__module__:
-            raise ModelError(f"the model's weights must be plain numbers, but {path!r} is quantized: fold it before")
+    sites = find_norms(model, *args, **kwargs)
+    for path, layer in model.named_modules():
+        if path and isinstance(layer, PointwiseNorm):
+            site = NormSite(path, (), type(layer).__name__.lower(), layer.dim, layer.normalized_shape)
+            sites.append(replace(site, weight_name="weight", bias_name="bias"))
+    if not sites:
+        raise ModelError("the model must have norms or point-wise layers, but none was found: nothing can be folded")
+    chosen = {site.path for site in select_sites(sites, only, skip)}
+    modules = [model.get_submodule(site.path) for site in sites]
+    return [
+        SiteFold(site, module, site.path in chosen, site.refused or refused(site, module))
+        for site, module in zip(sites, modules, strict=True)
+    ]

@@ -34,10 +34,6 @@ Leaf = tuple[Node, Node]
 """A use of a parameter: the operator, and the value, the parameter or a view of it, that it takes."""
 
 
-class RefusedError(Exception):
-    """Why something cannot be folded; the report says it."""
-
-
 @dataclass(frozen=True)
 class Owner:
     """A module that holds a parameter, its first path in the model, and the parameter's name there."""
@@ -58,25 +54,15 @@ class Owner:
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter or buffer that can change: for all its owners at once, or, where it may be untied, for one.
-
-    Args:
-        tensor: the parameter or buffer.
-        owners: the modules that hold it: all, or the one.
-        leaves: their uses of it.
-        fixed: why it must not change, whatever it is used for; or None.
-        is_shared: whether other tensors lie in its memory.
-        hint: how the caller could allow more, as the end of a message.
-        nodes: its placeholders in the graph.
-    """
+    """A parameter or buffer that can change: for all its owners at once, or, where it may be untied, for one."""
 
     tensor: Tensor
-    owners: list[Owner]
-    leaves: set[Leaf] = field(default_factory=set)
-    fixed: str | None = None
-    is_shared: bool = False
-    hint: str = ""
-    nodes: list[Node] = field(default_factory=list)
+    owners: list[Owner]  # the modules that hold it: all, or the one
+    leaves: set[Leaf] = field(default_factory=set)  # their uses of it
+    fixed: str | None = None  # why it must not change, whatever it is used for
+    is_shared: bool = False  # other tensors lie in its memory
+    hint: str = ""  # how the caller could allow more, as the end of a message
+    nodes: list[Node] = field(default_factory=list)  # its placeholders in the graph
 
     @property
     def name(self) -> str:

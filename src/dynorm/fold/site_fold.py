@@ -3,52 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from dynorm.errors import ModelError
-from dynorm.find.probe import find_norms
-from dynorm.find.recover import NotANormError
-from dynorm.find.tokens import CannotProbeError, named_tensors, plain_arithmetic, plain_copy
-from dynorm.fold.check import Wide, relative_error
+from dynorm.find.tokens import named_tensors
 from dynorm.fold.graph import Leaf, Slot, shape
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
-from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.site import NormSite, select_sites
-
-_EXACT = 1e-11
-# Small tokens show whether eps stands beside the variance, and where.
-_SCALES = (1e-3, 1.0, 1e3)
+from dynorm.layers import PointwiseNorm
+from dynorm.site import NormSite
 
 
 @dataclass(frozen=True)
 class Read:
-    """One operator that reads all channels of a value linearly.
-
-    Args:
-        node: the operator.
-        leaf: its use of the weight.
-        weight: the weight.
-        axis: of the weight that the value's channels go along.
-        out: the axis of its outputs; None where they have no one axis.
-        groups: of a convolution; the channels of each group go along ``axis`` then.
-        bias: the use of a bias that is added to the outputs, and the bias; None where there is none.
-        no_shift: why a constant in the value cannot become a bias, or None.
-    """
+    """One operator that reads all channels of a value linearly."""
 
     node: Node
-    leaf: Leaf
+    leaf: Leaf  # its use of the weight
     weight: Slot
-    axis: int
-    out: int | None
-    groups: int = 1
-    bias: tuple[Leaf, Slot] | None = None
-    no_shift: str | None = None
+    axis: int  # of the weight that the value's channels go along
+    out: int | None  # the weight's axis of outputs; None where they have no one axis
+    groups: int = 1  # of a convolution; the channels of each group go along ``axis`` then
+    bias: tuple[Leaf, Slot] | None = None  # what is added to the outputs: its use, and the parameter
+    no_shift: str | None = None  # why a constant in the value cannot become a bias
 
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Return the weight that reads ``v`` as this one reads ``factor * v``."""
@@ -75,75 +55,51 @@ def along(vector: Tensor, axis: int, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Write:
-    """A parameter that writes into a stream.
+    """A parameter that writes into a stream."""
 
-    Args:
-        leaf: its use.
-        slot: the parameter.
-        axis: of the parameter that the stream's channels go along.
-        gain: the use of the parameter that multiplies each channel on the way (LayerScale), and it; or None.
-    """
-
-    leaf: Leaf
+    leaf: Leaf  # its use
     slot: Slot
-    axis: int
-    gain: tuple[Leaf, Slot] | None = None
+    axis: int  # of the parameter that the stream's channels go along
+    gain: tuple[Leaf, Slot] | None = None  # the parameter that scales each channel on the way (LayerScale), and its use
 
 
 @dataclass(eq=False)
 class Stream:
-    """All values that are sums of one another, up to operators that leave each channel alone.
+    """All values that are sums of one another, up to operators that leave each channel alone."""
 
-    Args:
-        values: the nodes, with the axis of the channels.
-        writes: everything that writes into it.
-        refused: why its mean cannot be taken out, or None.
-    """
-
-    values: dict[Node, int] = field(default_factory=dict)
+    values: dict[Node, int] = field(default_factory=dict)  # with the axis of the channels
     writes: list[Write] = field(default_factory=list)
-    refused: str | None = None
+    refused: str | None = None  # why its mean cannot be taken out
 
 
 @dataclass(eq=False)
 class SiteFold:
-    """One norm or point-wise layer, and the fold there.
-
-    Args:
-        site: its path, and all that ``find_norms`` knows of it.
-        module: the norm or layer.
-        chosen: whether the caller wants it folded.
-        refused: why nothing of it can be folded, or None.
-        weight: the factor of each channel in float64, or None.
-        bias: the constant of each channel in float64, or None.
-        scale: the fixed factor of a point-wise layer.
-        calls: its nodes in the graph.
-        factor: the part of weight and scale that goes into the readers; None for 1.
-        shift: the part of the bias that does; None for 0.
-        reads: everything that reads it.
-        kept: why factor and shift stay, or None.
-        streams: the residual streams that a LayerNorm is called on; None if they were not looked for.
-        center: the learned centre of a point-wise layer in float64, if it was to be folded.
-        center_into: the bias that takes the centre.
-        center_kept: why the centre stays, or None.
-    """
+    """One norm or point-wise layer, and the fold there."""
 
     site: NormSite
     module: nn.Module
-    chosen: bool = True
-    refused: str | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    scale: float = 1.0
-    calls: list[Node] = field(default_factory=list)
-    factor: Tensor | None = None
-    shift: Tensor | None = None
-    reads: list[Read] = field(default_factory=list)
-    kept: str | None = None
-    streams: list[Stream] | None = None
-    center: Tensor | None = None
-    center_into: Slot | None = None
-    center_kept: str | None = None
+    chosen: bool = True  # the caller wants it folded
+    refused: str | None = None  # why nothing of it can be folded
+    calls: list[Node] = field(default_factory=list)  # its nodes in the graph
+    factor: Tensor | None = None  # the part of weight and scale that goes into the readers; None for 1
+    shift: Tensor | None = None  # the part of the bias that does; None for 0
+    reads: list[Read] = field(default_factory=list)  # everything that reads it
+    kept: str | None = None  # why factor and shift stay
+    streams: list[Stream] | None = None  # those that a LayerNorm is called on; None if they were not looked for
+    center: Tensor | None = None  # the learned centre of a point-wise layer, where it is to be folded
+    center_into: Slot | None = None  # the bias that takes the centre
+    center_kept: str | None = None  # why the centre stays
+
+    def __post_init__(self) -> None:
+        """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
+        self.weight, self.bias = (
+            None if self.refused or tensor is None else tensor.detach().to("cpu", torch.float64).flatten() + offset
+            for tensor, offset in (
+                (held(self.module, self.site.weight_name), self.site.weight_offset),
+                (held(self.module, self.site.bias_name), 0.0),
+            )
+        )
+        self.scale = self.module.scale if isinstance(self.module, PointwiseNorm) and not self.refused else 1.0
 
     @property
     def path(self) -> str:
@@ -179,37 +135,26 @@ class SiteFold:
 
     def row(self, affine: bool, means: bool, constants: bool) -> FoldedSite:
         """Return the row of the report, given which rewrites the caller wanted."""
-        given = self._affine_row(affine)
+        constants = constants and isinstance(self.module, PointwiseNorm)
+        rows = ((affine, self._affine_row), (means, self._mean_row), (constants, self._constants_row))
+        given, mean, constant = (row() if wanted and self.chosen else Rewrite(OFF) for wanted, row in rows)
         channels = math.prod(self.site.normalized_shape)
         elements = sum(math.prod(shape(call)) for call in self.calls)
         removed = (self.weight is not None) + (self.bias is not None) if given.state == FOLDED else 0
-        center = 0 if self.center_into is None else 1
+        removed += self.center_into is not None
         # Taking the mean out is a sum and a difference.
-        centring = 2 if self.becomes_rms else 0
-        return FoldedSite(
-            self.path,
-            self.site.kind or self.site.class_name,
-            channels,
-            given,
-            self._mean_row(means),
-            self._constants_row(constants),
-            channels * (removed + center),
-            elements * (removed + center + centring),
-            "RMSNorm" if self.becomes_rms else "",
-        )
+        operations = elements * (removed + 2 * self.becomes_rms)
+        kind, becomes = self.site.kind or self.site.class_name, "RMSNorm" if self.becomes_rms else ""
+        return FoldedSite(self.path, kind, channels, given, mean, constant, channels * removed, operations, becomes)
 
-    def _affine_row(self, wanted: bool) -> Rewrite:
-        if not wanted or not self.chosen:
-            return Rewrite(OFF)
+    def _affine_row(self) -> Rewrite:
         empty = self.weight is None and self.bias is None
         if self.kept is not None:
             nothing = empty and self.refused is None and not isinstance(self.module, PointwiseNorm)
             return Rewrite(NOTHING) if nothing else Rewrite(REFUSED, reason=self.kept)
         return Rewrite(NOTHING) if empty or not self.is_given else Rewrite(FOLDED, self._readers())
 
-    def _mean_row(self, wanted: bool) -> Rewrite:
-        if not wanted or not self.chosen:
-            return Rewrite(OFF)
+    def _mean_row(self) -> Rewrite:
         if self.site.kind != "layernorm":
             unknown = self.refused is not None and not self.site.kind
             return Rewrite(REFUSED, reason=self.refused) if unknown else Rewrite(NOTHING)
@@ -219,9 +164,7 @@ class SiteFold:
         writes = (write.slot.name for stream in self.streams or () for write in stream.writes)
         return Rewrite(FOLDED, tuple(dict.fromkeys(writes)))
 
-    def _constants_row(self, wanted: bool) -> Rewrite:
-        if not wanted or not self.chosen or not isinstance(self.module, PointwiseNorm):
-            return Rewrite(OFF)
+    def _constants_row(self) -> Rewrite:
         into = self._readers() if self.scale != 1 and self.is_given else ()
         into += () if self.center_into is None else (self.center_into.name,)
         if into:
@@ -233,101 +176,6 @@ class SiteFold:
         return tuple(dict.fromkeys(read.weight.name for read in self.reads))
 
 
-def find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], only: Any, skip: Any) -> list[SiteFold]:
-    """Return the records of all norms, in call order, and then of all point-wise layers.
-
-    Raises:
-        ArgumentError: a glob matches none.
-        ModelError: the model has none.
-    """
-    sites = find_norms(model, *args, **kwargs)
-    annealed = "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
-    for path, layer in model.named_modules():
-        if path and isinstance(layer, PointwiseNorm):
-            site = NormSite(
-                path,
-                kind=type(layer).__name__.lower(),
-                dim=layer.dim,
-                normalized_shape=layer.normalized_shape,
-                has_weight=layer.weight is not None,
-                has_bias=layer.bias is not None,
-                weight_name=None if layer.weight is None else "weight",
-                bias_name=None if layer.bias is None else "bias",
-                class_name=type(layer).__qualname__,
-                refused=annealed if isinstance(layer, AnnealedNorm) else None,
-                order=len(sites),
-            )
-            sites.append(site)
-    if not sites:
-        raise ModelError("the model must have norms or point-wise layers, but none was found: nothing can be folded")
-    chosen = {site.path for site in select_sites(sites, only, skip)}
-    folds = []
-    for site in sites:
-        module = model.get_submodule(site.path)
-        fold = SiteFold(site, module, site.path in chosen, site.refused or _refused(site, module))
-        if fold.refused is None:
-            vectors = []
-            for name, offset in ((site.weight_name, site.weight_offset), (site.bias_name, 0.0)):
-                tensor = held(module, name)
-                flat = None if tensor is None else tensor.detach().to("cpu", torch.float64).flatten() + offset
-                vectors.append(flat)
-            fold.weight, fold.bias = vectors
-            fold.scale = module.scale if isinstance(module, PointwiseNorm) else 1.0
-        folds.append(fold)
-    return folds
-
-
 def held(module: nn.Module, name: str | None) -> Tensor | None:
     """Return the parameter or buffer of a dotted name, or None."""
     return named_tensors(module).get(name or "")
-
-
-def _refused(site: NormSite, module: nn.Module) -> str | None:
-    if not site.path:
-        return "the model is the norm itself: nothing reads it"
-    if not isinstance(site.dim, int):
-        return f"it normalizes several axes together, {site.dim}"
-    if math.prod(site.normalized_shape) < 2:
-        return "it has a single channel"
-    for has, name, what in ((site.has_weight, site.weight_name, "weight"), (site.has_bias, site.bias_name, "bias")):
-        if has and name is None:
-            return f"no tensor of it holds its {what}"
-    if "forward" in module.__dict__:
-        return "an instance attribute stands for its forward"
-    return None
-
-
-def is_exact(fold: SiteFold, as_rms: bool = False) -> bool:
-    """Tell whether a norm is, to the last digits, its neutral form times its weight plus its bias.
-
-    With ``as_rms``, whether a LayerNorm is that with an RMSNorm of the same eps, on tokens without their mean.
-    """
-    try:
-        module, neutral = plain_copy(fold.module, torch.float64), plain_copy(fold.module, torch.float64)
-    except (CannotProbeError, NotANormError, RuntimeError, TypeError):
-        return False
-    with torch.no_grad():
-        for tensor, value in fold.own(neutral):
-            tensor.fill_(value)
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-
-    def run(copy: nn.Module, x: Tensor) -> Tensor:
-        with plain_arithmetic(copy), Wide():
-            y: Tensor = copy(x.to(device)).to(x.device, x.dtype)
-        return y
-
-    sizes = [2] * len(fold.site.input_shape)
-    axis, generator = fold.axis(len(sizes)), torch.Generator().manual_seed(0)
-    sizes[axis] = fold.site.normalized_shape[0]
-    for scale in _SCALES:
-        x = scale * (torch.randn(sizes, generator=generator, dtype=torch.float64) + 0.5)
-        if as_rms:
-            centred = x - x.mean(axis, keepdim=True)
-            expected = centred * torch.rsqrt(centred.square().mean(axis, keepdim=True) + fold.site.eps)
-        else:
-            expected = run(neutral, x)
-        expected = expected if fold.weight is None else expected * along(fold.weight, axis, x.ndim)
-        expected = expected if fold.bias is None else expected + along(fold.bias, axis, x.ndim)
-        if not relative_error([run(module, x)], [expected]) <= _EXACT:
-            return False
-    return True

@@ -16,7 +16,6 @@ from torch.fx import Node
 from dynorm.fold.graph import (
     CONVOLUTIONS,
     Graph,
-    RefusedError,
     Slot,
     argument,
     averaged,
@@ -32,9 +31,9 @@ from dynorm.fold.graph import (
     shape,
     site_of,
     users,
-    width,
 )
-from dynorm.fold.site_fold import SiteFold, Stream, Write, is_exact
+from dynorm.fold.refusals import RefusedError, is_exact, require_writers
+from dynorm.fold.site_fold import SiteFold, Stream, Write
 from dynorm.layers import PointwiseNorm
 
 _ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
@@ -85,7 +84,7 @@ class _Walk:
                         self._use(user, value, axis)
                 elif self.found.values[value] != axis:
                     raise RefusedError(f"{self.graph.where(value)} has the channels on two axes")
-            self._require_free()
+            require_writers(self.graph, self.found)
         except RefusedError as refusal:
             self.found.refused = str(refusal)
         return self.found
@@ -157,36 +156,6 @@ class _Walk:
         if to is None:
             raise RefusedError(f"{self.graph.where(op)} sees its mean")
         self.todo.append((user, to))
-
-    def _require_free(self) -> None:
-        """Check that the parameters that write into the stream do nothing else."""
-        graph, writes = self.graph, self.found.writes
-        of_leaf = {write.leaf: write for write in writes}
-        gains = {write.gain[0] for write in writes if write.gain is not None}
-        narrowest = min(width(value) for value in self.found.values)
-        for write in writes:
-            slot = write.slot
-            if narrowest < slot.tensor.dtype.itemsize:
-                raise RefusedError(f"{slot.name} writes into it, and it is rounded to fewer digits than that has")
-            if slot.fixed is not None:
-                raise RefusedError(f"{slot.name} writes into it: {slot.fixed}")
-            if not slot.is_saved:
-                raise RefusedError(f"{slot.name} writes into it, and is not saved with the model")
-            # A parameter that is itself a value of the stream, as learned positions are: its uses were followed.
-            for leaf in () if write.leaf[0] is write.leaf[1] else slot.leaves:
-                other = of_leaf.get(leaf)
-                if other is None or other.axis != write.axis:
-                    use = graph.where(leaf[0])
-                    raise RefusedError(f"{slot.name} writes into it, and is also used by {use}{slot.hint}")
-                if (other.gain and other.gain[1]) is not (write.gain and write.gain[1]):
-                    how = f"several times, not always scaled by the same gain{slot.hint}"
-                    raise RefusedError(f"{slot.name} writes into it {how}")
-            if write.gain is not None:
-                gain = write.gain[1]
-                if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= gains:
-                    raise RefusedError(f"{gain.name} scales what is written into it, and is used elsewhere too")
-                if not gain.is_saved:
-                    raise RefusedError(f"{gain.name} scales what is written into it, and is not saved with the model")
 
 
 def _writes(graph: Graph, op: Node, axis: int) -> list[Write]:

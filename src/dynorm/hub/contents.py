@@ -13,7 +13,7 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
-from dynorm.fold.apply import RMSNORM, RMSNormSpec, added_biases, rms_specs, untied
+from dynorm.fold.apply import added_biases, untied
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 
@@ -44,8 +44,8 @@ def contents_of(model: nn.Module) -> Contents:
         ModelError: it has no point-wise layer, is one itself, or has one of a class that cannot be built again; or
             torchao has quantized it.
     """
-    layers, norms, biases = dynorm_layers(model), rms_specs(model), added_biases(model)
-    if not (layers or norms or biases):
+    layers = dynorm_layers(model)
+    if not (layers or is_changed(model)):
         raise ModelError(
             "the model must have point-wise layers, but has none: call dynorm.convert_(model, sites). (One whose fold "
             "changed only values is of its own class: save it with that class's own means.)"
@@ -64,7 +64,7 @@ def contents_of(model: nn.Module) -> Contents:
                 f"the model must be converted or quantized to be saved, but {name!r} is a {type(parameter).__name__}: "
                 "save it before quantizing, and quantize what was loaded"
             )
-    return Contents(specs_of(model) + norms, biases, untied(model))
+    return Contents(specs_of(model), added_biases(model), untied(model))
 
 
 def is_changed(model: nn.Module) -> bool:
@@ -94,7 +94,7 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
             if again := seen.intersection(entry["paths"]):
                 raise ArgumentError(f"a layer needs paths of its own, but {listed(again)} stands in another entry too")
             seen.update(entry["paths"])
-            spec = (RMSNormSpec if entry.get("layer") == RMSNORM else LayerSpec).from_dict(entry)
+            spec = LayerSpec.from_dict(entry)
             elements += sum(p.numel() for p in spec.build("meta", None).parameters())
             if elements > _MOST_ELEMENTS:
                 raise ArgumentError(f"the layers may have {_MOST_ELEMENTS:,} parameters together, got {elements:,}")

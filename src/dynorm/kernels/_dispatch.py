@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from dynorm import functional
 from dynorm.arguments import upcast, watched
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
-from dynorm.kernels._form import DERF, DYISRU, DYT, LINEAR, Form, Parameters
+from dynorm.kernels._form import DERF, FUNCTIONS, Form, Parameters
 
 __all__ = ["backend", "pointwise", "traced"]
 
@@ -166,12 +165,6 @@ def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...], witnesses: i
     return gradient and torch.is_grad_enabled()
 
 
-_DEFINITIONS: dict[int, Callable[..., Tensor]] = {
-    DYISRU: functional.dyisru_general,
-    DYT: functional.dyt,
-    DERF: functional.derf,
-    LINEAR: functional.linear,
-}
 # Kept, because making one takes longer than to find it.
 _form = lru_cache(maxsize=1024)(Form)
 
@@ -236,7 +229,8 @@ def plain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
         options["witnesses"] = torch.tensor(form.witnesses, device=x.device)
         options["gain"] = None if log_gain is None else upcast(log_gain).exp()
     constants = (constant, shift) if form.function == DERF and shift is not None else (constant,)
-    return _DEFINITIONS[form.function](z, *constants, **options).reshape(x.shape)
+    definition = list(FUNCTIONS.values())[form.function]
+    return definition(z, *constants, **options).reshape(x.shape)
 
 
 def _plain_gradients(

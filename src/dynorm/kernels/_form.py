@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynorm import functional
+
 __all__ = ["DERF", "DYISRU", "DYT", "FUNCTIONS", "LINEAR", "Form", "Parameters"]
 
-FUNCTIONS = ("dyisru", "dyt", "derf", "linear")
-# As in csrc/types.h.
-DYISRU, DYT, DERF, LINEAR = range(4)
+# The definitions by name; a function's number is its place, as in csrc/types.h.
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "dyisru": functional.dyisru_general,
+    "dyt": functional.dyt,
+    "derf": functional.derf,
+    "linear": functional.linear,
+}
+DYISRU, DYT, DERF, LINEAR = range(len(FUNCTIONS))
 # Constant, shift, center, weight and bias: the first three of one element or one per channel, the last two per channel.
 # A form with witnesses has a sixth, the logarithms of their gains, of one element per witness; None for gains of 1.
 Parameters = (

@@ -11,13 +11,21 @@ DyISRU, 1 for DyT, 2 for Derf, 3 for the linear map.
 import triton
 import triton.language as tl
 
+# 1 / (beta slope**2) of a function of a slope: the slope of erf at 0 is 2 / sqrt(pi).
+RATIO_OF_DERF = tl.constexpr(1.2732395447351628)
+
 
 @triton.jit
-def parameter(pointer, channel, inside, PER_CHANNEL: tl.constexpr, COMPUTE: tl.constexpr):
-    """Load a parameter for the channels of a tile, or the one number that all of them share."""
-    # 1 where there is no channel: 0 would be divided by.
-    loaded = tl.load(pointer + channel, inside, other=1.0) if PER_CHANNEL else tl.load(pointer)
-    return loaded.to(COMPUTE)
+def parameter(pointer, channel, inside, PER_CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, NONE: tl.constexpr = 0.0):
+    """Load a parameter for the channels of a tile, or the one number that all of them share; ``NONE`` for None."""
+    if pointer is None:
+        loaded = tl.full([], NONE, COMPUTE)
+    elif PER_CHANNEL:
+        # 1 where there is no channel: 0 would be divided by.
+        loaded = tl.load(pointer + channel, inside, other=1.0).to(COMPUTE)
+    else:
+        loaded = tl.load(pointer).to(COMPUTE)
+    return loaded
 
 
 @triton.jit
@@ -36,6 +44,7 @@ def value(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr):
     elif FUNCTION == 2:
         y = tl.erf(constant * u + shift)
     else:
+        tl.static_assert(FUNCTION == 3, "no such function")
         y = constant * u
     return y
 
@@ -63,6 +72,7 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
         by_shift = 1.1283791670955126 * tl.exp2(-1.4426950408889634 * (z * z))
         slope, by_constant = constant * by_shift, u * by_shift
     else:
+        tl.static_assert(FUNCTION == 3, "no such function")
         f, slope, by_constant, by_shift = constant * u, constant, u, 0.0
     return f, slope, by_constant, by_shift
 
@@ -87,9 +97,7 @@ def told(
     for i in tl.static_range(WITNESSES):
         k = tl.load(witness_ptr + i)
         u = tl.load(x_ptr + row * channels + k, row < rows, other=0.0).to(COMPUTE)
-        if center_ptr is not None:
-            u -= parameter(center_ptr, k, k >= 0, CENTERS, COMPUTE)
-        u = clamped(u)
+        u = clamped(u - parameter(center_ptr, k, k >= 0, CENTERS, COMPUTE))
         term = u * u
         if log_gain_ptr is not None:
             term = term * tl.exp(tl.load(log_gain_ptr + i).to(COMPUTE))
@@ -107,8 +115,7 @@ def effective(constant, told, FUNCTION: tl.constexpr):
     if FUNCTION == 0:
         constant = constant + told
     else:
-        # 1 / (beta slope**2), where the slope of erf at 0 is 2 / sqrt(pi).
-        square = 1.0 + (1.2732395447351628 if FUNCTION == 2 else 1.0) * (constant * constant) * told
+        square = 1.0 + (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * told
         root = 1.0 / tl.sqrt(square) if square.dtype == tl.float64 else tl.rsqrt(square)
         constant = constant * root
     return constant, root
@@ -117,10 +124,9 @@ def effective(constant, told, FUNCTION: tl.constexpr):
 @triton.jit
 def by_told(by_constant, constant, FUNCTION: tl.constexpr):
     """Compute the derivative by T from that by a row's constant."""
-    if FUNCTION == 1 or FUNCTION == 3:
-        by_constant = -0.5 * by_constant * constant * constant * constant
-    elif FUNCTION == 2:
-        by_constant = -0.6366197723675814 * by_constant * constant * constant * constant
+    if FUNCTION != 0:
+        half: tl.constexpr = -0.5 * RATIO_OF_DERF if FUNCTION == 2 else -0.5
+        by_constant = half * by_constant * constant * constant * constant
     return by_constant
 
 

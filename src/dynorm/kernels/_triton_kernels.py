@@ -59,14 +59,9 @@ def forward_kernel(
     # 64 bits: an input may have more than 2**31 elements.
     offset = row * columns + column
     u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-    if center_ptr is not None:
-        u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
-    shift = 0.0
-    if shift_ptr is not None:
-        shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
-    gain = tl.full([], scale, COMPUTE)
-    if weight_ptr is not None:
-        gain = gain * parameter(weight_ptr, channel, inside, True, COMPUTE)
+    u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
+    shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
+    gain = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
     constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
     if WITNESSES > 0:
         sums = told(
@@ -127,12 +122,8 @@ def backward_kernel(
     channel = tl.expand_dims(channel_list, SUMMED)
     inside = channel < channels
     constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
-    shift = 0.0
-    if shift_ptr is not None:
-        shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
-    gain = tl.full([], scale, COMPUTE)
-    if weight_ptr is not None:
-        gain = gain * parameter(weight_ptr, channel, inside, True, COMPUTE)
+    shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
+    gain = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
 
     # One accumulator per element of the tile, added up after the last step: no exchange between threads on the way.
     sum_constant = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
@@ -153,8 +144,7 @@ def backward_kernel(
             offset = ((step // inner_blocks) * channels + channel) * inner + position
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-        if center_ptr is not None:
-            u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
+        u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
         # Anew from x, for f was not saved.
         if WITNESSES > 0:
             sums = told(
@@ -241,12 +231,8 @@ def witness_kernel(
     inside = place < WITNESSES
     channel = tl.load(witness_ptr + place, inside, other=0)
     constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
-    shift = 0.0
-    if shift_ptr is not None:
-        shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
-    factor = tl.full([], scale, COMPUTE)
-    if weight_ptr is not None:
-        factor = factor * parameter(weight_ptr, channel, inside, True, COMPUTE)
+    shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
+    factor = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
     gain = tl.where(inside, tl.full([], 1.0, COMPUTE), 0.0)
     if log_gain_ptr is not None:
         gain = gain * tl.exp(tl.load(log_gain_ptr + place, inside, other=0.0).to(COMPUTE))
@@ -259,8 +245,7 @@ def witness_kernel(
         offset = token * channels + channel
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-        if center_ptr is not None:
-            u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
+        u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
         sums = told(
             *(x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
             *(CENTERS, WITNESSES, FUNCTION, COMPUTE),

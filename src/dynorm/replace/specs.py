@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import NAMES, layer_class
 from dynorm.layers import PointwiseNorm
+from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
 from dynorm.watch import HOOK_TABLES
 
 _NESTED = "_dynorm_use_nested_tensor"
+# The RMSNorm that a fold leaves is no point-wise layer, and yet one that a model's own class does not know.
+_NAMES: Mapping[type[nn.Module], str] = {**NAMES, RMSNorm: "rmsnorm"}
 
 
 class Replaced(NamedTuple):
@@ -31,10 +34,10 @@ class Replaced(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One point-wise layer of a model as plain values: where it stands and how to build it empty.
+    """One point-wise layer of a model, or RMSNorm of a fold, as plain values: where it stands, how to build it empty.
 
     Args:
-        layer: a name of :data:`dynorm.family.LAYERS`.
+        layer: a name of :data:`dynorm.family.LAYERS`, or "rmsnorm".
         config: the constructor's arguments.
         paths: every path of the layer, the first one leading.
     """
@@ -58,13 +61,17 @@ class LayerSpec:
             spec = LayerSpec(values["layer"], dict(values["config"]), tuple(values["paths"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"a layer needs the keys layer, paths and config, got {values!r}") from error
-        layer_class(spec.layer)
+        spec.layer_class()
         return spec
 
-    def build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> PointwiseNorm:
+    def layer_class(self) -> type[PointwiseNorm | RMSNorm]:
+        """Return the class of the layer."""
+        return RMSNorm if self.layer == _NAMES[RMSNorm] else layer_class(self.layer)
+
+    def build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> PointwiseNorm | RMSNorm:
         """Build the layer with default constants."""
         try:
-            return layer_class(self.layer)(**self.config, device=device, dtype=dtype)
+            return self.layer_class()(**self.config, device=device, dtype=dtype)
         except TypeError as error:
             raise ArgumentError(f"{self.layer} cannot be built from {dict(self.config)!r}: {error}") from error
 
@@ -122,7 +129,7 @@ def original_forward(layer: PointwiseNorm, *args: Any) -> Tensor:
     return output
 
 
-def take_over_(layer: PointwiseNorm, before: nn.Module, replaced: Replaced | None) -> None:
+def take_over_(layer: nn.Module, before: nn.Module, replaced: Replaced | None) -> None:
     """Let ``layer`` stand for the module ``before``: its hooks, its mode, and the norm to put back one day."""
     for name in (*HOOK_TABLES, "_is_full_backward_hook"):
         # The same dict, not a copy: a handle that the user holds removes its hook here too.
@@ -149,12 +156,12 @@ def swap_(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
 
 
 def specs_of(model: nn.Module) -> list[LayerSpec]:
-    """Return the spec of every point-wise layer of a model, shared ones once with all their paths."""
-    paths: dict[PointwiseNorm, list[str]] = {}
+    """Return the spec of every point-wise layer, and RMSNorm of ours, of a model, shared ones once with all paths."""
+    paths: dict[PointwiseNorm | RMSNorm, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, PointwiseNorm):
+        if isinstance(module, PointwiseNorm) or type(module) is RMSNorm:
             paths.setdefault(module, []).append(path)
-    return [LayerSpec(NAMES[type(layer)], layer.config(), tuple(found)) for layer, found in paths.items()]
+    return [LayerSpec(_NAMES[type(layer)], layer.config(), tuple(found)) for layer, found in paths.items()]
 
 
 def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:

@@ -314,14 +314,16 @@ void fill_dtypes(Kernels& table) {
   fill<F, Float16>(table, kFloat16);
 }
 
+template <int F = 0>
+void fill_functions(Kernels& table) {
+  fill_dtypes<F>(table);
+  if constexpr (F + 1 < kFunctions) fill_functions<F + 1>(table);
+}
+
 Kernels make(const char* name) {
   Kernels table{};
   table.name = name;
-  fill_dtypes<kDyisru>(table);
-  fill_dtypes<kDyt>(table);
-  fill_dtypes<kDerf>(table);
-  fill_dtypes<kLinear>(table);
-  fill_dtypes<kDyisruWide>(table);
+  fill_functions(table);
   return table;
 }
 

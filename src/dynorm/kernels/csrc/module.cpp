@@ -61,7 +61,7 @@ Problem read_problem(PyObject* const* a) {
 
 bool valid(const Problem& p) {
   if (PyErr_Occurred() != nullptr) return false;
-  bool fits = p.function >= 0 && p.function <= dynorm::kLinear && p.size >= 0 && p.channels > 0 && p.inner > 0 &&
+  bool fits = p.function >= 0 && p.function < dynorm::kNamed && p.size >= 0 && p.channels > 0 && p.inner > 0 &&
               p.size % (p.channels * p.inner) == 0 && p.parameters[dynorm::kConstant].data != nullptr &&
               (p.witnesses == 0 || (p.witnesses > 0 && p.inner == 1));
   for (int i = 0; i < p.witnesses; ++i) fits = fits && p.witness[i] >= 0 && p.witness[i] < p.channels;

@@ -5,7 +5,9 @@
 
 namespace dynorm {
 
-enum Function { kDyisru = 0, kDyt = 1, kDerf = 2, kLinear = 3 };
+// The functions a caller may name, and then DyISRU for constants that the fast way does not cover. Each has its functor in
+// functions.h; Python knows them by the same numbers (kernels/_form.py).
+enum Function { kDyisru = 0, kDyt, kDerf, kLinear, kNamed, kDyisruWide = kNamed, kFunctions };
 enum Dtype { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFloat16 = 3 };
 
 // Sums over the elements of a channel, from which all gradients of parameters follow.
@@ -61,9 +63,6 @@ using BackwardRun = void (*)(const void* x, const void* grad, void* grad_x, std:
 // one constant; several. The same three of rows, each with witnesses.
 enum Layout { kRun = 0, kRowsPlain = 1, kRowsOneConstant = 2, kRows = 3, kTold = 3, kLayouts = 7 };
 
-// Function number 4 is DyISRU for constants that the fast way does not cover.
-constexpr int kDyisruWide = 4;
-constexpr int kFunctions = 5;
 constexpr int kDtypes = 4;
 // The widest vector in numbers; periods are padded to it.
 constexpr std::int64_t kWidest = 16;
