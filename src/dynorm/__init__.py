@@ -1,4 +1,8 @@
-"""Normalization without statistics: point-wise counterparts of LayerNorm and RMSNorm for PyTorch."""
+"""Normalization without statistics: point-wise counterparts of LayerNorm and RMSNorm for PyTorch.
+
+Where things are: a norm is recognised in ``find/probe.py`` and replaced in ``replace/convert.py``; calibration is
+``fit/calibrate.py``; a fold is refused in ``fold/refusals.py``; a new function begins as a row of ``family.py``.
+"""
 
 from dynorm import distill, functional, theory
 from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_

@@ -1,7 +1,9 @@
 """The one table of the family: every point-wise function with its names, its layers and its kernel.
 
-A new function takes one row here, its formula, one layer file and one kernel functor; docs/architecture.md lists the
-places. Converting, saved folders and the titles and colours of reports read this table.
+A new function f takes a row here and what the row names. Its formula stands in ``functional.py``, its layer in a file
+of ``layers/`` (and in ``annealed.py``). Its kernel is a functor in ``kernels/csrc/functions.h`` and a branch in
+``_triton_functions.py``, under its place in ``FUNCTIONS`` of ``_form.py``, the same as in ``csrc/types.h``. Converting,
+saved folders and the titles and colours of reports read this table.
 """
 
 from __future__ import annotations
@@ -27,23 +29,14 @@ from dynorm.layers import (
 
 @dataclass(frozen=True)
 class Function:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        name: in code, in saved folders and on the command line.
-        title: in prose, tables and pictures.
-        layer: the layer that computes it.
-        annealed: the layer that begins as a norm and ends as that one.
-        color: of its curve on white; Okabe and Ito's palette, which the colour-blind can tell apart.
-        night: the same on black.
-    """
-
-    name: str
-    title: str
+    name: str  # in code, in saved folders and on the command line
+    title: str  # in prose, tables and pictures
     layer: type[PointwiseNorm]
-    annealed: type[AnnealedNorm]
-    color: str
-    night: str
+    annealed: type[AnnealedNorm]  # begins as a norm and ends as that layer
+    color: str  # of its curve on white; Okabe and Ito's palette, which the colour-blind can tell apart
+    night: str  # the same on black
 
     @property
     def kernel(self) -> int:

@@ -29,32 +29,19 @@ _KEPT = 2
 
 @dataclass
 class Observation:
-    """One module, as a run showed it.
-
-    Args:
-        module: The module itself.
-        paths: All its dotted paths, the first one found first.
-        calls: How often it was called.
-        first: How many other modules had returned before it did for the first time; -1 when never called.
-        problem: Why its calls cannot be those of a replaceable norm, or None.
-        shapes: The distinct shapes of its input, in order.
-        dtype: Element type of its input at the first call.
-        device: Device of its input at the first call.
-        rounded: Whether input, output or autocast were of half precision.
-        output_at: Address of its last output, to see which module's output another one passes on.
-        samples: Some tokens of the first call, in and out, for each group of axes that may be the channels.
-    """
+    """One module, as a run showed it."""
 
     module: nn.Module
-    paths: list[str]
+    paths: list[str]  # all of them, the first one found first
     calls: int = 0
-    first: int = -1
-    problem: str | None = None
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    dtype: torch.dtype = torch.float32
+    first: int = -1  # how many other modules had returned before it did for the first time; -1 when never called
+    problem: str | None = None  # why its calls cannot be those of a replaceable norm
+    shapes: list[tuple[int, ...]] = field(default_factory=list)  # the distinct ones of its input, in order
+    dtype: torch.dtype = torch.float32  # of its input at the first call
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rounded: bool = False
-    output_at: int = 0
+    rounded: bool = False  # input, output or autocast were of half precision
+    output_at: int = 0  # the address of its last output, to see which module's output another one passes on
+    # Some tokens of the first call, in and out, for each group of axes that may be the channels.
     samples: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def is_light(self) -> bool:
@@ -107,18 +94,7 @@ def _is_plain(value: Any) -> bool:
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Observation]:
     """Run the model once and watch each of its modules; nothing of the run stays, also when the model raises.
 
-    Layers of dynorm, and the modules in them, are left out.
-
-    Args:
-        model: The model, in train or eval mode; the mode is kept.
-        args: Positional arguments of one call.
-        kwargs: Keyword arguments of this call.
-
-    Returns:
-        An observation for every module, in the order in which they stand in the model.
-
-    Raises:
-        DataError: If the model raises on this input.
+    Layers of dynorm, and the modules in them, are left out. DataError is raised if the model raises on this input.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))

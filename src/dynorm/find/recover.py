@@ -88,17 +88,11 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
     The vectors of the copy are filled with random numbers first. What then scales and shifts the channels tells which
     tensor is the weight, and whether it is w or 1 + w, where the initial ones and zeros would tell nothing.
 
-    Args:
-        module: The module; it is only read.
-        shape: Shape of an input it takes.
-        dtype: Element type of this input.
-        device: Its device.
-
     Returns:
         A site without a path.
 
     Raises:
-        NotANormError: If the module is no LayerNorm or RMSNorm over any of the candidate axes.
+        NotANormError: If it is no LayerNorm or RMSNorm over any of the candidate axes of an input of this shape.
 
     Example:
         >>> found = recover(nn.LayerNorm(8), (2, 8), torch.float32, torch.device("cpu"))
@@ -123,14 +117,7 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
 
 
 def measured_affine(given: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
-    """Measure the weight and the bias of a norm of this kind from its outputs, whatever holds them.
-
-    Returns:
-        Two flat float64 tensors on the CPU.
-
-    Raises:
-        NotANormError: If the module does not fit the kind.
-    """
+    """Measure the weight and the bias of a norm of this kind from its outputs, whatever holds them; flat float64."""
     try:
         function = _open(given, random=False)
         formula = _closest(function, (kind,))

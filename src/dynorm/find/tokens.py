@@ -86,10 +86,6 @@ def randomize_(module: nn.Module) -> nn.Module:
 class Packing:
     """How tokens of C channels lie in a tensor.
 
-    Args:
-        shape: The tensor's shape.
-        axes: The axes, ascending and non-negative, that hold the channels.
-
     Example:
         >>> packing = Packing((2, 5, 3), axes=(1,))
         >>> packing.channels, packing.count, packing.unpack(torch.zeros(2, 5, 3)).shape
@@ -97,7 +93,7 @@ class Packing:
     """
 
     shape: tuple[int, ...]
-    axes: tuple[int, ...]
+    axes: tuple[int, ...]  # that hold the channels, ascending and non-negative
 
     @property
     def channel_sizes(self) -> tuple[int, ...]:
@@ -143,20 +139,14 @@ class Packing:
 class TokenFunction:
     """A module as a map from tokens (n, C) to tokens (n, C), in float64 outside and its own dtype inside.
 
-    Args:
-        module: The module, or a copy of it.
-        packing: How its input holds tokens.
-        dtype: Element type of its input.
-        device: Device of its input.
-
     Example:
         >>> function = TokenFunction(nn.LayerNorm(4), Packing((2, 4), (1,)), torch.float32, torch.device("cpu"))
         >>> function(torch.eye(4, dtype=torch.float64)).shape
         torch.Size([4, 4])
     """
 
-    module: nn.Module
-    packing: Packing
+    module: nn.Module  # or a copy of it
+    packing: Packing  # of its input
     dtype: torch.dtype
     device: torch.device
 

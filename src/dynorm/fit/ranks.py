@@ -91,11 +91,7 @@ class Ranks:
         return found
 
     def meet(self, paths: Sequence[str], path: str | None = None) -> None:
-        """Wait until every rank has reached the same layer.
-
-        Args:
-            paths: of all layers, the same on every rank.
-            path: of the layer that this rank has reached; None stands for the end of a batch.
+        """Wait until every rank has reached the same one of the layers at ``paths``; None is the end of a batch.
 
         Raises:
             DataError: a rank has reached another layer.
@@ -132,11 +128,7 @@ class Ranks:
         self.require_same(seen.digest())
 
     def require_same(self, digest: bytes, what: str = "point-wise layers with the same constants") -> None:
-        """Check that every rank has the same digest of its layers.
-
-        Args:
-            digest: of this rank's layers; its first 7 bytes count.
-            what: the things that are the same where the digest is, for the message.
+        """Check that every rank has the same digest of its layers, of which the first 7 bytes count.
 
         Raises:
             ModelError: on every rank, if one differs.

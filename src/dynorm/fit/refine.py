@@ -167,11 +167,7 @@ def _require_finite(what: str, value: Tensor, step: int) -> None:
 
 @contextmanager
 def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
-    """Record the outputs of modules, a list per layer in call order, for as long as the context lasts.
-
-    Args:
-        modules: the module to watch for each layer: the layer itself, or its counterpart in another model.
-    """
+    """Record the outputs of each layer's module, itself or its counterpart: a list per layer, in call order."""
     outputs: Outputs = defaultdict(list)
     layers = {module: layer for layer, module in modules.items()}
 
@@ -183,12 +179,7 @@ def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
 
 
 def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
-    r"""Return the mean over the sites of ``|f - y|^2 / |y - mean y|^2``, padding left out.
-
-    Args:
-        wanted: y, the right outputs of each layer.
-        given: f, its outputs.
-        masks: the batch's padding masks.
+    r"""Return the mean over the sites of ``|f - y|^2 / |y - mean y|^2``, y wanted and f given, padding left out.
 
     Raises:
         DataError: no site has both.

@@ -32,13 +32,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
-    """Return, for each channel of tokens (tokens, C), the beta with which DyISRU would be the norm (closed forms 2, 3).
-
-    Args:
-        x: the tokens.
-        kind: "layernorm" or "rmsnorm".
-        eps: the norm's eps.
-    """
+    """Return each value's beta with which DyISRU would be the norm of tokens (tokens, C) (closed forms 2 and 3)."""
     return (leave_one_out_beta if kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)
 
 

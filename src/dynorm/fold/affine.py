@@ -109,27 +109,20 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
 
 @dataclass(frozen=True)
 class _Product:
-    """An operator's weight, and how it is used: the axes that are contracted and put out; ``added`` allows a sum after.
-
-    ``rank`` is that of one weight alone; ``no_shift`` says why a constant in the input cannot become a bias.
-    """
+    """An operator's weight, and how it is used."""
 
     weight: Node
-    contracted: int
-    out: int | None
+    contracted: int  # the axis that is summed over
+    out: int | None  # that of the outputs
     bias: Any = None
-    rank: int = 2
+    rank: int = 2  # of one weight alone
     groups: int = 1
-    no_shift: str | None = None
-    added: bool = False
+    no_shift: str | None = None  # why a constant in the input cannot become a bias
+    added: bool = False  # a sum after it may be its bias
 
 
 def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
-    """Find how an operator reads the channels of a value, which lie along an axis.
-
-    Raises:
-        RefusedError: it is not linear in them, or its weight is no parameter.
-    """
+    """Find how an operator reads the channels of a value, which lie along an axis; RefusedError if not linearly."""
     name = packet(node)
     parts = [p for arg in node.args for p in (arg if isinstance(arg, (list, tuple)) else [arg])]
     if sum(part is value for part in parts) != 1:

@@ -33,11 +33,7 @@ def untied(model: nn.Module) -> list[str]:
 
 
 def give_bias_(model: nn.Module, path: str) -> None:
-    """Give the linear layer at a path a bias for a state dict to fill; one that it has already stays.
-
-    Raises:
-        ModelError: there is no such layer.
-    """
+    """Give the linear layer at a path, which must be there, a bias for a state dict to fill; one that it has stays."""
     try:
         module = model.get_submodule(path)
     except AttributeError:
@@ -51,11 +47,7 @@ def give_bias_(model: nn.Module, path: str) -> None:
 
 
 def untie_(model: nn.Module, name: str) -> None:
-    """Give a name a parameter of its own, where it shares one.
-
-    Raises:
-        ModelError: there is no such parameter.
-    """
+    """Give the parameter of a name, which must be there, a tensor of its own, where it shares one."""
     path, _, leaf = name.rpartition(".")
     try:
         module = model.get_submodule(path)
@@ -68,11 +60,7 @@ def untie_(model: nn.Module, name: str) -> None:
 
 
 def new_values(folds: Sequence[SiteFold]) -> tuple[dict[Slot, Tensor], dict[Slot, Tensor]]:
-    """Return the new values of all parameters that a fold changes, in float64, from the old ones.
-
-    Returns:
-        The values of each changed parameter; and the biases to give to layers that have none, by the layer's weight.
-    """
+    """Return the new values of all parameters that a fold changes, in float64, and the biases to add, by the weight."""
     values: dict[Slot, Tensor] = {}
     added: dict[Slot, Tensor] = {}
 
@@ -135,14 +123,9 @@ class Swap:
         added: dict[Slot, Tensor],
         drop_affine: bool,
     ) -> None:
-        """Put new values, biases and layers into a model.
+        """Put new values, biases (by the weight of their layer) and layers into a model.
 
-        Args:
-            model: the model.
-            folds: the records of its norms.
-            values: of its parameters.
-            added: the biases that it gets, by the weight of their layer.
-            drop_affine: whether the point-wise layers that gave their scale away gave weight and bias too.
+        With ``drop_affine`` the point-wise layers that gave their scale away gave weight and bias too.
         """
         layers = [(fold.module, _rms_for(fold)) for fold in folds if fold.becomes_rms]
         by_tensor: dict[Tensor, list[tuple[Owner, Tensor]]] = {}

@@ -38,11 +38,8 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
     The values are fake, so nothing is computed, and control flow that asks for one is refused by torch. Sizes are
     those of the example. What the example does not run is not in the graph.
 
-    Args:
-        model: in eval mode; it is as before afterwards.
-        norms: the modules that become one node each, ``fold_site(x, index)``, by their index.
-        example: of one call.
-        untie: whether the owners of a tied parameter may get one each.
+    Each of the ``norms`` becomes one node, ``fold_site(x, index)``. With ``untie`` each owner of a tied one may get
+    its own parameter.
 
     Raises:
         ModelError: the model cannot be traced; the message says where, and why. Or its outputs cannot be seen.

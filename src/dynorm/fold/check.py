@@ -57,13 +57,7 @@ class Wide(TorchFunctionMode):
 
 
 class Check:
-    """A model's outputs for the example and for fresh inputs, to compare later outputs with.
-
-    Args:
-        model: in eval mode.
-        args: of one call.
-        kwargs: of one call.
-        tolerance: the relative error to allow; by dtype if None.
+    """A model's outputs for the example and for fresh inputs, to compare later outputs with; the tolerance is by dtype.
 
     Raises:
         DataError: the model cannot be run on the example, or its outputs hold nothing finite to compare.
@@ -72,11 +66,7 @@ class Check:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tolerance: float | None = None,
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: float | None = None
     ) -> None:
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         # The narrowest.
@@ -217,10 +207,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def relative_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest of |given - exact| / |exact| over several tensors, in the Euclidean norm.
-
-    What is infinite or no number in one must be the same in the other, else the error is infinite.
-    """
+    """Return the largest of |given - exact| / |exact| over several tensors, in the Euclidean norm."""
     return max(_errors(given, exact), default=0.0)
 
 
@@ -229,6 +216,7 @@ def _errors(given: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
         return [math.inf]
     errors = []
     for a, b in zip(given, exact, strict=True):
+        # What is infinite or no number in one must be the same in the other, else the error is infinite.
         finite = b.isfinite()
         same = torch.equal(finite, a.isfinite()) and torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())
         size, error = float(b[finite].norm()), float((a[finite] - b[finite]).norm()) if same else math.inf
@@ -283,11 +271,7 @@ def _renewed_floats(value: Tensor, generator: torch.Generator, constants: bool) 
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers, plain objects, functions and arrays, each once, in order.
-
-    Raises:
-        ModelError: something may hold tensors that cannot be seen, such as a generator.
-    """
+    """Yield the tensors in containers, plain objects, functions and arrays, once each, in order; refuse others."""
     for part in _walk(value, {}):
         if isinstance(part, Tensor):
             yield part
@@ -306,11 +290,7 @@ def held_tensors(value: Any) -> list[Tensor]:
 
 
 def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
-    """Return a deep copy in which a function has replaced each tensor; classes and aliases are kept.
-
-    Raises:
-        DataError: it cannot be copied.
-    """
+    """Return a deep copy in which a function has replaced each tensor; classes and aliases are kept."""
     memo: dict[int, Any] = {id(tensor): function(tensor) for tensor in held_tensors(value)}
     try:
         return copy.deepcopy(value, memo)

@@ -39,33 +39,18 @@ _log = logging.getLogger("dynorm")
 
 
 def available() -> bool:
-    """Say whether the kernels have been built.
-
-    Example:
-        >>> available() in (True, False)
-        True
-    """
+    """Say whether the kernels have been built."""
     return _native() is not None
 
 
 def name() -> str:
-    """Return the instruction set that runs: "cpu-avx512", "cpu-avx2" or "cpu-portable"; "torch" without kernels.
-
-    Example:
-        >>> name() in ("cpu-avx512", "cpu-avx2", "cpu-portable", "torch")
-        True
-    """
+    """Return the instruction set that runs: "cpu-avx512", "cpu-avx2" or "cpu-portable"; "torch" without kernels."""
     native = _native()
     return "torch" if native is None else str(native.name())
 
 
 def most_witnesses() -> int:
-    """Return how many witnesses the kernels take: 0 where they are not built, or were before there were witnesses.
-
-    Example:
-        >>> most_witnesses() in (0, 16)
-        True
-    """
+    """Return how many witnesses the kernels take: 0 where they are not built, or were before there were witnesses."""
     return getattr(_native(), "MOST_WITNESSES", 0)
 
 
@@ -81,12 +66,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of x and of the parameters, each of its own dtype and shape; None where not needed.
 
-    Args:
-        form: as for :func:`forward`.
-        grad: gradient of y, contiguous, of x's shape and dtype.
-        x: as for :func:`forward`.
-        parameters: as for :func:`forward`.
-        needed: of x and of each parameter, whether its gradient is wanted.
+    ``grad``, that of y, is contiguous, of x's shape and dtype; ``needed`` speaks of x and of each parameter.
     """
     found = [
         torch.empty_like(t) if t is not None and need else None
@@ -116,14 +96,8 @@ def serve(
 
     A small input's arithmetic takes less time than to ask ten things of its tensors in Python.
 
-    Args:
-        x: any tensor.
-        parameters: as for :func:`forward`.
-        function: the function's number.
-        logarithmic: the constant is stored as a logarithm.
-        scale: the fixed factor.
-        shape: the sizes of the last axes of x, along which the parameters lie.
-        witnesses: the channels that tell a row's scale, at most :func:`most_witnesses`.
+    ``shape`` has the sizes of the last axes of x, along which the parameters lie. The rest is as in :class:`Form`, with
+    at most :func:`most_witnesses`.
 
     Returns:
         y; True where x and the parameters fit, but a gradient is wanted; None where they do not, or something watches
@@ -142,11 +116,7 @@ def serve_gradients(
 ) -> tuple[Tensor | None, ...] | None:
     """Return what autograd's backward does, all that :func:`gradients` needs having been checked on the C++ side.
 
-    Args:
-        form: of a call whose channels are the last axes of x.
-        grad: gradient of y.
-        inputs: x and the parameters.
-        needed: of the form, of x and of each parameter, whether its gradient is wanted.
+    The channels are the last axes of x. ``inputs`` are x and the parameters; ``needed`` speaks of the form too.
 
     Returns:
         None for the form, and the gradients as :func:`gradients` has them; None for all, where the tensors do not fit,

@@ -29,23 +29,14 @@ Parameters = (
 
 
 class Form(NamedTuple):
-    """All of a call but its tensors; the channel of flat element i of x is ``(i // inner) % channels``.
+    """All of a call but its tensors; the channel of flat element i of x is ``(i // inner) % channels``."""
 
-    Args:
-        function: one of DYISRU, DYT, DERF and LINEAR.
-        logarithmic: the constant is stored as log(beta); the linear slope is then ``1 / sqrt(beta)``.
-        scale: the layer's fixed factor.
-        channels: C.
-        inner: elements from one channel to the next, 1 where channels come last.
-        witnesses: the channels whose squares are added to beta, token by token; only where ``inner`` is 1.
-    """
-
-    function: int
-    logarithmic: bool
-    scale: float
+    function: int  # one of DYISRU, DYT, DERF and LINEAR
+    logarithmic: bool  # the constant is stored as log(beta); the linear slope is then 1 / sqrt(beta)
+    scale: float  # the layer's fixed factor
     channels: int
-    inner: int
-    witnesses: tuple[int, ...] = ()
+    inner: int  # elements from one channel to the next, 1 where channels come last
+    witnesses: tuple[int, ...] = ()  # whose squares are added to beta, token by token; only where ``inner`` is 1
 
     def constant(self, stored: Tensor) -> Tensor:
         """Return the constant in at least float32, not its logarithm."""

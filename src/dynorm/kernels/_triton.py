@@ -33,10 +33,6 @@ def available() -> bool:
     """Say whether the kernels can run: Triton is there, and a GPU that it serves, or its interpreter is on.
 
     In the interpreter (``TRITON_INTERPRET=1`` before Triton is first imported) tensors may be on the CPU.
-
-    Example:
-        >>> available() in (True, False)
-        True
     """
     if importlib.util.find_spec("triton") is None:
         return False
@@ -101,14 +97,6 @@ def backward(
     form: Form, grad: Tensor, x: Tensor, parameters: Parameters, *, need_x: bool = True, need_parameters: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of :func:`forward` from x, in one pass and a small second one.
-
-    Args:
-        form: as for :func:`forward`.
-        grad: the gradient of y, contiguous, of x's shape.
-        x: as for :func:`forward`.
-        parameters: as for :func:`forward`.
-        need_x: whether the gradient of x is wanted.
-        need_parameters: whether the sums are wanted.
 
     Returns:
         The gradient of x, of its dtype, and the sums ``(5, channels)`` over all but the channels, of the gradients of

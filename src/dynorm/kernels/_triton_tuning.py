@@ -24,16 +24,9 @@ _lock = threading.Lock()
 
 
 def choose(key: Hashable, candidates: Sequence[Candidate], launch: Callable[[Candidate], object]) -> Candidate:
-    """Return the fastest candidate for this kind of call.
+    """Return the candidate that was fastest when the key, this kind of call, was first seen.
 
-    Args:
-        key: the kind of call: all that decides which candidate is fastest.
-        candidates: the configurations, one to fall back on first.
-        launch: runs the kernel with one of them; it may be called many times.
-
-    Returns:
-        The candidate found fastest when the key was first seen; the first one where nothing can be timed: in the
-        interpreter, or while a CUDA graph is captured.
+    Where nothing can be timed, in the interpreter or while a CUDA graph is captured, it is the first one.
     """
     if key not in _chosen:
         if interpreted() or torch.cuda.is_current_stream_capturing():

@@ -412,6 +412,32 @@ class LogBetaNorm(PointwiseNorm):
         return math.sqrt(self.channels)
 
 
+class AlphaNorm(PointwiseNorm):
+    """Base of the layers whose first constant is alpha, a factor of x; ``alpha_init`` is 0.5 by default."""
+
+    constants: ClassVar[tuple[str, ...]] = ("alpha",)
+    relative_constants = ("alpha",)
+    alpha: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        alpha_init: float = 0.5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        self.alpha_init = check_positive("alpha_init", alpha_init)
+        super().__init__(normalized_shape, elementwise_affine, bias, **options)
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
+        return super().config() | {"alpha_init": self.alpha_init}
+
+    def _initial_constants(self) -> dict[str, float]:
+        return {"alpha": self.alpha_init}
+
+
 def as_stored(value: Tensor, parameter: Tensor) -> Tensor:
     """Return a value that broadcasts to a parameter as the parameter holds it; of a sharded one, this rank's part.
 

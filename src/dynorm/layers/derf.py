@@ -8,12 +8,12 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from dynorm import functional, kernels, theory
-from dynorm.arguments import Shape, check_positive, upcast
+from dynorm.arguments import Shape, upcast
 from dynorm.errors import ArgumentError
-from dynorm.layers.base import LayerOptions, PointwiseNorm
+from dynorm.layers.base import AlphaNorm, LayerOptions
 
 
-class Derf(PointwiseNorm):
+class Derf(AlphaNorm):
     r"""Dynamic erf: ``y = weight * scale * erf(alpha * (x - center) + shift) + bias``.
 
     The published checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
@@ -46,8 +46,6 @@ class Derf(PointwiseNorm):
     kernel = kernels.DERF
     function = staticmethod(functional.derf)
     constants = ("alpha", "shift")
-    relative_constants = ("alpha",)
-    alpha: nn.Parameter
     shift: nn.Parameter
 
     def __init__(
@@ -60,11 +58,10 @@ class Derf(PointwiseNorm):
         shift_init: float = 0.0,
         **options: Unpack[LayerOptions],
     ) -> None:
-        self.alpha_init = check_positive("alpha_init", alpha_init)
         if not math.isfinite(shift_init):
             raise ArgumentError(f"shift_init must be a finite number, got {shift_init!r}")
         self.shift_init = float(shift_init)
-        super().__init__(normalized_shape, elementwise_affine, bias, **options)
+        super().__init__(normalized_shape, alpha_init, elementwise_affine, bias, **options)
 
     def constant_rates(self) -> dict[nn.Parameter, float]:
         """Return the rates as every layer does; a step of shift moves all outputs by ``scale`` times as much."""
@@ -76,7 +73,7 @@ class Derf(PointwiseNorm):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return super().config() | {"alpha_init": self.alpha_init, "shift_init": self.shift_init}
+        return super().config() | {"shift_init": self.shift_init}
 
     @staticmethod
     def constant_from(beta: Tensor) -> Tensor:
@@ -84,4 +81,4 @@ class Derf(PointwiseNorm):
         return theory.derf_alpha(beta)
 
     def _initial_constants(self) -> dict[str, float]:
-        return {"alpha": self.alpha_init, "shift": self.shift_init}
+        return super()._initial_constants() | {"shift": self.shift_init}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynorm import functional, kernels, theory
-from dynorm.arguments import Shape, check_positive, upcast
-from dynorm.layers.base import LayerOptions, PointwiseNorm
+from dynorm.arguments import upcast
+from dynorm.layers.base import AlphaNorm
 
 
-class DyT(PointwiseNorm):
+class DyT(AlphaNorm):
     r"""Dynamic tanh: ``y = weight * scale * tanh(alpha * (x - center)) + bias``.
 
     ``scale`` is 1 as published; sqrt(C - 1) makes it scaled DyT, LayerNorm with its slope factor F(x) held
@@ -43,33 +41,12 @@ class DyT(PointwiseNorm):
 
     kernel = kernels.DYT
     function = staticmethod(functional.dyt)
-    constants = ("alpha",)
-    relative_constants = ("alpha",)
-    alpha: nn.Parameter
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        alpha_init: float = 0.5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        self.alpha_init = check_positive("alpha_init", alpha_init)
-        super().__init__(normalized_shape, elementwise_affine, bias, **options)
 
     def beta(self) -> Tensor:
         """Return ``alpha ** -2``, the DyISRU constant of the same slope at 0."""
         return upcast(self.alpha) ** -2
 
-    def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return super().config() | {"alpha_init": self.alpha_init}
-
     @staticmethod
     def constant_from(beta: Tensor) -> Tensor:
         """Return the alpha of that slope."""
         return theory.scaled_dyt_alpha(beta)
-
-    def _initial_constants(self) -> dict[str, float]:
-        return {"alpha": self.alpha_init}
