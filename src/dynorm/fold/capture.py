@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import operator
 import sys
 import traceback
 import warnings
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from dynorm.errors import DynormError, ModelError
 from dynorm.fold.check import Inputs, attributes_kept, held_tensors, mapped, tensors_in
-from dynorm.fold.graph import Graph, Owner, Slot, leaves
+from dynorm.fold.graph import Graph, Owner, Slot, leaves, packet
 from dynorm.watch import undisturbed
 
 
@@ -62,7 +64,13 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
                 # An instance attribute is found before the class's method.
                 norm.__dict__["forward"] = lambda x, index=index: torch.ops.dynorm.fold_site(x, index)
             flat = _Flat(model, example)
-            program = torch.export.export(flat, tuple(flat.tensors), strict=False).run_decompositions({})
+            program = torch.export.export(flat, tuple(flat.tensors), strict=False)
+            if all(_is_functional(node) for node in program.graph.nodes):
+                # What nothing takes is no use of a value.
+                program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+            else:
+                # A second trace, which takes longer than the rest of a fold.
+                program = program.run_decompositions({})
     except DynormError:
         raise
     # torch.export raises a dozen kinds of its own, and passes on whatever the model's code raises.
@@ -99,6 +107,15 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
         if hidden is not None:
             slot.fixed = slot.fixed or f"{hidden} is part of a norm"
     return Graph(model, nodes, slots)
+
+
+def _is_functional(node: Node) -> bool:
+    """Tell whether a node writes no values into another, and hides no graph of its own."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return node.op != "get_attr"
+    # A constant in the model's code is detached in place.
+    writes = not isinstance(node.target, OpOverload) or node.target._schema.is_mutable
+    return not writes or packet(node) == "aten.detach_"
 
 
 def _joined(slots: list[Slot], untie: bool, apart: bool) -> list[Slot]:

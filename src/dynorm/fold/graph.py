@@ -17,7 +17,7 @@ _SHAPE_ONLY = {
     for name in ("ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full", "new_empty")
 }
 # Operators that give each element on, and those that move elements about.
-_SAME = {"clone", "alias", "detach", "contiguous", "to", "_to_copy", "lift_fresh_copy", "type_as"}
+_SAME = {"clone", "alias", "detach", "detach_", "contiguous", "to", "_to_copy", "lift_fresh_copy", "type_as"}
 _VIEWS = {"view", "_unsafe_view", "reshape", "flatten", "unflatten"}
 _PERMUTATIONS = {"transpose", "permute", "t", "numpy_T", "mT", "swapaxes", "swapdims", "movedim", "moveaxis"}
 _MOVES = (
