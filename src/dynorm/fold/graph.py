@@ -18,11 +18,11 @@ _SHAPE_ONLY = {
 }
 # Operators that give each element on, and those that move elements about.
 _SAME = {"clone", "alias", "detach", "detach_", "contiguous", "to", "_to_copy", "lift_fresh_copy", "type_as"}
-_VIEWS = {"view", "_unsafe_view", "reshape", "flatten", "unflatten"}
+_VIEWS = {"view", "_unsafe_view", "view_as", "reshape", "reshape_as", "flatten", "unflatten"}
 _PERMUTATIONS = {"transpose", "permute", "t", "numpy_T", "mT", "swapaxes", "swapdims", "movedim", "moveaxis"}
 _MOVES = (
     (_VIEWS | _PERMUTATIONS)
-    | {"unsqueeze", "squeeze", "expand", "repeat", "tile", "flip", "roll", "repeat_interleave", "unfold"}
+    | {"unsqueeze", "squeeze", "expand", "expand_as", "repeat", "tile", "flip", "roll", "repeat_interleave", "unfold"}
     | {"slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
     | {"tensor_split", "index", "index_select"}
 )
