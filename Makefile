@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MINUTES ?= 5
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo test architectures lint docs bench fold wire deploy quality distillation paper activations study sanitize wheel clean
+.PHONY: setup demo test architectures lint docs bench fold wire deploy quality retrieval distillation paper activations study sanitize wheel clean
 
 KERNELS := src/dynorm/kernels/_native.abi3.so
 
@@ -94,6 +94,15 @@ quality: demo
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.picture
+
+# What is lost on a task, for README.md: a few minutes. The texts are Debian's; apt-get fetches them.
+retrieval: demo
+	@mkdir -p build/apt/partial
+	apt-get update -qq -o Dir::State::lists="$(CURDIR)/build/apt" -o Acquire::Languages=en
+	/usr/lib/apt/apt-helper cat-file build/apt/*_main_i18n_Translation-en* > build/debian-descriptions.txt
+	$(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/calibrated --name all-MiniLM-L6-v2 --steps 0 --overwrite
+	$(BIN)/python -m benchmarks.retrieval build/calibrated/model build/demo/model
+	$(BIN)/python -m benchmarks.tables
 
 # Recipes of distillation side by side, for docs/quality.md: about three core hours; what is measured already stays.
 distillation: setup

@@ -1,6 +1,7 @@
-"""Draw one norm of the real encoder from its own activations, for the README and docs/witnesses.md.
+"""Draw norms of the real encoder from their own activations, for the README and docs/witnesses.md.
 
-``python -m benchmarks.picture`` writes docs/images/before-after.png, the norm and the function in its place, and
+``python -m benchmarks.picture`` writes docs/images/before-after.png, the best and the worst of its norms with
+the function in its place, and
 docs/images/witness.png, the size of each token against the square of one of its channels.
 """
 
@@ -30,55 +31,50 @@ SITE = "encoder.layer.4.output.LayerNorm"
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
-def activations() -> tuple[Tensor, Tensor]:
-    """Return what the norm sees and its core, without weight and bias, as (tokens, C)."""
+def activations() -> dict[str, Tensor]:
+    """Return what each norm sees, as (tokens, C)."""
     pretrained = load_pretrained(folder())
-    texts = standard_library_docstrings()[::60]
-    seen: list[Tensor] = []
-    batches = make_batches(pretrained, encode(pretrained, texts))
-    layer = dynorm.DyISRU(pretrained.model.get_submodule(SITE).weight.numel())
+    batches = make_batches(pretrained, encode(pretrained, standard_library_docstrings()[::60]))
+    norms = {name: m for name, m in pretrained.model.named_modules() if isinstance(m, nn.LayerNorm)}
+    seen: dict[str, list[Tensor]] = {name: [] for name in norms}
+    masks: list[Tensor] = []
+    for name, norm in norms.items():
+        like = dynorm.DyISRU(norm.normalized_shape)
+        norm.register_forward_hook(lambda _, args, y, n=name, at=like: seen[n].append(site_tokens(at, args[0], masks)))
     with torch.no_grad():
         for batch in batches:
-            masks = token_masks(batch)
-            handle = pretrained.model.get_submodule(SITE).register_forward_hook(
-                lambda module, args, output, masks=masks: seen.append(site_tokens(layer, args[0], masks))
-            )
+            masks[:] = token_masks(batch)
             call(pretrained.model, batch)
-            handle.remove()
-    x = torch.cat(seen)
-    return x, dynorm.functional.layer_norm(x)
+    return {name: torch.cat(tokens) for name, tokens in seen.items()}
 
 
-def draw(x: Tensor, y: Tensor) -> None:
-    """Two panels: every token has its own line; one curve for all."""
+def draw(inputs: dict[str, Tensor]) -> None:
+    """Two panels, the site where one curve fits best and the one where it fits worst, norm and function in each."""
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    layer = dynorm.DyISRU(x.shape[1], scale=(x.shape[1] - 1) ** 0.5, elementwise_affine=False)
-    fit = SiteFit(layer, Replaced(nn.LayerNorm(layer.channels), NormSite("", kind="layernorm")))
-    fit.update(x, y)
-    fit.solve_()
-    chosen = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))[:6000]
-    far = x.flatten().abs().topk(1500).indices
-    points = torch.cat([chosen, far])
-    sigma = x.std(1, keepdim=True).expand_as(x).flatten()[points]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    marks = axes[0].scatter(
-        x.flatten()[points], y.flatten()[points], c=sigma.log10(), s=5, cmap="viridis", linewidths=0
-    )
-    figure.colorbar(marks, ax=axes[0], label=r"$\log_{10}\sigma$ of the token")
-    axes[0].set_title("before: LayerNorm, one line per token", fontsize=11)
-    line = torch.linspace(float(x.min()) * 1.02, float(x.max()) * 1.02, 2000)
-    axes[1].scatter(x.flatten()[points], y.flatten()[points], c="0.8", s=5, linewidths=0)
-    curve = dynorm.functional.dyisru(line, float(layer.beta()), scale=layer.scale).detach()
-    axes[1].plot(line, curve, color=FAMILY["dyisru"].color, lw=2, label=rf"DyISRU, $\beta$ = {float(layer.beta()):.0f}")
-    axes[1].set_title("after: DyISRU, one curve, no statistics", fontsize=11)
-    axes[1].legend(frameon=False, loc="lower right")
-    for axis in axes:
-        axis.axhline(layer.scale, color="0.5", lw=0.8, ls="--")
-        axis.axhline(-layer.scale, color="0.5", lw=0.8, ls="--")
+    fits = {}
+    for path, x in inputs.items():
+        layer = dynorm.DyISRU(x.shape[1], scale=(x.shape[1] - 1) ** 0.5, elementwise_affine=False).requires_grad_(False)
+        fits[path] = SiteFit(layer, Replaced(nn.LayerNorm(layer.channels), NormSite("", kind="layernorm")))
+        fits[path].update(x, dynorm.functional.layer_norm(x))
+        fits[path].solve_()
+    in_order = sorted(fits, key=lambda path: fits[path].error)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for axis, path, words in zip(axes, (in_order[0], in_order[-1]), ("best", "worst"), strict=True):
+        x, fit = inputs[path], fits[path]
+        y = dynorm.functional.layer_norm(x).flatten()
+        chosen = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))[:6000]
+        points = torch.cat([chosen, x.flatten().abs().topk(1500).indices])
+        axis.scatter(x.flatten()[points], y[points], c="0.7", s=5, linewidths=0, label="LayerNorm, token by token")
+        line = torch.linspace(float(x.min()) * 1.02, float(x.max()) * 1.02, 2000)
+        curve = dynorm.functional.dyisru(line, float(fit.layer.beta()), scale=fit.layer.scale)
+        name = rf"DyISRU, one curve, $\beta$ = {float(fit.layer.beta()):.3g}"
+        axis.plot(line, curve, color=FAMILY["dyisru"].color, lw=2, label=name)
+        axis.set_title(f"where it fits {words}: {path}\nerror {fit.error:.0%} of the output's spread", fontsize=10)
         axis.set_xlabel("input x")
         axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, loc="upper left", fontsize=9, markerscale=3)
     axes[0].set_ylabel("output y")
     figure.savefig(IMAGES / "before-after.png", dpi=110)
 
@@ -117,5 +113,5 @@ def draw_witness(x: Tensor) -> None:
 
 if __name__ == "__main__":
     found = activations()
-    draw(*found)
-    draw_witness(found[0])
+    draw(found)
+    draw_witness(found[SITE])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import dynorm
 from benchmarks.tables import PAGES, renewed
@@ -26,6 +27,18 @@ def test_pages_name_only_what_exists(page: str) -> None:
     # In code, and where the reference names what it documents; not such as `dynorm.json`, a file.
     for names in re.findall(r"(?:`|:: |\s)dynorm\.([A-Za-z_.]+)(?=[`(\n,])", text):
         assert exists(f"dynorm.{names}"), names
+
+
+def test_the_first_snippet_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippet = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)[0]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        exec(snippet, {})
+    assert "4 norms replaced" in capsys.readouterr().out
+    assert (tmp_path / "converted" / "dynorm.json").exists()
 
 
 def exists(name: str) -> bool:

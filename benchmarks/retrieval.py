@@ -1,0 +1,95 @@
+"""What is lost on a task: find the Debian package that a synopsis belongs to, before and after the conversion.
+
+``python -m benchmarks.retrieval build/demo/model`` writes benchmarks/results/retrieval.json. The synopsis of a package
+is the query and the long descriptions of 1,500 packages are searched, by the cosine of mean-pooled embeddings. No stage
+of the conversion has seen any of these texts. ``make retrieval`` fetches them first: they are the descriptions in
+Debian's package lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from benchmarks.subjects import BATCH, ROOT, Row
+from dynorm.distill.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
+from dynorm.files import write_text
+from tools.demo_model import folder
+
+RESULTS = Path(__file__).parent / "results" / "retrieval.json"
+TEXTS = ROOT / "build" / "debian-descriptions.txt"
+PACKAGES, SEEDS, LENGTH = 1500, 3, 256
+
+
+def main() -> None:
+    """Measure the original and each given model, and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", type=Path, help="folders of converted models")
+    parser.add_argument("--descriptions", type=Path, default=TEXTS, help="a Translation-en file of Debian, unpacked")
+    arguments = parser.parse_args()
+    text = arguments.descriptions.read_text("utf-8")
+    known = packages(text)
+    rows = []
+    for name, path in {"original": folder(), **{each.parent.name: each for each in arguments.models}}.items():
+        found = [searched(load_pretrained(path), sample(known, seed)) for seed in range(SEEDS)]
+        rows.append({"model": name, **{key: [round(each[key], 4) for each in found] for key in found[0]}})
+        print(rows[-1], flush=True)
+    about: dict[str, Any] = {
+        "packages": PACKAGES,
+        "seeds": SEEDS,
+        "descriptions": len(known),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "made_with": library_versions(),
+    }
+    write_text(RESULTS, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+def packages(text: str) -> list[tuple[str, str]]:
+    """Return synopsis and long description of each package that has both; of equal synopses the first."""
+    found: dict[str, str] = {}
+    for stanza in text.split("\n\n"):
+        parts = re.search(r"^Description-en: (.+)\n((?: .*\n?)+)", stanza, re.MULTILINE)
+        if parts is not None:
+            found.setdefault(parts[1], re.sub(r"\s+", " ", parts[2].replace("\n .\n", "\n")).strip())
+    return list(found.items())
+
+
+def sample(known: list[tuple[str, str]], seed: int) -> list[tuple[str, str]]:
+    """Return a seed's packages."""
+    return random.Random(seed).sample(known, PACKAGES)
+
+
+@torch.no_grad()
+def searched(pretrained: Pretrained, chosen: list[tuple[str, str]]) -> Row:
+    """Return the mean reciprocal rank of the right package, and how often it is the first."""
+    queries, documents = (embedded(pretrained, list(texts)) for texts in zip(*chosen, strict=True))
+    scores = queries @ documents.T
+    # Of equal scores the right one comes last.
+    ranks = (scores >= scores.diagonal()[:, None]).sum(1).double()
+    return {"mrr": float(ranks.reciprocal().mean()), "recall_at_1": float((ranks == 1).double().mean())}
+
+
+def embedded(pretrained: Pretrained, texts: list[str]) -> Tensor:
+    """Return the mean-pooled embeddings of texts, each of length 1."""
+    encoded = encode(pretrained, texts, LENGTH)
+    # The order that the batches have, from short to long.
+    order = sorted(range(len(texts)), key=lambda k: len(encoded[k]))
+    rows = []
+    for batch in make_batches(pretrained, encoded, BATCH):
+        hidden = pretrained.model.eval()(**batch).last_hidden_state
+        mask = batch["attention_mask"][..., None].to(hidden)
+        rows.append(normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))
+    return torch.cat(rows)[torch.tensor(order).argsort()]
+
+
+if __name__ == "__main__":
+    main()
