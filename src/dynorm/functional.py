@@ -223,7 +223,7 @@ def dyt(
         tensor([-1.0000,  0.0000,  0.4621])
     """
     z, axes = resolve(x, dim)
-    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, witnesses, gain)
+    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, (witnesses, gain))
     return _affine(torch.tanh(slope * u), scale, weight, bias, axes).to(x.dtype)
 
 
@@ -313,7 +313,7 @@ def dyisru_general(
     """
     z, axes = resolve(x, dim)
     beta = constant("beta", beta, z, axes, positive=True)
-    u, told = _shifted(z, center, axes, witnesses, gain, leave_one_out=True)
+    u, told = _shifted(z, center, axes, (witnesses, gain), leave_one_out=True)
     if told is not None:
         u, beta = u / told.unit, beta / told.unit**2 + told.total
     y = _soft_sign(u, beta)
@@ -346,7 +346,7 @@ def derf(
     """
     z, axes = resolve(x, dim)
     # The slope of erf at 0 is 2 / sqrt(pi).
-    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, witnesses, gain, ratio=4 / math.pi)
+    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, (witnesses, gain), ratio=4 / math.pi)
     return _affine(torch.erf(slope * u + constant("shift", shift, z, axes)), scale, weight, bias, axes).to(x.dtype)
 
 
@@ -373,7 +373,7 @@ def linear(
         tensor([-0.5000,  0.0000,  1.0000])
     """
     z, axes = resolve(x, dim)
-    u, slope = _sloped(z, center, constant("slope", slope, z, axes), axes, witnesses, gain)
+    u, slope = _sloped(z, center, constant("slope", slope, z, axes), axes, (witnesses, gain))
     return _affine(u, slope * constant("scale", scale, z, axes), weight, bias, axes).to(x.dtype)
 
 
@@ -390,6 +390,10 @@ def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     return d / torch.sqrt(beta + d * d)
 
 
+_ToldBy = tuple[Tensor | None, Tensor | None]
+"""Witnesses and their gains."""
+
+
 class _Told(NamedTuple):
     """What the witnesses tell of each token, in a unit in which neither sums nor their gradients leave float32."""
 
@@ -400,17 +404,10 @@ class _Told(NamedTuple):
 
 
 def _sloped(
-    z: Tensor,
-    center: Constant | None,
-    slope: Constant,
-    axes: tuple[int, ...],
-    witnesses: Tensor | None,
-    gain: Tensor | None,
-    *,
-    ratio: float = 1.0,
+    z: Tensor, center: Constant | None, slope: Constant, axes: tuple[int, ...], told_by: _ToldBy, *, ratio: float = 1.0
 ) -> tuple[Tensor, Constant]:
     """Return u, which is ``z - center``, and the slope for beta(x); ``ratio`` is ``1 / (beta * slope**2)``."""
-    u, told = _shifted(z, center, axes, witnesses, gain)
+    u, told = _shifted(z, center, axes, told_by)
     if told is not None:
         # As a factor of the slope, so that its sign stays and 0 is no division by 0.
         slope = slope * (torch.rsqrt(told.unit**-2 + ratio * (slope * slope) * told.total) / told.unit)
@@ -418,19 +415,14 @@ def _sloped(
 
 
 def _shifted(
-    z: Tensor,
-    center: Constant | None,
-    axes: tuple[int, ...],
-    witnesses: Tensor | None,
-    gain: Tensor | None,
-    *,
-    leave_one_out: bool = False,
+    z: Tensor, center: Constant | None, axes: tuple[int, ...], told_by: _ToldBy, *, leave_one_out: bool = False
 ) -> tuple[Tensor, _Told | None]:
     """Return u, which is ``z - center``, and what the witnesses tell; None where there are none.
 
     With ``leave_one_out`` a witness is not in its own sum. Sums of the others, rather than a difference: a witness is
     often larger than all of them together.
     """
+    witnesses, gain = told_by
     u = z if center is None else z - constant("center", center, z, axes)
     if witnesses is None or witnesses.numel() == 0:
         if gain is not None and gain.numel():

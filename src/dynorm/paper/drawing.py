@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Each function has its own dashes and marker too.
 COLORS = {function.title: function.color for function in FAMILY.values()} | {"closed form": "#000000"}
-DASHES: dict[str, Any] = {"DyT": "-", "Derf": (0, (5, 1.5)), "DyISRU": "-", "linear": (0, (1, 1.2)), "closed form": "-"}
-MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
+_DASHES = {"Derf": (0, (5, 1.5)), "linear": (0, (1, 1.2))}
+_MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
+LOOKS: dict[str, dict[str, Any]] = {
+    name: {"color": color, "linestyle": _DASHES.get(name, "-"), "marker": _MARKERS[name]}
+    for name, color in COLORS.items()
+}
+"""Each function has its own dashes and marker too."""
 GREY = "#8A8A8A"
 
 
@@ -72,9 +76,7 @@ def draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
 
 def draw_residuals(axes: Axes, name: str, x: NDArray[np.float64], y: NDArray[np.float64], label: str) -> None:
     """Draw a function's residuals in its own colour, dashes and marker."""
-    axes.plot(
-        x, y, color=COLORS[name], linestyle=DASHES[name], linewidth=1, marker=MARKERS[name], markersize=4.5, label=label
-    )
+    axes.plot(x, y, **LOOKS[name], linewidth=1, markersize=4.5, label=label)
 
 
 def with_mean(name: str, mean: float) -> str:

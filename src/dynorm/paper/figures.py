@@ -14,9 +14,8 @@ from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru, dyisru_general, dyt
 from dynorm.paper.drawing import (
     COLORS,
-    DASHES,
     GREY,
-    MARKERS,
+    LOOKS,
     draw_bounds,
     draw_circles,
     draw_outliers,
@@ -245,9 +244,7 @@ def _draw_axis(axes: Axes, studies: Sequence[Study], places: Sequence[float]) ->
             for share in (0.05, 0.5, 0.95)
         )
         axes.fill_between(places, low, high, color=COLORS[name], alpha=0.18, linewidth=0)
-        axes.plot(
-            places, middle, color=COLORS[name], linestyle=DASHES[name], marker=MARKERS[name], markersize=3.5, label=name
-        )
+        axes.plot(places, middle, **LOOKS[name], markersize=3.5, label=name)
     axes.set_yscale("log")
     label_decades(axes.yaxis)
     axes.set_ylabel("mean absolute residual")

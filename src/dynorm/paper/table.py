@@ -5,16 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dynorm.paper.generality import PAPER, STEP, Generality, Reproduction, Study
 from dynorm.paper.simulation import Array, channel_betas
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from dynorm.table import Column, Table
 
 CLOSED = "closed form"
 
@@ -104,8 +101,8 @@ def samples_csv(base: Study) -> str:
     return _csv(["seed", *base.residuals, CLOSED, "beta", "C v_o", "m_o"], rows)
 
 
-def printed(reproduction: Reproduction) -> Iterator[RenderableType]:
-    """Yield what the terminal shows, for rich's ``Console.print``.
+def printed(reproduction: Reproduction) -> Iterator[str]:
+    """Yield what the terminal shows, part by part.
 
     Example:
         >>> from dynorm.paper.generality import reproduce
@@ -114,52 +111,48 @@ def printed(reproduction: Reproduction) -> Iterator[RenderableType]:
     """
     simulation = reproduction.simulation
     title = f"C = {simulation.channels}, sigma = {simulation.sigma:g}, mean {simulation.mean:g}, seed {simulation.seed}"
-    table = _table(title, ["function", "constant", "value", "paper", "mean |residual|", "paper"], text=2)
+    mean = Column("mean |residual|", lambda value: f"{value:.6g}" if value > 1e-9 else f"{value:.2g}")
     # The paper gives figures for one setting only.
     paper = PAPER if (simulation.channels, simulation.sigma) == (100, 2.0) else {}
-    columns: dict[str, Array] = {}
+    rows, columns = [], {}
     for name, constant, value, residuals in _functions(reproduction):
         columns[name] = residuals
-        named, digits = (f"{constant} = C v_o", ".2g") if name == CLOSED else (constant, ".6g")
+        named = f"{constant} = C v_o" if name == CLOSED else constant
         printed_value, printed_mean = paper.get(name, ("", ""))
-        table.add_row(name, named, f"{value:.8g}", printed_value, f"{_mean(residuals):{digits}}", printed_mean)
-    yield table
+        rows.append((name, named, value, printed_value, _mean(residuals), printed_mean))
+    yield f"{Table(['function', 'constant', Column('value', '.8g'), 'paper', mean, 'paper'], rows, title=title)}\n"
     x, y = simulation.outliers, simulation.outputs
     yield _outlier_table("outputs", x, {"LayerNorm": y} | {name: r + y for name, r in columns.items()}, ".4f")
     yield _outlier_table("residuals (function - LayerNorm)", x, columns, ".2g")
     betas = " or ".join(dict.fromkeys(f"{beta:.6g}" for beta in channel_betas(simulation)))
     yield (
         f"The closed form needs no fit: its centre is m_o = {reproduction.closed.center:.4g}, its beta "
-        f"C v_o = {reproduction.closed.beta:.6g}. Eq. 14's beta of the outlier's channel is {betas} at every step."
+        f"C v_o = {reproduction.closed.beta:.6g}. Eq. 14's beta of the outlier's channel is {betas} at every step.\n"
     )
     if reproduction.generality is not None:
         yield _generality_table(reproduction.generality)
         yield verdict(reproduction.generality)
 
 
-def _outlier_table(title: str, x: Array, columns: Mapping[str, Array], form: str) -> Table:
-    table = _table(title, ["S", "x_o", *columns])
-    for i, place in enumerate(x):
-        table.add_row(str(i + 1), f"{place:.2f}", *(format(column[i], form) for column in columns.values()))
-    return table
+def _outlier_table(title: str, x: Array, columns: Mapping[str, Array], form: str) -> str:
+    head: list[str | Column] = ["S", Column("x_o", ".2f"), *(Column(name, form) for name in columns)]
+    rows = list(zip(range(1, len(x) + 1), x, *columns.values(), strict=True))
+    return f"{Table(head, rows, title=title)}\n"
 
 
-def _generality_table(generality: Generality) -> Table:
-    title = f"mean |residual| over {len(generality.base.seeds):,} samples a setting: quantiles"
-    columns = [f"{name}\n{share}" for name in ("DyT", "DyISRU") for share in ("5 %", "50 %", "95 %")]
-    table = _table(title, ["setting", *columns, "DyT\nwins"], text=1)
-    before = "base"
+def _generality_table(generality: Generality) -> str:
+    names, shares = ("DyT", "DyISRU"), {"5 %": 0.05, "50 %": 0.5, "95 %": 0.95}
+    rows = []
     for axis, study in _settings(generality):
-        if axis != before:
-            table.add_section()
-        before = axis
-        spreads = np.quantile([study.residuals[name] for name in ("DyT", "DyISRU")], (0.05, 0.5, 0.95), axis=1)
-        numbers = (f"{value:.2g}" for value in spreads.T.flat)
+        spreads = np.quantile([study.residuals[name] for name in names], list(shares.values()), axis=1)
         values = {"channels": f"C {study.channels}", "sigma": f"sigma {study.sigma:g}"}
         named = values.get(axis, f"mean {study.mean / study.sigma:g} sigma")
         named = f"C {study.channels}, sigma {study.sigma:g}" if axis == "base" else named
-        table.add_row(named, *numbers, f"{100 * study.dyt_wins:.3g}%")
-    return table
+        rows.append((named, *spreads.T.flat, study.dyt_wins))
+    columns = [Column(share, ".2g", group=name) for name in names for share in shares]
+    title = f"mean |residual| over {len(generality.base.seeds):,} samples per setting: quantiles"
+    wins = Column("DyT wins", lambda share: f"{100 * share:.3g}%")
+    return f"{Table(['setting', *columns, wins], rows, title=title)}\n"
 
 
 def _settings(generality: Generality) -> Iterator[tuple[str, Study]]:
@@ -177,17 +170,6 @@ def _functions(reproduction: Reproduction) -> Iterator[tuple[str, str, float, Ar
 
 def _mean(residuals: Array) -> float:
     return float(np.abs(residuals).mean())
-
-
-def _table(title: str, columns: Sequence[str], *, text: int = 0) -> Table:
-    """Return a table whose first columns are text and stand left, the others numbers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < text else "right", no_wrap=True)
-    return table
 
 
 def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -9,20 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm import watch
 from dynorm.arguments import check_positive, upcast
 from dynorm.errors import ArgumentError, DataError
 from dynorm.layers import AnnealedNorm, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
 from dynorm.replace.specs import require_layers
-from dynorm.watch import (
-    call,
-    hooked,
-    iterate,
-    require_finite,
-    require_plain_model,
-    site_tokens,
-    token_masks,
-    undisturbed,
-)
 
 Range = tuple[Tensor, Tensor]
 
@@ -123,23 +114,23 @@ def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range
         >>> high.round(decimals=2)
         tensor([0.8900, 0.0000, 2.0000, 0.0000])
     """
-    require_plain_model(model)
+    watch.require_plain_model(model)
     paths = {layer: path for path, layer in require_layers(model).items()}
     found: dict[str, Range] = {}
-    for batch in iterate(batches):
-        masks = token_masks(batch)
+    for batch in watch.iterate(batches):
+        masks = watch.token_masks(batch)
 
         def widen(layer: nn.Module, args: tuple[Any, ...], output: Tensor, masks: list[Tensor] = masks) -> None:
             assert isinstance(layer, PointwiseNorm)
-            tokens, path = upcast(site_tokens(layer, output, masks)), paths[layer]
-            require_finite(path, tokens)
+            tokens, path = upcast(watch.site_tokens(layer, output, masks)), paths[layer]
+            watch.require_finite(path, tokens)
             if len(tokens):
                 low, high = tokens.aminmax(dim=0)
                 before = found.get(path, (low, high))
                 found[path] = low.minimum(before[0]), high.maximum(before[1])
 
-        with undisturbed(model, batch, evaluate=True), hooked(paths, widen):
-            call(model, batch)
+        with watch.undisturbed(model, batch, evaluate=True), watch.hooked(paths, widen):
+            watch.call(model, batch)
     if not found:
         raise DataError("the batches must reach at least one point-wise layer, but reached none: give others")
     return found

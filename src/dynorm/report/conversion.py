@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm import watch
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.family import NAMES
 from dynorm.layers import PointwiseNorm
@@ -18,16 +19,6 @@ from dynorm.report.output import OutputComparison
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.sizes import token_places
 from dynorm.report.stats import Reservoir, SiteStats
-from dynorm.watch import (
-    call,
-    hooked,
-    iterate,
-    require_finite,
-    require_plain_model,
-    site_tokens,
-    token_masks,
-    undisturbed,
-)
 
 # A value is saturated when the function gives more than this share of its bound: beyond 3 sqrt(beta) for DyISRU.
 SATURATION = 0.95
@@ -89,14 +80,14 @@ def measure(
     """
     if points < 1:
         raise ArgumentError(f"points must be at least 1, got {points}")
-    require_plain_model(model)
+    watch.require_plain_model(model)
     found = _Measurement(model, original, OutputComparison(output), seed, points)
     with ExitStack() as stack:
         for each in found.models:
-            stack.enter_context(undisturbed(each, evaluate=True))
-        for batch in () if fit_on is None else iterate(fit_on, "fit_on"):
+            stack.enter_context(watch.undisturbed(each, evaluate=True))
+        for batch in () if fit_on is None else watch.iterate(fit_on, "fit_on"):
             found.fit(batch)
-        for batch in iterate(batches):
+        for batch in watch.iterate(batches):
             found.add(batch, halve=fit_on is None)
     return found.report(meta)
 
@@ -126,17 +117,17 @@ class _Measurement:
             return output
 
         # Random states come back, so that a model which draws numbers draws the same ones when converted.
-        with undisturbed(self.models[-1], batch), hooked(self.norms, hook):
-            return call(self.models[-1], batch)
+        with watch.undisturbed(self.models[-1], batch), watch.hooked(self.norms, hook):
+            return watch.call(self.models[-1], batch)
 
     def fit(self, batch: Any) -> None:
         """Add a batch to those that the functions are fitted on."""
-        masks = token_masks(batch)
+        masks = watch.token_masks(batch)
         self.run_original(batch, lambda layer, x, _: self.sites[layer].stats.add_fitted(self._tokens(layer, x, masks)))
 
     def add(self, batch: Any, *, halve: bool) -> None:
         """Add a batch to those that are measured on, or its second half alone, and fit on the first."""
-        masks = token_masks(batch)
+        masks = watch.token_masks(batch)
         wanted: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.sites}
 
         def see_norm(layer: PointwiseNorm, x: Tensor, y: Tensor) -> None:
@@ -150,15 +141,15 @@ class _Measurement:
 
         def see_layer(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
             assert isinstance(layer, PointwiseNorm)
-            site, now = self.sites[layer], site_tokens(layer, y, masks)
+            site, now = self.sites[layer], watch.site_tokens(layer, y, masks)
             site.add_saturation(self._tokens(layer, args[0], masks))
             norms = wanted[layer].pop(0) if wanted[layer] else None
             if norms is not None and norms.shape == now.shape:
                 site.compare(now, norms)
 
         first = self.run_original(batch, see_norm)
-        with hooked(self.sites, see_layer):
-            second = call(self.model, batch)
+        with watch.hooked(self.sites, see_layer):
+            second = watch.call(self.model, batch)
         self.comparison.add(batch, first, second, lambda changed: self.run_original(changed, lambda *_: None))
 
     def report(self, meta: Mapping[str, Any] | None) -> ModelReport:
@@ -179,14 +170,14 @@ class _Measurement:
 
     def _tokens(self, layer: PointwiseNorm, x: Tensor, masks: list[Tensor]) -> Tensor:
         """Return the tokens of x, (tokens, C), without padding, after a look at them."""
-        tokens = site_tokens(layer, x, masks)
-        require_finite(self.sites[layer].path, tokens)
+        tokens = watch.site_tokens(layer, x, masks)
+        watch.require_finite(self.sites[layer].path, tokens)
         return tokens
 
 
 def _norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm]) -> dict[nn.Module, PointwiseNorm]:
     """Return the layer that replaced each norm of the original."""
-    require_plain_model(original)
+    watch.require_plain_model(original)
     norms: dict[nn.Module, PointwiseNorm] = {}
     for path, layer in layers.items():
         try:

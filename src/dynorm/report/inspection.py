@@ -12,24 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm import functional, theory
+from dynorm import functional, theory, watch
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fit.site_fit import own_betas
 from dynorm.report.records import InspectedSite, InspectionReport
 from dynorm.report.sizes import TokenSizes, token_places
-from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Reservoir, SiteStats, best_beta
+from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Reservoir, SiteStats, best_beta, normalized
 from dynorm.site import NormSite
-from dynorm.watch import (
-    arguments,
-    call,
-    iterate,
-    require_finite,
-    require_plain_model,
-    site_tokens,
-    token_masks,
-    undisturbed,
-)
 
 Curve = Callable[[Tensor, Tensor, float, float], Tensor]
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
@@ -86,16 +76,16 @@ def inspect_norms(
     """
     if points < 1:
         raise ArgumentError(f"points must be at least 1, got {points}")
-    require_plain_model(model)
-    remaining = iterate(batches)
+    watch.require_plain_model(model)
+    remaining = watch.iterate(batches)
     if sites is None:
         first = next(remaining)
-        args, kwargs = arguments(model, first)
+        args, kwargs = watch.arguments(model, first)
         sites, remaining = find_norms(model, *args, **kwargs), chain([first], remaining)
     watched = _watched(model, sites, seed, points)
     count = 0
-    with undisturbed(model, evaluate=True):
-        for batch in () if fit_on is None else iterate(fit_on, "fit_on"):
+    with watch.undisturbed(model, evaluate=True):
+        for batch in () if fit_on is None else watch.iterate(fit_on, "fit_on"):
             _run(model, watched, batch, fitted=1.0)
         for batch in remaining:
             count += 1
@@ -126,7 +116,7 @@ class _Watched:
 
     def see(self, x: Tensor, fitted: float, places: Tensor | None) -> None:
         """Add tokens (tokens, C) with their places, a share of which is fitted on, and the rest measured on."""
-        require_finite(self.site.path, x)
+        watch.require_finite(self.site.path, x)
         if fitted == 1.0:
             self.stats.add_fitted(x)
         split = int(len(x) * fitted)
@@ -160,17 +150,17 @@ def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int
 
 
 def _run(model: nn.Module, watched: Mapping[nn.Module, _Watched], batch: Any, fitted: float) -> None:
-    masks = token_masks(batch)
+    masks = watch.token_masks(batch)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entry = watched[module]
         x = args[0] if args else next(iter(kwargs.values()))
-        entry.see(site_tokens(entry.site, x, masks), fitted, token_places(entry.site, x, batch))
+        entry.see(watch.site_tokens(entry.site, x, masks), fitted, token_places(entry.site, x, batch))
 
-    with undisturbed(model, batch), ExitStack() as stack:
+    with watch.undisturbed(model, batch), ExitStack() as stack:
         for module in watched:
             stack.enter_context(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        call(model, batch)
+        watch.call(model, batch)
 
 
 class Outliers:
@@ -227,17 +217,14 @@ class Outliers:
 
     def _add(self, kept: Reservoir, x: Tensor) -> Tensor:
         """Keep the outliers of tokens, and return the constant that each would need."""
-        x = x.double()
-        centred = self.site.kind == "layernorm"
-        deviation = x - x.mean(-1, keepdim=True) if centred else x
-        place = deviation.abs().argmax(-1, keepdim=True)
-        size = (deviation.square().mean(-1, keepdim=True) + self.site.eps).sqrt()
-        y = (deviation.gather(-1, place) / size.clamp_min(torch.finfo(x.dtype).tiny))[:, 0]
+        x, centred = x.double(), self.site.kind == "layernorm"
+        sigma, core, _ = normalized(self.site, x)
+        place = core.abs().argmax(-1, keepdim=True)
+        y = core.gather(-1, place)[:, 0]
         outlier, beta = (each.gather(-1, place) for each in (x, own_betas(x, self.site.kind, self.site.eps)))
         middle = theory.leave_one_out_mean(x).gather(-1, place) if centred else None
         exact = functional.dyisru_general(outlier, beta, middle, scale=math.sqrt(x.shape[-1] - centred))
-        known = size[:, 0] > 0
-        gap = (exact[:, 0] - y)[known]
+        gap = (exact[:, 0] - y)[sigma > torch.finfo(x.dtype).tiny]
         self._exact = max([self._exact, *gap.abs().amax(0, keepdim=True).tolist()]) if len(gap) else self._exact
         kept.add(outlier.cpu(), y.cpu(), torch.ones(len(y), dtype=torch.float64))
         return beta[:, 0]

@@ -218,7 +218,7 @@ class SiteStats:
     def add_fitted(self, x: Tensor) -> None:
         """Add tokens (tokens, C) to those that the functions are fitted on, and to nothing else."""
         for part in self._parts(x):
-            self.fitted.add(part, self._normalized(part)[1])
+            self.fitted.add(part, normalized(self.site, part)[1])
 
     def add(self, x: Tensor, fitted: int, places: Tensor | None = None) -> None:
         """Add tokens (tokens, C): the functions are fitted on so many of them, and measured on the others.
@@ -228,7 +228,7 @@ class SiteStats:
         start = self.tokens
         for is_fitted, tokens in ((True, x[:fitted]), (False, x[fitted:])):
             for part in self._parts(tokens):
-                sigma, y, peak = self._normalized(part)
+                sigma, y, deviation = normalized(self.site, part)
                 first = self.tokens - start
                 self._sizes.add(part, sigma, y, None if places is None else places[first : first + len(part)])
                 self.tokens += len(sigma)
@@ -237,7 +237,7 @@ class SiteStats:
                 self._log_square_sum += float(log_sigma.square().sum())
                 index = ((log_sigma / math.log(2) + _OCTAVES) * _SIGMAS_PER_OCTAVE).long()
                 self._sigmas += torch.bincount(index.clamp(0, len(self._sigmas) - 1), minlength=len(self._sigmas))
-                self._peak = max(self._peak, float(peak))
+                self._peak = max(self._peak, float(deviation.abs().max()))
                 self._core_peak = max(self._core_peak, float(y.abs().max()))
                 (self.fitted if is_fitted else self.held_out).add(part, y)
                 if not is_fitted:
@@ -286,14 +286,15 @@ class SiteStats:
         if not self._started:
             self._started = True
             origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
-            unit = float(self._normalized(x)[0].double().log().mean().exp())
+            unit = float(normalized(self.site, x)[0].double().log().mean().exp())
             self.fitted, self.held_out = (Histogram(origin, unit, x.device) for _ in range(2))
             self.sample = Reservoir(self._points, self._seed, x.device)
             self._sigmas = torch.zeros(2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device)
         return torch.split(x, max(1, _CHUNK // x.shape[1]))
 
-    def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the size that the norm divides each token by, its core, and the largest deviation."""
-        deviation = x - x.mean(-1, keepdim=True) if self.site.kind == "layernorm" else x
-        sigma = (deviation.square().mean(-1) + self.site.eps).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
-        return sigma, deviation / sigma[:, None], deviation.abs().max()
+
+def normalized(site: NormSite, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the size that a norm divides each token (tokens, C) by, its core, and the deviations."""
+    deviation = x - x.mean(-1, keepdim=True) if site.kind == "layernorm" else x
+    sigma = (deviation.square().mean(-1) + site.eps).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+    return sigma, deviation / sigma[:, None], deviation
