@@ -81,11 +81,7 @@ def cycled(batches: Iterable[Any], steps: int) -> Iterator[Any]:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Call the model as the batch's form says: ``model(x)``, ``model(*x)`` or ``model(**x)``, on its own device.
-
-    Raises:
-        DataError: the model raises.
-    """
+    """Call the model as the batch's form says, on its own device; DataError where it raises."""
     args, kwargs = arguments(model, batch)
     try:
         return model(*args, **kwargs)
@@ -266,22 +262,10 @@ _WRAPPERS = (
 def require_plain_model(model: nn.Module) -> None:
     """Check that a model is plain modules with real tensors, so that its parts can be watched and replaced.
 
-    Args:
-        model: Any module.
-
     Raises:
         ArgumentError: If it is no module at all.
         ModelError: If it, or a part of it, is compiled, exported, wrapped, scripted, sharded, lazy or on the meta
             device. The message says which call to make first.
-
-    Example:
-        >>> require_plain_model(nn.LayerNorm(4))
-        >>> from dynorm.errors import DynormError
-        >>> try:
-        ...     require_plain_model(nn.Linear(2, 2, device="meta"))
-        ... except DynormError as error:
-        ...     print(type(error).__name__)
-        ModelError
     """
     if not isinstance(model, nn.Module):
         if type(model).__name__ == "ExportedProgram":

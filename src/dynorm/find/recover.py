@@ -316,10 +316,6 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
     and rounded to bfloat16 1 + w would lose most digits of a small w. A factor that no tensor of the module holds,
     such as the 1/sqrt(C) of a division by the L2 norm, is measured.
 
-    Args:
-        module: The module at the site's path.
-        site: The site, as `find_norms` returned it.
-
     Returns:
         Detached copies of shape `site.normalized_shape` on the module's device; None for a missing one.
 

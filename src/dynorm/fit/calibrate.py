@@ -11,23 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm import watch
 from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import Witnesses
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers
 from dynorm.table import Column, Table
-from dynorm.watch import (
-    call,
-    hooked,
-    iterate,
-    require_finite,
-    require_plain_model,
-    site_tokens,
-    token_masks,
-    unchanged_on_error,
-    undisturbed,
-)
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
 Fits = dict[PointwiseNorm, SiteFit]
@@ -146,7 +136,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
     """
     ranks = Ranks()
     with ranks.together():
-        require_plain_model(model)
+        watch.require_plain_model(model)
         layers = require_layers(model, with_norms=True)
         ranks.require_alike(layers.items())
         found = [(path, layer, replaced) for path, layer in layers.items() if (replaced := replaced_by(layer))]
@@ -154,7 +144,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
             layer: SiteFit(layer, norm, ranks, path)
             for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
         }
-        with unchanged_on_error(fits), undisturbed(model, evaluate=True):
+        with watch.unchanged_on_error(fits), watch.undisturbed(model, evaluate=True):
             used = _stream(model, fits, batches, ranks)
     unreached = [fit.path for fit in fits.values() if not fit.tokens]
     if unreached:
@@ -174,7 +164,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Any]) -> CalibrationReport:
 
 def _stream(model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks) -> int:
     """Go through the batches, and return how many there were on all ranks."""
-    given, batch, used, number = iterate(batches), None, 0, 0
+    given, batch, used, number = watch.iterate(batches), None, 0, 0
     while set(ranks.all_say(OVER if (new := next(given, None)) is None else BATCH)) != {OVER}:
         number += 1
         used += new is not None
@@ -186,7 +176,7 @@ def _stream(model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks) 
 
 def _fit_batch(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks, *, counts: bool) -> None:
     """Fit each layer, as it is reached, to its norm, on the inputs that the layers before it make."""
-    masks, targets = token_masks(batch), norm_outputs(model, batch)
+    masks, targets = watch.token_masks(batch), norm_outputs(model, batch)
     paths = [site.path for site in fits.values()]
 
     def fit(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -194,8 +184,8 @@ def _fit_batch(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ran
         site, own = fits[layer], original_forward(layer, *args)
         first = targets[layer].pop(0) if targets[layer] else own
         target = torch.lerp(own, first, _LEAN) if first.shape == own.shape else own
-        x, y = site_tokens(layer, args[0], masks), site_tokens(layer, target, masks)
-        require_finite(site.path, x, y, where=f" in batch {number - 1}")
+        x, y = watch.site_tokens(layer, args[0], masks), watch.site_tokens(layer, target, masks)
+        watch.require_finite(site.path, x, y, where=f" in batch {number - 1}")
         ranks.meet(paths, site.path)
         counted = len(x) if counts else 0
         # The later a batch, the better the constants that fed it: its tokens count more.
@@ -203,8 +193,8 @@ def _fit_batch(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ran
         site.solve_()
         return layer.forward(args[0])
 
-    with hooked(fits, fit):
-        call(model, batch)
+    with watch.hooked(fits, fit):
+        watch.call(model, batch)
     ranks.meet(paths)
 
 
@@ -220,6 +210,6 @@ def norm_outputs(model: nn.Module, batch: Any) -> Outputs:
         return original
 
     # The random state comes back, so that a model which draws numbers draws the same ones when it is run again.
-    with undisturbed(model, batch, grad=True), hooked(dynorm_layers(model).values(), hook):
-        call(model, batch)
+    with watch.undisturbed(model, batch, grad=True), watch.hooked(dynorm_layers(model).values(), hook):
+        watch.call(model, batch)
     return outputs

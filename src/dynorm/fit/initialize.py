@@ -8,22 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm import watch
 from dynorm.errors import ArgumentError, DataError
 from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import LEAST
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import require_layers
 from dynorm.table import Column, Table
-from dynorm.watch import (
-    call,
-    hooked,
-    iterate,
-    require_plain_model,
-    site_tokens,
-    token_masks,
-    unchanged_on_error,
-    undisturbed,
-)
 
 
 @dataclass(frozen=True)
@@ -95,11 +86,11 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.5) -> Ini
     ranks = Ranks()
     sigma: dict[str, float] = {}
     with ranks.together():
-        require_plain_model(model)
+        watch.require_plain_model(model)
         layers = require_layers(model)
-        (batch,) = iterate([batch], "the batch")
+        (batch,) = watch.iterate([batch], "the batch")
         ranks.require_alike(layers.items())
-        masks, names = token_masks(batch), list(layers)
+        masks, names = watch.token_masks(batch), list(layers)
         paths = {layer: path for path, layer in layers.items()}
 
         def set_(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -107,11 +98,11 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.5) -> Ini
             path = paths[layer]
             if path not in sigma:
                 ranks.meet(names, path)
-                sigma[path] = _set_constants_(layer, site_tokens(layer, args[0], masks), path, share, ranks)
+                sigma[path] = _set_constants_(layer, watch.site_tokens(layer, args[0], masks), path, share, ranks)
             return layer.forward(args[0])
 
-        with unchanged_on_error(paths), undisturbed(model, batch), hooked(paths, set_):
-            call(model, batch)
+        with watch.unchanged_on_error(paths), watch.undisturbed(model, batch), watch.hooked(paths, set_):
+            watch.call(model, batch)
             ranks.meet(names)
             if not sigma:
                 raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")

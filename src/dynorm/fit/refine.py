@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm import watch
 from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.fit.calibrate import Outputs, norm_outputs
@@ -19,16 +20,6 @@ from dynorm.fit.ranks import Ranks
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import require_layers
 from dynorm.table import Table
-from dynorm.watch import (
-    call,
-    cycled,
-    hooked,
-    require_plain_model,
-    site_tokens,
-    token_masks,
-    unchanged_on_error,
-    undisturbed,
-)
 
 
 @dataclass(frozen=True)
@@ -96,14 +87,18 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
             f"refine_ must run in one process, but the process group has {size}: call it before the group is "
             "initialized, and hand the constants on as any weights"
         )
-    require_plain_model(model)
+    watch.require_plain_model(model)
     layers = list(require_layers(model, with_norms=True).values())
     if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
         raise ModelError(
             "a layer must be point-wise for its constants to be refined, but some are annealed ones at t = 0, which is "
             "the norm: convert_ to the layer they end as, or call set_anneal_ first"
         )
-    with unchanged_on_error(layers), undisturbed(model, evaluate=True, grad=True), _only_trained(model, layers):
+    with (
+        watch.unchanged_on_error(layers),
+        watch.undisturbed(model, evaluate=True, grad=True),
+        _only_trained(model, layers),
+    ):
         errors = _descend(model, layers, batches, steps, lr)
     return RefinementReport(steps, errors[0], errors[-1])
 
@@ -137,12 +132,12 @@ def _descend(
         optimizer, lambda k: min(1.0, (k + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * k / steps))
     )
     errors: list[float] = []
-    for batch in cycled(batches, steps):
+    for batch in watch.cycled(batches, steps):
         with torch.no_grad():
             wanted = norm_outputs(model, batch)
         with torch.enable_grad(), recorded({layer: layer for layer in wanted}) as given:
-            call(model, batch)
-            loss = joint_error(wanted, given, token_masks(batch))
+            watch.call(model, batch)
+            loss = joint_error(wanted, given, watch.token_masks(batch))
         _require_finite("loss", loss, len(errors))
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for master, gradient in zip(masters, gradients, strict=True):
@@ -174,7 +169,7 @@ def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         outputs[layers[module]].append(output.clone())
 
-    with hooked(layers, keep):
+    with watch.hooked(layers, keep):
         yield outputs
 
 
@@ -188,7 +183,7 @@ def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
     for layer, wanted_of_layer in wanted.items():
         for whole, output in zip(wanted_of_layer, given[layer], strict=False):
             if whole.shape == output.shape:
-                y, f = site_tokens(layer, whole, masks), site_tokens(layer, output, masks)
+                y, f = watch.site_tokens(layer, whole, masks), watch.site_tokens(layer, output, masks)
                 errors.append(relative_error(f, y))
     if not errors:
         raise DataError(

@@ -46,12 +46,9 @@ def available() -> bool:
 def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
     """Compute ``y = weight * scale * f(x - center) + bias`` in one pass.
 
-    Args:
-        form: the function and the sizes.
-        x: contiguous, of any floating dtype, ``outer * channels * inner`` elements.
-        parameters: constant, shift, center, weight and bias; None for a shift, center or bias of 0, a weight of 1. With
-            witnesses also log_gain, None for 0.
-        out: where y goes, contiguous, of x's shape and dtype; a new tensor when None.
+    x is contiguous, of any floating dtype and ``outer * channels * inner`` elements. Of the parameters, a shift, center
+    or bias of None is 0, a weight of None 1; with witnesses there is log_gain too, of which None is 0. ``out``, which y
+    goes to where it is given, is contiguous and of x's shape and dtype.
 
     Returns:
         y, of the shape and dtype of x; computed in float32, in float64 for float64, and rounded once.

@@ -84,11 +84,7 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
 
 
 def require_pointwise(layer: PointwiseNorm) -> None:
-    """Check that a layer looks at one channel at a time.
-
-    Raises:
-        ModelError: it is annealed and not at the end of its path.
-    """
+    """Check that a layer looks at one channel at a time: none that is annealed and not at its end."""
     if isinstance(layer, AnnealedNorm) and layer.position < 1:
         raise ModelError(
             f"a layer whose channels are sharded must be point-wise, but {type(layer).__name__} is a norm until t = 1, "
@@ -97,11 +93,7 @@ def require_pointwise(layer: PointwiseNorm) -> None:
 
 
 def share(size: int, ranks: int, what: str) -> int:
-    """Return one rank's part of ``size``.
-
-    Raises:
-        ArgumentError: the ranks do not divide it.
-    """
+    """Return one rank's part of ``size``, which the ranks must divide."""
     if size % ranks:
         raise ArgumentError(
             f"the number of {what} must be divisible by the ranks that share them, got {size} for {ranks} ranks: "
@@ -115,10 +107,8 @@ def placed(
 ) -> tuple[list[Placement], list[Placement]]:
     """Return where a parameter and its gradient lie, beside an input placed by Shard or Replicate.
 
-    Args:
-        x: the input's placements, one for each dimension of the mesh.
-        axes: the input's channel axes, counted from the front, in the order of the parameter's axes.
-        channelwise: the parameter has one value per channel, not one for all.
+    ``axes`` are the input's channel axes, counted from the front, in the order of the parameter's; a parameter that is
+    ``channelwise`` has one value per channel.
 
     Example:
         >>> placed((Shard(2),), (2,), channelwise=True)

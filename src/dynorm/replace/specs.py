@@ -52,11 +52,7 @@ class LayerSpec:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerSpec:
-        """Return the spec that :meth:`to_dict` wrote.
-
-        Raises:
-            ArgumentError: a key is missing or the layer is unknown.
-        """
+        """Return the spec that :meth:`to_dict` wrote; ArgumentError where a key is missing or the layer is unknown."""
         try:
             spec = LayerSpec(values["layer"], dict(values["config"]), tuple(values["paths"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -82,11 +78,7 @@ def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
 
 
 def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, PointwiseNorm]:
-    """Return the same as :func:`dynorm_layers`, at least one layer.
-
-    Args:
-        model: a converted model, or, without ``with_norms``, one that was built with our layers.
-        with_norms: check that the norm which each layer replaced is still known.
+    """Return the same as :func:`dynorm_layers`, at least one layer; ``with_norms``: each with the norm it replaced.
 
     Raises:
         ModelError: there is none, or a layer did not replace a norm.
@@ -165,11 +157,9 @@ def specs_of(model: nn.Module) -> list[LayerSpec]:
 
 
 def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:
-    """Put empty point-wise layers where the specs say, for a state dict to fill; all of them or none.
+    """Put empty layers where the specs say into a model of the class that they were made from, all of them or none.
 
-    Args:
-        model: an unconverted model of the class that the specs were made from; meta tensors are fine.
-        specs: the result of :func:`specs_of`.
+    Meta tensors are fine: a state dict is to fill them.
 
     Raises:
         ModelError: the model has no module at a path.
