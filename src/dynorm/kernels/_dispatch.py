@@ -65,16 +65,9 @@ def pointwise(
 ) -> Tensor | None:
     """Compute a layer by a kernel, or return None where the plain definition has to serve.
 
-    Args:
-        function: one of DYISRU, DYT, DERF and LINEAR.
-        x: the input, whose sizes at ``dim`` are ``shape``.
-        parameters: constant, shift, center, weight and bias; the first three of one element or of ``shape``, the last
-            two of ``shape``. With witnesses a sixth, their log_gain, of shape ``(len(witnesses),)``.
-        scale: the layer's factor.
-        shape: the normalised shape.
-        dim: where in x it lies, an axis or several.
-        logarithmic: the constant is log(beta); the linear slope is then ``1 / sqrt(beta)``.
-        witnesses: the channels, counted over ``shape``, that tell a token's scale, each once.
+    The sizes of x at ``dim``, an axis or several, are ``shape``. Of the parameters the first three have one element or
+    ``shape``, weight and bias ``shape``; with witnesses, counted over ``shape``, each once, there is a sixth, their
+    log_gain. The rest is as in :class:`Form`.
 
     Returns:
         y, of the shape and dtype of x; None under a tracer, a transform or a mode, for subclasses of Tensor, for
