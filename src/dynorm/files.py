@@ -110,11 +110,10 @@ def replaced_directory(directory: str | os.PathLike[str], *, overwrite: bool = F
         StorageError: the target exists, or is no saved model; it cannot be written; the disk is full.
 
     Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as parent:
-        ...     with replaced_directory(Path(parent) / "model") as new:
-        ...         _ = (new / "config.json").write_text("{}")
-        ...     [path.name for path in Path(parent).iterdir()]
+        >>> target = getfixture("tmp_path") / "model"
+        >>> with replaced_directory(target) as new:
+        ...     _ = (new / "config.json").write_text("{}")
+        >>> [path.name for path in target.parent.iterdir()]
         ['model']
     """
     # A link stays a link: its target is replaced.

@@ -123,11 +123,7 @@ def study_all(
 ) -> Generality:
     """Repeat the simulation and the fits over many samples, over C, over sigma and over the mean.
 
-    Args:
-        channels: C of the base setting and of the studies over sigma and the mean.
-        sigma: Standard deviation of the base setting and of the studies over C and the mean.
-        samples: Number of samples per setting; their seeds are 1, 2, ...
-        track: Wraps the list of settings, for a progress bar.
+    What a study does not vary is that of the base setting. ``track`` wraps the list of settings, for a progress bar.
 
     Raises:
         ArgumentError: If an argument is outside its domain.

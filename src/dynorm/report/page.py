@@ -17,31 +17,25 @@ from dynorm.table import Column, Table, plain
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a page, from top to bottom; all of it plain text.
-
-    Args:
-        title: of the page.
-        lead: a sentence or two on the work behind it.
-        cards: the headline figures, each with its name and a note.
-        table: one row per site.
-        heading: of the pictures.
-        legend: the marks in the pictures, by their style.
-        drawings: the pictures.
-        meta: how it was made.
-        findings: the conclusions, as a paragraph.
-        texts: prompts, with the original's and the converted model's continuation.
-    """
+    """The contents of a page, from top to bottom; all of it plain text."""
 
     title: str
     lead: str
+    """A sentence or two on the work behind it."""
     cards: Sequence[tuple[str, str, str]]
+    """The headline figures, each with its name and a note."""
     table: Table
     heading: str
+    """Of the pictures."""
     legend: Mapping[str, str]
+    """The marks in the pictures, by their style."""
     drawings: Sequence[Drawing]
     meta: Mapping[str, Any]
+    """How it was made."""
     findings: str = ""
+    """The conclusions, as a paragraph."""
     texts: Sequence[tuple[str, str, str]] = ()
+    """Prompts, with the original's and the converted model's continuation."""
 
     def html(self) -> str:
         """Return the page, which follows the reader's choice of light or dark.

@@ -38,25 +38,19 @@ _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
 
 @dataclass(frozen=True)
 class Drawing:
-    """The contents of one picture.
-
-    Args:
-        path: of the site.
-        caption: a line of figures.
-        words: the picture in words, for a reader who cannot see it.
-        fit: the curves.
-        sample: the points and error bars behind them.
-        outliers: x and y of the points that the curves were fitted on, where these are outliers alone.
-        sums: of some tokens the layer's sum and the norm's own, for a second picture below.
-    """
+    """The contents of one picture: the curves, with the points and error bars behind them."""
 
     path: str
     caption: str
+    """A line of figures."""
     words: str
+    """The picture in words, for a reader who cannot see it."""
     fit: CoreFit
     sample: Picture
     outliers: tuple[list[float], list[float]] | None = None
+    """x and y of the points that the curves were fitted on, where these are outliers alone."""
     sums: tuple[list[float], list[float]] | None = None
+    """Of some tokens the layer's sum and the norm's own, for a second picture below."""
 
 
 def svg_picture(drawing: Drawing) -> str:

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,12 +190,8 @@ def autograd_error(statement: Statement, tokens: list[Token]) -> float:
         free = {name: float(value) for name, value in token.numbers.items()}
         known = vars(functional) | vars(theory) | globals() | vectors | free | {"C": len(x)}
         for formula, code in statement.compared.items():
-
-            def twice(x: Tensor, code: str = code, known: dict[str, Any] = known) -> tuple[Tensor, Tensor]:
-                y = eval(code, known, {"x": x}).expand_as(x)
-                return y, y
-
-            slopes, values = torch.func.jacrev(twice, has_aux=True)(x)
+            function = partial(_computed, code, known)
+            slopes, values = torch.func.jacrev(function)(x), function(x)
             for place in {0, token.place, len(x) - 1}:
                 here = replace(token, place=place)
                 for tensor, text in ((values[place], formula), (slopes[place, place], f"d({formula})")):
@@ -202,3 +199,8 @@ def autograd_error(statement: Statement, tokens: list[Token]) -> float:
                         got, want = float(tensor), here.read(text)
                         errors.append(float(abs(got - want) / max(1, abs(got), abs(want))))
     return max(error if math.isfinite(error) else float("inf") for error in errors)
+
+
+def _computed(code: str, known: dict[str, Any], x: Tensor) -> Tensor:
+    y: Tensor = eval(code, known, {"x": x})
+    return y.expand_as(x)

@@ -114,15 +114,9 @@ def prove(
     seed: int = 0,
     track: Callable[[Iterable[Statement]], Iterable[Statement]] = lambda statements: statements,
 ) -> Report:
-    """Prove the statements and confirm them with numbers.
+    """Prove the statements of some names or globs, or all, and confirm them with numbers, on random tokens of a seed.
 
-    Args:
-        only: Names or globs of statements; all when empty.
-        seed: Seed of the random tokens.
-        track: Is given the statements to go through, for a progress bar.
-
-    Returns:
-        The report; a statement that fails is a row of it, not an error.
+    A statement that fails is a row of the report, not an error. ``track`` wraps the statements, for a progress bar.
 
     Raises:
         ArgumentError: If no statement has such a name, or sympy or mpmath is not installed.

@@ -107,10 +107,8 @@ def load() -> tuple[Statement, ...]:
     """Return the statements of ``statements.toml``."""
     statements = []
     for entry in map(dict, _DATA["statement"]):
-        shared = [_DATA["shared"][name] for name in entry.pop("with", ())]
-        entry["definitions"] = {
-            name: formula for table in (*shared, entry.get("definitions", {})) for name, formula in table.items()
-        }
+        tables = [*(_DATA["shared"][name] for name in entry.pop("with", ())), entry.get("definitions", {})]
+        entry["definitions"] = {name: formula for table in tables for name, formula in table.items()}
         entry["source"] = _DATA["sources"][entry["source"]]
         short = entry.pop("short", None)
         entry["steps"] = proof(entry.pop("proof"), short, entry.pop("by_sums", 0))
