@@ -258,10 +258,16 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport(Report):
-    """The findings of ``measure``: the model's output beside the original's, and one :class:`SiteReport` per norm.
+    """The findings of ``measure``.
 
-    The fields ``model``, ``batches``, ``unreached`` and ``meta`` are as for :class:`InspectionReport`. The
-    ``continuations`` by a language model are those of ``dynorm convert``.
+    Args:
+        model: the class of the model.
+        sites: the replaced norms, in call order.
+        output: the model's output beside the original's.
+        batches: how many batches were measured.
+        continuations: held-out texts, as ``dynorm convert`` has a language model and its original go on with them.
+        unreached: paths of the layers that no batch reached.
+        meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
     """
 
     sites: list[SiteReport]
