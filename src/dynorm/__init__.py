@@ -7,6 +7,7 @@ Where things are: a norm is recognised in ``find/probe.py`` and replaced in ``re
 from dynorm import distill, functional, theory
 from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.distill import distill_
+from dynorm.distill.convert_model import convert_model
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
 from dynorm.find import find_norms
 from dynorm.fit import (
@@ -76,6 +77,7 @@ __all__ = [
     "backend",
     "calibrate_",
     "convert_",
+    "convert_model",
     "distill",
     "distill_",
     "finalize_",

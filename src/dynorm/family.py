@@ -73,13 +73,14 @@ NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}
 """The names of :data:`LAYERS` by layer."""
 
 
-def layer_class(name: str) -> type[PointwiseNorm]:
-    """Return the layer of a name.
+def layer_class(name: str | type) -> type[PointwiseNorm]:
+    """Return the layer of a name, or the layer itself.
 
     Raises:
         ArgumentError: no layer has that name.
     """
-    if name not in LAYERS:
+    name = NAMES.get(name, str(name)) if isinstance(name, type) else name
+    if not isinstance(name, str) or name not in LAYERS:
         raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
     return LAYERS[name]
 

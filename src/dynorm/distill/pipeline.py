@@ -322,7 +322,7 @@ class _Job:
         with self.stage("convert"):
             only, skip = recipe.only or None, recipe.skip or None
             options: dict[str, Any] = {"per_channel": recipe.per_channel, "witnesses": recipe.witnesses}
-            done = convert_(model, sites, recipe.to, only=only, skip=skip, **options)
+            done = convert_(model, sites, layer_class(recipe.to), only=only, skip=skip, **options)
         self.say(str(done))
         self.details["refused"] = [site.to_dict() for site in done.refused]
         with self.stage("calibrate"):

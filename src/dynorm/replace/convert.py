@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError
-from dynorm.family import layer_class
+from dynorm.family import NAMES, layer_class
 from dynorm.find.recover import affine_of
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
@@ -28,6 +28,10 @@ from dynorm.table import Table, plain
 from dynorm.watch import require_plain_model
 
 Globs = str | Iterable[str] | None
+Target = (
+    Literal["dyisru", "dyt", "derf", "linear", "annealed", "annealed_dyt", "annealed_derf", "annealed_linear"]
+    | type[PointwiseNorm]
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class ConversionReport:
 def convert_(
     model: nn.Module,
     sites: Sequence[NormSite],
-    to: str = "dyisru",
+    to: Target = "dyisru",
     *,
     only: Globs = None,
     skip: Globs = None,
@@ -89,6 +93,7 @@ def convert_(
         sites: the result of :func:`find_norms` on this very model.
         to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed" (towards DyISRU),
             "annealed_dyt", "annealed_derf", "annealed_linear": the norm still, until :func:`set_anneal_` moves it.
+            The layer's class does as well.
         only: globs of the paths to convert; None means all.
         skip: globs of the paths to leave alone.
         filter_fn: called with each remaining site; False leaves it alone.
@@ -145,7 +150,7 @@ def convert_(
         take_over_(layer, norm, Replaced(norm, site, most))
         new[norm] = layer
     swap_(model, new)
-    return ConversionReport(to, willing, [site for site in chosen if site.refused is not None])
+    return ConversionReport(NAMES[kind], willing, [site for site in chosen if site.refused is not None])
 
 
 def restore_(model: nn.Module) -> nn.Module:

@@ -1,0 +1,87 @@
+"""The main job in one call: find, replace, calibrate, refine, distil, measure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from dynorm.distill.distill import distill_
+from dynorm.errors import DataError
+from dynorm.find import find_norms
+from dynorm.fit import calibrate_, refine_
+from dynorm.replace import convert_, restore_
+from dynorm.replace.convert import Globs, Target
+from dynorm.report import ModelReport, measure
+from dynorm.watch import arguments
+
+
+def convert_model(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    to: Target = "dyisru",
+    held_out: Iterable[Any] | None = None,
+    only: Globs = None,
+    skip: Globs = None,
+    per_channel: bool = True,
+    witnesses: int = 2,
+    refine: int = 50,
+    distill: int = 0,
+) -> ModelReport:
+    """Replace a model's norms, fit what replaces them, and measure what was lost, in place and in one call.
+
+    It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`, :func:`distill_` where steps are
+    given, and :func:`measure`. If one of them fails, the model is as it was before.
+
+    Args:
+        model: any module; plain, neither compiled nor wrapped.
+        batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``; padding is left out.
+        to: the layer, as for :func:`convert_`.
+        held_out: batches to measure on; by default every fourth of ``batches``, which the fit then does not see.
+        only: globs of the paths to convert; None means all.
+        skip: globs of the paths to leave alone.
+        per_channel: one constant per channel instead of one per layer.
+        witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function.
+        refine: steps that fit all constants together.
+        distill: steps that train all weights; they need transformers.
+
+    Returns:
+        The report on the held-out batches.
+
+    Raises:
+        ArgumentError: an argument is outside its domain.
+        DataError: there are fewer than two batches, or they are of the wrong kind.
+        ModelError: the model has no norm to replace, or cannot be converted.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+        >>> report = dynorm.convert_model(model, [torch.randn(64, 8) for _ in range(8)], refine=8)
+        >>> report.output.cosine_mean > 0.9
+        True
+    """
+    fit, tests = list(batches), list(held_out or ())
+    if held_out is None:
+        apart = set(range(3, len(fit), 4)) or {len(fit) - 1}
+        tests = [batch for k, batch in enumerate(fit) if k in apart]
+        fit = [batch for k, batch in enumerate(fit) if k not in apart]
+    if not (fit and tests):
+        raise DataError(
+            f"there must be batches to fit on and others to measure on, got {len(fit)} and {len(tests)}: give more"
+        )
+    args, kwargs = arguments(model, fit[0])
+    sites = find_norms(model, *args, **kwargs)
+    original = copy.deepcopy(model)
+    convert_(model, sites, to, only=only, skip=skip, per_channel=per_channel, witnesses=witnesses)
+    try:
+        calibrate_(model, fit)
+        if refine:
+            refine_(model, fit, steps=refine)
+        if distill:
+            distill_(model, fit, teacher=original, steps=distill)
+        return measure(model, tests, original=original, fit_on=fit)
+    except BaseException:
+        restore_(model).load_state_dict(original.state_dict())
+        raise

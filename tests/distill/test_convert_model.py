@@ -1,0 +1,79 @@
+"""The main job in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import dynorm
+from dynorm.errors import ArgumentError, DataError, ModelError
+
+
+def model_of(dim: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim), nn.GELU(), nn.Linear(dim, dim), nn.RMSNorm(dim, 1e-6))
+
+
+def data(count: int = 8, dim: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(32, dim, generator=generator) for _ in range(count)]
+
+
+def test_it_is_the_verbs_one_after_another() -> None:
+    one, batches = model_of(), data()
+    report = dynorm.convert_model(one, batches, to="dyt", refine=4)
+    other, original = model_of(), model_of()
+    dynorm.convert_(other, dynorm.find_norms(other, batches[0]), "dyt", per_channel=True, witnesses=2)
+    fit, tests = [batches[k] for k in (0, 1, 2, 4, 5, 6)], [batches[3], batches[7]]
+    dynorm.calibrate_(other, fit)
+    dynorm.refine_(other, fit, steps=4)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert_close(ours, theirs, rtol=0, atol=0)
+    assert report.to_dict() == dynorm.measure(other, tests, original=original, fit_on=fit).to_dict()
+
+
+def test_steps_of_distillation_train_the_weights() -> None:
+    model, weight = model_of(), model_of()[0].weight.detach()
+    dynorm.convert_model(model, data(), refine=0, distill=2)
+    assert not torch.equal(model[0].weight, weight)
+    plain = model_of()
+    dynorm.convert_model(plain, data(), refine=0, held_out=data(2))
+    assert torch.equal(plain[0].weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"batches": data(1)}, DataError),
+        ({"batches": []}, DataError),
+        ({"to": "nothing"}, ArgumentError),
+        ({"to": nn.Linear}, ArgumentError),
+        ({"only": "5"}, ArgumentError),
+        ({"refine": -1}, ArgumentError),
+        ({"batches": [*data(6), torch.full((32, 16), torch.nan)]}, DataError),
+        ({"held_out": [torch.zeros(3, 5)]}, DataError),
+    ],
+)
+def test_what_fails_leaves_the_model_as_it_was(options: dict[str, Any], error: type[Exception]) -> None:
+    model = model_of()
+    with pytest.raises(error):
+        dynorm.convert_model(model, **{"batches": data(), "refine": 2, "distill": 0} | options)
+    assert [type(module) for module in model] == [type(module) for module in model_of()]
+    for ours, theirs in zip(model.parameters(), model_of().parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_model_without_norms_is_refused() -> None:
+    with pytest.raises(ModelError):
+        dynorm.convert_model(nn.Sequential(nn.Linear(16, 16)), data())
+
+
+def test_a_layer_may_be_given_by_its_class() -> None:
+    model = model_of()
+    done = dynorm.convert_(model, dynorm.find_norms(model, data()[0]), dynorm.Derf)
+    assert done.to == "derf"
+    assert isinstance(model[1], dynorm.Derf)
