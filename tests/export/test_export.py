@@ -63,7 +63,12 @@ def exported(model: nn.Module, example: dict[str, Tensor], *, strict: bool = Fal
 def model_and_examples(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     """A model, and examples of several shapes, the first to trace with."""
     if kind == "layers":
-        return Layers(LAYERS[:3]).eval(), [{"x": torch.randn(*shape, 6)} for shape in [(2, 8), *SHAPES]]
+        # Pure ones, and all with witnesses, whose channels are large.
+        model = Layers([*LAYERS[:3], *LAYERS]).eval()
+        for layer in model.layers[3:]:
+            layer.set_witnesses_((4, 1), (0.3, 2.0))
+        sizes = torch.tensor([1.0, 30, 1, 1, 9, 1])
+        return model, [{"x": sizes * torch.randn(*shape, 6)} for shape in [(2, 8), *SHAPES]]
     examples = [inputs(kind, *shape) for shape in [(2, 8), *SHAPES]]
     return converted(tiny_model(kind), examples[0]), examples
 

@@ -1,10 +1,12 @@
-"""Layers with witnesses: compiled in one graph, exported, packaged and in ONNX, with no reduction over channels."""
+"""Layers with witnesses: compiled in one graph, exported and in ONNX, with no reduction over channels.
+
+test_export.py packages them beside the pure ones.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -96,23 +98,6 @@ def test_onnx_gathers_and_adds_and_reduces_nothing(cls: type[PointwiseNorm]) -> 
     # The first term needs no addition but that to the constant.
     assert told["Add"] - pure["Add"] == len(WITNESSES)
     assert any(name.startswith("Gather") for name in told)
-
-
-@pytest.mark.slow
-def test_aot_inductor(tmp_path: Path) -> None:
-    class Four(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(layer_of(cls) for cls in LAYERS)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([layer(x) for layer in self.layers])
-
-    model = Four().eval()
-    program = torch.export.export(model, (tokens(2, 8),), dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},))
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "four.pt2"))
-    loaded, x = torch._inductor.aoti_load_package(path), tokens(5, 3)
-    assert_close(loaded(x), model(x).detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cls", BOUNDED)
