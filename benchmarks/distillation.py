@@ -22,7 +22,6 @@ import dynorm
 from benchmarks.subjects import BATCH, HELD_OUT, Row, Subject, add_rows, encoder, fitted, language_model, rows_so_far
 from dynorm.distill import AnnealCallback
 from dynorm.distill.distill import distill_, distillation_rate
-from dynorm.distill.pipeline import Recipe as Defaults
 from dynorm.distill.pretrained import ShuffledBatches, make_batches
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
@@ -40,7 +39,7 @@ class Recipe:
     """
 
     to: str = "dyisru"
-    per_channel: bool = Defaults.per_channel
+    per_channel: bool = True
     rate: float = 1.0
     anneal: float | None = None
 

@@ -49,18 +49,25 @@ def convert(
         int | None, typer.Option(help="Texts per step, or blocks of a language model; by default 32 or 4.")
     ] = None,
     per_channel: Annotated[
-        bool, typer.Option("--per-channel/--per-layer", help="Give each channel its own constant, or each layer one.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--per-channel/--per-layer",
+            help="Give each channel its own constant (as for an encoder), or each layer one (as for a language model).",
+        ),
+    ] = None,
     witnesses: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Channels, at most, that each layer may read to tell a token's scale; 0 makes it a function of one "
-            "channel alone."
+            "channel alone. By default 2, or 4 for a language model."
         ),
-    ] = 2,
+    ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Highest learning rate of the distillation; by default it fits the width.")
     ] = None,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Distil in bfloat16: up to three times as fast where the processor knows it.")
+    ] = False,
     seed: Seed = 0,
     name: Name = None,
     device: Device = "cpu",
@@ -96,6 +103,7 @@ def convert(
         witnesses=witnesses,
         seed=seed,
         lr=lr,
+        bf16=bf16,
         checkpoints=None if checkpoints is None else str(checkpoints),
     )
     report = convert_pretrained(

@@ -70,6 +70,7 @@ def distill_(
     minutes: float | None = None,
     lr: float | None = None,
     seed: int = 0,
+    bf16: bool = False,
     checkpoints: str | Path | None = None,
     quiet: bool = False,
     callbacks: Sequence[Any] = (),
@@ -92,6 +93,8 @@ def distill_(
         lr: the highest learning rate. A twentieth of the steps warm up to it, then it falls to 0 as a cosine. None
             takes :func:`distillation_rate`.
         seed: of whatever the models or callbacks draw.
+        bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. Where the processor
+            knows bfloat16, a step takes a third of the time.
         checkpoints: a folder for the Trainer's checkpoints: ten in a run, of which the last is kept. Training goes on
             from one that is there. None keeps none.
         quiet: no progress bar.
@@ -123,7 +126,7 @@ def distill_(
     rate = distillation_rate(model) if lr is None else lr
     started = time.perf_counter()
     teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
-    job = _Distillation(model, teacher.eval().requires_grad_(False), loss or output_loss)
+    job = _Distillation(model, teacher.eval().requires_grad_(False), loss or output_loss, bf16)
     if steps is None:
         assert minutes is not None
         steps = _steps_in(minutes * 60, job, batches)
@@ -200,16 +203,19 @@ class _Distillation:
     model: nn.Module
     teacher: nn.Module
     loss: Loss
+    bf16: bool
     samples: int = 0
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the hidden-state loss plus that of the outputs, of one batch."""
         layers = require_layers(self.model, with_norms=True)
         counterparts = {layer: self.teacher.get_submodule(path) for path, layer in layers.items()}
-        with torch.no_grad(), recorded(counterparts) as wanted:
-            target = call(self.teacher, batch)
-        with recorded({layer: layer for layer in layers.values()}) as given:
-            output = call(self.model, batch)
+        device = next(self.model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
+            with torch.no_grad(), recorded(counterparts) as wanted:
+                target = call(self.teacher, batch)
+            with recorded({layer: layer for layer in layers.values()}) as given:
+                output = call(self.model, batch)
         self.samples += _largest(batch).shape[0]
         return joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
 

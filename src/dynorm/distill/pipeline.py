@@ -45,17 +45,19 @@ from dynorm.site import select_sites
 Batches = Sequence[dict[str, Tensor]]
 Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
 
-# Of an encoder: the longest text in tokens, texts in a batch, batches to calibrate on. Of a language model: the size of
-# a block, blocks in a batch, and so on.
-_ENCODER, _LANGUAGE = (128, 32, 8), (256, 4, 8)
 # Held-out blocks that are continued, the tokens of each that are given, and those that are asked for.
 _CONTINUED, _GIVEN, _ASKED = 16, 32, 64
 _DOCSTRINGS = "docstrings of the standard library"
 
 
+# What a recipe leaves open: for an encoder, and for a language model. The latter's were measured on SmolLM2-135M.
+_ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "witnesses": 2, "per_channel": True, "lean": 0.7}
+_LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 32, "witnesses": 4, "per_channel": False, "lean": 0.0}
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert a model; the defaults are the demo's.
+    """How to convert a model. None stands for what suits its kind: an encoder or a language model.
 
     Args:
         to: the layer that replaces the norms; not one that still is a norm at first.
@@ -63,15 +65,17 @@ class Recipe:
         minutes: the time for distillation.
         refine: steps of joint refinement of the constants, 0 for none.
         held_out: how many texts to keep for measuring.
-        max_length: the longest text in tokens; of a language model, the size of a block of joined texts. None takes
-            128, or 256.
-        batch: texts or blocks per step; None takes 32, or 4.
+        max_length: the longest text in tokens, 128; for a language model, the size of a block of joined texts, 256.
+        batch: texts per step, 32; or blocks, 4.
         only: globs of the paths to convert.
         skip: globs of the paths to leave alone.
-        per_channel: one constant per channel, or one per layer.
-        witnesses: how many channels each layer may read to tell a token's scale; 0 for the pure function.
+        calibration: how many texts, 256, or blocks, 32, the constants are fitted to, site by site.
+        lean: of :func:`calibrate_`, 0.7 or 0.
+        per_channel: one constant per channel (an encoder), or one per layer (a language model).
+        witnesses: how many channels each layer may read to tell a token's scale, 2 or 4; 0 for the pure function.
         seed: for the split, the order of texts and the training.
         lr: the highest learning rate of distillation; None takes ``distillation_rate``.
+        bf16: distil under ``torch.autocast`` in bfloat16.
         checkpoints: a folder for the Trainer's checkpoints, from which a stopped run goes on.
     """
 
@@ -82,12 +86,15 @@ class Recipe:
     held_out: int = 512
     max_length: int | None = None
     batch: int | None = None
+    calibration: int | None = None
+    lean: float | None = None
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
-    per_channel: bool = True
-    witnesses: int = 2
+    per_channel: bool | None = None
+    witnesses: int | None = None
     seed: int = 0
     lr: float | None = None
+    bf16: bool = False
     checkpoints: str | None = None
 
     def check(self) -> None:
@@ -104,17 +111,19 @@ class Recipe:
             raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
         if (self.steps or 0) < 0 or self.refine < 0 or not math.isfinite(self.minutes or 0) or (self.minutes or 0) < 0:
             raise ArgumentError(f"steps, minutes and refine must not be negative, got {self}")
-        if self.held_out < 2 or any(
-            n is not None and n < least for n, least in ((self.max_length, 2), (self.batch, 1))
-        ):
-            raise ArgumentError(
-                "held_out and max_length must be at least 2 and batch at least 1, "
-                f"got {self.held_out}, {self.max_length}, {self.batch}"
-            )
-        if not isinstance(self.witnesses, int) or isinstance(self.witnesses, bool) or self.witnesses < 0:
+        for name, least in (("held_out", 2), ("max_length", 2), ("batch", 1), ("calibration", 1)):
+            if (count := getattr(self, name)) is not None and count < least:
+                raise ArgumentError(f"{name} must be at least {least}, got {count}")
+        most = 0 if self.witnesses is None else self.witnesses
+        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
             raise ArgumentError(f"witnesses must be a number of channels, 0 or more, got {self.witnesses!r}")
         if self.lr is not None:
             check_positive("lr", self.lr)
+
+    def filled(self, language_model: bool) -> Recipe:
+        """Return the recipe with what suits the kind of model in the place of None."""
+        suits: dict[str, Any] = _LANGUAGE if language_model else _ENCODER
+        return replace(self, **{name: value for name, value in suits.items() if getattr(self, name) is None})
 
 
 def convert_pretrained(
@@ -160,7 +169,8 @@ def convert_pretrained(
     names = ("model", "original") if keep_original else ("model",)
     require_apart(Path(source), out, names)
     require_free(out, overwrite, names)
-    subject = _Subject.load(source, texts, recipe.held_out, recipe.seed, recipe.max_length, device, dtype, recipe.batch)
+    subject = _Subject.load(source, texts, recipe, device, dtype)
+    recipe = subject.recipe
     folders_of_modules(subject.pretrained.source)
     model, fit, held_out = subject.pretrained.model, subject.fit, subject.held_out
     say(f"{type(model).__name__} from {source}: {len(fit)} texts to fit on, {len(held_out)} held out")
@@ -235,9 +245,11 @@ def inspect_pretrained(
     Raises:
         DynormError: bad arguments, texts, model or folder.
     """
-    if samples < 1 or (max_length is not None and max_length < 2):
-        raise ArgumentError(f"samples must be at least 1 and max_length at least 2, got {samples}, {max_length}")
-    subject = _Subject.load(source, texts, samples, seed, max_length, device)
+    if samples < 1:
+        raise ArgumentError(f"samples must be at least 1, got {samples}")
+    Recipe(max_length=max_length).check()
+    recipe = Recipe(held_out=samples, max_length=max_length, seed=seed)
+    subject = _Subject.load(source, texts, recipe, device)
     model = subject.pretrained.model
     fitted, measured = (subject.batches(part[:samples]) for part in (subject.fit, subject.held_out))
     sites = select_sites(find_norms(model, **on_device(fitted[0], model)), only or None, skip or None)
@@ -254,35 +266,31 @@ class _Subject:
 
     pretrained: Pretrained
     texts: Sequence[str | Path]
-    fit: list[list[int]]
-    held_out: list[list[int]]
+    recipe: Recipe
     max_length: int
     batch: int
+    fit: list[list[int]]
+    held_out: list[list[int]]
 
     @staticmethod
     def load(
-        source: str | Path,
-        texts: Sequence[str | Path],
-        held_out: int,
-        seed: int,
-        max_length: int | None,
-        device: str,
-        dtype: str = "float32",
-        batch: int | None = None,
+        source: str | Path, texts: Sequence[str | Path], recipe: Recipe, device: str, dtype: str = "float32"
     ) -> _Subject:
         pretrained = load_pretrained(source, device, dtype)
         # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
         whole = pretrained.language_model
+        recipe = recipe.filled(whole)
         found = read_texts(texts, whole=whole) if texts else standard_library_docstrings(whole=whole)
-        longest, several, _ = _LANGUAGE if whole else _ENCODER
-        longest = max_length or longest
-        fit, test = (encode(pretrained, part, longest) for part in split_texts(found, held_out, seed))
-        return _Subject(pretrained, texts, fit, test, longest, batch or several)
+        size, batch = recipe.max_length, recipe.batch
+        assert size is not None
+        assert batch is not None
+        fit, test = (encode(pretrained, part, size) for part in split_texts(found, recipe.held_out, recipe.seed))
+        return _Subject(pretrained, texts, recipe, size, batch, fit, test)
 
     @property
     def calibration(self) -> list[list[int]]:
-        """Texts that the constants are fitted to, one by one."""
-        return self.fit[: self.batch * (_LANGUAGE if self.pretrained.language_model else _ENCODER)[2]]
+        """Texts that the constants are fitted to, site by site."""
+        return self.fit[: self.recipe.calibration]
 
     def batches(self, encoded: Sequence[list[int]], seed: int | None = None) -> list[dict[str, Tensor]]:
         return make_batches(self.pretrained, encoded, self.batch, seed)
@@ -327,7 +335,7 @@ class _Job:
         self.details["refused"] = [site.to_dict() for site in done.refused]
         with self.stage("calibrate"):
             tracked = self.track(batches, f"calibrating on {len(batches)} batches")
-            self.details["calibrate"] = calibrate_(model, tracked).to_dict()
+            self.details["calibrate"] = calibrate_(model, tracked, lean=recipe.lean or 0.0).to_dict()
 
     def refine_(self) -> None:
         subject, steps = self.subject, self.recipe.refine
@@ -353,6 +361,7 @@ class _Job:
                 minutes=recipe.minutes or None,
                 lr=recipe.lr,
                 seed=recipe.seed,
+                bf16=recipe.bf16,
                 checkpoints=recipe.checkpoints,
                 quiet=quiet,
             ).to_dict()

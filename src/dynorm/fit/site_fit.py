@@ -24,7 +24,8 @@ _PER_DECADE = 4
 _WITNESSED_DECADES = (-1.0, 1.0)
 # Of a layer's typical sum: the least constant beside witnesses.
 LEAST = 1e-4
-# Least squares shrinks outputs that it cannot predict; site after site the shrinkage multiplies. Half is given back.
+# Least squares shrinks outputs that it cannot predict; site after site the shrinkage multiplies. Half is given back,
+# except to layers that do not repair those before them, where it is right to add less of what is not known.
 _GIVE_BACK = 0.5
 # So many values at a time stay in the cache of a CPU core.
 _CHUNK = 1 << 18
@@ -69,9 +70,12 @@ class SiteFit:
             is a centre. It also says how many witnesses to choose; with 0, those that the layer has keep their places.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
         path: where the layer stands in its model.
+        shrinks: leave the weights as least squares shrank them.
     """
 
-    def __init__(self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks | None = None, path: str = "") -> None:
+    def __init__(
+        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks | None = None, path: str = "", *, shrinks: bool = False
+    ) -> None:
         self.layer, self.path = layer, path
         self.kind, self.eps = norm.site.kind, norm.site.eps
         self.tokens = 0
@@ -85,6 +89,7 @@ class SiteFit:
         self._betas: Tensor | None = None
         self._updates = 0
         self._most = norm.witnesses
+        self._give_back = 0.0 if shrinks else _GIVE_BACK
         self.witnesses: Witnesses | None = None
         # Channels that an earlier calibration chose are chosen anew.
         fixed = None if norm.witnesses else layer.witness_channels or None
@@ -253,5 +258,5 @@ class SiteFit:
         residual = (var_y - slope * cov).clamp_min(0)
         # Least squares shrank the slope by |correlation|.
         correlation = (slope.abs() * (var_f.clamp_min(0) / var_y.clamp_min(_TINY)).sqrt()).clamp(1e-2, 1)
-        slope = torch.where(moves, slope * correlation**-_GIVE_BACK, self._weight)
+        slope = torch.where(moves, slope * correlation**-self._give_back, self._weight)
         return slope, mean_y - slope * mean_f, residual
