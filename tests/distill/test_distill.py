@@ -145,6 +145,22 @@ def test_what_cannot_be_gone_through_again() -> None:
         distill_(classifier(), [], minutes=0.01, quiet=True)
 
 
+def test_in_bfloat16_the_weights_and_sites_stay_in_float32() -> None:
+    seen = []
+
+    def loss(ours: Tensor, theirs: Tensor, batch: Any) -> Tensor:
+        seen.append({ours.dtype, theirs.dtype})
+        return output_loss(ours, theirs, batch)
+
+    net = classifier()
+    teacher = dynorm.restore_(copy.deepcopy(net))
+    before = apart(net, teacher)
+    distill_(net, images(), loss=loss, steps=40, lr=1e-2, bf16=True, quiet=True)
+    assert seen == [{torch.bfloat16}] * 40
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert apart(net, teacher) < 0.3 * before
+
+
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import TrainingArguments
 

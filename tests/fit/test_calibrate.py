@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -641,3 +642,42 @@ def loaded() -> nn.Module:
 def test_models_that_cannot_be_calibrated(build: Callable[[], nn.Module], match: str) -> None:
     with pytest.raises(ModelError, match=match):
         dynorm.calibrate_(build(), [torch.randn(2, C)])
+
+
+@contextmanager
+def seen(layers: list[nn.Module]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The inputs and outputs of layers, (tokens, C), in call order."""
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def keep(_: nn.Module, args: tuple[Tensor], y: Tensor) -> None:
+        calls.append((args[0].flatten(0, 1), y.flatten(0, 1)))
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+def test_without_a_lean_each_layer_has_the_least_squares_of_its_own_norm() -> None:
+    """The residual is orthogonal to the function, on the inputs that the layers before it make."""
+    model, x = transformer(1).double().eval(), torch.randn(4, 32, C, dtype=torch.float64)
+    norms = [copy.deepcopy(module) for module in (model[0].norm1, model[0].norm2, model[1])]
+    for lean in (0.0, 0.7):
+        net = copy.deepcopy(model)
+        dynorm.convert_(net, dynorm.find_norms(net, x))
+        dynorm.calibrate_(net, [x], lean=lean)
+        layers = [net[0].norm1, net[0].norm2, net[1]]
+        with torch.no_grad(), seen(layers) as calls:
+            net(x)
+            for norm, (u, f) in zip(norms, calls, strict=True):
+                y = norm(u)
+                products = ((y - f) * f).mean(0) / (f.var(0) * y.var(0)).sqrt()
+                assert (products.abs().max() < 1e-9) == (lean == 0)
+
+
+@pytest.mark.parametrize("lean", [-0.1, 1.5, math.nan])
+def test_a_lean_is_a_share(lean: float) -> None:
+    model = site(nn.LayerNorm(C))
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
+    with pytest.raises(dynorm.ArgumentError, match="lean must be from 0 to 1"):
+        dynorm.calibrate_(model, [torch.randn(64, C)], lean=lean)
