@@ -61,7 +61,7 @@ class Page:
             f"<p>{escape(self.findings)}</p>" * bool(self.findings),
             _continuations(self.texts) * bool(self.texts),
             "<h2>Every site</h2>",
-            _table(self.table),
+            table_html(self.table),
             f"<h2>{escape(self.heading)}</h2>",
             f'<ul class="legend">{"".join(legend)}</ul>',
             f'<p class="note">{_AXES}</p>',
@@ -81,8 +81,8 @@ def _continuations(texts: Iterable[Sequence[str]]) -> str:
     )
 
 
-def _table(table: Table) -> str:
-    """Return the table with its notes. It scrolls sideways by itself; the columns' meanings are folded away."""
+def table_html(table: Table) -> str:
+    """Return a table with its notes. It scrolls sideways by itself; the columns' meanings are folded away."""
     columns = table.head()
     groups = [(name, len(list(part))) for name, part in groupby(column.group for column in columns)]
     above = "".join(f'<th colspan="{count}">{escape(name)}</th>' for name, count in groups)

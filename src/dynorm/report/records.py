@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.output import OutputReport
-from dynorm.report.page import Page
+from dynorm.report.page import Page, table_html
 from dynorm.report.picture import Drawing
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
@@ -136,7 +138,7 @@ class MeasuredSite:
         return {name: value for name, value in asdict(self).items() if name not in ("picture", "sums")}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
     """A report on a model, which prints itself as a table and writes itself as a page."""
 
@@ -176,9 +178,29 @@ class Report:
         """
         write_text(path, self.page().html())
 
+    def to_dataframe(self) -> Any:
+        """Return the sites as a ``pandas.DataFrame``, one row per site; what is nested has dotted names.
+
+        Raises:
+            ArgumentError: pandas is not installed.
+        """
+        require_library("pandas", "a data frame", "pandas")
+        from pandas import json_normalize
+
+        return json_normalize(self.to_dict()["sites"])
+
     def __str__(self) -> str:
         """Return the report as a table of 80 columns."""
         return str(self.table())
+
+    def __repr__(self) -> str:
+        """Return the report in a few words."""
+        return f"<{type(self).__name__} of {self._name()}: {len(self.sites)} sites, {self.batches} batches>"
+
+    def _repr_html_(self) -> str:
+        """Return the table as a notebook shows it."""
+        table = self.table()
+        return f"<p>{escape(table.title)}</p>{table_html(table)}"
 
     def _name(self) -> str:
         return str(self.meta.get("model", self.model))
@@ -256,7 +278,7 @@ class Continuation:
     same: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ModelReport(Report):
     """The findings of ``measure``.
 
@@ -408,7 +430,7 @@ class InspectedSite(MeasuredSite):
         return Drawing(self.path, residuals, words, self.outliers.fit, self.picture, self.outliers.points)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class InspectionReport(Report):
     """The findings of :func:`inspect_norms`.
 
