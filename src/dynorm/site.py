@@ -9,6 +9,11 @@ from typing import Any
 
 from dynorm.errors import ArgumentError
 
+# Such a site is recovered like any other, so that it can be chosen by its path.
+UNIT_LENGTH = (
+    "unit length: it only divides by the length, on which what reads it may rely; name it in only= to convert it"
+)
+
 
 @dataclass(frozen=True)
 class NormSite:
@@ -32,6 +37,7 @@ class NormSite:
         weight_name: The parameter or buffer that holds w, relative to the module; None when no such tensor holds it.
         bias_name: The same for the bias.
         input_shape: Shape of the tensor at the first call.
+        output_dtype: Element type that it returns, such as "float32", where that is not its input's; else None.
 
     Example:
         >>> site = NormSite("encoder.norm", kind="layernorm", normalized_shape=(768,), eps=1e-5)
@@ -55,6 +61,7 @@ class NormSite:
     weight_name: str | None = None
     bias_name: str | None = None
     input_shape: tuple[int, ...] = ()
+    output_dtype: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the site as plain values that JSON knows; tuples become lists."""

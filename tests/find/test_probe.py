@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import parametrize
 
+import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find import probe
 from dynorm.find.probe import find_norms
@@ -298,7 +301,7 @@ def test_weight_in_a_buffer() -> None:
 def test_weight_that_no_tensor_holds(norm: nn.Module, expected: Tensor) -> None:
     site = only_of(norm, torch.randn(2, C))
     assert (site.kind, site.has_weight, site.weight_name, site.has_bias) == ("rmsnorm", True, None, False)
-    weight, bias = affine_of(norm, site)
+    weight, bias = affine_of(norm, replace(site, refused=None))
     assert bias is None
     torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
@@ -602,6 +605,73 @@ def test_layers_of_dynorm_are_left_out() -> None:
     assert only(outer, torch.randn(2, C)).path == "1"
 
 
+def test_parametrizations_of_weights_are_left_out() -> None:
+    linear = nn.Linear(C, C)
+    parametrize.register_parametrization(linear, "weight", Norm(lambda self, x: F.normalize(x, dim=-1)))
+    assert only(nn.Sequential(linear, nn.RMSNorm(C, eps=1e-6)), torch.randn(2, C)).path == "1"
+
+
+def test_a_head_that_gives_the_length_one_is_refused_unless_it_is_named() -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), Norm(lambda self, x: F.normalize(x, dim=-1)))
+
+    model = build()
+    norm, head = find_norms(model, torch.randn(2, C))
+    assert norm.refused is None
+    assert "unit length" in str(head.refused)
+    done = dynorm.convert_(model, [norm, head])
+    assert [site.path for site in done.converted] == ["0"]
+    assert [site.path for site in done.refused] == ["2"]
+    assert [site.path for site in dynorm.convert_(build(), [norm, head], only="2").converted] == ["2"]
+
+
+class Functional(nn.Module):
+    """Has norms that no module stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(C), nn.Parameter(torch.ones(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(F.layer_norm(self.norm(x), (C,), self.weight), (C,))
+
+
+def test_norms_called_as_functions_are_counted_and_named() -> None:
+    model = nn.Sequential(nn.Linear(C, C), Functional(), Functional())
+    model[2].forward = lambda x: x  # type: ignore[method-assign]
+    found = {site.path: site.refused for site in find_norms(model, torch.randn(2, C))}
+    assert found["1.norm"] is None
+    assert found["1"] == (
+        "calls F.layer_norm and F.rms_norm in its forward, 2 times in the run: write it as a module to have it replaced"
+    )
+    assert "2" not in found
+    report = dynorm.convert_(model, find_norms(model, torch.randn(2, C)))
+    assert "1: Functional kept, calls F.layer_norm" in " ".join(str(report).split())
+    # The layers themselves may use torch's norms: an annealed one does.
+    dynorm.restore_(model)
+    dynorm.convert_(model, find_norms(model, torch.randn(2, C)), to="annealed", only="1.norm")
+    assert [site.path for site in find_norms(model, torch.randn(2, C)) if site.calls] == ["1"]
+
+
+def test_the_dtype_that_a_norm_returns_is_kept() -> None:
+    norm = Norm(lambda self, x: rms(x.float()) * self.w, w=torch.rand(C) + 0.5)
+    model, x = nn.Sequential(nn.Identity(), norm), torch.randn(64, C).bfloat16()
+    (site,) = find_norms(model, x)
+    assert site.output_dtype == "float32"
+    wanted = norm(x)
+    dynorm.convert_(model, [site])
+    assert model(x).dtype == torch.float32
+    dynorm.calibrate_(model, [x])
+    assert model(x).dtype == torch.float32
+    assert (model(x) - wanted).square().mean() < 0.2 * wanted.square().mean()
+    # Computed in float32, and not rounded to bfloat16 before it is returned.
+    assert not torch.equal(model(x), model(x).bfloat16().float())
+    again = type(model[1])(**model[1].config())
+    assert again.output_dtype == torch.float32
+    with pytest.raises(ArgumentError, match="output_dtype must be a real floating point dtype, got int8"):
+        dynorm.DyISRU(C, output_dtype="int8")
+
+
 def test_a_model_without_norms() -> None:
     assert find_norms(nn.Sequential(nn.Linear(C, C), nn.ReLU()), torch.randn(2, C)) == []
 
@@ -731,7 +801,7 @@ def test_affine_of_another_module() -> None:
     model = nn.Sequential(nn.LayerNorm(C))
     with pytest.raises(ModelError, match="must hold 'weight'"):
         affine_of(nn.Identity(), only(model, torch.randn(2, C)))
-    norm = Norm(lambda self, x: F.normalize(x, dim=-1))
+    norm = Norm(lambda self, x: 2 * F.normalize(x, dim=-1))
     with pytest.raises(ModelError, match="must be the norm found there"):
         affine_of(nn.Identity(), only_of(norm, torch.randn(2, C)))
 

@@ -250,7 +250,12 @@ def test_bad_witnesses_of_a_conversion_leave_the_model_as_it_was(witnesses: Any,
     assert type(model[1]) is nn.LayerNorm
 
 
-@pytest.mark.parametrize("fit", [dynorm.calibrate_, lambda *args: dynorm.refine_(*args, steps=3)])
+def refine(model: nn.Module, batches: Any) -> None:
+    with pytest.warns(dynorm.CalibrationWarning, match="default constants"):
+        dynorm.refine_(model, batches, steps=3)
+
+
+@pytest.mark.parametrize("fit", [dynorm.calibrate_, refine])
 def test_calibration_and_refinement_move_the_gains(fit: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))

@@ -520,3 +520,16 @@ def test_outputs_can_be_viewed_as_a_norms_can(to: str) -> None:
 
     x = torch.randn(3, 4, C)
     assert converted(Viewing(), x, to=to)(x).shape == (12 * C,)
+
+
+def test_a_parameter_that_a_norm_shares_with_another_module_stays_shared() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model[2].bias = model[1].bias
+    before, x = model[1].bias, torch.randn(64, 8)
+    dynorm.convert_(model, dynorm.find_norms(model, x))
+    assert model[2].bias is model[1].bias
+    assert model[1].bias is not before
+    dynorm.calibrate_(model, [x])
+    assert model[2].bias is model[1].bias
+    dynorm.restore_(model)
+    assert model[1].bias is model[2].bias is before

@@ -10,18 +10,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dynorm.errors import DataError
 from dynorm.find.recover import HALF_TOLERANCE, NotANormError, affine_of, candidate_axes, channel_axes, core, recover
 from dynorm.find.tokens import Packing, plain_arithmetic
-from dynorm.site import NormSite
+from dynorm.site import UNIT_LENGTH, NormSite
 from dynorm.watch import require_plain_model, undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 OTHER_ARGUMENTS = "other arguments: a point-wise layer takes one tensor, by position"
 NOT_ONE_TENSOR = "not tensor to tensor: it does not take and return one floating-point tensor"
 OTHER_SHAPE = "another shape: its output is not shaped as its input"
+
+_FUNCTIONS = {functional.layer_norm: "F.layer_norm", functional.rms_norm: "F.rms_norm"}
 
 # How much is kept of every axis but the channels', for the last check.
 _KEPT = 2
@@ -38,11 +43,13 @@ class Observation:
     problem: str | None = None  # why its calls cannot be those of a replaceable norm
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # the distinct ones of its input, in order
     dtype: torch.dtype = torch.float32  # of its input at the first call
+    output_dtype: torch.dtype = torch.float32  # that of its output, where autocast does not choose it
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rounded: bool = False  # input, output or autocast were of half precision
     output_at: int = 0  # the address of its last output, to see which module's output another one passes on
     # Some tokens of the first call, in and out, for each group of axes that may be the channels.
     samples: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    functions: list[str] = field(default_factory=list)  # norm functions that its own forward called, one per call
 
     def is_light(self) -> bool:
         """Return whether every parameter could be the scale or the shift of a norm: no matrices."""
@@ -67,7 +74,9 @@ class Observation:
             return
         self.dtype, self.device = given.dtype, given.device
         halves = {torch.float16, torch.bfloat16} & {given.dtype, output.dtype}
-        self.rounded = bool(halves) or torch.is_autocast_enabled(given.device.type)
+        autocast = torch.is_autocast_enabled(given.device.type)
+        self.output_dtype = given.dtype if autocast else output.dtype
+        self.rounded = bool(halves) or autocast
         for axes in candidate_axes(self.module, tuple(given.shape)) if self.is_light() else []:
             part = tuple(slice(None) if axis in axes else slice(_KEPT) for axis in range(given.ndim))
             # Cloned at once: later parts of the model may write into either of them.
@@ -91,22 +100,43 @@ def _is_plain(value: Any) -> bool:
     return value.is_floating_point() and value.ndim > 0 and value.numel() > 0
 
 
+class _NormFunctions(TorchFunctionMode):
+    """Note which module's forward calls a norm as a function."""
+
+    def __init__(self, running: list[Observation | None]) -> None:
+        super().__init__()
+        self.running = running
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen = self.running[-1] if self.running else None
+        if func in _FUNCTIONS and seen is not None:
+            seen.functions.append(_FUNCTIONS[func])
+        return func(*args, **(kwargs or {}))
+
+
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Observation]:
     """Run the model once and watch each of its modules; nothing of the run stays, also when the model raises.
 
-    Layers of dynorm, and the modules in them, are left out. DataError is raised if the model raises on this input.
+    Layers of dynorm and parametrizations of weights, and the modules in them, are left out. DataError is raised if the
+    model raises on this input.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         >>> [(seen.paths[0], seen.calls) for seen in observe(model, (torch.ones(2, 4),), {})]
         [('', 1), ('0', 1), ('1', 1)]
     """
-    ours = {id(part) for m in model.modules() if getattr(m, "_dynorm_layer", False) for part in m.modules()}
+    ours = {
+        id(part)
+        for m in model.modules()
+        if getattr(m, "_dynorm_layer", False) or isinstance(m, ParametrizationList)
+        for part in m.modules()
+    }
     found: dict[int, Observation] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) not in ours:
             found.setdefault(id(module), Observation(module, [])).paths.append(path)
     returned = itertools.count()
+    running: list[Observation | None] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen = found[id(module)]
@@ -114,8 +144,11 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         seen.record(args, kwargs, output)
 
     handles = [seen.module.register_forward_hook(hook, with_kwargs=True) for seen in found.values()]
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(lambda m, args: running.append(found.get(id(m)))))
+        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
     try:
-        with undisturbed(model, (args, kwargs)):
+        with undisturbed(model, (args, kwargs)), _NormFunctions(running):
             model(*args, **kwargs)
     except Exception as error:
         raise DataError(
@@ -130,6 +163,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 _NEVER_CALLED = "never called by the example input; give an example that reaches it, if anything does"
 _SEVERAL_WIDTHS = "several widths: it is called with different numbers of channels"
+_AS_MODULE = "write it as a module to have it replaced"
 _MATRICES = "holds matrices: its parameters are more than a scale and a shift"
 _RETURNS_INPUT = "returns its input: it computes nothing, or in place"
 _DIFFERS = "differs in the run: the formula fits a copy, but not its output for the example"
@@ -185,6 +219,7 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
         for seen in sorted((s for s in observations if s.calls), key=lambda s: s.first):
             search.consider(seen)
     search.add_uncalled(observations)
+    search.add_functions(observations)
     return [replace(site, order=order) for order, site in enumerate(search.found.values())]
 
 
@@ -226,6 +261,16 @@ class _Search:
             if not any(id(part) in ids for part in seen.module.modules() if part is not seen.module):
                 self._refuse(seen, _family(seen.module, by_class=True) or _NEVER_CALLED)
 
+    def add_functions(self, observations: list[Observation]) -> None:
+        """Add the modules that call a norm as a function and are none themselves: nothing stands there to replace."""
+        inside = {id(p) for seen in observations if id(seen.module) in self.found for p in seen.module.modules()}
+        for seen in observations:
+            if seen.functions and id(seen.module) not in inside:
+                names = " and ".join(sorted(set(seen.functions)))
+                self._refuse(
+                    seen, f"calls {names} in its forward, {len(seen.functions)} times in the run: {_AS_MODULE}"
+                )
+
     def _refuse(self, seen: Observation, reason: str) -> None:
         self.found[id(seen.module)] = _placed(NormSite("", refused=reason), seen)
 
@@ -237,6 +282,8 @@ class _Search:
             try:
                 site = _placed(self._recover(seen), seen)
                 _require_agreement(seen, site)
+                if not list(seen.module.parameters()) and _is_unit_length(seen, site):
+                    return replace(site, refused=UNIT_LENGTH)
                 return site
             except NotANormError as error:
                 reason = _family(seen.module) or str(error)
@@ -283,6 +330,7 @@ def _placed(site: NormSite, seen: Observation) -> NormSite:
         class_name=type(seen.module).__qualname__,
         calls=seen.calls,
         input_shape=seen.shapes[0] if seen.shapes else (),
+        output_dtype=None if seen.output_dtype == seen.dtype else str(seen.output_dtype).removeprefix("torch."),
     )
 
 
@@ -306,6 +354,12 @@ def _require_agreement(seen: Observation, site: NormSite) -> None:
     # Activations that are not finite say nothing of the formula: NaN passes this comparison.
     if error > (HALF_TOLERANCE if seen.rounded else 1e-3) ** 2 * size:
         raise NotANormError(_DIFFERS)
+
+
+def _is_unit_length(seen: Observation, site: NormSite) -> bool:
+    """Return whether a norm without parameters gives each token the length 1."""
+    outputs = Packing(site.input_shape, channel_axes(site)).unpack(seen.samples[channel_axes(site)][1].cpu().double())
+    return site.kind == "rmsnorm" and bool(((outputs.norm(dim=-1) - 1).abs() < HALF_TOLERANCE).all())
 
 
 def _family(module: nn.Module, by_class: bool = False) -> str | None:

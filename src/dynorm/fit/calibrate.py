@@ -16,7 +16,7 @@ from dynorm.errors import ArgumentError
 from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import Witnesses
-from dynorm.layers import PointwiseNorm
+from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers
 from dynorm.table import Column, Table
 
@@ -167,6 +167,27 @@ def calibrate_(model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN)
         if fit.tokens
     ]
     return CalibrationReport(sites, used, unreached)
+
+
+def warn_of_defaults(model: nn.Module) -> None:
+    """Warn, once for all, of layers that replaced a norm and have the constants with which they were made.
+
+    Warns:
+        CalibrationWarning: there are such layers; annealed ones get their constants later.
+    """
+    left = []
+    for path, layer in dynorm_layers(model).items():
+        if replaced_by(layer) is not None and not isinstance(layer, AnnealedNorm):
+            own = getattr(layer, layer.constants[0])
+            fresh = getattr(type(layer)(**layer.config(), device=own.device, dtype=own.dtype), layer.constants[0])
+            left += [path] if torch.equal(own, fresh) else []
+    if left:
+        warnings.warn(
+            f"{len(left)} point-wise layers have default constants, far from their norms (the first is {left[0]}): "
+            "call dynorm.calibrate_(model, batches) first",
+            CalibrationWarning,
+            stacklevel=3,
+        )
 
 
 def _stream(model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, lean: float) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dynorm import watch
 from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fit.calibrate import Outputs, norm_outputs
+from dynorm.fit.calibrate import Outputs, norm_outputs, warn_of_defaults
 from dynorm.fit.ranks import Ranks
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import require_layers
@@ -72,6 +72,9 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
         DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a loss that is not
             finite. The parameters are then as they were.
 
+    Warns:
+        CalibrationWarning: layers have default constants.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
@@ -94,6 +97,7 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
             "a layer must be point-wise for its constants to be refined, but some are annealed ones at t = 0, which is "
             "the norm: convert_ to the layer they end as, or call set_anneal_ first"
         )
+    warn_of_defaults(model)
     with (
         watch.unchanged_on_error(layers),
         watch.undisturbed(model, evaluate=True, grad=True),

@@ -13,6 +13,7 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory
+from dynorm.fit.calibrate import warn_of_defaults
 from dynorm.hub.after_import import after_import
 from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
@@ -42,10 +43,14 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
             holds state that is no tensor.
         StorageError: the directory exists, or cannot be written.
 
+    Warns:
+        CalibrationWarning: layers have default constants.
+
     Example:
         >>> import tempfile, torch, dynorm
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+        >>> _ = dynorm.calibrate_(model, [torch.randn(64, 8)])
         >>> with tempfile.TemporaryDirectory() as parent:
         ...     save(model, Path(parent) / "model")
         ...     sorted(path.name for path in (Path(parent) / "model").iterdir())
@@ -53,6 +58,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     """
     require_plain_model(model)
     contents = contents_of(model)
+    warn_of_defaults(model)
     base = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
     with replaced_directory(directory, overwrite=overwrite) as folder:
         if base is not None and isinstance(model, base):
@@ -92,6 +98,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
         ...     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> model, x = build().eval(), torch.randn(4, 8)
         >>> _ = dynorm.convert_(model, dynorm.find_norms(model, x))
+        >>> _ = dynorm.calibrate_(model, [x])
         >>> with tempfile.TemporaryDirectory() as parent:
         ...     save(model, Path(parent) / "model")
         ...     loaded = load(Path(parent) / "model", build())

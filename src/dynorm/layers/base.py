@@ -22,6 +22,7 @@ class LayerOptions(TypedDict, total=False):
     scale: float | None
     witnesses: int | Sequence[int]
     dim: int | Sequence[int]
+    output_dtype: str | None
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -47,6 +48,7 @@ class PointwiseNorm(nn.Module):
         witnesses: the positions of the witness channels in ``normalized_shape``; a number N for the first N.
         dim: the channel axis, -1 or any other (1 for channels-first); with several sizes, their axes (the last
             ones by default).
+        output_dtype: the name of the dtype to return, such as "float32"; None returns that of the input.
         device: where the parameters live; ``"meta"`` makes none.
         dtype: the parameters' dtype.
 
@@ -79,12 +81,15 @@ class PointwiseNorm(nn.Module):
         scale: float | None = None,
         witnesses: int | Sequence[int] = (),
         dim: int | Sequence[int] = -1,
+        output_dtype: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if dtype is not None and not dtype.is_floating_point:
-            raise ArgumentError(f"dtype must be a real floating point dtype, got {dtype}")
+        self.output_dtype = None if output_dtype is None else getattr(torch, str(output_dtype), None)
+        for name, given, known in (("dtype", dtype, dtype), ("output_dtype", output_dtype, self.output_dtype)):
+            if given is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
+                raise ArgumentError(f"{name} must be a real floating point dtype, got {given}")
         self.normalized_shape = check_shape(normalized_shape)
         self.dim = check_dim(dim, self.normalized_shape)
         self._dims = (self.dim,) if isinstance(self.dim, int) else self.dim
@@ -134,7 +139,8 @@ class PointwiseNorm(nn.Module):
             x: any floating dtype, with ``normalized_shape`` at ``dim``; nested tensors too, where ``dim`` is negative.
 
         Returns:
-            The shape and dtype of ``x``, contiguous where the channels come last; computed in at least float32.
+            The shape and dtype of ``x`` (or ``output_dtype``), contiguous where the channels come last; computed in at
+            least float32.
 
         Raises:
             ArgumentError: ``x`` is no floating point tensor, or its sizes at ``dim`` are not ``normalized_shape``.
@@ -156,7 +162,10 @@ class PointwiseNorm(nn.Module):
                     f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got {sizes} in shape "
                     f"{tuple(x.shape)}: pass the dim that holds the channels"
                 )
-        y = self.pointwise(x)
+        if self.output_dtype is None:
+            y = self.pointwise(x)
+        else:
+            y = self.pointwise(x.to(torch.promote_types(x.dtype, self.output_dtype))).to(self.output_dtype)
         # As nn.LayerNorm's: what follows may ask for a view.
         return y.contiguous() if self.dim == -1 or self._dims[-1] == -1 else y
 
@@ -217,6 +226,8 @@ class PointwiseNorm(nn.Module):
             "scale": self.scale,
             "dim": self.dim if isinstance(self.dim, int) else list(self.dim),
         }
+        if self.output_dtype is not None:
+            config["output_dtype"] = str(self.output_dtype).removeprefix("torch.")
         return config | ({"witnesses": list(self.witness_channels)} if self.witness_channels else {})
 
     def extra_repr(self) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import NAMES, layer_class
@@ -23,7 +24,7 @@ from dynorm.replace.specs import (
     take_over_,
     tensor_like,
 )
-from dynorm.site import NormSite, select_sites
+from dynorm.site import UNIT_LENGTH, NormSite, select_sites
 from dynorm.table import Table, plain
 from dynorm.watch import require_plain_model
 
@@ -134,11 +135,13 @@ def convert_(
             "print dynorm.find_norms(model, ...)"
         )
     chosen = select_sites(sites, only, skip, filter_fn)
+    named = UNIT_LENGTH if only is not None else None
+    chosen = [replace(site, refused=None) if site.refused in (None, named) else site for site in chosen]
     willing = [site for site in chosen if site.refused is None]
     if not willing:
         reasons = "; ".join(f"{site.path}: {site.refused}" for site in chosen) or "the filter left none"
         raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
-    copies: dict[int, nn.Parameter] = {}
+    copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     for site in willing:
         norm = _norm_at(model, site)
@@ -150,6 +153,7 @@ def convert_(
         take_over_(layer, norm, Replaced(norm, site, most))
         new[norm] = layer
     swap_(model, new)
+    _share_(model, {own: copy for own, copy in copies.items() if torch.equal(own, copy)})
     return ConversionReport(NAMES[kind], willing, [site for site in chosen if site.refused is not None])
 
 
@@ -180,7 +184,15 @@ def restore_(model: nn.Module) -> nn.Module:
             f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the model was loaded, or "
             "built with these layers; load the original model instead"
         )
-    swap_(model, {layer: original_(layer).train(layer.training) for layer in layers.values()})
+    norms = {layer: original_(layer).train(layer.training) for layer in layers.values()}
+    held: dict[Tensor, Tensor] = {}
+    for layer, norm in norms.items():
+        replaced = replaced_by(layer)
+        assert replaced is not None
+        own = _sources(norm, replaced.site)
+        held |= {getattr(layer, name): p for name, p in own.items() if p is not None}
+    swap_(model, norms)
+    _share_(model, held)
     return model
 
 
@@ -221,24 +233,38 @@ def _options(site: NormSite, kind: type[PointwiseNorm], *, per_channel: bool, ce
         "scale": math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1)),
         "dim": site.dim,
     }
+    if site.output_dtype is not None:
+        options["output_dtype"] = site.output_dtype
     if issubclass(kind, AnnealedNorm):
         options |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
     return options
 
 
-def _fill_(layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[int, nn.Parameter]) -> None:
+def _fill_(layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[Tensor, nn.Parameter]) -> None:
     """Give a layer the norm's weight and bias, in their own dtypes; tensors that norms shared stay shared."""
     trained = [p.requires_grad for p in norm.parameters()]
     layer.requires_grad_(any(trained) or not trained)
-    tensors = dict(norm.named_buffers()) | dict(norm.named_parameters())
-    names = {"weight": site.weight_name, "bias": site.bias_name}
-    for (name, source_name), value in zip(names.items(), affine_of(norm, site), strict=True):
-        own, source = getattr(layer, name), tensors.get(source_name or "")
+    for (name, source), value in zip(_sources(norm, site).items(), affine_of(norm, site), strict=True):
+        own = getattr(layer, name)
         if own is None or value is None:
             continue
         if source is None:
             own.data.copy_(value)
             continue
-        if id(source) not in copies:
-            copies[id(source)] = nn.Parameter(value.to(source.dtype), requires_grad=source.requires_grad)
-        setattr(layer, name, copies[id(source)])
+        if source not in copies:
+            copies[source] = nn.Parameter(value.to(source.dtype), requires_grad=source.requires_grad)
+        setattr(layer, name, copies[source])
+
+
+def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
+    """Return the tensors that hold a norm's weight and bias."""
+    tensors = dict(norm.named_buffers()) | dict(norm.named_parameters())
+    return {"weight": tensors.get(site.weight_name or ""), "bias": tensors.get(site.bias_name or "")}
+
+
+def _share_(model: nn.Module, new: dict[Any, Any]) -> None:
+    """Put each value where its key is a parameter: one that a module shares with a norm stays shared."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter in new:
+                module._parameters[name] = new[parameter]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dynorm import watch
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.family import NAMES
+from dynorm.fit.calibrate import warn_of_defaults
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import original_forward, replaced_by, require_layers
 from dynorm.report.output import OutputComparison
@@ -71,9 +72,13 @@ def measure(
         DataError: there is no batch, one is of the wrong kind, the models cannot run it, no layer is reached, or
             an activation or output is not finite (the message names the site).
 
+    Warns:
+        CalibrationWarning: layers have default constants.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+        >>> _ = dynorm.calibrate_(model, [torch.randn(64, 8)])
         >>> report = dynorm.measure(model, [torch.randn(64, 8) for _ in range(4)])
         >>> report.sites[0].path, report.sites[0].tokens, report.output.kind
         ('1', 256, 'tensor')
@@ -81,6 +86,7 @@ def measure(
     if points < 1:
         raise ArgumentError(f"points must be at least 1, got {points}")
     watch.require_plain_model(model)
+    warn_of_defaults(model)
     found = _Measurement(model, original, OutputComparison(output), seed, points)
     with ExitStack() as stack:
         for each in found.models:
