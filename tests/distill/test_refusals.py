@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import dynorm
+from dynorm.cli import main
+from dynorm.cli.application import tracked
 from dynorm.distill.fold import fold_pretrained
 from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
 from dynorm.distill.pretrained import load_pretrained
-from dynorm.errors import DataError, StorageError
+from dynorm.distill.texts import standard_library_docstrings
+from dynorm.errors import DataError, DynormError, StorageError
 
+TEXTS = standard_library_docstrings()
 QUICK = Recipe(refine=0, held_out=16, max_length=16)
 NORM = "encoder.layer.1.output.LayerNorm"
 
@@ -57,10 +65,95 @@ def test_a_pooler_that_nothing_reads_may_be_missing(source: Path) -> None:
     assert load_pretrained(source).language_model is False
 
 
+@pytest.mark.parametrize("words", [
+    ({"device": "nothing"}, "device must be one"),
+    ({"recipe": Recipe(only=("nowhere.*",))}, "the glob 'nowhere.*' must match"),
+    ({"texts": ["few.txt"]}, "texts must be at least 8"),
+], ids=["device", "glob", "texts"])  # fmt: skip
+def test_cheap_checks_come_before_a_model_is_loaded(
+    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[dict[str, Any], str]
+) -> None:
+    (tmp_path / "few.txt").write_text("A text that is long enough to be one.\n" * 3)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dynorm.distill.pipeline.load_pretrained", lambda *_: pytest.fail("a model was loaded"))
+    options, message = words
+    with pytest.raises(DynormError, match=re.escape(message)):
+        convert_pretrained(encoder, tmp_path / "out", **{"texts": [texts], **options})
+
+
+def test_a_folder_without_any_tokenizer_file_does_not_talk_of_libraries(source: Path, texts: Path) -> None:
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(StorageError) as caught:
+        load_pretrained(source)
+    assert "sentencepiece" not in str(caught.value)
+    assert "images or audio" in str(caught.value)
+
+
+def test_few_texts_hold_out_a_quarter(encoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("\n".join(TEXTS[:24]))
+    report = convert_pretrained(
+        encoder, tmp_path / "out", Recipe(refine=0, max_length=16), texts=[tmp_path / "few.txt"]
+    )
+    assert (report.meta["texts_held_out"], report.meta["texts_to_fit"]) == (6, 18)
+
+
+def command_line(*words: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["dynorm", *map(str, words)])
+        main()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--held-out", 1], "--held-out must be at least 2"),
+    (["--minutes", "nan"], "--minutes must be finite and not negative, got nan"),
+    (["--witnesses", -1], "--witnesses must be a number of channels"),
+    (["--device", "nothing"], "--device must be one that torch can use"),
+    (["--lr", 0], "--lr must be a positive finite number"),
+])  # fmt: skip
+def test_errors_of_the_command_line_name_its_options(
+    encoder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[object], said: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command_line("convert", encoder, tmp_path / "out", "--texts", texts, *words)
+    assert stop.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_function_is_chosen_from_a_list(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command_line("convert", encoder, tmp_path / "out", "--to", "softmax")
+    assert stop.value.code == 2
+    found = capsys.readouterr().err
+    assert all(name in found for name in ("--to", "softmax", "dyisru", "dyt", "derf", "linear"))
+
+
+def test_a_stop_says_that_nothing_was_half_written(
+    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.copyfile", stopped)
+    with pytest.raises(SystemExit) as stop:
+        command_line("convert", encoder, tmp_path / "out", "--texts", texts, "--held-out", 16, "--refine", 0)
+    assert stop.value.code == 130
+    assert "dynorm: stopped; nothing was half-written" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_bars_end_full_where_the_last_batch_ends_the_work() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    batches = tracked([1, 2, 3, 4], "working", console)
+    assert [next(batches) for _ in range(4)] == [1, 2, 3, 4]
+    batches.close()
+    assert "100%" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_missing_tokenizer_is_refused(source: Path, texts: Path, tmp_path: Path) -> None:
     for file in source.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(StorageError, match=r"must hold the model's tokenizer, but has none of .*tokenizer\.json"):
+    with pytest.raises(StorageError, match=r"must hold the model's tokenizer, but has none of its files"):
         convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts])
     with pytest.raises(StorageError, match="must hold the model's tokenizer"):
         inspect_pretrained(source, texts=[texts], samples=16)

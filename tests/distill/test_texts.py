@@ -48,7 +48,7 @@ def test_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.txt", "", "must have a paragraph of at least 20 characters, but .*a.txt has none"),
+        ("a.txt", "", "must have a paragraph or line of 20 characters, but .*a.txt has none"),
         ("a.txt", "short\n\nshorter", "has none"),
         ("a.txt", f"{LONG} ".encode() + b"\xe9t\xe9", r"must be UTF-8, but .*a\.txt is not, at byte 32: convert it"),
         ("a.bin", b"\x89PNG\r\n\x1a\n\xff", "must be UTF-8"),
@@ -89,6 +89,14 @@ def test_the_standard_library() -> None:
     assert all(text == " ".join(text.split()) for text in texts)
 
 
+def test_a_file_without_blank_lines_has_a_text_per_line(tmp_path: Path) -> None:
+    lines = [f"{LONG} {i}." for i in range(3)]
+    assert read_texts([write(tmp_path / "lines.txt", "\n".join(lines) + "\n")]) == lines
+    assert read_texts([write(tmp_path / "lines.txt", "\n".join(lines) + "\n")], whole=True) == lines
+    folded = read_texts([write(tmp_path / "paragraphs.txt", "\n".join(lines[:2]) + "\n\n" + lines[2])])
+    assert folded == [" ".join(lines[:2]), lines[2]]
+
+
 def test_split() -> None:
     texts = [f"text {i}" for i in range(10)]
     fit, held_out = split_texts(texts, 3, seed=1)
@@ -103,5 +111,6 @@ def test_split() -> None:
 def test_splits_that_cannot_be() -> None:
     with pytest.raises(ArgumentError, match="held_out must be at least 1, got 0"):
         split_texts(["a", "b"], 0)
-    with pytest.raises(DataError, match="at least 12, half of them to hold out, got 10: give more"):
-        split_texts([str(i) for i in range(10)], 6)
+    assert [len(part) for part in split_texts([str(i) for i in range(10)], 6)] == [8, 2]
+    with pytest.raises(DataError, match=r"at least 8, to hold some out \(--held-out\), got 7: give more"):
+        split_texts([str(i) for i in range(7)], 6)

@@ -238,7 +238,7 @@ def test_every_rank(shape: tuple[int, ...]) -> None:
         assert (site.dim, site.normalized_shape, site.input_shape) == (-1, (C,), shape)
 
 
-@pytest.mark.parametrize("width", [2, 3, 5, 768])
+@pytest.mark.parametrize("width", [3, 5, 768])
 def test_every_width(width: int) -> None:
     assert only_of(nn.LayerNorm(width), torch.randn(3, width)).kind == "layernorm"
     assert only_of(nn.RMSNorm(width, eps=1e-5), torch.randn(3, width)).kind == "rmsnorm"
@@ -603,6 +603,28 @@ def test_layers_of_dynorm_are_left_out() -> None:
 
     outer = nn.Sequential(nn.Sequential(Converted(C)), nn.RMSNorm(C, eps=1e-6))
     assert only(outer, torch.randn(2, C)).path == "1"
+
+
+@pytest.mark.parametrize(
+    ("channels", "reason"), [(1, "one channel: "), (2, "two channels: LayerNorm makes them 1 and -1")]
+)
+def test_a_norm_of_too_few_channels_says_so(channels: int, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(C, channels), nn.LayerNorm(channels))
+    assert str(only(model, torch.randn(3, C)).refused).startswith(reason)
+
+
+def test_the_example_may_be_a_batch_as_other_functions_take() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(C)
+
+        def forward(self, a: Any, b: Any = None) -> Tensor:
+            return self.norm(a["x"] if isinstance(a, dict) else a + b)
+
+    model, x = Two(), torch.randn(2, C)
+    for batch in ({"a": x, "b": x}, (x, x), {"x": x}):
+        assert only(model, batch).path == "norm"
 
 
 def test_parametrizations_of_weights_are_left_out() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, PointwiseNorm
 from dynorm.replace.specs import LayerSpec, apply_specs_, replaced_by, specs_of
 
@@ -533,3 +533,16 @@ def test_a_parameter_that_a_norm_shares_with_another_module_stays_shared() -> No
     assert model[2].bias is model[1].bias
     dynorm.restore_(model)
     assert model[1].bias is model[2].bias is before
+
+
+@pytest.mark.parametrize("sites", ["dyisru", [[1.0, 2.0]], ["1"]])
+def test_what_is_no_list_of_sites_gets_words_that_help(sites: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"must be a list of NormSite, got .* dynorm\.find_norms\(model, batch\)"):
+        dynorm.convert_(nn.Sequential(nn.LayerNorm(8)), sites)
+
+
+def test_a_batch_that_is_a_list_of_rows_gets_words_that_help() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+    with pytest.raises(DataError, match=r"got a list at 0: make one of numbers with torch\.tensor\(rows\)"):
+        dynorm.calibrate_(model, [[[0.0] * 8, [1.0] * 8]])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from dynorm import __version__
 from dynorm.errors import ArgumentError, DynormError, require_library
@@ -55,14 +57,29 @@ def options(
 
 def main() -> None:
     """Run the command line; exit with 0, with 1 if the work failed, 2 for wrong usage, or 130 after Ctrl-C."""
+    warnings.showwarning = lambda message, *_: typer.echo(f"dynorm: {message}", err=True)
     try:
         app()
     except DynormError as error:
-        typer.echo(f"dynorm: {error}", err=True)
+        typer.echo(f"dynorm: {_by_option(str(error))}", err=True)
         raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from error
-    except KeyboardInterrupt:
-        typer.echo("dynorm: stopped; nothing was half-written", err=True)
-        raise SystemExit(130) from None
+    except SystemExit as stop:
+        # typer makes this of a Ctrl-C.
+        if stop.code == 130:
+            typer.echo("dynorm: stopped; nothing was half-written", err=True)
+        raise
+
+
+def _by_option(message: str) -> str:
+    """Return an error's message with the options of the command line in the place of Python's arguments."""
+    commands: Any = typer.main.get_command(app)
+    options = {p.name for c in commands.commands.values() for p in c.params if p.param_type_name == "option"}
+    names = "|".join(sorted(options & set(re.findall(r"\w+", message)), key=len, reverse=True))
+    if not names:
+        return message
+    # As the subject of a sentence, in a list of subjects, or as name=value.
+    found = rf"(?<![\w'.-])({names})(?:=True)?(?==|,? (?:must|and (?:{names})\b)|, (?:{names})\b|$)"
+    return re.sub(found, lambda match: "--" + match[1].replace("_", "-"), message)
 
 
 def quiet_libraries() -> None:
@@ -94,6 +111,15 @@ class Report(Protocol):
 def show(report: Report, as_json: bool) -> None:
     """Print a report on the standard output."""
     typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
+
+
+def tracked(batches: Sequence[Any], description: str, console: Console) -> Iterator[Any]:
+    """Yield the batches under a bar, which ends full also where the last of them ends the work."""
+    with Progress(*Progress.get_default_columns(), console=console) as progress:
+        task = progress.add_task(description, total=len(batches))
+        for batch in batches:
+            progress.advance(task)
+            yield batch
 
 
 def speaker(quiet: bool) -> tuple[Console, Callable[[str], None]]:

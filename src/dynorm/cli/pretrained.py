@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import track
 
 from dynorm.cli.application import (
     AsJson,
@@ -22,28 +22,41 @@ from dynorm.cli.application import (
     quiet_libraries,
     show,
     speaker,
+    tracked,
 )
 from dynorm.files import require_writable
 
 Model = Annotated[Path, typer.Argument(help="Folder of a transformers model with its tokenizer, or a .gguf file.")]
 Texts = Annotated[
     list[Path] | None,
-    typer.Option(help="Text file or folder; by default the docstrings of Python's standard library. Repeatable."),
+    typer.Option(
+        help="Text file or folder: one text per paragraph, or per line of a file without blank lines. By default the "
+        "docstrings of Python's standard library. Repeatable."
+    ),
 ]
+
+
+class Function(StrEnum):
+    """The layers that a command may put in."""
+
+    dyisru = "dyisru"
+    dyt = "dyt"
+    derf = "derf"
+    linear = "linear"
 
 
 @app.command()
 def convert(
     model: Model,
     out: Annotated[Path, typer.Argument(help="New folder, for model/, report.json and report.html.")],
-    to: Annotated[str, typer.Option(help="The layer that replaces the norms: dyisru, dyt, derf or linear.")] = "dyisru",
+    to: Annotated[Function, typer.Option(help="The layer that replaces the norms.")] = Function.dyisru,
     texts: Texts = None,
     steps: Annotated[int | None, typer.Option(help="Distil for this many steps; by default not at all.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Distil for this long instead.")] = None,
     refine: Annotated[int, typer.Option(help="Steps that refine the constants of all layers together.")] = 50,
     only: Only = None,
     skip: Skip = None,
-    held_out: Annotated[int, typer.Option(help="Texts to keep aside for measuring.")] = 512,
+    held_out: Annotated[int, typer.Option(help="Texts to keep aside for measuring, of few texts a quarter.")] = 512,
     max_length: MaxLength = None,
     batch: Annotated[
         int | None, typer.Option(help="Texts per step, or blocks of a language model; by default 32 or 4.")
@@ -90,7 +103,7 @@ def convert(
 
     console, say = speaker(quiet=as_json)
     recipe = Recipe(
-        to=to,
+        to=to.value,
         steps=steps,
         minutes=minutes,
         refine=refine,
@@ -118,7 +131,7 @@ def convert(
         overwrite=overwrite,
         quiet=as_json or not sys.stderr.isatty(),
         say=say,
-        track=lambda batches, description: track(batches, description, console=console),
+        track=lambda batches, description: tracked(batches, description, console),
     )
     show(report, as_json)
 
@@ -157,7 +170,7 @@ def inspect(
         seed=seed,
         name=name,
         device=device,
-        track=lambda batches, description: track(batches, description, console=console),
+        track=lambda batches, description: tracked(batches, description, console),
     )
     if html is not None:
         report.to_html(html)

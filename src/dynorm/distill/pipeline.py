@@ -28,6 +28,8 @@ from dynorm.distill.pretrained import (
     make_batches,
     on_device,
     require_apart,
+    require_config,
+    require_device,
     require_free,
     write_model,
     write_out,
@@ -109,8 +111,10 @@ class Recipe:
             )
         if self.steps is not None and self.minutes is not None:
             raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
-        if (self.steps or 0) < 0 or self.refine < 0 or not math.isfinite(self.minutes or 0) or (self.minutes or 0) < 0:
-            raise ArgumentError(f"steps, minutes and refine must not be negative, got {self}")
+        for name in ("steps", "minutes", "refine"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ArgumentError(f"{name} must be finite and not negative, got {value}")
         for name, least in (("held_out", 2), ("max_length", 2), ("batch", 1), ("calibration", 1)):
             if (count := getattr(self, name)) is not None and count < least:
                 raise ArgumentError(f"{name} must be at least {least}, got {count}")
@@ -169,9 +173,10 @@ def convert_pretrained(
     names = ("model", "original") if keep_original else ("model",)
     require_apart(Path(source), out, names)
     require_free(out, overwrite, names)
+    if Path(source).is_dir():
+        folders_of_modules(Path(source))
     subject = _Subject.load(source, texts, recipe, device, dtype)
     recipe = subject.recipe
-    folders_of_modules(subject.pretrained.source)
     model, fit, held_out = subject.pretrained.model, subject.fit, subject.held_out
     say(f"{type(model).__name__} from {source}: {len(fit)} texts to fit on, {len(held_out)} held out")
     job = _Job(recipe, subject, copy.deepcopy(model), say, track)
@@ -248,12 +253,16 @@ def inspect_pretrained(
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     Recipe(max_length=max_length).check()
-    recipe = Recipe(held_out=samples, max_length=max_length, seed=seed)
+    recipe = Recipe(held_out=samples, max_length=max_length, seed=seed, only=tuple(only), skip=tuple(skip))
     subject = _Subject.load(source, texts, recipe, device)
     model = subject.pretrained.model
     fitted, measured = (subject.batches(part[:samples]) for part in (subject.fit, subject.held_out))
     sites = select_sites(find_norms(model, **on_device(fitted[0], model)), only or None, skip or None)
-    meta = subject.meta(name) | {"texts_held_out": samples, "max_length": subject.max_length, "seed": seed}
+    meta = subject.meta(name) | {
+        "texts_held_out": len(subject.held_out[:samples]),
+        "max_length": subject.max_length,
+        "seed": seed,
+    }
     fit_on = track(fitted, "fitting")
     decode = subject.pretrained.tokenizer.convert_ids_to_tokens
     tests = track(measured, "measuring")
@@ -276,15 +285,18 @@ class _Subject:
     def load(
         source: str | Path, texts: Sequence[str | Path], recipe: Recipe, device: str, dtype: str = "float32"
     ) -> _Subject:
-        pretrained = load_pretrained(source, device, dtype)
+        # What costs little comes first.
+        require_device(device)
+        whole = require_config(Path(source), (*recipe.only, *recipe.skip))
         # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
-        whole = pretrained.language_model
         recipe = recipe.filled(whole)
         found = read_texts(texts, whole=whole) if texts else standard_library_docstrings(whole=whole)
+        parts = split_texts(found, recipe.held_out, recipe.seed)
         size, batch = recipe.max_length, recipe.batch
         assert size is not None
         assert batch is not None
-        fit, test = (encode(pretrained, part, size) for part in split_texts(found, recipe.held_out, recipe.seed))
+        pretrained = load_pretrained(source, device, dtype)
+        fit, test = (encode(pretrained, part, size) for part in parts)
         return _Subject(pretrained, texts, recipe, size, batch, fit, test)
 
     @property

@@ -6,10 +6,12 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ _WEIGHTS = frozenset([
     ".tflite",
 ])
 # fmt: on
+_TOKENIZER = re.compile(r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$")
 
 
 @dataclass(frozen=True)
@@ -68,37 +71,92 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
         Traceback (most recent call last):
         dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has none: ...
     """
-    source, options = Path(source), dict[str, Any](local_files_only=True)
+    source = Path(source)
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ArgumentError(f"dtype must be auto or a dtype of torch, such as float32, got {dtype!r}")
-    folder = source
-    if source.suffix == ".gguf" and source.is_file():
-        require_library("gguf", "reading a GGUF file", "gguf")
-        folder, options = source.parent, options | {"gguf_file": source.name}
+    require_device(device)
+    language_model = require_config(source)
+    tokenizer = _tokenizer_of(source)
+    folder, options = _place(source)
     with _readable(source):
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModel, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(folder, **options)
-        names = config.architectures or ["ForCausalLM" if folder != source else ""]
-        language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
         auto = AutoModelForCausalLM if language_model else AutoModel
         model, info = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     _require_all_weights(source, model, info)
-    if folder == source:
-        require_tokenizer_files(folder, tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if folder != source:
         # Dequantized, yet transformers takes it for quantized still, and would not save it.
         model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
         vars(model.config).pop("quantization_config", None)
+    return Pretrained(model.eval().to(device), tokenizer, language_model, source)
+
+
+def require_device(device: str) -> None:
+    """Check that torch can use a device.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
     try:
-        model = model.eval().to(device)
+        torch.empty(0, device=device)
     # What torch raises for a device that it does not know, was not built for, or does not find.
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"device must be one that torch can use here, got {device!r}: {error}") from error
-    return Pretrained(model, tokenizer, language_model, source)
+
+
+def require_config(source: Path, globs: Iterable[str] = ()) -> bool:
+    """Check a model's config, and that each glob matches one of its modules; tell whether it is a language model.
+
+    Raises:
+        ArgumentError: a glob matches no module, or a GGUF file needs the library gguf.
+        StorageError: there is no model.
+    """
+    folder, options = _place(source)
+    with _readable(source):
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder, **options)
+        names = config.architectures or ["ForCausalLM" if folder != source else ""]
+        language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+        if globs:
+            with torch.device("meta"):
+                model = (AutoModelForCausalLM if language_model else AutoModel).from_config(config)
+    for glob in globs:
+        if not any(fnmatchcase(path, glob) for path, _ in model.named_modules(remove_duplicate=False)):
+            raise ArgumentError(
+                f"the glob {glob!r} must match the path of a norm, but matches no module of {type(model).__name__}"
+            )
+    return language_model
+
+
+def _place(source: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the options of ``from_pretrained`` for a folder or a GGUF file."""
+    if not (source.suffix == ".gguf" and source.is_file()):
+        return source, {"local_files_only": True}
+    require_library("gguf", "reading a GGUF file", "gguf")
+    return source.parent, {"local_files_only": True, "gguf_file": source.name}
+
+
+def _tokenizer_of(source: Path) -> Any:
+    folder, options = _place(source)
+    if folder == source and not any(_TOKENIZER.match(file.name) for file in folder.iterdir()):
+        raise StorageError(
+            f"{source} must hold the model's tokenizer, but has none of its files (tokenizer.json, vocab.txt, ...): "
+            "copy them there; convert a model of images or audio in Python, with dynorm.find_norms and convert_"
+        )
+    with _readable(source):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    # Of characters or bytes it needs no vocabulary; without the file of one, transformers makes one up.
+    names = {*type(tokenizer).vocab_files_names.values(), "tokenizer.json"}
+    if folder == source and type(tokenizer).vocab_files_names and not any((folder / name).is_file() for name in names):
+        raise StorageError(
+            f"{source} must hold the model's tokenizer, but has none of {listed(names)}: copy them there"
+        )
+    return tokenizer
 
 
 def load_model(folder: Path) -> Any:
@@ -147,21 +205,6 @@ def _require_all_weights(source: Path, model: nn.Module, info: dict[str, Any]) -
         raise StorageError(
             f"{source} must hold all weights of {type(model).__name__}, but lacks {listed(missing)}: is it a "
             "checkpoint of another class, or of a part?"
-        )
-
-
-def require_tokenizer_files(folder: Path, tokenizer: Any) -> None:
-    """Check that a tokenizer was read from files: where there are none, transformers makes one up.
-
-    Raises:
-        StorageError: its files are not in the folder.
-    """
-    names = {*type(tokenizer).vocab_files_names.values(), "tokenizer.json"}
-    # One of bytes or characters has no vocabulary.
-    bare = not type(tokenizer).vocab_files_names and (folder / "tokenizer_config.json").is_file()
-    if not bare and not any((folder / name).is_file() for name in names):
-        raise StorageError(
-            f"{folder} must hold the model's tokenizer, but has none of {listed(names)}: copy its files there"
         )
 
 

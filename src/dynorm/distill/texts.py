@@ -12,13 +12,13 @@ from pathlib import Path
 
 from dynorm.errors import ArgumentError, DataError
 
-_SHORTEST = 20
+_SHORTEST, _FEWEST = 20, 8
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False) -> list[str]:
-    r"""Read texts from files and folders, one text per paragraph.
+    r"""Read texts from files and folders, one text per paragraph, or per line of a file without blank lines.
 
     Args:
         paths: one or several UTF-8 files or folders. Of a ``.py`` file the docstrings' first paragraphs are taken;
@@ -26,7 +26,7 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
         whole: take whole docstrings, and keep line breaks, for a language model.
 
     Returns:
-        Paragraphs of at least 20 characters, white space folded, each once, in the order of the files.
+        Texts of at least 20 characters, white space folded, each once, in the order of the files.
 
     Raises:
         DataError: a path does not exist, a file cannot be read, is binary, not UTF-8 or not Python, or there is no
@@ -43,7 +43,7 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
     for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):
         found = [text for file in _files(path) for text in _texts_of(file, whole)]
         if not found:
-            raise DataError(f"texts must have a paragraph of at least {_SHORTEST} characters, but {path} has none")
+            raise DataError(f"texts must have a paragraph or line of {_SHORTEST} characters, but {path} has none")
         texts += found
     if not texts:
         raise DataError("texts must come from at least one file, got none")
@@ -74,7 +74,7 @@ def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[st
 
     Args:
         texts: different texts.
-        held_out: how many to put aside.
+        held_out: how many to put aside, or a quarter of them all, where they are fewer than twice as many.
         seed: of the shuffle.
 
     Returns:
@@ -82,7 +82,7 @@ def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[st
 
     Raises:
         ArgumentError: ``held_out`` is not positive.
-        DataError: fewer texts are left to fit on than ``held_out``.
+        DataError: there are fewer than eight texts.
 
     Example:
         >>> fit, test = split_texts([f"text {i}" for i in range(10)], held_out=4)
@@ -91,8 +91,9 @@ def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[st
     """
     if held_out < 1:
         raise ArgumentError(f"held_out must be at least 1, got {held_out}")
-    if len(texts) < 2 * held_out:
-        raise DataError(f"texts must be at least {2 * held_out}, half of them to hold out, got {len(texts)}: give more")
+    if len(texts) < _FEWEST:
+        raise DataError(f"texts must be at least {_FEWEST}, to hold some out (--held-out), got {len(texts)}: give more")
+    held_out = held_out if len(texts) >= 2 * held_out else len(texts) // 4
     shuffled = random.Random(seed).sample(texts, len(texts))
     return shuffled[held_out:], shuffled[:held_out]
 
@@ -115,7 +116,9 @@ def _texts_of(file: Path, whole: bool) -> Iterator[str]:
         raise DataError(f"texts must be readable, but {file} is not: {error.strerror}") from error
     if "\0" in content:
         raise DataError(f"texts must be text, but {file} has NUL bytes: is it binary?")
-    paragraphs = _docstrings(file, content, whole) if file.suffix == ".py" else re.split(r"\n\s*\n", content)
+    blank = re.search(r"\n\s*\n", content.strip())
+    parts = re.split(r"\n\s*\n", content) if blank else content.splitlines()
+    paragraphs = _docstrings(file, content, whole) if file.suffix == ".py" else parts
     for paragraph in paragraphs:
         text = paragraph.strip() if whole else " ".join(paragraph.split())
         if len(text) >= _SHORTEST:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from dynorm.errors import DataError
 from dynorm.find.recover import HALF_TOLERANCE, NotANormError, affine_of, candidate_axes, channel_axes, core, recover
 from dynorm.find.tokens import Packing, plain_arithmetic
 from dynorm.site import UNIT_LENGTH, NormSite
-from dynorm.watch import require_plain_model, undisturbed
+from dynorm.watch import arguments, require_plain_model, undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 OTHER_ARGUMENTS = "other arguments: a point-wise layer takes one tensor, by position"
@@ -166,6 +169,8 @@ _SEVERAL_WIDTHS = "several widths: it is called with different numbers of channe
 _AS_MODULE = "write it as a module to have it replaced"
 _MATRICES = "holds matrices: its parameters are more than a scale and a shift"
 _RETURNS_INPUT = "returns its input: it computes nothing, or in place"
+_ONE_CHANNEL = "one channel: its output does not depend on the input"
+_TWO_CHANNELS = "two channels: LayerNorm makes them 1 and -1, by the sign of their difference alone"
 _DIFFERS = "differs in the run: the formula fits a copy, but not its output for the example"
 
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
@@ -193,7 +198,8 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
 
     Args:
         model: Any module of plain torch; train or eval mode is kept.
-        *args: The arguments of one call of the model; a short input will do.
+        *args: The arguments of one call of the model, or one batch, a tuple or dict of them, as the other functions
+            take; a short input will do.
         **kwargs: The same, by keyword. A cache among them grows, as in any call.
 
     Returns:
@@ -213,6 +219,12 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
         3 rmsnorm -1 (8,) 1e-06
     """
     require_plain_model(model)
+    if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, Mapping)):
+        given = arguments(model, args[0])
+        # A model may take the dict or tuple itself.
+        with suppress(TypeError):
+            signature(model.forward).bind(*given[0], **given[1])
+            args, kwargs = given
     observations = observe(model, args, kwargs)
     search = _Search()
     with plain_arithmetic(model):
@@ -277,10 +289,14 @@ class _Search:
     def _site_of(self, seen: Observation) -> NormSite | None:
         """Return the site of a module that was called; None if it neither is a norm nor is named one."""
         reason = _family(seen.module, by_class=True) or seen.problem
-        reason = reason or (None if seen.is_light() else _MATRICES) or (None if seen.samples else _RETURNS_INPUT)
+        reason = reason or (None if seen.is_light() else _MATRICES)
+        if reason is None and not seen.samples:
+            reason = _RETURNS_INPUT if candidate_axes(seen.module, seen.shapes[0]) else _ONE_CHANNEL
         if reason is None:
             try:
                 site = _placed(self._recover(seen), seen)
+                if site.kind == "layernorm" and math.prod(site.normalized_shape) == 2:
+                    raise NotANormError(_TWO_CHANNELS)
                 _require_agreement(seen, site)
                 if not list(seen.module.parameters()) and _is_unit_length(seen, site):
                     return replace(site, refused=UNIT_LENGTH)

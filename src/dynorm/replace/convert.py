@@ -127,6 +127,11 @@ def convert_(
     if most < 0 or isinstance(witnesses, bool):
         raise ArgumentError(f"witnesses must be a number of channels, 0 or more, or their positions, got {witnesses!r}")
     require_plain_model(model)
+    if isinstance(sites, str) or not all(isinstance(site, NormSite) for site in sites):
+        raise ArgumentError(
+            "sites must be a list of NormSite, got "
+            f"{sites!r:.60}: call dynorm.convert_(model, dynorm.find_norms(model, batch), to='dyisru')"
+        )
     if not sites:
         raise ModelError(
             "the model must have norms, but those it had are converted already: call dynorm.restore_(model) first"
