@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import dynorm
 from dynorm.distill import distill_, output_loss
@@ -62,8 +64,9 @@ def test_batches_are_gone_through_in_order_and_again() -> None:
         return (ours - theirs).abs().mean()
 
     distill_(classifier(), passes, loss=loss, steps=6, quiet=True)
-    assert seen == [0, 1, 2, 3, 0, 1]
-    assert passes.count == 2
+    # Four are looked at before the training, and after it.
+    assert seen == [0, 1, 2, 3, *[0, 1, 2, 3, 0, 1], 0, 1, 2, 3]
+    assert passes.count == 3
 
 
 def test_a_loss_of_ones_own_is_what_is_lowered() -> None:
@@ -81,6 +84,7 @@ def test_a_language_model_comes_closer_in_divergence() -> None:
         net.transformer.wte.weight.mul_(20)
     batches = [{"input_ids": torch.randint(0, 32, (4, 16))} for _ in range(4)]
     dynorm.convert_(net, dynorm.find_norms(net, **batches[0]))
+    dynorm.calibrate_(net, batches)
     before = dynorm.measure(net, batches).output
     original = dynorm.restore_(copy.deepcopy(net))
     dynorm.distill_(net, batches, steps=40, lr=3e-3, quiet=True)
@@ -100,6 +104,7 @@ def test_predictions_are_counted_token_by_token() -> None:
         first = net(**batch).logits.argmax(-1)
     original = copy.deepcopy(net)
     dynorm.convert_(net, dynorm.find_norms(net, **batch))
+    dynorm.calibrate_(net, [batch])
     with torch.no_grad():
         second = net(**batch).logits.argmax(-1)
     known, right = batch["attention_mask"][:, 1:].bool(), batch["input_ids"][:, 1:]
@@ -167,3 +172,46 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(dynorm.ModelError, match="one process, but there are 2"):
         distill_(classifier(), images(), steps=2, quiet=True)
+
+
+def test_what_training_made_worse_is_put_back() -> None:
+    net = classifier()
+    dynorm.calibrate_(net, images())
+    weights = copy.deepcopy(net.state_dict())
+    with pytest.warns(dynorm.CalibrationWarning, match="the weights from before are put back"):
+        report = dynorm.distill_(net, images(), steps=12, lr=30.0, quiet=True)
+    assert not report.kept
+    assert report.loss_before is not None
+    assert not report.loss_after <= report.loss_before
+    assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
+    better = dynorm.distill_(net, images(), steps=40, lr=1e-2, quiet=True)
+    assert better.kept
+    assert better.loss_after < better.loss_before == pytest.approx(report.loss_before)
+
+
+def test_few_minutes_warn_time_little_and_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = classifier()
+    dynorm.calibrate_(net, images())
+    # A clock that goes on by a second each time that it is asked.
+    monkeypatch.setattr("dynorm.distill.distill.time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    rates: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
+
+    with pytest.warns(dynorm.CalibrationWarning, match=r"0\.25 minutes allow \d+ steps of distillation"):
+        report = dynorm.distill_(net, images(), minutes=0.25, lr=1e-3, quiet=True, callbacks=[Watch()])
+    assert 0 < report.steps < 20
+    # It has not begun at the highest rate.
+    assert rates[0] < 0.3 * 1e-3
+
+
+def test_a_bar_shows_step_loss_and_time_left_and_ends_full(capfd: pytest.CaptureFixture[str]) -> None:
+    net = classifier()
+    dynorm.calibrate_(net, images())
+    dynorm.distill_(net, images(), steps=25, lr=1e-3)
+    shown = capfd.readouterr().err
+    assert "distilling" in shown
+    assert "25/25" in shown
+    assert "loss " in shown

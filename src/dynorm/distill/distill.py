@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch.utils.data import IterableDataset
 
 from dynorm.arguments import check_positive
 from dynorm.errors import ArgumentError, ModelError, require_library
+from dynorm.fit.calibrate import CalibrationWarning
 from dynorm.fit.refine import joint_error, recorded, relative_error
-from dynorm.layers import param_groups
+from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.replace import restore_
 from dynorm.replace.specs import require_layers
 from dynorm.report.output import output_tensor, sample_vectors
@@ -33,8 +35,13 @@ Loss = Callable[[Any, Any, Any], Tensor]
 # Steps that are timed before the schedule is made, when a time and not a number of steps is given, and the batches
 # from which they are taken evenly by size.
 _TIMED, _LOOKED_AT = 8, 64
+# Batches that tell whether the training helped, and steps below which it hardly can.
+_MEASURED, _FEW = 4, 20
+# Of the time that is given, the share that timing may take.
+_SHARE = 0.1
 # Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
 _RATE, _WIDTH = 1.5e-4, 384
+_WARM_UP = 10
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,9 @@ class DistillationReport:
         seconds: how long it took.
         samples: how many samples were seen, repeats counted.
         last_loss: the last loss that the Trainer logged.
+        loss_before: the loss of the first batches before the training; None for an annealed model, a norm at first.
+        loss_after: the same after it.
+        kept: whether the trained weights are kept; False where those from before were better.
     """
 
     steps: int
@@ -54,6 +64,9 @@ class DistillationReport:
     seconds: float
     samples: int
     last_loss: float | None
+    loss_before: float | None = None
+    loss_after: float | None = None
+    kept: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows."""
@@ -79,7 +92,8 @@ def distill_(
 
     The loss is the mean relative error of the sites, ``|f(x) - y|^2 / |y - mean y|^2`` with y the teacher's norms (a
     hidden-state loss), plus that of the outputs, :func:`output_loss`. Each batch is one step of the Trainer of
-    transformers. Dropout is off in both models.
+    transformers. Dropout is off in both models. Where the training made the loss of the first batches larger, the
+    weights from before are put back.
 
     Args:
         model: a converted and calibrated model.
@@ -90,8 +104,8 @@ def distill_(
         loss: gives a scalar of the model's output, the teacher's and the batch, instead of :func:`output_loss`.
         steps: how many steps to take. Give this or ``minutes``.
         minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
-        lr: the highest learning rate. A twentieth of the steps warm up to it, then it falls to 0 as a cosine. None
-            takes :func:`distillation_rate`.
+        lr: the highest learning rate. A twentieth of the steps, or the first ten, warm up to it, then it falls to 0 as
+            a cosine. None takes :func:`distillation_rate`.
         seed: of whatever the models or callbacks draw.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. Where the processor
             knows bfloat16, a step takes a third of the time.
@@ -101,7 +115,7 @@ def distill_(
         callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for an annealed model.
 
     Returns:
-        Steps, time and last loss.
+        Steps, time, and the loss before and after.
 
     Raises:
         ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or one, or ``lr``, is not positive and
@@ -109,6 +123,9 @@ def distill_(
         DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
             hold nothing to compare.
         ModelError: the model has no point-wise layer that replaced a norm, or there are several processes.
+
+    Warns:
+        CalibrationWarning: the weights from before are put back, or the minutes allow fewer than 20 steps.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -130,21 +147,39 @@ def distill_(
     if steps is None:
         assert minutes is not None
         steps = _steps_in(minutes * 60, job, batches)
-    with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch:
-        arguments = _arguments(Path(checkpoints or scratch), steps, seed, checkpoints is not None, quiet)
+        if steps < _FEW:
+            _warn(f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly help: give more time")
+    # A one-shot iterator keeps the batches that are looked at.
+    first = list(islice(iterate(batches), _MEASURED))
+    batches = chain(first, batches) if isinstance(batches, Iterator) else batches
+    annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
+    before = None if annealed else job.measure(first)
+    weights = None if annealed else {name: t.detach().clone() for name, t in model.state_dict().items()}
+    with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch, _bar(quiet) as progress:
+        arguments = _arguments(Path(checkpoints or scratch), steps, seed, checkpoints is not None)
         arguments.use_cpu = next(model.parameters()).device.type == "cpu"
         if arguments.world_size > 1:
             raise ModelError(f"distill_ must run in one process, but there are {arguments.world_size}")
         until = None if minutes is None else started + 60 * minutes
-        trainer = _trainer(job, cycled(batches, steps), arguments, rate, until, callbacks)
+        trainer = _trainer(job, cycled(batches, steps), arguments, rate, until, callbacks, progress)
         found = checkpoints is not None and any(Path(checkpoints).glob("checkpoint-*"))
         trainer.train(resume_from_checkpoint=found)
     model.eval()
     model.zero_grad(set_to_none=True)
     done = int(trainer.state.global_step)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    samples, after = job.samples, None if annealed else job.measure(first)
+    # Written so that NaN is worse.
+    kept = before is None or after is None or after <= before
+    if weights is not None and not kept:
+        model.load_state_dict(weights)
+        _warn(f"{done} steps made the loss {after:.3f}, which was {before:.3f}: the weights from before are put back")
     seconds = time.perf_counter() - started
-    return DistillationReport(done, rate, seconds, job.samples, losses[-1] if losses else None)
+    return DistillationReport(done, rate, seconds, samples, losses[-1] if losses else None, before, after, kept)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CalibrationWarning, stacklevel=3)
 
 
 def distillation_rate(model: nn.Module) -> float:
@@ -205,6 +240,15 @@ class _Distillation:
     loss: Loss
     bf16: bool
     samples: int = 0
+    last: Tensor | None = None
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[Any]) -> float:
+        """Return the mean loss of some batches in eval mode, which does not count as training."""
+        self.model.eval()
+        losses = [float(self(batch)) for batch in batches]
+        self.samples = 0
+        return fmean(losses)
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the hidden-state loss plus that of the outputs, of one batch."""
@@ -217,7 +261,9 @@ class _Distillation:
             with recorded({layer: layer for layer in layers.values()}) as given:
                 output = call(self.model, batch)
         self.samples += _largest(batch).shape[0]
-        return joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
+        loss = joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
+        self.last = loss.detach()
+        return loss
 
 
 def _largest(batch: Any) -> Tensor:
@@ -228,21 +274,35 @@ def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any]) -> int
     """Return how many steps fit into the time, from the time of a few whose gradients are thrown away."""
     # A step's batches are alike in length: short in one, long in another.
     found = sorted(islice(iterate(batches), _LOOKED_AT), key=lambda batch: _largest(batch).numel())
-    timed = [found[(2 * i + 1) * len(found) // (2 * _TIMED)] for i in range(_TIMED)]
+    # The ones of middle size come first, for there may be time for few.
+    places = sorted(range(_TIMED), key=lambda i: abs(i - _TIMED // 2))
+    timed = [found[(2 * i + 1) * len(found) // (2 * _TIMED)] for i in places]
     begun = time.perf_counter()
     # The first is not counted: it allocates, and kernels are chosen.
-    job(timed[-1]).backward()  # type: ignore[no-untyped-call]
-    started = time.perf_counter()
-    for batch in timed:
+    job(timed[0]).backward()  # type: ignore[no-untyped-call]
+    started = ended = time.perf_counter()
+    for count, batch in enumerate(timed, start=1):  # noqa: B007
         job(batch).backward()  # type: ignore[no-untyped-call]
-    ended = time.perf_counter()
+        ended = time.perf_counter()
+        if ended - begun > _SHARE * seconds:
+            break
     job.model.zero_grad(set_to_none=True)
     job.samples = 0
     # The optimizer's part and the Trainer's own work come on top of these steps.
-    return max(1, int((seconds - (ended - begun)) / (1.15 * (ended - started) / _TIMED)))
+    return max(1, int((seconds - (ended - begun)) / (1.15 * (ended - started) / count)))
 
 
-def _arguments(folder: Path, steps: int, seed: int, save: bool, quiet: bool) -> Any:
+def _bar(quiet: bool) -> Any:
+    """Return a bar on the standard error, with step, loss and the time that is left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    words = TextColumn("{task.description}"), TextColumn("{task.fields[loss]}")
+    columns = (words[0], BarColumn(), MofNCompleteColumn(), words[1], TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=quiet)
+
+
+def _arguments(folder: Path, steps: int, seed: int, save: bool) -> Any:
     from transformers import TrainingArguments
 
     return TrainingArguments(
@@ -250,8 +310,7 @@ def _arguments(folder: Path, steps: int, seed: int, save: bool, quiet: bool) -> 
         max_steps=steps,
         # Of our batches.
         per_device_train_batch_size=1,
-        # The first step of a warm-up has the rate 0: a run of few steps has none.
-        warmup_steps=steps // 20,
+        warmup_steps=max(steps // 20, min(steps, _WARM_UP)),
         lr_scheduler_type="cosine",
         logging_steps=max(1, steps // 20),
         save_strategy="steps" if save else "no",
@@ -259,7 +318,7 @@ def _arguments(folder: Path, steps: int, seed: int, save: bool, quiet: bool) -> 
         save_total_limit=1,
         remove_unused_columns=False,
         report_to="none",
-        disable_tqdm=quiet,
+        disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
         seed=seed,
     )
@@ -272,8 +331,21 @@ def _trainer(
     lr: float,
     until: float | None,
     callbacks: Sequence[Any],
+    progress: Any,
 ) -> Any:
     from transformers import PrinterCallback, Trainer, TrainerCallback
+
+    class Bar(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.task = progress.add_task("distilling", total=state.max_steps, loss="")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            loss = "" if job.last is None else f"loss {float(job.last):.3f}"
+            progress.update(self.task, completed=state.global_step, loss=loss)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # Where the time was over first, the steps that were taken are all.
+            progress.update(self.task, total=state.global_step)
 
     class StopInTime(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -302,7 +374,7 @@ def _trainer(
         train_dataset=Batches(),
         data_collator=lambda items: items[0],
         optimizers=(optimizer, None),
-        callbacks=[StopInTime(), *callbacks],
+        callbacks=[StopInTime(), *callbacks, Bar()],
     )
     # Without its bar the Trainer prints its log instead, in the middle of ours.
     trainer.remove_callback(PrinterCallback)
