@@ -56,7 +56,7 @@ def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
         if not any(isinstance(value, Tensor) for value in (values if isinstance(values, (tuple, list)) else [batch])):
             raise DataError(
                 f"each of {what} must be a tensor, or a tuple or dict with tensors, "
-                f"got a {type(batch).__name__} at {count - 1}: make one of numbers with torch.tensor(rows)"
+                f"got {type(batch).__name__} at {count - 1}: make one of numbers with torch.tensor(rows)"
             )
         yield batch
     if not count:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,7 @@ def test_padding_has_no_influence() -> None:
     y = torch.where(mask[..., None] == 0, torch.randn_like(x), x)
     model = Masked()
     dynorm.convert_(model, dynorm.find_norms(model, x, mask))
+    dynorm.calibrate_(model, [{"x": x, "attention_mask": mask}])
     twin = copy.deepcopy(model)
     dynorm.refine_(model, [{"x": x, "attention_mask": mask}], steps=5)
     dynorm.refine_(twin, [{"x": y, "attention_mask": mask}], steps=5)
@@ -212,7 +214,29 @@ def test_a_batch_that_reaches_no_site() -> None:
 
     model = Sometimes()
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
+    dynorm.calibrate_(model, [torch.randn(64, C)])
     fails(model, [(torch.randn(4, C), False)], "must reach at least one point-wise layer")
+
+
+@pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
+def test_default_constants_are_told_once_and_fitted_ones_never(to: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.LayerNorm(C)), torch.randn(64, C)
+    dynorm.convert_(model, dynorm.find_norms(model, x), to=to)
+    for k, act in enumerate(
+        (
+            lambda: dynorm.measure(model, [x]),
+            lambda: dynorm.save(model, tmp_path / "early"),
+            lambda: dynorm.refine_(copy.deepcopy(model), [x], steps=1),
+        )
+    ):
+        with pytest.warns(dynorm.CalibrationWarning, match="2 point-wise layers have default constants") as caught:
+            act()
+        assert len(caught) == 1, k
+    dynorm.calibrate_(model, [x])
+    # Warnings are errors here.
+    dynorm.refine_(model, [x], steps=1)
+    dynorm.measure(model, [x])
+    dynorm.save(model, tmp_path / "m")
 
 
 def test_models_that_cannot_be_refined() -> None:

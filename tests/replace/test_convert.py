@@ -544,5 +544,5 @@ def test_what_is_no_list_of_sites_gets_words_that_help(sites: Any) -> None:
 def test_a_batch_that_is_a_list_of_rows_gets_words_that_help() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
-    with pytest.raises(DataError, match=r"got a list at 0: make one of numbers with torch\.tensor\(rows\)"):
+    with pytest.raises(DataError, match=r"got list at 0: make one of numbers with torch\.tensor\(rows\)"):
         dynorm.calibrate_(model, [[[0.0] * 8, [1.0] * 8]])

@@ -16,6 +16,7 @@ import torch
 from scipy import optimize, stats
 from torch import Tensor, nn
 
+import dynorm
 from dynorm import calibrate_, convert_, find_norms
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.recover import core
@@ -360,7 +361,8 @@ class TestSites:
         model = Model()
         batches = [torch.randn(20, 8) for _ in range(2)]
         convert_(model, find_norms(model, batches[0], both=True))
-        report = measure(model, batches)
+        with pytest.warns(dynorm.CalibrationWarning, match="default constants"):
+            report = measure(model, batches)
         assert (report.sites[0].tokens, report.unreached) == (80, ["other"])
         assert "other  not reached" in str(report)
 
