@@ -62,11 +62,13 @@ def test_distillation_lessens_the_loss(
     plain = convert_pretrained(encoder, tmp_path / "plain", QUICK, texts=[texts])
     recipe = Recipe(**{**vars(QUICK), "lr": 3e-3, **stop})
     distilled = convert_pretrained(encoder, tmp_path / "distilled", recipe, texts=[texts], quiet=True)
-    assert 50 <= distilled.meta["stages"]["distill"]["steps"] <= 60
+    assert 40 <= distilled.meta["stages"]["distill"]["steps"] <= 60
     now, before = ([site.error_now for site in report.sites] for report in (distilled, plain))
     assert sum(now) < 0.95 * sum(before)
 
 
+# Of two steps one may well find that they made it worse.
+@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
 def test_language_models_are_measured_by_their_loss(language_model: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(**{**vars(QUICK), "steps": 2})
     report = convert_pretrained(language_model, tmp_path / "out", recipe, texts=[texts], quiet=True)
