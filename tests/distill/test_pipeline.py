@@ -219,6 +219,15 @@ def test_bad_folders_are_refused_before_the_work(encoder: Path, texts: Path, tmp
         convert_pretrained(tmp_path / "empty", tmp_path / "out", QUICK, texts=[texts])
 
 
+@pytest.mark.parametrize("inside", ["original", "."])
+def test_a_source_in_the_output_folder_keeps_its_files(encoder: Path, texts: Path, tmp_path: Path, inside: str) -> None:
+    shutil.copytree(encoder, tmp_path / "out" / inside)
+    for _ in range(2):
+        convert_pretrained(tmp_path / "out" / inside, tmp_path / "out", QUICK, texts=[texts], overwrite=True)
+        assert len(dynorm_layers(load_pretrained(tmp_path / "out" / "model").model)) == 5
+    assert not (tmp_path / "out" / "model" / "model").exists()
+
+
 def test_overwrite_replaces_the_old_model(encoder: Path, texts: Path, tmp_path: Path) -> None:
     convert_pretrained(encoder, tmp_path, QUICK, texts=[texts])
     convert_pretrained(encoder, tmp_path, Recipe(**{**vars(QUICK), "to": "dyt"}), texts=[texts], overwrite=True)

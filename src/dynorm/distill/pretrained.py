@@ -389,13 +389,15 @@ def _copy_rest(source: Path, target: Path) -> None:
 
     Left out are its weights in any format, which are the original's, hidden files, and those of an earlier run.
     """
-    parts = folders_of_modules(source)
+    parts, out = folders_of_modules(source), target.parent.absolute()
+    # The source may stand in the output folder, or be it.
+    earlier = out / "model" if source.is_relative_to(out) else out
     for file in sorted(source.rglob("*")):
         name, there = file.relative_to(source), target / file.relative_to(source)
         hidden = any(part.startswith(".") for part in name.parent.parts)
         part = any(name.is_relative_to(folder) for folder in parts)
         weights = not part and (file.suffix in _WEIGHTS or name.name.endswith(".index.json"))
-        written = file.is_relative_to(target.parent.absolute()) or there.exists()
+        written = any(file.is_relative_to(folder) for folder in (earlier, target.absolute())) or there.exists()
         if file.is_file() and not (hidden or weights or written):
             there.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, there)
