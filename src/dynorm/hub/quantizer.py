@@ -62,7 +62,8 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.dynorm_version = dynorm_version
         self.model_dtype = model_dtype
         self.layers = layers
-        self.biases, self.biases_outside = list(biases), list(biases_outside)
+        self.biases = list(biases) if isinstance(biases, tuple) else biases
+        self.biases_outside = list(biases_outside) if isinstance(biases_outside, tuple) else biases_outside
         if not (is_list_of_str(self.biases) and is_list_of_str(self.biases_outside)):
             raise StorageError(f"the biases in the quantization_config must be paths, got {biases!s:.80}")
         require_version(vars(self), "the quantization_config")
