@@ -1,9 +1,10 @@
 """The one table of the family: every point-wise function with its names, its layers and its kernel.
 
-A new function f takes a row here and what the row names. Its formula stands in ``functional.py``, its layer in a file
-of ``layers/`` (and in ``annealed.py``). Its kernel is a functor in ``kernels/csrc/functions.h`` and a branch in
-``_triton_functions.py``, under its place in ``FUNCTIONS`` of ``_form.py``, the same as in ``csrc/types.h``. Converting,
-saved folders and the titles and colours of reports read this table.
+A new function f takes one row here, and the parts that the row names: its formula in ``functional.py``, its layer in a
+file of ``layers/`` (and in ``annealed.py``), and its kernel, a functor in ``kernels/csrc/functions.h`` and a branch in
+``_triton_functions.py``, under its place in ``FUNCTIONS`` of ``_form.py``, the same as in ``csrc/types.h``.
+docs/architecture.md lists the few other places that tell the functions apart. Converting, saved folders and the titles
+and colours of reports read this table.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ class Observation:
     module: nn.Module
     paths: list[str]  # all of them, the first one found first
     calls: int = 0
-    first: int = -1  # how many other modules had returned before it did for the first time; -1 when never called
+    first: int = -1  # its place in the order in which modules first returned; -1 when never called
     problem: str | None = None  # why its calls cannot be those of a replaceable norm
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # the distinct ones of its input, in order
     dtype: torch.dtype = torch.float32  # of its input at the first call
-    output_dtype: torch.dtype = torch.float32  # that of its output, where autocast does not choose it
+    output_dtype: torch.dtype = torch.float32  # of its output, where autocast does not choose that dtype
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rounded: bool = False  # input, output or autocast were of half precision
     output_at: int = 0  # the address of its last output, to see which module's output another one passes on
@@ -244,7 +244,7 @@ class _Search:
         self._outputs: dict[int, int] = {}
 
     def consider(self, seen: Observation) -> None:
-        """Add the site of a module, unless one inside says it all: inner modules return, and come, first."""
+        """Add the site of a module, unless a module inside is the norm already: inner modules return first."""
         parts = [part for part in seen.module.modules() if id(part) in self.found]
         # A part settles the matter if it is a norm, of this or another family.
         norms = [p for p in parts if self.found[id(p)].refused is None or _family(p, by_class=True) is not None]
@@ -306,7 +306,7 @@ class _Search:
         return _placed(NormSite("", refused=reason), seen) if _is_named_norm(seen.module) else None
 
     def _recover(self, seen: Observation) -> NormSite:
-        """Recover one of several like modules for all: the hundred norms of a large model are of two sorts."""
+        """Recover a norm once for all modules of its sort: the hundred norms of a large model are of two."""
         sort = (seen.shapes[0], seen.dtype, seen.device, *_sort_of(seen.module))
         if sort not in self._known:
             try:

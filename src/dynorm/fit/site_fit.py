@@ -24,8 +24,8 @@ _PER_DECADE = 4
 _WITNESSED_DECADES = (-1.0, 1.0)
 # Of a layer's typical sum: the least constant beside witnesses.
 LEAST = 1e-4
-# Least squares shrinks outputs that it cannot predict; site after site the shrinkage multiplies. Half is given back,
-# except to layers that do not repair those before them, where it is right to add less of what is not known.
+# Least squares shrinks outputs that it cannot predict, and site after site the shrinkage multiplies. Half of it is
+# given back, except to layers that do not repair those before them: they had better add less of what is not known.
 _GIVE_BACK = 0.5
 # So many values at a time stay in the cache of a CPU core.
 _CHUNK = 1 << 18

@@ -1,6 +1,7 @@
 """Fold the linear parts of norms into their neighbours, exactly, on the graph of any model.
 
-``fold.py`` has the steps in order. What is refused, and with which words, stands in ``refusals.py``.
+``fold.py`` has the steps in order. ``refusals.py`` says what is refused; ``affine.py`` and ``stream.py`` add the
+operators that they cannot follow.
 """
 
 from dynorm.fold.fold import fold_

@@ -83,7 +83,7 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
         if (value, axis) in seen:
             continue
         seen.add((value, axis))
-        # Another norm last: of all its readers it says least about why the affine map stays.
+        # Other norms come last: they are the least telling reason why an affine map stays.
         for user in sorted(users(value), key=is_norm):
             if user.op == "output":
                 raise RefusedError("the model returns it")

@@ -1,4 +1,4 @@
-"""Where a fold is refused: every check of a model, a site, its readers and the writers of its stream, with its words.
+"""Where a fold is refused: the checks of a model, a site, its readers and the writers of its stream, with their words.
 
 An operator that is no linear reader or writer is refused where the graph is followed, by the same error: in ``affine``
 and in ``stream``. The report has each reason at its site.

@@ -24,7 +24,7 @@ COLORS = {function.title: function.color for function in FAMILY.values()} | {"cl
 _DASHES = {"Derf": (0, (5, 1.5)), "linear": (0, (1, 1.2))}
 _MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
 LOOKS: dict[str, dict[str, Any]] = {
-    name: {"color": color, "linestyle": _DASHES.get(name, "-"), "marker": _MARKERS[name]}
+    name: {"color": color, "linestyle": _DASHES.get(name, "-"), "marker": _MARKERS.get(name, "P")}
     for name, color in COLORS.items()
 }
 """Each function has its own dashes and marker too."""
