@@ -52,9 +52,11 @@ _CONTINUED, _GIVEN, _ASKED = 16, 32, 64
 _DOCSTRINGS = "docstrings of the standard library"
 
 
+# Blocks in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be left after that.
+CALIBRATION_BLOCKS = 2
 # What a recipe leaves open: for an encoder, and for a language model. The latter's were measured on SmolLM2-135M.
 _ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "witnesses": 2, "per_channel": True, "lean": 0.7}
-_LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 32, "witnesses": 4, "per_channel": False, "lean": 0.0}
+_LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "witnesses": 4, "per_channel": False, "lean": 0.0}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Recipe:
         batch: texts per step, 32; or blocks, 4.
         only: globs of the paths to convert.
         skip: globs of the paths to leave alone.
-        calibration: how many texts, 256, or blocks, 32, the constants are fitted to, site by site.
+        calibration: how many texts, 256, or blocks, 24, the constants are fitted to, site by site.
         lean: of :func:`calibrate_`, 0.7 or 0.
         per_channel: one constant per channel (an encoder), or one per layer (a language model).
         witnesses: how many channels each layer may read to tell a token's scale, 2 or 4; 0 for the pure function.
@@ -336,7 +338,8 @@ class _Job:
 
     def convert_(self) -> None:
         model, recipe = self.subject.pretrained.model, self.recipe
-        batches = self.subject.batches(self.subject.calibration, recipe.seed)
+        size = CALIBRATION_BLOCKS if self.subject.pretrained.language_model else self.subject.batch
+        batches = make_batches(self.subject.pretrained, self.subject.calibration, size, recipe.seed)
         with self.stage("find"):
             sites = find_norms(model, **on_device(batches[len(batches) // 2], model))
         with self.stage("convert"):

@@ -1,0 +1,93 @@
+"""What a decoder loses and gets back: SmolLM2-135M-Instruct after calibration, and along a distillation.
+
+``python -m benchmarks.decoder --steps 40`` writes benchmarks/results/decoder.json. Steps and tokens are given, not
+minutes, so that a busy machine gives the same figures. It needs the packages of requirements-models.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+import dynorm
+from benchmarks.distillation import reference
+from benchmarks.subjects import Batches, Row, add_rows
+from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
+from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, load_pretrained, make_batches
+from dynorm.distill.texts import split_texts, standard_library_docstrings
+from dynorm.report.output import OutputComparison
+from tools.demo_model import folder
+
+RESULTS = Path(__file__).parent / "results" / "decoder.json"
+FIGURES = ("loss_original", "loss_difference", "kl", "accuracy_original", "accuracy_now", "agreement")
+ABOUT = {"model": "SmolLM2-135M-Instruct, 61 RMSNorms", "held_out": 96, "blocks_measured": 8, "length": 256}
+
+
+@torch.no_grad()
+def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
+    """Return the loss over the original's and what goes with it, over all batches."""
+    found = OutputComparison()
+    for batch in tests:
+        found.add(batch, original(**batch), model(**batch), lambda changed: original(**changed))
+    return {name: round(getattr(found.report(), name), 4) for name in FIGURES}
+
+
+def main() -> None:
+    """Calibrate, distil, and add a row for each stage."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40, help="distillation steps of 1,024 tokens, 0 for none")
+    parser.add_argument("--every", type=int, default=20, help="steps from one measurement to the next")
+    steps, every = vars(parser.parse_args()).values()
+    recipe, pretrained = (
+        Recipe(held_out=ABOUT["held_out"]).filled(language_model=True),
+        load_pretrained(folder("smollm2")),
+    )
+    model, original, length = pretrained.model, copy.deepcopy(pretrained.model), ABOUT["length"]
+    fit, held_out = (
+        encode(pretrained, part, length) for part in split_texts(standard_library_docstrings(whole=True), 96)
+    )
+    tests = {
+        name: blocks(pretrained, some) for name, some in (("docstrings", held_out), ("reference", prose(pretrained)))
+    }
+    started = time.process_time()
+
+    def add(stage: str, done: int) -> None:
+        row: Row = {"stage": stage, "steps": done, "tokens": done * recipe.batch * length}
+        row |= {name: figures(model, original, batches) for name, batches in tests.items()}
+        add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
+        print(json.dumps(row), flush=True)
+
+    class Measure(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % every == 0:
+                add("distilled", state.global_step)
+
+    calibration = make_batches(pretrained, fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
+    sites = dynorm.find_norms(model, **calibration[0])
+    dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
+    dynorm.calibrate_(model, calibration, lean=recipe.lean)
+    add("calibrated", 0)
+    if steps:
+        batches = ShuffledBatches(pretrained, fit, recipe.batch, 0)
+        dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True, callbacks=[Measure()])
+
+
+def blocks(pretrained: Pretrained, encoded: list[list[int]]) -> Batches:
+    """Return the blocks that are measured."""
+    return make_batches(pretrained, encoded[: ABOUT["blocks_measured"]], 4)
+
+
+def prose(pretrained: Pretrained) -> list[list[int]]:
+    """Return blocks of Python's language reference."""
+    return encode(pretrained, reference(), ABOUT["length"])
+
+
+if __name__ == "__main__":
+    main()
