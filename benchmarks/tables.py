@@ -88,6 +88,19 @@ def witness_table() -> str:
     return "\n".join(lines)
 
 
+def decoder_table() -> str:
+    """One row per stage of SmolLM2: for each kind of text the growth of the loss, the divergence and the agreement."""
+    kinds = ("docstrings", "reference")
+    lines = [f"| stage | tokens of training | {' | '.join(kinds)} |", "|---|---|---|---|"]
+    for row in load("decoder")["rows"]:
+        cells = [
+            f"{row[kind]['loss_difference']:+.2f} / {row[kind]['kl']:.2f} / {row[kind]['agreement']:.0%}"
+            for kind in kinds
+        ]
+        lines.append(f"| {row['stage']} | {row['tokens']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _with_worst(rows: list[dict[str, Any]]) -> str:
     """Mean cosine / worst text of any seed / mean Spearman."""
     if not rows:
@@ -234,7 +247,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-models": speed_models,
         "speed-operations": speed_operations,
     },
-    "docs/witnesses.md": {"witnesses": witness_table},
+    "docs/witnesses.md": {"witnesses": witness_table, "decoder": decoder_table},
     "docs/anneal.md": {"steps": steps_table},
     "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
 }
