@@ -250,7 +250,7 @@ def test_the_card_is_our_own_and_keeps_the_license(source: Path, texts: Path, tm
     own = (tmp_path / "out" / "model" / "README.md").read_text()
     assert own.startswith("---\nlicense: mit\nlanguage:\n- en\nbase_model: source\ntags:\n- dynorm\n---\n")
     for fact in (
-        "5 of its norms are replaced by dyisru",
+        "5 norms of source are replaced by dyisru",
         "144 texts",
         str(texts),
         "cosine of the output",
