@@ -206,8 +206,8 @@ def convert_pretrained(
     training = ", distilled" if "distill" in job.details else ""
     refined = f", refined together in {recipe.refine} steps" if recipe.refine else ""
     facts = [
-        f"{len(report.sites)} norms of {meta['model']} are replaced by {recipe.to} layers, with one constant per {each}, "
-        f"and at most {recipe.witnesses} witness channels per layer.",
+        f"{len(report.sites)} norms of {meta['model']} are replaced by {recipe.to} layers, with one constant per "
+        f"{each}, and at most {recipe.witnesses} witness channels per layer.",
         f"The constants are fitted{refined}{training} on {len(fit)} texts: {origin}.",
         "Measured on other texts:\n\n```\n" + report.table().title + "\n```",
     ]
