@@ -83,6 +83,8 @@ def witness_table() -> str:
     for count in sorted({row.get("witnesses", 0) for row in measured}):
         for layer in dict.fromkeys(row["layer"] for row in measured):
             rows = [row for row in measured if (row["layer"], row.get("witnesses", 0)) == (layer, count)]
+            if not rows:
+                continue
             cells = (_with_worst([row for row in rows if row["stage"] == stage]) for stage in STAGES)
             lines.append(f"| {NAMES[layer]} | {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
