@@ -86,7 +86,7 @@ SHARES = Part(
     ("dyisru_witnesses",),
     direct_rates=(1e-3, 4e-3, 8e-3),
     extend=False,
-    variants=({"share": 0.1}, {"share": 0.9}),
+    variants=({"share": 0.5}, {"share": 0.9}),
 )
 RECIPES = Part(
     "recipes",

@@ -11,7 +11,7 @@ from studies.arms import Arm, arm_of
 from studies.sizes import MODELS, Size, size_of
 
 PATH = (0.6, 0.3, "linear", "together")
-SHARE = 0.5
+SHARE = 0.1
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def test_it_is_the_verbs_one_after_another() -> None:
     one, batches = model_of(), data()
     report = dynorm.convert_model(one, batches, to="dyt", refine=4)
     other, original = model_of(), model_of()
-    dynorm.convert_(other, dynorm.find_norms(other, batches[0]), "dyt", per_channel=True, witnesses=2)
+    dynorm.convert_(other, dynorm.find_norms(other, batches[0]), "dyt", per_channel=True, witnesses=4)
     fit, tests = [batches[k] for k in (0, 1, 2, 4, 5, 6)], [batches[3], batches[7]]
     dynorm.calibrate_(other, fit)
     dynorm.refine_(other, fit, steps=4)

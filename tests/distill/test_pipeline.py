@@ -103,7 +103,7 @@ def test_a_checkpoint_of_half_a_model_is_refused(language_model: Path, texts: Pa
 
 
 def test_a_stopped_distillation_goes_on_from_its_checkpoint(encoder: Path, texts: Path, tmp_path: Path) -> None:
-    recipe = Recipe(**{**vars(QUICK), "steps": 4, "checkpoints": str(tmp_path / "checkpoints")})
+    recipe = Recipe(**{**vars(QUICK), "steps": 4, "witnesses": 2, "checkpoints": str(tmp_path / "checkpoints")})
     whole = convert_pretrained(encoder, tmp_path / "whole", recipe, texts=[texts], quiet=True)
     assert list((tmp_path / "checkpoints").glob("checkpoint-*"))
     longer = Recipe(**{**vars(recipe), "steps": 6})

@@ -13,7 +13,7 @@ import pytest
 from dynorm.errors import ArgumentError, ModelError
 from studies import sweep as module
 from studies.arms import ARMS
-from studies.plan import ALL, LONG, PLAN, Part, best, extended, missing, planned, seconds
+from studies.plan import ALL, LONG, PLAN, WITNESSES, Part, best, extended, missing, planned, seconds
 from studies.runs import RunFiles, read_all
 from studies.settings import Settings
 from studies.sweep import left, sweep
@@ -35,7 +35,7 @@ def test_the_plan_holds_every_arm_once_and_can_be_run() -> None:
     runs = planned({})
     names = [run.settings.name for run in runs]
     assert len(set(names)) == len(names)
-    assert {run.settings.arm for run in runs} == set(ARMS) == set(ALL)
+    assert {run.settings.arm for run in runs} == set(ARMS) == {*ALL, *WITNESSES.arms}
     assert len({part.key for part in PLAN}) == len(PLAN)
     assert {run.settings.seed for run in runs if run.certain} == {0}
 

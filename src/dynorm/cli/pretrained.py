@@ -69,12 +69,12 @@ def convert(
         ),
     ] = None,
     witnesses: Annotated[
-        int | None,
+        int,
         typer.Option(
-            help="Channels, at most, that each layer may read to tell a token's scale; 0 makes it a function of one "
-            "channel alone. By default 2, or 4 for a language model."
+            help="Channels, at most, that each layer may read to tell a token's size; 0 makes it a function of one "
+            "channel alone."
         ),
-    ] = None,
+    ] = 4,
     lr: Annotated[
         float | None, typer.Option(help="Highest learning rate of the distillation; by default it fits the width.")
     ] = None,

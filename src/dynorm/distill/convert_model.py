@@ -27,7 +27,7 @@ def convert_model(
     only: Globs = None,
     skip: Globs = None,
     per_channel: bool = True,
-    witnesses: int = 2,
+    witnesses: int = 4,
     refine: int = 50,
     distill: int = 0,
 ) -> ModelReport:

@@ -55,8 +55,8 @@ _DOCSTRINGS = "docstrings of the standard library"
 # Blocks in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be left after that.
 CALIBRATION_BLOCKS = 2
 # What a recipe leaves open: for an encoder, and for a language model. The latter's were measured on SmolLM2-135M.
-_ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "witnesses": 2, "per_channel": True, "lean": 0.7}
-_LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "witnesses": 4, "per_channel": False, "lean": 0.0}
+_ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7}
+_LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Recipe:
         calibration: how many texts, 256, or blocks, 24, the constants are fitted to, site by site.
         lean: of :func:`calibrate_`, 0.7 or 0.
         per_channel: one constant per channel (an encoder), or one per layer (a language model).
-        witnesses: how many channels each layer may read to tell a token's scale, 2 or 4; 0 for the pure function.
+        witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function.
         seed: for the split, the order of texts and the training.
         lr: the highest learning rate of distillation; None takes ``distillation_rate``.
         bf16: distil under ``torch.autocast`` in bfloat16.
@@ -95,7 +95,7 @@ class Recipe:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     per_channel: bool | None = None
-    witnesses: int | None = None
+    witnesses: int = 4
     seed: int = 0
     lr: float | None = None
     bf16: bool = False
@@ -120,8 +120,7 @@ class Recipe:
         for name, least in (("held_out", 2), ("max_length", 2), ("batch", 1), ("calibration", 1)):
             if (count := getattr(self, name)) is not None and count < least:
                 raise ArgumentError(f"{name} must be at least {least}, got {count}")
-        most = 0 if self.witnesses is None else self.witnesses
-        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+        if not isinstance(self.witnesses, int) or isinstance(self.witnesses, bool) or self.witnesses < 0:
             raise ArgumentError(f"witnesses must be a number of channels, 0 or more, got {self.witnesses!r}")
         if self.lr is not None:
             check_positive("lr", self.lr)

@@ -43,7 +43,7 @@ class InitializationReport:
         return str(Table(columns, rows, notes, f"{len(rows)} layers initialized from one batch"))
 
 
-def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.5) -> InitializationReport:
+def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> InitializationReport:
     r"""Set the constants of point-wise layers for training from the first step, from one batch, in place.
 
     .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
