@@ -270,7 +270,7 @@ def test_the_command_line(
     report = json.loads(done.stdout)
     assert len(report["sites"]) == 5
     assert report["meta"]["recipe"]["per_channel"]
-    assert report["meta"]["recipe"]["witnesses"] == 2
+    assert report["meta"]["recipe"]["witnesses"] == 4
     layers = dynorm_layers(load_pretrained(tmp_path / "out" / "model").model).values()
     assert {layer.get_parameter("log_beta").numel() for layer in layers} == {layer.channels for layer in layers}
 
