@@ -489,6 +489,31 @@ def test_an_existing_directory_is_replaced_only_when_told(tmp_path: Path) -> Non
     assert leftovers(tmp_path) == []
 
 
+def test_no_other_file_stays_where_the_whole_model_is_written(tmp_path: Path) -> None:
+    save(converted(), tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("of another model")
+    with replaced_directory(tmp_path / "m", overwrite=True, keep_others=False) as new:
+        (new / "config.json").write_text("{}")
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["config.json"]
+
+
+def test_many_layers_of_one_kind_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    build_one = contents.LayerSpec.build
+
+    def counted(self: contents.LayerSpec, *arguments: Any) -> Any:
+        built.extend(self.paths)
+        return build_one(self, *arguments)
+
+    monkeypatch.setattr(contents.LayerSpec, "build", counted)
+    entries = [{"layer": "dyt", "paths": [str(i)], "config": {"normalized_shape": [8 + i % 2]}} for i in range(20)]
+    assert len(contents.read_layers(entries, "here")) == 20
+    assert built == ["0", "1"]
+    monkeypatch.setattr(contents, "_MOST_ELEMENTS", 200)
+    with pytest.raises(StorageError, match="may have 200 parameters together"):
+        contents.read_layers(entries, "here")
+
+
 def test_only_a_saved_model_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     save(converted(), tmp_path / "thesis", overwrite=True)
@@ -728,6 +753,21 @@ def test_a_base_model_gets_a_head_and_a_head_is_taken_off(tmp_path: Path) -> Non
     assert torch.equal(first(load(tmp_path / "headed")), first(headed))
     again = transformers.AutoModel.from_pretrained(tmp_path / "headed")
     assert torch.equal(first(again), first(model))
+
+
+@pytest.mark.parametrize("to", ["dyisru", "dyt"])
+def test_norms_in_the_place_of_layers_are_an_error(tmp_path: Path, to: str) -> None:
+    model = bert(to=to)
+    save(model, tmp_path / "m")
+    config = transformers.BertConfig(**model.config.to_dict())
+    for cls in (transformers.BertModel, transformers.BertForMaskedLM):
+        with pytest.raises(StorageError, match=r"leaves norms at .*LayerNorm.* load without config="):
+            cls.from_pretrained(tmp_path / "m", config=config)
+    # Any other load is as before.
+    transformers.BertModel(config).save_pretrained(tmp_path / "stock")
+    loaded, info = transformers.BertModel.from_pretrained(tmp_path / "stock", output_loading_info=True)
+    assert isinstance(loaded, transformers.BertModel)
+    assert not info["unexpected_keys"]
 
 
 def test_the_norm_of_a_head_goes_with_the_head(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def replaced_directory(directory: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+def replaced_directory(
+    directory: str | os.PathLike[str], *, overwrite: bool = False, keep_others: bool = True
+) -> Iterator[Path]:
     """Fill a new directory, then put it in its place in one step; after an error the old one stands untouched.
 
     The new directory is made next to the target, flushed to disk, and renamed, or exchanged with the old one. (Linux
@@ -100,8 +102,9 @@ def replaced_directory(directory: str | os.PathLike[str], *, overwrite: bool = F
 
     Args:
         directory: the target; its parent must exist.
-        overwrite: allow it to exist, as a saved model or empty. Files that no save writes (a tokenizer's, a
-            report) are kept, unless the block writes them.
+        overwrite: allow it to exist, as a saved model or empty.
+        keep_others: keep those of its files that no save writes (a tokenizer's, a report), unless the block writes
+            them. False where the block writes all files of the model: another model's must not stay among them.
 
     Yields:
         The new directory, empty.
@@ -125,7 +128,8 @@ def replaced_directory(directory: str | os.PathLike[str], *, overwrite: bool = F
         yield new
         _flush(new)
         if target.is_dir():
-            _keep_other_files(target, new)
+            if keep_others:
+                _keep_other_files(target, new)
             shutil.copymode(target, new)
             _exchange(new, target)
         else:

@@ -11,7 +11,7 @@ from dynorm.errors import ArgumentError
 
 # Such a site is recovered like any other, so that it can be chosen by its path.
 UNIT_LENGTH = (
-    "unit length: it only divides by the length, on which what reads it may rely; name it in only= to convert it"
+    "unit length: it gives each token one length, on which what reads it may rely; give its path in only= to convert it"
 )
 
 

@@ -230,9 +230,12 @@ def test_a_source_in_the_output_folder_keeps_its_files(encoder: Path, texts: Pat
 
 def test_overwrite_replaces_the_old_model(encoder: Path, texts: Path, tmp_path: Path) -> None:
     convert_pretrained(encoder, tmp_path, QUICK, texts=[texts])
+    # Of another model: with it, the new one's texts would be read by the wrong tokenizer.
+    (tmp_path / "model" / "vocab.txt").write_text("old")
     convert_pretrained(encoder, tmp_path, Recipe(**{**vars(QUICK), "to": "dyt"}), texts=[texts], overwrite=True)
     kinds = {type(layer) for layer in dynorm_layers(load_pretrained(tmp_path / "model").model).values()}
     assert kinds == {dynorm.DyT}
+    assert not (tmp_path / "model" / "vocab.txt").exists()
 
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:

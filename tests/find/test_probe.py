@@ -1,5 +1,6 @@
 """find_norms: what is found, what is refused and why, and that nothing of the run stays behind."""
 
+import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -647,6 +648,47 @@ def test_a_head_that_gives_the_length_one_is_refused_unless_it_is_named() -> Non
     assert [site.path for site in dynorm.convert_(build(), [norm, head], only="2").converted] == ["2"]
 
 
+class Head(Norm):
+    """By its name no norm."""
+
+
+def unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        Norm(lambda self, x: unit(x - x.mean(-1, keepdim=True))),
+        Head(lambda self, x: unit(x), logit_scale=torch.tensor(1.0)),
+        Head(lambda self, x: unit(x) * self.scale, scale=torch.tensor(2.0)),
+        Head(lambda self, x: unit(x) * 16.0),
+    ],
+    ids=["centred", "unused parameter", "learned length", "constant length"],
+)
+def test_heads_that_give_each_token_one_length_are_refused(head: nn.Module) -> None:
+    model = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), head)
+    sites = find_norms(model, torch.randn(2, C))
+    assert [bool(site.refused) for site in sites] == [False, True]
+    # A glob that happens to match is no choice of this head.
+    assert [site.path for site in dynorm.convert_(model, sites, only="*").converted] == ["0"]
+    assert [site.path for site in dynorm.convert_(model, sites[1:], only=iter(["2"])).converted] == ["2"]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        Norm(lambda self, x: unit(x) * self.g, g=torch.tensor(1.0)),
+        Norm(lambda self, x: unit(x) * self.weight, weight=torch.ones(C)),
+        Head(lambda self, x: rms(x)),
+        Head(lambda self, x: rms(x) * self.weight, weight=torch.full((C,), 0.5)),
+    ],
+    ids=["ScaleNorm", "a scale per channel", "RMSNorm by another name", "a constant scale per channel"],
+)
+def test_norms_of_one_length_are_norms(norm: nn.Module) -> None:
+    assert only_of(norm, torch.randn(2, C)).refused is None
+
+
 class Functional(nn.Module):
     """Has norms that no module stands for."""
 
@@ -673,6 +715,32 @@ def test_norms_called_as_functions_are_counted_and_named() -> None:
     dynorm.restore_(model)
     dynorm.convert_(model, find_norms(model, torch.randn(2, C)), to="annealed", only="1.norm")
     assert [site.path for site in find_norms(model, torch.randn(2, C)) if site.calls] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("torch.layer_norm", lambda x: torch.layer_norm(x, (C,))),
+        ("torch.native_layer_norm", lambda x: torch.native_layer_norm(x, (C,), None, None, 1e-5)[0]),
+        ("torch.rms_norm", lambda x: torch.rms_norm(x, (C,))),
+    ],
+)
+def test_the_functions_of_torch_are_counted_too(name: str, function: Callable[[Tensor], Tensor]) -> None:
+    model = Wrap(lambda self, x: function(self.linear(x)), linear=nn.Linear(C, C))
+    (site,) = find_norms(model, torch.randn(2, C))
+    assert str(site.refused).startswith(f"calls {name} in its forward, once in the run")
+    with pytest.raises(ModelError, match="the model: calls"):
+        dynorm.convert_(model, [site])
+
+
+def test_a_child_that_raises_does_not_take_its_parents_functions() -> None:
+    def forward(self: Wrap, x: Tensor) -> Tensor:
+        with contextlib.suppress(IndexError):
+            self.child(x)
+        return F.layer_norm(x, (C,))
+
+    model = nn.Sequential(Wrap(forward, child=Wrap(lambda self, x: x[:, C])))
+    assert [site.path for site in find_norms(model, torch.randn(2, C))] == ["0"]
 
 
 def test_the_dtype_that_a_norm_returns_is_kept() -> None:

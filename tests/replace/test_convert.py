@@ -535,6 +535,22 @@ def test_a_parameter_that_a_norm_shares_with_another_module_stays_shared() -> No
     assert model[1].bias is model[2].bias is before
 
 
+def test_a_weight_used_as_1_plus_w_is_not_parted_from_another_module() -> None:
+    model, x = nn.Sequential(nn.Linear(C, C), GemmaNorm(C), nn.Linear(C, C), GemmaNorm(C)), torch.randn(4, C)
+    norm = model[1]
+    model[2].bias = model[1].weight
+    sites = dynorm.find_norms(model, x)
+    with pytest.raises(ModelError, match=r"must have w for itself, but '2\.bias' is the same .* skip="):
+        dynorm.convert_(model, sites)
+    assert model[1] is norm
+    dynorm.convert_(model, sites, skip="1")
+    dynorm.restore_(model)
+    # Norms that share w among them stay together.
+    model[2].bias, model[3].weight = None, model[1].weight
+    dynorm.convert_(model, dynorm.find_norms(model, x))
+    assert model[1].weight is model[3].weight
+
+
 @pytest.mark.parametrize("sites", ["dyisru", [[1.0, 2.0]], ["1"]])
 def test_what_is_no_list_of_sites_gets_words_that_help(sites: Any) -> None:
     with pytest.raises(ArgumentError, match=r"must be a list of NormSite, got .* dynorm\.find_norms\(model, batch\)"):

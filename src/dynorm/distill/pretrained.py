@@ -372,7 +372,7 @@ def write_out(
 
 def write_model(model: Any, source: Path, folder: Path, overwrite: bool, facts: Sequence[str] | None = None) -> None:
     """Write a model with the other files of its old folder, or the tokenizer of its GGUF file; if changed, a card."""
-    with replaced_directory(folder, overwrite=overwrite) as new:
+    with replaced_directory(folder, overwrite=overwrite, keep_others=False) as new:
         model.save_pretrained(os.fspath(new))
         if source.is_file():
             from transformers import AutoTokenizer

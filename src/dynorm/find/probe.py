@@ -29,7 +29,13 @@ OTHER_ARGUMENTS = "other arguments: a point-wise layer takes one tensor, by posi
 NOT_ONE_TENSOR = "not tensor to tensor: it does not take and return one floating-point tensor"
 OTHER_SHAPE = "another shape: its output is not shaped as its input"
 
-_FUNCTIONS = {functional.layer_norm: "F.layer_norm", functional.rms_norm: "F.rms_norm"}
+_FUNCTIONS: dict[Any, str] = {
+    functional.layer_norm: "F.layer_norm",
+    functional.rms_norm: "F.rms_norm",
+    torch.layer_norm: "torch.layer_norm",
+    torch.native_layer_norm: "torch.native_layer_norm",
+    torch.rms_norm: "torch.rms_norm",
+}
 
 # How much is kept of every axis but the channels', for the last check.
 _KEPT = 2
@@ -149,7 +155,8 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     handles = [seen.module.register_forward_hook(hook, with_kwargs=True) for seen in found.values()]
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(lambda m, args: running.append(found.get(id(m)))))
-        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
+        # A parent may catch what its child raises, and go on.
+        handles.append(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
     try:
         with undisturbed(model, (args, kwargs)), _NormFunctions(running):
             model(*args, **kwargs)
@@ -278,10 +285,9 @@ class _Search:
         inside = {id(p) for seen in observations if id(seen.module) in self.found for p in seen.module.modules()}
         for seen in observations:
             if seen.functions and id(seen.module) not in inside:
-                names = " and ".join(sorted(set(seen.functions)))
-                self._refuse(
-                    seen, f"calls {names} in its forward, {len(seen.functions)} times in the run: {_AS_MODULE}"
-                )
+                names, count = " and ".join(sorted(set(seen.functions))), len(seen.functions)
+                times = f"{count} times" if count > 1 else "once"
+                self._refuse(seen, f"calls {names} in its forward, {times} in the run: {_AS_MODULE}")
 
     def _refuse(self, seen: Observation, reason: str) -> None:
         self.found[id(seen.module)] = _placed(NormSite("", refused=reason), seen)
@@ -298,7 +304,7 @@ class _Search:
                 if site.kind == "layernorm" and math.prod(site.normalized_shape) == 2:
                     raise NotANormError(_TWO_CHANNELS)
                 _require_agreement(seen, site)
-                if not list(seen.module.parameters()) and _is_unit_length(seen, site):
+                if _is_unit_length(seen.module, site):
                     return replace(site, refused=UNIT_LENGTH)
                 return site
             except NotANormError as error:
@@ -372,10 +378,18 @@ def _require_agreement(seen: Observation, site: NormSite) -> None:
         raise NotANormError(_DIFFERS)
 
 
-def _is_unit_length(seen: Observation, site: NormSite) -> bool:
-    """Return whether a norm without parameters gives each token the length 1."""
-    outputs = Packing(site.input_shape, channel_axes(site)).unpack(seen.samples[channel_axes(site)][1].cpu().double())
-    return site.kind == "rmsnorm" and bool(((outputs.norm(dim=-1) - 1).abs() < HALF_TOLERANCE).all())
+def _is_unit_length(module: nn.Module, site: NormSite) -> bool:
+    """Return whether a module without a scale per channel gives each token the length 1, or one that no norm gives."""
+    parameters, named = list(module.parameters()), _is_named_norm(module)
+    # ScaleNorm is a norm: it is named one, and learns the length.
+    if any(p.numel() > 1 for p in parameters) or (parameters and named):
+        return False
+    weight, bias = affine_of(module, site)
+    if weight is None or bias is not None or not torch.allclose(weight, weight.mean(), rtol=HALF_TOLERANCE):
+        return False
+    scale = abs(float(weight.double().mean()))
+    unit = abs(scale * math.sqrt(weight.numel()) - 1) < HALF_TOLERANCE
+    return unit or (not named and abs(scale - 1) > HALF_TOLERANCE)
 
 
 def _family(module: nn.Module, by_class: bool = False) -> str | None:

@@ -74,7 +74,7 @@ def is_changed(model: nn.Module) -> bool:
 
 
 def read_layers(values: object, where: str, *, allow_none: bool = False) -> list[LayerSpec]:
-    """Read specs, each built once on the meta device to see that it can be.
+    """Read specs, each kind built once on the meta device to see that it can be.
 
     Raises:
         StorageError: the list or one of its entries is malformed, names a path again, or would be too large; or the
@@ -84,7 +84,7 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
         raise StorageError(f"the layers in {where} must be a list with at least one entry, got {values!s:.80}")
     specs: list[LayerSpec] = []
     seen: set[str] = set()
-    elements = 0
+    elements, sizes = 0, dict[str, int]()
     for i, entry in enumerate(values):
         try:
             if not isinstance(entry, Mapping) or not is_list_of_str(entry.get("paths")):
@@ -95,7 +95,10 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
                 raise ArgumentError(f"a layer needs paths of its own, but {listed(again)} stands in another entry too")
             seen.update(entry["paths"])
             spec = LayerSpec.from_dict(entry)
-            elements += sum(p.numel() for p in spec.build("meta", None).parameters())
+            # Few layers of a model differ in more than their paths.
+            if (kind := repr((spec.layer, spec.config))) not in sizes:
+                sizes[kind] = sum(p.numel() for p in spec.build("meta", None).parameters())
+            elements += sizes[kind]
             if elements > _MOST_ELEMENTS:
                 raise ArgumentError(f"the layers may have {_MOST_ELEMENTS:,} parameters together, got {elements:,}")
         # A config may hold anything: whatever a constructor says of it is the reason.

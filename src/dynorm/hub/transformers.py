@@ -23,6 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
 from dynorm.errors import DynormError, ModelError, StorageError
+from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.hub.contents import (
     FORMAT_VERSION,
@@ -67,6 +68,31 @@ def register() -> None:
 
     described_save_pretrained._without_dynorm = save_pretrained  # type: ignore[attr-defined]
     PreTrainedModel.save_pretrained = described_save_pretrained
+    bound = PreTrainedModel.from_pretrained
+    from_pretrained = getattr(bound, "_without_dynorm", bound.__func__)
+
+    @wraps(from_pretrained)
+    def checked_from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
+        _require_no_leftovers(model, info["unexpected_keys"])
+        return (model, info) if output_loading_info else model
+
+    checked_from_pretrained._without_dynorm = from_pretrained  # type: ignore[attr-defined]
+    PreTrainedModel.from_pretrained = classmethod(checked_from_pretrained)  # type: ignore[arg-type]
+
+
+def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
+    """Refuse a norm that took the place of a layer: the config was another folder's, and does not name the layers."""
+    constants = {name for layer in LAYERS.values() for name in layer.constants}
+    places = {place for place, _, name in (key.rpartition(".") for key in unexpected) if name in constants}
+    norms = [f".{path}" for path, m in model.named_modules() if places and "norm" in type(m).__name__.lower()]
+    # A head has a prefix that its base has not.
+    lost = [p for p in places if any(f".{p}".endswith(norm) or norm.endswith(f".{p}") for norm in norms)]
+    if lost:
+        raise StorageError(
+            f"the config must name the point-wise layers of the checkpoint, but it leaves norms at {listed(lost)}: "
+            "load without config=, or with the config that stands beside the weights"
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from dynorm.replace.specs import (
     take_over_,
     tensor_like,
 )
-from dynorm.site import UNIT_LENGTH, NormSite, select_sites
+from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
 from dynorm.table import Table, plain
 from dynorm.watch import require_plain_model
 
@@ -66,7 +66,7 @@ class ConversionReport:
         """Return the report as a table."""
         count = len(self.converted)
         rows = [(s.path, f"{s.kind}({', '.join(map(str, s.normalized_shape))})", self.to) for s in self.converted]
-        kept = [f"{site.path}: {site.class_name} kept, {site.refused}" for site in self.refused]
+        kept = [f"{site.path or 'the model'}: {site.class_name} kept, {site.refused}" for site in self.refused]
         title = f"{count} norm{'s' * (count != 1)} replaced by {self.to}, {len(kept)} left alone"
         return str(Table(("site", "norm", "layer"), rows, kept, title))
 
@@ -95,7 +95,7 @@ def convert_(
         to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed" (towards DyISRU),
             "annealed_dyt", "annealed_derf", "annealed_linear": the norm still, until :func:`set_anneal_` moves it.
             The layer's class does as well.
-        only: globs of the paths to convert; None means all.
+        only: globs of the paths to convert; None means all. A head of unit length must be given by its whole path.
         skip: globs of the paths to leave alone.
         filter_fn: called with each remaining site; False leaves it alone.
         per_channel: one constant per channel instead of one per layer.
@@ -109,7 +109,7 @@ def convert_(
     Raises:
         ArgumentError: ``to`` is unknown, a glob matches no site, or a layer cannot have these witnesses.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or on the meta
-            device, or the sites are another model's.
+            device, or the sites are another model's; or a norm scales by 1 + w with a w that another module uses.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -139,12 +139,16 @@ def convert_(
             else "the model must have norms, but find_norms saw none: check that the example input reaches them, or "
             "print dynorm.find_norms(model, ...)"
         )
+    only = only if only is None else as_globs(only)
     chosen = select_sites(sites, only, skip, filter_fn)
-    named = UNIT_LENGTH if only is not None else None
-    chosen = [replace(site, refused=None) if site.refused in (None, named) else site for site in chosen]
+    paths = set(only or ())
+    chosen = [
+        replace(site, refused=None) if site.refused == UNIT_LENGTH and paths & {site.path, *site.aliases} else site
+        for site in chosen
+    ]
     willing = [site for site in chosen if site.refused is None]
     if not willing:
-        reasons = "; ".join(f"{site.path}: {site.refused}" for site in chosen) or "the filter left none"
+        reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in chosen) or "the filter left none"
         raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
@@ -157,8 +161,10 @@ def convert_(
         _fill_(layer, norm, site, copies)
         take_over_(layer, norm, Replaced(norm, site, most))
         new[norm] = layer
+    same = {own: copy for own, copy in copies.items() if torch.equal(own, copy)}
+    _require_own(model, new, copies.keys() - same.keys())
     swap_(model, new)
-    _share_(model, {own: copy for own, copy in copies.items() if torch.equal(own, copy)})
+    _share_(model, same)
     return ConversionReport(NAMES[kind], willing, [site for site in chosen if site.refused is not None])
 
 
@@ -265,6 +271,18 @@ def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
     """Return the tensors that hold a norm's weight and bias."""
     tensors = dict(norm.named_buffers()) | dict(norm.named_parameters())
     return {"weight": tensors.get(site.weight_name or ""), "bias": tensors.get(site.bias_name or "")}
+
+
+def _require_own(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tensor]) -> None:
+    """Refuse to part a parameter that a norm uses as 1 + w, and so becomes another one, from other modules."""
+    inside = {part for norm in norms for part in norm.modules()}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter in changed and module not in inside:
+                raise ModelError(
+                    f"a norm that scales by 1 + w must have w for itself, but {f'{path}.{name}'.lstrip('.')!r} is the "
+                    "same parameter: untie them, or leave the norm alone with skip="
+                )
 
 
 def _share_(model: nn.Module, new: dict[Any, Any]) -> None:
