@@ -64,6 +64,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
 def test_a_gguf_file_is_converted_and_kept(file: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(held_out=16, max_length=32, refine=2, steps=2)
     report = convert_pretrained(file, tmp_path / "out", recipe, texts=[texts], keep_original=True, quiet=True)

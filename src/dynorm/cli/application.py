@@ -78,7 +78,7 @@ def _by_option(message: str) -> str:
     if not names:
         return message
     # As the subject of a sentence, in a list of subjects, or as name=value.
-    found = rf"(?<![\w'.-])({names})(?:=True)?(?==|,? (?:must|and (?:{names})\b)|, (?:{names})\b|$)"
+    found = rf"(?<![\w'.(-])({names})(?:=True)?(?==|,? (?:must|and (?:{names})\b)|, (?:{names})\b|$)"
     return re.sub(found, lambda match: "--" + match[1].replace("_", "-"), message)
 
 

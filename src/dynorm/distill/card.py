@@ -13,13 +13,14 @@ CARD, ORIGINAL = "README.md", "README.original.md"
 _KEPT = re.compile(r"^(?:license\w*|language|library_name|pipeline_tag|datasets):.*\n(?:[ \t-].*\n)*", re.MULTILINE)
 
 
-def write_card(folder: Path, source: Path, facts: Sequence[str], *, needs_dynorm: bool) -> None:
+def write_card(folder: Path, source: Path, facts: Sequence[str], loader: str, *, needs_dynorm: bool) -> None:
     """Write the card of a model that was made from the one in ``source``, whose own card is kept under another name.
 
     Args:
         folder: the new model's, which holds copies of the original's other files.
         source: the original's folder.
         facts: what was changed, how, on what, and what was measured; a paragraph each.
+        loader: the class of transformers that loads it.
         needs_dynorm: whether the model loads only once dynorm is imported.
     """
     own, before = folder / CARD, folder / ORIGINAL
@@ -31,7 +32,7 @@ def write_card(folder: Path, source: Path, facts: Sequence[str], *, needs_dynorm
         metadata = "".join(_KEPT.findall(found[1])) if found else ""
     name = source.absolute().name
     lines = ["import dynorm  # first: it brings the layers"] * needs_dynorm
-    lines += ["from transformers import AutoModel", "", 'model = AutoModel.from_pretrained("path/to/this/folder")']
+    lines += [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("path/to/this/folder")']
     beside = f"The original's card is {ORIGINAL}." if before.exists() else "The original came without a card."
     parts = [
         f"---\n{metadata}base_model: {name}\ntags:\n- dynorm\n---",

@@ -36,7 +36,7 @@ Loss = Callable[[Any, Any, Any], Tensor]
 # from which they are taken evenly by size.
 _TIMED, _LOOKED_AT = 8, 64
 # Batches that tell whether the training helped, and steps below which it hardly can.
-_MEASURED, _FEW = 4, 20
+_MEASURED, FEW = 4, 20
 # Of the time that is given, the share that timing may take.
 _SHARE = 0.1
 # Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
@@ -147,7 +147,7 @@ def distill_(
     if steps is None:
         assert minutes is not None
         steps = _steps_in(minutes * 60, job, batches)
-        if steps < _FEW:
+        if steps < FEW:
             _warn(f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly help: give more time")
     # A one-shot iterator keeps the batches that are looked at.
     first = list(islice(iterate(batches), _MEASURED))
@@ -347,6 +347,12 @@ def _trainer(
             # Where the time was over first, the steps that were taken are all.
             progress.update(self.task, total=state.global_step)
 
+    class WarmUp(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # The scheduler begins at 0, which would waste the first step.
+            for group in kwargs["optimizer"].param_groups:
+                group["lr"] = group["lr"] or group["initial_lr"] / args.warmup_steps
+
     class StopInTime(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if until is not None and time.perf_counter() > until:
@@ -374,7 +380,7 @@ def _trainer(
         train_dataset=Batches(),
         data_collator=lambda items: items[0],
         optimizers=(optimizer, None),
-        callbacks=[StopInTime(), *callbacks, Bar()],
+        callbacks=[WarmUp(), StopInTime(), *callbacks, Bar()],
     )
     # Without its bar the Trainer prints its log instead, in the middle of ours.
     trainer.remove_callback(PrinterCallback)

@@ -44,13 +44,15 @@ def fold_pretrained(
     folder, out = Path(folder), Path(out)
     require_apart(folder, out)
     require_free(out, overwrite)
-    model = load_model(folder)
+    model, remarks = load_model(folder)
     inputs: dict[str, Any] = example_of(model)
     say(f"{type(model).__name__} from {folder}, traced with {', '.join(inputs)}")
+    for remark in remarks:
+        say(remark)
     report = fold_(model, **(inputs | options))
     if not any(report.count(name) for name in ("affine", "center", "constants")):
         raise ModelError(f"at least one norm must be foldable, but none is; nothing was written\n{report}")
-    facts = ["Its norms are folded into their neighbours by exact algebra.", report.table().title]
+    facts = ["Its norms are folded into their neighbours by exact algebra.", *remarks, report.table().title]
     write_out(model, folder, out, report.to_dict(), facts, overwrite)
     say(f"saved {out / 'model'} and {out / 'report.json'}")
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import check_positive
-from dynorm.distill.distill import distill_
+from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.pretrained import (
     Pretrained,
     ShuffledBatches,
@@ -31,14 +32,16 @@ from dynorm.distill.pretrained import (
     require_config,
     require_device,
     require_free,
+    within_positions,
     write_model,
     write_out,
 )
 from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
-from dynorm.errors import ArgumentError, require_library
+from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.family import layer_class
 from dynorm.find import find_norms
-from dynorm.fit import calibrate_, refine_
+from dynorm.fit import CalibrationWarning, calibrate_, refine_
+from dynorm.hub.contents import is_changed
 from dynorm.layers import AnnealedNorm
 from dynorm.replace import convert_
 from dynorm.report import Continuation, InspectionReport, ModelReport, inspect_norms, measure
@@ -111,6 +114,13 @@ class Recipe:
             raise ArgumentError(
                 f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train it with AnnealCallback"
             )
+        for name in ("steps", "refine", "held_out", "max_length", "batch", "calibration", "seed"):
+            if (value := getattr(self, name)) is not None and type(value) is not int:
+                raise ArgumentError(f"{name} must be an integer, got {value!r}")
+        if not 0 <= self.seed < 2**32:
+            raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+        if self.minutes is not None and type(self.minutes) not in (int, float):
+            raise ArgumentError(f"minutes must be a number, got {self.minutes!r}")
         if self.steps is not None and self.minutes is not None:
             raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
         for name in ("steps", "minutes", "refine"):
@@ -173,13 +183,17 @@ def convert_pretrained(
     require_library("matplotlib", "the report's pictures", "plots")
     names = ("model", "original") if keep_original else ("model",)
     require_apart(Path(source), out, names)
-    require_free(out, overwrite, names)
+    require_free(out, overwrite, (*names, "report.json", "report.html"))
+    if recipe.checkpoints is not None:
+        _require_own_place(Path(recipe.checkpoints), [Path(source), *(out / name for name in names)])
     if Path(source).is_dir():
         folders_of_modules(Path(source))
     subject = _Subject.load(source, texts, recipe, device, dtype)
     recipe = subject.recipe
     model, fit, held_out = subject.pretrained.model, subject.fit, subject.held_out
     say(f"{type(model).__name__} from {source}: {len(fit)} texts to fit on, {len(held_out)} held out")
+    for remark in subject.pretrained.remarks:
+        say(remark)
     job = _Job(recipe, subject, copy.deepcopy(model), say, track)
     job.convert_()
     if recipe.refine:
@@ -202,12 +216,13 @@ def convert_pretrained(
             report = replace(report, continuations=job.continuations())
     report.meta["seconds"], report.meta["stages"] = job.seconds, job.details
     each, origin = "channel" if recipe.per_channel else "layer", ", ".join(map(str, texts)) or _DOCSTRINGS
-    training = ", distilled" if "distill" in job.details else ""
+    training = ", distilled" if job.details.get("distill", {}).get("kept") else ""
     refined = f", refined together in {recipe.refine} steps" if recipe.refine else ""
     facts = [
         f"{len(report.sites)} norms of {meta['model']} are replaced by {recipe.to} layers, with one constant per "
         f"{each}, and at most {recipe.witnesses} witness channels per layer.",
         f"The constants are fitted{refined}{training} on {len(fit)} texts: {origin}.",
+        *subject.pretrained.remarks,
         "Measured on other texts:\n\n```\n" + report.table().title + "\n```",
     ]
     write_out(model, subject.pretrained.source, out, report.to_dict(), facts, overwrite)
@@ -216,6 +231,13 @@ def convert_pretrained(
     report.to_html(out / "report.html")
     say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
     return report
+
+
+def _require_own_place(checkpoints: Path, taken: Sequence[Path]) -> None:
+    for folder in taken:
+        if checkpoints.resolve().is_relative_to(folder.resolve()):
+            raise ArgumentError(f"checkpoints must have a folder of their own, but {checkpoints} is inside {folder}")
+    require_free(checkpoints, True, ())
 
 
 def inspect_pretrained(
@@ -297,6 +319,8 @@ class _Subject:
         assert size is not None
         assert batch is not None
         pretrained = load_pretrained(source, device, dtype)
+        size = within_positions(pretrained, size)
+        recipe = replace(recipe, max_length=size)
         fit, test = (encode(pretrained, part, size) for part in parts)
         return _Subject(pretrained, texts, recipe, size, batch, fit, test)
 
@@ -314,6 +338,7 @@ class _Subject:
             "texts": [str(path) for path in self.texts] or _DOCSTRINGS,
             "texts_held_out": len(self.held_out),
             "versions": library_versions(),
+            **({"remarks": list(self.pretrained.remarks)} if self.pretrained.remarks else {}),
         }
 
 
@@ -341,6 +366,11 @@ class _Job:
         batches = make_batches(self.subject.pretrained, self.subject.calibration, size, recipe.seed)
         with self.stage("find"):
             sites = find_norms(model, **on_device(batches[len(batches) // 2], model))
+        if not sites and is_changed(model):
+            raise ModelError(
+                f"{self.subject.pretrained.source} must have norms, but those it had are converted already: convert "
+                "the original"
+            )
         with self.stage("convert"):
             only, skip = recipe.only or None, recipe.skip or None
             options: dict[str, Any] = {"per_channel": recipe.per_channel, "witnesses": recipe.witnesses}
@@ -366,6 +396,12 @@ class _Job:
         self.say(
             f"distilling for {recipe.steps} steps" if recipe.steps else f"distilling for {recipe.minutes:g} minutes"
         )
+        if recipe.steps and recipe.steps < FEW:
+            warnings.warn(
+                f"steps below {FEW} can hardly help, got {recipe.steps}: give more, or none",
+                CalibrationWarning,
+                stacklevel=2,
+            )
         with self.stage("distill"):
             self.details["distill"] = distill_(
                 subject.pretrained.model,

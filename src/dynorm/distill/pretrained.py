@@ -41,12 +41,14 @@ class Pretrained:
         tokenizer: its tokenizer.
         language_model: whether it predicts the next token; else it is taken for an encoder.
         source: the folder or file it came from.
+        remarks: a sentence for each part of the checkpoint that is not in the model, or of the model that is not in it.
     """
 
     model: nn.Module
     tokenizer: Any
     language_model: bool
     source: Path
+    remarks: tuple[str, ...] = ()
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
@@ -64,7 +66,7 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
     Raises:
         ArgumentError: torch cannot use the device, there is no such dtype, or a GGUF file needs the library gguf.
         StorageError: the source does not exist, holds no model and tokenizer that transformers can read, or lacks
-            weights of the model.
+            weights of the model, or has layers that its config does not.
 
     Example:
         >>> load_pretrained("/nowhere")
@@ -72,8 +74,9 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
         dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has none: ...
     """
     source = Path(source)
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ArgumentError(f"dtype must be auto or a dtype of torch, such as float32, got {dtype!r}")
+    found = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ArgumentError(f"dtype must be auto or a floating point dtype of torch, such as float32, got {dtype!r}")
     require_device(device)
     language_model = require_config(source)
     tokenizer = _tokenizer_of(source)
@@ -83,14 +86,15 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
 
         auto = AutoModelForCausalLM if language_model else AutoModel
         model, info = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    _require_all_weights(source, model, info)
+    remarks = _require_same_parts(source, model, info)
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        # Any token will do: the mask hides it.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     if folder != source:
         # Dequantized, yet transformers takes it for quantized still, and would not save it.
         model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
         vars(model.config).pop("quantization_config", None)
-    return Pretrained(model.eval().to(device), tokenizer, language_model, source)
+    return Pretrained(model.eval().to(device), tokenizer, language_model, source, remarks)
 
 
 def require_device(device: str) -> None:
@@ -146,7 +150,7 @@ def _tokenizer_of(source: Path) -> Any:
             f"{source} must hold the model's tokenizer, but has none of its files (tokenizer.json, vocab.txt, ...): "
             "copy them there; convert a model of images or audio in Python, with dynorm.find_norms and convert_"
         )
-    with _readable(source):
+    with _readable(source, f"the tokenizer in {source}"):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -159,8 +163,11 @@ def _tokenizer_of(source: Path) -> Any:
     return tokenizer
 
 
-def load_model(folder: Path) -> Any:
+def load_model(folder: Path) -> tuple[Any, tuple[str, ...]]:
     """Load the model that a folder's config names, in its own dtype and eval mode, without the network.
+
+    Returns:
+        The model, and the remarks of :class:`Pretrained`.
 
     Raises:
         StorageError: there is none that transformers can read, or it lacks weights.
@@ -171,12 +178,11 @@ def load_model(folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
         model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
-    _require_all_weights(folder, model, info)
-    return model.eval()
+    return model.eval(), _require_same_parts(folder, model, info)
 
 
 @contextmanager
-def _readable(source: Path) -> Iterator[None]:
+def _readable(source: Path, what: str | None = None) -> Iterator[None]:
     if not (source.is_file() and source.suffix == ".gguf") and not (source / "config.json").is_file():
         raise StorageError(
             f"the model must be a folder with a config.json, but {source} has none: give what save_pretrained wrote, "
@@ -195,26 +201,57 @@ def _readable(source: Path) -> Iterator[None]:
     # transformers raises whatever its files make it raise.
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        raise StorageError(f"transformers must be able to read {weights} and its config, but {found:.500}") from error
+        what = what or f"{weights} and its config"
+        raise StorageError(f"transformers must be able to read {what}, but {found:.500}") from error
 
 
-def _require_all_weights(source: Path, model: nn.Module, info: dict[str, Any]) -> None:
-    # transformers fills them with random numbers. A bare encoder's pooler has no part in its hidden states.
-    missing = [key for key in sorted(info["missing_keys"]) if "pooler" not in key]
-    if missing:
+def _require_same_parts(source: Path, model: Any, info: dict[str, Any]) -> tuple[str, ...]:
+    """Check that a checkpoint has all of a model's weights and no layer beyond it; return remarks on the rest."""
+    name = type(model).__name__
+    # transformers fills what is missing with random numbers. A bare encoder's pooler is no part of its hidden states.
+    missing, beyond = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if lost := [key for key in missing if "pooler" not in key or model.base_model is not model]:
         raise StorageError(
-            f"{source} must hold all weights of {type(model).__name__}, but lacks {listed(missing)}: is it a "
-            "checkpoint of another class, or of a part?"
+            f"{source} must hold all weights of {name}, but lacks {listed(lost)}: is it a checkpoint of another class, "
+            "or of a part?"
         )
+    if layers := [key for key in beyond if _in_a_layer(model, key.removeprefix(f"{model.base_model_prefix}."))]:
+        raise StorageError(
+            f"{source / 'config.json'} must have all layers of its checkpoint, but {name} leaves out {listed(layers)}: "
+            "correct the number of layers"
+        )
+    remarks = [f"Not in the checkpoint, and random here: {listed(missing)}. Do not use the pooler."] * bool(missing)
+    return (*remarks, *[f"Left out of the checkpoint: {listed(beyond)}. {name} has no such part."] * bool(beyond))
 
 
-def require_known_words(tokenizer: Any, encoded: Sequence[list[int]]) -> None:
-    """Check that a tokenizer knows the texts that it encoded.
+def _in_a_layer(model: Any, key: str) -> bool:
+    """Tell whether a tensor would belong to one more module of a list that the model, or its base, has."""
+    module = model.base_model
+    for name in key.split("."):
+        if isinstance(module, nn.ModuleList) and name.isdecimal() and int(name) >= len(module):
+            return True
+        module = getattr(module, name, None)
+    return False
+
+
+def require_known_words(tokenizer: Any, encoded: Sequence[list[int]], size: int | None = None) -> None:
+    """Check that a tokenizer knows the texts that it encoded, and the model, of a vocabulary of ``size``, its tokens.
 
     Raises:
-        DataError: most of them became nothing, or unknown tokens.
+        DataError: most of them became nothing, or unknown tokens; or an id is beyond the vocabulary.
     """
-    special, unknown = set(tokenizer.all_special_ids), tokenizer.unk_token_id
+    largest = max((max(ids) for ids in encoded if ids), default=0)
+    if size is not None and largest >= size:
+        raise DataError(
+            f"the tokenizer must give ids below the model's vocab_size of {size}, but gave {largest}: take the one "
+            "that belongs to the model"
+        )
+    # The part that splits words may know a token that tokenizer_config.json does not declare.
+    splitter = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    unknown = tokenizer.unk_token_id
+    if unknown is None and (word := getattr(splitter, "unk_token", None)) is not None:
+        unknown = tokenizer.convert_tokens_to_ids(word)
+    special = {*tokenizer.all_special_ids, unknown}
     lost = sum(sum(i not in special for i in ids) <= ids.count(unknown) for ids in encoded)
     if 2 * lost > len(encoded):
         raise DataError(
@@ -223,32 +260,37 @@ def require_known_words(tokenizer: Any, encoded: Sequence[list[int]]) -> None:
         )
 
 
+def within_positions(pretrained: Pretrained, max_length: int) -> int:
+    """Return ``max_length``, or the number of the model's positions where it has fewer."""
+    return min(max_length, getattr(pretrained.model.config, "max_position_embeddings", None) or max_length)
+
+
 def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) -> list[list[int]]:
     """Turn texts into token ids: one list per text for an encoder, full blocks of joined texts for a language model.
 
     Args:
         pretrained: whose tokenizer is used.
         texts: any number.
-        max_length: the longest text, and the size of a block; no longer than the model's positions.
+        max_length: the longest text, and the size of a block; :func:`within_positions` says what the model can take.
 
     Returns:
         One list of token ids per text, or per block.
 
     Raises:
-        DataError: there is no text, too little for a block, or most of it is unknown to the tokenizer.
+        DataError: there is no text, too little for a block, or most of it is unknown to the tokenizer or the model.
     """
-    limit = getattr(pretrained.model.config, "max_position_embeddings", None) or max_length
-    max_length = min(max_length, limit)
+    max_length = within_positions(pretrained, max_length)
+    size = getattr(pretrained.model.config, "vocab_size", None)
     if not texts:
         raise DataError("there must be at least one text, got none")
     tokenizer = pretrained.tokenizer
     if not pretrained.language_model:
         encoded: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
-        require_known_words(tokenizer, encoded)
+        require_known_words(tokenizer, encoded, size)
         return encoded
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     parts = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    require_known_words(tokenizer, parts)
+    require_known_words(tokenizer, parts, size)
     joined = [token for part in parts for token in part + end]
     blocks = [joined[i : i + max_length] for i in range(0, len(joined) - max_length + 1, max_length)]
     if not blocks:
@@ -346,8 +388,11 @@ def require_apart(source: Path, out: Path, names: Sequence[str] = ("model",)) ->
             raise ArgumentError(f"the output must not replace its own source, but {out / name} holds {source}")
 
 
-def require_free(out: Path, overwrite: bool, names: Sequence[str] = ("model",)) -> None:
+def require_free(out: Path, overwrite: bool, names: Sequence[str] = ("model", "report.json")) -> None:
     """Refuse before the work an output folder that could not be written after it."""
+    for file in (out / name for name in names if name.endswith((".json", ".html"))):
+        if file.is_dir():
+            raise StorageError(f"{file} must be a file, but is a folder: choose another output folder")
     if (found := [out / name for name in names if (out / name).exists()]) and not overwrite:
         raise StorageError(f"{found[0]} exists already: choose another folder, or pass --overwrite")
     parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
@@ -381,7 +426,7 @@ def write_model(model: Any, source: Path, folder: Path, overwrite: bool, facts: 
         else:
             _copy_rest(source.absolute(), new)
         if facts is not None:
-            write_card(new, source, facts, needs_dynorm=is_changed(model))
+            write_card(new, source, facts, type(model).__name__, needs_dynorm=is_changed(model))
 
 
 def _copy_rest(source: Path, target: Path) -> None:
