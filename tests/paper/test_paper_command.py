@@ -108,7 +108,7 @@ def test_exit_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     (tmp_path / "file").write_text("")
     code, printed, said = status("--sigma", "0")
     assert (code, printed) == (2, "")
-    assert said.startswith("dynorm: sigma must be positive")
+    assert said.startswith("dynorm: --sigma must be positive")
     code, printed, said = status("--out", "file")
     assert (code, printed) == (1, "")
     assert "'file/table.json' cannot be written" in said

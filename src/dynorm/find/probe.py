@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -226,7 +227,8 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
         3 rmsnorm -1 (8,) 1e-06
     """
     require_plain_model(model)
-    if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, Mapping)):
+    # A tokenizer returns a UserDict. A class of the user's own is one argument.
+    if len(args) == 1 and not kwargs and (type(args[0]) in (tuple, dict) or isinstance(args[0], UserDict)):
         given = arguments(model, args[0])
         # A model may take the dict or tuple itself.
         with suppress(TypeError):
