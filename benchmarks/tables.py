@@ -17,8 +17,8 @@ NAMES = {"dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf", "linear
 STAGES = ("calibrated", "refined")
 RETRIEVED = {
     "original": "the original",
-    "calibrated": "calibrated and refined, no training (`make demo STEPS=0`)",
-    "demo": "five minutes of distillation (`make demo`)",
+    "calibrated": "calibrated and refined, no training (`dynorm convert --witnesses 2`)",
+    "demo": "five minutes of distillation",
 }
 DISTILLATION_STEPS = 400
 
