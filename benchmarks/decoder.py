@@ -13,16 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 import dynorm
 from benchmarks.distillation import reference
-from benchmarks.subjects import Batches, Row, add_rows
+from benchmarks.subjects import Batches, Row, add_rows, compared
 from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
 from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
-from dynorm.report.output import OutputComparison
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "decoder.json"
@@ -30,13 +28,10 @@ FIGURES = ("loss_original", "loss_difference", "kl", "accuracy_original", "accur
 ABOUT = {"model": "SmolLM2-135M-Instruct, 61 RMSNorms", "held_out": 96, "blocks_measured": 8, "length": 256}
 
 
-@torch.no_grad()
 def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
     """Return the loss over the original's and what goes with it, over all batches."""
-    found = OutputComparison()
-    for batch in tests:
-        found.add(batch, original(**batch), model(**batch), lambda changed: original(**changed))
-    return {name: round(getattr(found.report(), name), 4) for name in FIGURES}
+    out = compared(model, original, tests)
+    return {name: round(getattr(out, name), 4) for name in FIGURES}
 
 
 def main() -> None:
@@ -45,14 +40,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="distillation steps of 1,024 tokens, 0 for none")
     parser.add_argument("--every", type=int, default=20, help="steps from one measurement to the next")
     steps, every = vars(parser.parse_args()).values()
-    recipe, pretrained = (
-        Recipe(held_out=ABOUT["held_out"]).filled(language_model=True),
-        load_pretrained(folder("smollm2")),
-    )
+    recipe = Recipe(held_out=ABOUT["held_out"]).filled(language_model=True)
+    pretrained = load_pretrained(folder("smollm2"))
     model, original, length = pretrained.model, copy.deepcopy(pretrained.model), ABOUT["length"]
-    fit, held_out = (
-        encode(pretrained, part, length) for part in split_texts(standard_library_docstrings(whole=True), 96)
-    )
+    parts = split_texts(standard_library_docstrings(whole=True), ABOUT["held_out"])
+    fit, held_out = (encode(pretrained, part, length) for part in parts)
     tests = {
         name: blocks(pretrained, some) for name, some in (("docstrings", held_out), ("reference", prose(pretrained)))
     }

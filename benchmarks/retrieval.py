@@ -40,7 +40,8 @@ def main() -> None:
     known = packages(text)
     rows = []
     for name, path in {"original": folder(), **{each.parent.name: each for each in arguments.models}}.items():
-        found = [searched(load_pretrained(path), sample(known, seed)) for seed in range(SEEDS)]
+        pretrained = load_pretrained(path)
+        found = [searched(pretrained, sample(known, seed)) for seed in range(SEEDS)]
         rows.append({"model": name, **{key: [round(each[key], 4) for each in found] for key in found[0]}})
         print(rows[-1], flush=True)
     about: dict[str, Any] = {

@@ -20,13 +20,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax, nll_loss
 from torch.utils.data import TensorDataset
 
 import dynorm
 from dynorm.distill.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.files import write_text
+from dynorm.report.output import OutputComparison, OutputReport
 from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,11 @@ class Subject:
     def figures(self, tests: Batches | None = None) -> dict[str, float]:
         """Return how far the outputs on batches, the held-out ones by default, are from the original's."""
         if self.pretrained.language_model:
-            return _language_figures(self.pretrained.model, self.original, tests or self.tests)
+            out = compared(self.pretrained.model, self.original, tests or self.tests)
+            assert out.loss_original is not None
+            assert out.loss_now is not None
+            assert out.kl is not None
+            return {"original_nats": out.loss_original, "nats": out.loss_now, "divergence": out.kl}
         output = dynorm.measure(self.pretrained.model, tests or self.tests, original=self.original).output
         return {"cosine": output.cosine_mean, "worst": output.cosine_min, "spearman": output.spearman}
 
@@ -98,18 +102,12 @@ def _subject(pretrained: Pretrained, fit: list[str], held_out: list[str]) -> Sub
 
 
 @torch.no_grad()
-def _language_figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
-    """Mean loss of the next token in nats, before and after, and the divergence of the one from the other."""
-    sums = {"original_nats": 0.0, "nats": 0.0, "divergence": 0.0}
-    count = 0
+def compared(model: Any, original: Any, tests: Batches) -> OutputReport:
+    """Return a model's output beside the original's, over all batches."""
+    found = OutputComparison()
     for batch in tests:
-        theirs, ours = (log_softmax(m.eval()(**batch).logits[:, :-1].flatten(0, 1), -1) for m in (original, model))
-        targets = batch["input_ids"][:, 1:].flatten()
-        count += len(targets)
-        sums["original_nats"] += float(nll_loss(theirs, targets, reduction="sum"))
-        sums["nats"] += float(nll_loss(ours, targets, reduction="sum"))
-        sums["divergence"] += float(kl_div(ours, theirs, log_target=True, reduction="sum"))
-    return {name: value / count for name, value in sums.items()}
+        found.add(batch, original.eval()(**batch), model.eval()(**batch), lambda changed: original(**changed))
+    return found.report()
 
 
 def trained(steps: int, texts: list[str]) -> Path:

@@ -35,14 +35,17 @@ def save(model: Any, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = BertConfig(
+def tiny_bert() -> BertConfig:
+    return BertConfig(
         vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=64,
     )  # fmt: skip
-    return save(BertModel(config), tmp_path_factory.mktemp("models") / "tiny-bert")
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return save(BertModel(tiny_bert()), tmp_path_factory.mktemp("models") / "tiny-bert")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
@@ -22,7 +21,7 @@ from dynorm.distill.fold import fold_pretrained
 from dynorm.distill.pipeline import Recipe, convert_pretrained
 from dynorm.distill.pretrained import collate, encode, load_pretrained
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
-from tests.distill.conftest import save
+from tests.distill.conftest import save, tiny_bert
 
 QUICK = Recipe(refine=0, held_out=16, max_length=16)
 
@@ -30,11 +29,7 @@ QUICK = Recipe(refine=0, held_out=16, max_length=16)
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    return save(BertForSequenceClassification(config), tmp_path_factory.mktemp("classifier") / "tiny-classifier")
+    return save(BertForSequenceClassification(tiny_bert()), tmp_path_factory.mktemp("classifier") / "tiny-classifier")
 
 
 def without(source: Path, folder: Path, part: str) -> Path:

@@ -168,14 +168,14 @@ def distill_(
     model.zero_grad(set_to_none=True)
     done = int(trainer.state.global_step)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    samples, after = job.samples, None if annealed else job.measure(first)
+    after = None if annealed else job.measure(first)
     # Written so that NaN is worse.
     kept = before is None or after is None or after <= before
     if weights is not None and not kept:
         model.load_state_dict(weights)
         _warn(f"{done} steps made the loss {after:.3f}, which was {before:.3f}: the weights from before are put back")
     seconds = time.perf_counter() - started
-    return DistillationReport(done, rate, seconds, samples, losses[-1] if losses else None, before, after, kept)
+    return DistillationReport(done, rate, seconds, job.samples, losses[-1] if losses else None, before, after, kept)
 
 
 def _warn(message: str) -> None:
@@ -233,7 +233,7 @@ def _check(steps: int | None, minutes: float | None, lr: float | None) -> None:
 
 @dataclass
 class _Distillation:
-    """A model, its teacher, and their loss, with how many samples it was taken of."""
+    """A model, its teacher, and their loss, with how many samples the training has seen, and its last loss."""
 
     model: nn.Module
     teacher: nn.Module
@@ -244,11 +244,9 @@ class _Distillation:
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Any]) -> float:
-        """Return the mean loss of some batches in eval mode, which does not count as training."""
+        """Return the mean loss of some batches in eval mode."""
         self.model.eval()
-        losses = [float(self(batch)) for batch in batches]
-        self.samples = 0
-        return fmean(losses)
+        return fmean(float(self(batch)) for batch in batches)
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the hidden-state loss plus that of the outputs, of one batch."""
@@ -260,10 +258,7 @@ class _Distillation:
                 target = call(self.teacher, batch)
             with recorded({layer: layer for layer in layers.values()}) as given:
                 output = call(self.model, batch)
-        self.samples += _largest(batch).shape[0]
-        loss = joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
-        self.last = loss.detach()
-        return loss
+        return joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
 
 
 def _largest(batch: Any) -> Tensor:
@@ -280,16 +275,16 @@ def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any]) -> int
     begun = time.perf_counter()
     # The first is not counted: it allocates, and kernels are chosen.
     job(timed[0]).backward()  # type: ignore[no-untyped-call]
-    started = ended = time.perf_counter()
-    for count, batch in enumerate(timed, start=1):  # noqa: B007
+    times = [time.perf_counter()]
+    for batch in timed:
         job(batch).backward()  # type: ignore[no-untyped-call]
-        ended = time.perf_counter()
-        if ended - begun > _SHARE * seconds:
+        times.append(time.perf_counter())
+        if times[-1] - begun > _SHARE * seconds:
             break
     job.model.zero_grad(set_to_none=True)
-    job.samples = 0
+    step = (times[-1] - times[0]) / (len(times) - 1)
     # The optimizer's part and the Trainer's own work come on top of these steps.
-    return max(1, int((seconds - (ended - begun)) / (1.15 * (ended - started) / count)))
+    return max(1, int((seconds - (times[-1] - begun)) / (1.15 * step)))
 
 
 def _bar(quiet: bool) -> Any:
@@ -362,7 +357,10 @@ def _trainer(
         def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
             # The Trainer turns dropout on; here it would only be noise between teacher and student.
             model.eval()
-            return job(inputs["batch"])
+            loss = job(inputs["batch"])
+            job.samples += _largest(inputs["batch"]).shape[0]
+            job.last = loss.detach()
+            return loss
 
         def floating_point_ops(self, inputs: dict[str, Any]) -> int:
             return 0
