@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, get_cosine_schedule_with_warmup
 
 import dynorm
 from dynorm.distill import distill_, output_loss
+from dynorm.distill.distill import rate_factor
 
 
 def images() -> list[tuple[Tensor]]:
@@ -205,6 +207,37 @@ def test_few_minutes_warn_time_little_and_warm_up(monkeypatch: pytest.MonkeyPatc
     assert 0 < report.steps < 20
     # It has not begun at the highest rate.
     assert rates[0] < 0.3 * 1e-3
+
+
+@pytest.mark.parametrize("steps", [1, 7, 40, 400])
+def test_the_rate_warms_up_and_falls_as_a_cosine_and_follows_the_time_where_it_is_ahead(steps: int) -> None:
+    warm_up = max(steps // 20, min(steps, 10))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    (cosine,) = get_cosine_schedule_with_warmup(optimizer, warm_up, steps).lr_lambdas
+    assert [rate_factor(k, steps) for k in range(1, steps)] == pytest.approx([cosine(k) for k in range(1, steps)])
+    assert rate_factor(0, steps) == 1 / warm_up
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+    late = [0.5 * (1 + math.cos(math.pi * min(gone, 1))) for gone in shares]
+    assert [rate_factor(20, 400, gone) for gone in shares] == pytest.approx(late)
+    # Where the steps are ahead, the time does not raise the rate.
+    assert rate_factor(300, 400, 0.1) == rate_factor(300, 400)
+
+
+def test_a_run_that_is_slower_than_planned_ends_at_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, rates = classifier(), []
+
+    class Slow(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
+            now[0] += 1.0
+
+    now = [0.0]
+    monkeypatch.setattr("dynorm.distill.distill.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("dynorm.distill.distill._steps_in", lambda *_: 1000)
+    report = distill_(net, images(), minutes=2, lr=1e-3, quiet=True, callbacks=[Slow()])
+    assert report.steps < 150
+    assert max(rates) > 0.9e-3
+    assert rates[-1] < 1e-5
 
 
 def test_a_bar_shows_step_loss_and_time_left_and_ends_full(capfd: pytest.CaptureFixture[str]) -> None:

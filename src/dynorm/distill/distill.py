@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 import time
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
@@ -105,7 +107,7 @@ def distill_(
         steps: how many steps to take. Give this or ``minutes``.
         minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
         lr: the highest learning rate. A twentieth of the steps, or the first ten, warm up to it, then it falls to 0 as
-            a cosine. None takes :func:`distillation_rate`.
+            a cosine, over the steps or, where that is sooner, the minutes. None takes :func:`distillation_rate`.
         seed: of whatever the models or callbacks draw.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. Where the processor
             knows bfloat16, a step takes a third of the time.
@@ -233,7 +235,7 @@ def _check(steps: int | None, minutes: float | None, lr: float | None) -> None:
 
 @dataclass
 class _Distillation:
-    """A model, its teacher, and their loss, with how many samples the training has seen, and its last loss."""
+    """A model, its teacher, and their loss, with the course of the training: samples, last loss, share of the time."""
 
     model: nn.Module
     teacher: nn.Module
@@ -241,6 +243,7 @@ class _Distillation:
     bf16: bool
     samples: int = 0
     last: Tensor | None = None
+    gone: float = 0.0
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Any]) -> float:
@@ -287,6 +290,19 @@ def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any]) -> int
     return max(1, int((seconds - (times[-1] - begun)) / (1.15 * step)))
 
 
+def rate_factor(step: int, steps: int, gone: float = 0.0) -> float:
+    """Return the learning rate of a step over the highest: a warm-up, then a cosine to 0 at the last step.
+
+    ``gone`` is the share of the time that is over. Where it is ahead of the steps, because the machine is slower than
+    when they were planned, the cosine follows it: a run that is cut at a high rate can be worse than none.
+    """
+    warm_up = max(steps // 20, min(steps, _WARM_UP))
+    if step < warm_up:
+        # The first step is not wasted at a rate of 0.
+        return max(step, 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, max((step - warm_up) / max(1, steps - warm_up), gone))))
+
+
 def _bar(quiet: bool) -> Any:
     """Return a bar on the standard error, with step, loss and the time that is left."""
     from rich.console import Console
@@ -305,8 +321,6 @@ def _arguments(folder: Path, steps: int, seed: int, save: bool) -> Any:
         max_steps=steps,
         # Of our batches.
         per_device_train_batch_size=1,
-        warmup_steps=max(steps // 20, min(steps, _WARM_UP)),
-        lr_scheduler_type="cosine",
         logging_steps=max(1, steps // 20),
         save_strategy="steps" if save else "no",
         save_steps=max(1, steps // 10),
@@ -330,6 +344,8 @@ def _trainer(
 ) -> Any:
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
+    begun = time.perf_counter()
+
     class Bar(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.task = progress.add_task("distilling", total=state.max_steps, loss="")
@@ -342,16 +358,11 @@ def _trainer(
             # Where the time was over first, the steps that were taken are all.
             progress.update(self.task, total=state.global_step)
 
-    class WarmUp(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # The scheduler begins at 0, which would waste the first step.
-            for group in kwargs["optimizer"].param_groups:
-                group["lr"] = group["lr"] or group["initial_lr"] / args.warmup_steps
-
     class StopInTime(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if until is not None and time.perf_counter() > until:
-                control.should_training_stop = True
+            if until is not None:
+                job.gone = (time.perf_counter() - begun) / max(until - begun, 1e-9)
+                control.should_training_stop |= job.gone > 1
 
     class Distiller(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -371,14 +382,15 @@ def _trainer(
 
     # Fused, a step over 22 M parameters takes a twentieth of the time on a CPU.
     optimizer = torch.optim.AdamW(param_groups(job.model, lr=lr, constants_lr=lr), fused=True)
+    schedule = LambdaLR(optimizer, lambda step: rate_factor(step, arguments.max_steps, job.gone))
     job.teacher.to(arguments.device)
     trainer = Distiller(
         model=job.model,
         args=arguments,
         train_dataset=Batches(),
         data_collator=lambda items: items[0],
-        optimizers=(optimizer, None),
-        callbacks=[WarmUp(), StopInTime(), *callbacks, Bar()],
+        optimizers=(optimizer, schedule),
+        callbacks=[StopInTime(), *callbacks, Bar()],
     )
     # Without its bar the Trainer prints its log instead, in the middle of ours.
     trainer.remove_callback(PrinterCallback)
