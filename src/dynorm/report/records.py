@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, ClassVar
 
 from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.output import OutputReport
-from dynorm.report.page import Page, table_html
+from dynorm.report.page import digits, rendered, table_html, wins
 from dynorm.report.picture import Drawing
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
@@ -34,10 +34,6 @@ def _share(value: float) -> str:
     return "0" if not value else f"{value:.2%}" if value >= 1e-4 else "<0.01%"
 
 
-def _digits(value: float | None, digits: int = 3) -> str:
-    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
-
-
 def _named(values: Mapping[str, float]) -> str:
     """Return a figure for each function, in one line."""
     return " · ".join(f"{title} {values[name]:.3f}" for name, title in TITLES.items())
@@ -48,8 +44,6 @@ def _functions(group: str, note: str) -> list[Column]:
     return [Column(title, ".3f", forms.get(title, note), group) for title in TITLES.values()]
 
 
-_LEGEND = {"line dyisru": "DyISRU", "line dyt": "DyT", "line linear": "linear", "line bound": "the norm's bounds"}
-_SUMS = "below: a token's own sum against the layer's β + Σ g u²; in grey against a constant"
 _SITE = Column("site")
 _NORM = Column("norm", lambda kind: {"layernorm": "LN", "rmsnorm": "RMS"}.get(kind, kind))
 _CHANNELS = Column("C", ",", "channels", page_only=True)
@@ -72,7 +66,7 @@ _COLUMNS = (
     *_functions("relative error", "|y − f| / |y| of the norm's core y and a function f of one constant"),
     Column("now", ".3f", "error of the layer in place against the norm in the original; 1 is as bad as a constant"),
     Column("β", _constant, "the layer's constant, the median of many"),
-    Column("centre", _digits, "subtracted before the function, the median of many", page_only=True),
+    Column("centre", digits, "subtracted before the function, the median of many", page_only=True),
     Column("saturated", _share, "share of values beyond 95 % of the layer's bound"),
 )
 _TOLD = "how much of the variation of the tokens' sums"
@@ -142,6 +136,7 @@ class MeasuredSite:
 class Report:
     """A report on a model, which prints itself as a table and writes itself as a page."""
 
+    _template: ClassVar[str]
     model: str
     sites: Sequence[MeasuredSite]
     batches: int
@@ -155,10 +150,6 @@ class Report:
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
-        raise NotImplementedError
-
-    def page(self) -> Page:
-        """Return the report as a page, with a picture of each site."""
         raise NotImplementedError
 
     def to_html(self, path: str | Path) -> None:
@@ -176,7 +167,7 @@ class Report:
             >>> report = dynorm.inspect_norms(model, [torch.randn(64, 8)])
             >>> report.to_html(getfixture("tmp_path") / "report.html")
         """
-        write_text(path, self.page().html())
+        write_text(path, rendered(f"{self._template}.html", report=self))
 
     def to_dataframe(self) -> Any:
         """Return the sites as a ``pandas.DataFrame``, one row per site; what is nested has dotted names.
@@ -195,15 +186,22 @@ class Report:
 
     def __repr__(self) -> str:
         """Return the report in a few words."""
-        return f"<{type(self).__name__} of {self._name()}: {len(self.sites)} sites, {self.batches} batches>"
+        return f"<{type(self).__name__} of {self.name}: {len(self.sites)} sites, {self.batches} batches>"
 
     def _repr_html_(self) -> str:
         """Return the table as a notebook shows it."""
         table = self.table()
         return f"<p>{escape(table.title)}</p>{table_html(table)}"
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
+        """Return the model's name, or else its class."""
         return str(self.meta.get("model", self.model))
+
+    @property
+    def has_witnesses(self) -> bool:
+        """Return whether a layer of the report has witnesses."""
+        return any(getattr(site, "witnesses", ()) for site in self.sites)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +290,7 @@ class ModelReport(Report):
         meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
     """
 
+    _template = "conversion"
     sites: list[SiteReport]
     output: OutputReport
     continuations: list[Continuation] = field(default_factory=list)
@@ -303,80 +302,20 @@ class ModelReport(Report):
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
-        out, count = self.output, len(self.sites)
-        figures = f"mean {out.cosine_mean:.4f}, worst {out.cosine_min:.4f}, median {out.cosine_median:.4f}"
-        lines = [
-            f"{self._name()}: {count} norm{'s' * (count != 1)} replaced, measured on {self.batches} batches",
-            f"cosine of the output to the original's, {out.samples} samples: {figures}",
-        ]
-        if out.kind == "encoder":
-            lines.append(f"Spearman of all pair similarities: {_digits(out.spearman, 4)}")
-        if out.loss_now is not None:
-            change = f"{_digits(out.loss_original, 4)} -> {_digits(out.loss_now, 4)} ({out.loss_difference:+.4f})"
-            lines.append(f"loss {change} nats per token, KL {_digits(out.kl, 4)}, {out.tokens} tokens")
-        if out.agreement is not None:
-            right = f"{out.accuracy_original:.1%} -> {out.accuracy_now:.1%}"
-            lines.append(f"next token right {right}, likeliest token as the original's {out.agreement:.1%}")
-        if self.same is not None:
-            lines.append(f"greedy continuations, tokens as the original's: {self.same:.1%}")
         rows: list[tuple[Any, ...]] = []
-        witnessed = any(s.witnesses for s in self.sites)
+        witnessed = self.has_witnesses
         for s in self.sites:
             sizes = (s.outlier_site, s.outlier, s.sigma_spread, s.sigma_range)
             errors = (s.error_linear, s.error_dyt, s.error_dyisru, s.error_now)
             named = ", ".join(f"{k} ({_constant(g)})" for k, g in zip(s.witnesses, s.gains, strict=True)) or None
             told = (len(s.witnesses), s.told, named, *(s.sizes.explained[k] for k in (1, 2, 4))) if witnessed else ()
             rows.append((s.path, s.kind, s.channels, *sizes, *errors, s.beta, s.center, s.saturated, *told))
-        return Table(
-            _COLUMNS + _WITNESS_COLUMNS * witnessed,
-            rows,
-            [f"{path}  not reached" for path in self.unreached],
-            "\n".join(lines),
-        )
+        notes = [f"{path}  not reached" for path in self.unreached]
+        return Table(_COLUMNS + _WITNESS_COLUMNS * witnessed, rows, notes, rendered("conversion.txt", report=self))
 
-    def page(self) -> Page:
-        """Return the report as a page, with a picture of each site."""
-        out, count = self.output, len(self.sites)
-        kinds = {"encoder": "of sentence embeddings", "language": "of logits", "tensor": "of outputs"}
-        cards = [
-            (_digits(out.cosine_mean), "mean cosine", f"{kinds[out.kind]}, converted to original"),
-            (_digits(out.cosine_min), "worst cosine", f"5 % of samples are below {_digits(out.cosine_p05)}"),
-        ]
-        if out.kind == "encoder":
-            cards.append((_digits(out.spearman), "Spearman", "of the similarities of all pairs"))
-        if out.loss_difference is not None:
-            losses = f"nats per token: {_digits(out.loss_original)} to {_digits(out.loss_now)}"
-            cards.append((f"{out.loss_difference:+.3f}".replace("-", "−"), "loss", losses))
-            cards.append((_digits(out.kl), "KL divergence", "nats per token, from the original"))
-        if out.agreement is not None:
-            right = f"right next tokens: {out.accuracy_original:.1%} to {out.accuracy_now:.1%}"
-            cards.append((f"{out.agreement:.1%}", "same likeliest token", right))
-        if self.same is not None:
-            cards.append((f"{self.same:.1%}", "same continuation", f"tokens, {len(self.continuations)} held-out texts"))
-        best = sum(site.error_dyisru < min(site.error_dyt, site.error_linear) for site in self.sites)
-        worst = max(self.sites, key=lambda site: site.outlier_site)
-        layers = " and ".join(sorted({FAMILY[s.layer].title if s.layer in FAMILY else s.layer for s in self.sites}))
-        return Page(
-            title=f"{self._name()} without its norms",
-            lead=f"{count} norm{'s' * (count != 1)} replaced by {layers}, and compared with the original on "
-            f"{out.samples:,} held-out samples.",
-            cards=[
-                *cards,
-                (f"{best} of {count}", "sites", "where DyISRU fits the core best of the three"),
-                (f"{worst.outlier_site:,.0f} σ", "largest outlier", worst.path),
-            ],
-            table=self.table(),
-            heading="Input and output of every norm",
-            legend={
-                "point": "sampled values of the norm's core, outliers drawn more often",
-                "bar": "mean ± standard deviation of all values",
-                **_LEGEND,
-                **({"point outlier": _SUMS} if any(site.witnesses for site in self.sites) else {}),
-            },
-            drawings=[site.drawing() for site in self.sites],
-            meta=self.meta,
-            texts=[(each.prompt, each.original, each.now) for each in self.continuations],
-        )
+    def layers(self) -> list[str]:
+        """Return the titles of the layers that replaced the norms."""
+        return sorted({FAMILY[s.layer].title if s.layer in FAMILY else s.layer for s in self.sites})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,6 +382,7 @@ class InspectionReport(Report):
         meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
     """
 
+    _template = "inspection"
     sites: list[InspectedSite]
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -454,8 +394,8 @@ class InspectionReport(Report):
         return {
             "sites": len(self.sites),
             "holds": sum(site.holds for site in self.sites),
-            "outliers_best": _wins(residuals),
-            "core_best": _wins(core),
+            "outliers_best": wins(residuals),
+            "core_best": wins(core),
             "core_holds": sum(e["dyisru"] < e["dyt"] for e in core),
             "ratio_median": median(ratios),
             "ratio_min": min(ratios),
@@ -470,14 +410,14 @@ class InspectionReport(Report):
 
     def table(self) -> Table:
         """Return the report as a table, one row per norm."""
-        title = f"{self._name()}: {len(self.sites)} norms, outliers against functions with one constant per site"
+        title = f"{self.name}: {len(self.sites)} norms, outliers against functions with one constant per site"
         rows = []
         for s in self.sites:
             residuals, errors = (
                 [figures[name] for name in TITLES] for figures in (s.outliers.residuals, s.core.errors)
             )
             constants = (s.ratio, s.alpha, s.beta, s.outliers.beta_spread)
-            largest, told = s.sizes.tokens[0], (s.sizes.explained[k] for k in (1, 2, 4))
+            largest, told = s.sizes.largest, (s.sizes.explained[k] for k in (1, 2, 4))
             sizes = (largest.size, largest.channel, largest.share, s.sizes.places(), *told)
             rows.append(
                 (s.path, s.kind, s.channels, s.outlier, s.sigma_spread, *residuals, *constants, *sizes, *errors)
@@ -490,69 +430,14 @@ class InspectionReport(Report):
 
     def massive(self) -> str:
         """Return in sentences whether the model has massive activations, where, and on which tokens."""
-        sites = [site for site in self.sites if site.sizes.massive]
-        if not sites:
-            largest = max(site.sizes.tokens[0].size for site in self.sites)
-            return (
-                "No massive activations: no channel that holds most of a token makes it more than 3 times as large as "
-                f"the median token; the largest token is {largest:.1f} times."
-            )
-        worst = max(sites, key=lambda site: site.sizes.tokens[0].size)
-        most, told = worst.sizes.tokens[0], worst.sizes.explained
-        channels = dict.fromkeys(str(site.sizes.tokens[0].channel) for site in sites)
-        return (
-            f"Massive activations at {len(sites)} of {len(self.sites)} norms, in channel{'s' * (len(channels) > 1)} "
-            f"{', '.join(channels)}. Largest at {worst.path}: {most.size:,.1f} times the median token's size, "
-            f"{most.share:.0%} of the sum in channel {most.channel}; largest tokens: {worst.sizes.places()}. There 1, "
-            f"2 and 4 channels tell {told[1]:.0%}, {told[2]:.0%} and {told[4]:.0%} of the sizes' variation."
-        )
+        return _paragraph("massive.txt", report=self)
 
     def findings(self) -> str:
         """Return the sentences that follow from the figures alone."""
-        found = self.summary()
-        count = found["sites"]
-        outliers, core = (
-            ", ".join(f"{title} {found[key][name]}" for name, title in TITLES.items())
-            for key in ("outliers_best", "core_best")
-        )
-        low, high = (math.exp(f(site.outliers.beta_spread for site in self.sites)) for f in (min, max))
-        return (
-            f"On outliers DyISRU's residual is below DyT's, as the paper claims, at {found['holds']} of {count} norms; "
-            f"DyT's over DyISRU's is {found['ratio_min']:.2f} to {found['ratio_max']:.2f}, median "
-            f"{found['ratio_median']:.2f}. Smallest of the three: {outliers}. On all channels DyISRU is below DyT at "
-            f"{found['core_holds']} of {count}; smallest: {core}. With a constant of its own for each outlier DyISRU "
-            f"is the norm, to {found['exact']:.0e}. One constant for all falls short because these differ, by a factor "
-            f"of {low:.2f} to {high:.2f} (a standard deviation of their logarithm)."
-        )
-
-    def page(self) -> Page:
-        """Return the report as a page, with a picture of each norm."""
-        found, count = self.summary(), len(self.sites)
-        worst = max(self.sites, key=lambda site: site.outlier)
-        span = f"{found['ratio_min']:.2f} to {found['ratio_max']:.2f}"
-        straight = found["outliers_best"]["linear"]
-        return Page(
-            title=f"{self._name()}: what its norms do to outliers",
-            lead="In each token the channel farthest from the mean is its outlier. Each function has one constant per "
-            "norm, fitted by least squares on the outliers of some tokens and measured on those of others: section 4 "
-            "of the DyISRU paper, on real activations.",
-            cards=[
-                (f"{found['holds']} of {count}", "norms", "where DyISRU describes outliers better than DyT"),
-                (f"{found['ratio_median']:.2f}", "median ratio", f"of DyT's residual to DyISRU's; {span}"),
-                (f"{straight} of {count}", "norms", "where a straight line describes outliers best"),
-                (f"{worst.outlier:,.1f} σ", "largest outlier", f"in its token's own σ, at {worst.path}"),
-                (f"{len(found['massive'])} of {count}", "norms", "with massive activations"),
-                (f"{found['exact']:.0e}", "exact form", "largest residual of DyISRU with each outlier's own constant"),
-            ],
-            findings=f"{self.massive()} {self.findings()}",
-            table=self.table(),
-            heading="Outliers and the functions fitted to them",
-            legend={"point outlier": "one outlier per token", "point": "other values of the norm's core", **_LEGEND},
-            drawings=[site.drawing() for site in self.sites],
-            meta=self.meta,
-        )
+        span = tuple(math.exp(f(site.outliers.beta_spread for site in self.sites)) for f in (min, max))
+        return _paragraph("findings.txt", found=self.summary(), titles=TITLES, span=span)
 
 
-def _wins(rows: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """Count for each function the rows in which it has the smallest value."""
-    return {name: sum(min(row, key=row.__getitem__) == name for row in rows) for name in rows[0]}
+def _paragraph(template: str, **values: Any) -> str:
+    """Return the text of a template as one line."""
+    return " ".join(rendered(template, **values).split())

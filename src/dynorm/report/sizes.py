@@ -58,7 +58,12 @@ class TokenSizes:
     @property
     def massive(self) -> bool:
         """Whether one channel holds most of the largest token, and makes it 3 times as large as the median one."""
-        return self.tokens[0].size > _MASSIVE and self.tokens[0].share > 0.5
+        return self.largest.size > _MASSIVE and self.largest.share > 0.5
+
+    @property
+    def largest(self) -> LargeToken:
+        """The largest of the tokens."""
+        return self.tokens[0]
 
     def places(self) -> str:
         """Return the largest tokens in words, each once: text or number, and position."""
