@@ -4,6 +4,8 @@ Where things are: a norm is recognised in ``find/probe.py`` and replaced in ``re
 ``fit/calibrate.py``; a fold is refused in ``fold/refusals.py``; a new function begins as a row of ``family.py``.
 """
 
+from typing import Any
+
 from dynorm import distill, functional, theory
 from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.distill import distill_
@@ -14,6 +16,7 @@ from dynorm.fit import (
     CalibrationReport,
     CalibrationWarning,
     InitializationReport,
+    Monitor,
     RefinementReport,
     calibrate_,
     init_from_batch_,
@@ -68,6 +71,7 @@ __all__ = [
     "LinearControl",
     "ModelError",
     "ModelReport",
+    "Monitor",
     "NormSite",
     "OutputReport",
     "PointwiseNorm",
@@ -95,3 +99,10 @@ __all__ = [
     "set_anneal_",
     "theory",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import transformers only when one of its callbacks is used."""
+    if name not in ("AnnealCallback", "MonitorCallback"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(distill, name)

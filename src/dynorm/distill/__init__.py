@@ -9,10 +9,12 @@ from dynorm.distill.pretrained import Pretrained, encode, load_pretrained, make_
 
 if TYPE_CHECKING:
     from dynorm.distill.anneal import AnnealCallback
+    from dynorm.distill.monitor import MonitorCallback
 
 __all__ = [
     "AnnealCallback",
     "DistillationReport",
+    "MonitorCallback",
     "Pretrained",
     "distill_",
     "distillation_rate",
@@ -24,9 +26,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import transformers only when its callback is used."""
-    if name != "AnnealCallback":
+    """Import transformers only when one of its callbacks is used."""
+    if name not in ("AnnealCallback", "MonitorCallback"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dynorm.distill.anneal import AnnealCallback
+    from dynorm.distill import anneal, monitor
 
-    return AnnealCallback
+    return anneal.AnnealCallback if name == "AnnealCallback" else monitor.MonitorCallback

@@ -14,6 +14,7 @@ from dynorm import watch
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.family import NAMES
 from dynorm.fit.calibrate import warn_of_defaults
+from dynorm.fit.monitor import saturated_share
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import original_forward, replaced_by, require_layers
 from dynorm.report.output import OutputComparison
@@ -21,8 +22,6 @@ from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.sizes import token_places
 from dynorm.report.stats import Reservoir, SiteStats
 
-# A value is saturated when the function gives more than this share of its bound: beyond 3 sqrt(beta) for DyISRU.
-SATURATION = 0.95
 # So many tokens are drawn in the picture of their sums.
 _DRAWN = 400
 
@@ -148,7 +147,8 @@ class _Measurement:
         def see_layer(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
             assert isinstance(layer, PointwiseNorm)
             site, now = self.sites[layer], watch.site_tokens(layer, y, masks)
-            site.add_saturation(self._tokens(layer, args[0], masks))
+            watch.require_finite(site.path, watch.site_tokens(layer, args[0], masks))
+            site.add_saturation(now)
             norms = wanted[layer].pop(0) if wanted[layer] else None
             if norms is not None and norms.shape == now.shape:
                 site.compare(now, norms)
@@ -207,14 +207,8 @@ class _Site:
         self.path = path
         self.layer = layer
         self.stats = SiteStats(replaced.site, seed + replaced.site.order, points)
-        # The layer over the last axis of (tokens, C), without weight and bias.
-        bare = {"normalized_shape": layer.channels, "elementwise_affine": False, "bias": False, "dim": -1}
         device = next(layer.parameters()).device
-        self._bare = type(layer)(**(layer.config() | bare), device=device, dtype=torch.float32)
-        with torch.no_grad():
-            for name, parameter in self._bare.named_parameters():
-                parameter.copy_(layer.get_parameter(name).reshape(parameter.shape))
-        self._values = self._saturated = 0
+        self._values, self._saturated = 0, 0.0
         self._compared, self._residual = 0, 0.0
         self._sums = torch.zeros(2, layer.channels, dtype=torch.float64, device=device)
         self._told = torch.zeros(5, dtype=torch.float64, device=device)
@@ -227,10 +221,10 @@ class _Site:
         self._residual += float((now - wanted).square().sum())
         self._sums = self._sums + torch.stack([wanted.sum(0), wanted.square().sum(0)])
 
-    def add_saturation(self, x: Tensor) -> None:
-        """Count the tokens' values near the bound."""
-        self._saturated += int((self._bare(x).abs() > SATURATION * abs(self.layer.scale)).sum())
-        self._values += x.numel()
+    def add_saturation(self, y: Tensor) -> None:
+        """Count the outputs near the bound."""
+        self._saturated += float(saturated_share(self.layer, y)) * len(y)
+        self._values += len(y)
 
     @torch.no_grad()
     def add_sums(self, x: Tensor) -> None:

@@ -42,6 +42,7 @@ class OutputReport:
         accuracy_original: how often the original's likeliest next token is the right one.
         accuracy_now: the same of the converted model.
         agreement: how often both have the same likeliest token.
+        worst: the place of the sample with the least cosine, counted from 0; samples of padding alone do not count.
     """
 
     kind: Kind
@@ -59,6 +60,7 @@ class OutputReport:
     accuracy_original: float | None = None
     accuracy_now: float | None = None
     agreement: float | None = None
+    worst: int | None = None
 
 
 class OutputComparison:
@@ -106,15 +108,16 @@ class OutputComparison:
         if not len(cosines):
             return OutputReport(kind, 0)
         low, median = cosines.quantile(torch.tensor([0.05, 0.5], dtype=torch.float64)).tolist()
-        found = OutputReport(kind, len(cosines), float(cosines.mean()), float(cosines.min()), low, median)
+        least, worst = cosines.min(0)
+        found = OutputReport(kind, len(cosines), float(cosines.mean()), float(least), low, median, worst=int(worst))
         if self._kept:
             found = replace(found, spearman=pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))))
         if not self._tokens:
             return found
-        before, now, kl, *hits = (self._predicted / self._tokens).tolist()
-        losses = {"loss_original": before, "loss_now": now, "loss_difference": now - before, "kl": kl}
-        shares = dict(zip(("accuracy_original", "accuracy_now", "agreement"), hits, strict=True))
-        return replace(found, tokens=self._tokens, **losses, **shares)
+        names = ("loss_original", "loss_now", "kl", "accuracy_original", "accuracy_now", "agreement")
+        figures = dict(zip(names, (self._predicted / self._tokens).tolist(), strict=True))
+        difference = figures["loss_now"] - figures["loss_original"]
+        return replace(found, tokens=self._tokens, loss_difference=difference, **figures)
 
     def _tensor(self, output: Any) -> Tensor:
         return output_tensor(output)[1] if self._pick is None else _floating(self._pick(output))

@@ -1,0 +1,139 @@
+"""The monitor: its figures against plain computations, its warning, and its road to the Trainer's reports."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynorm
+
+
+def watched(layer: nn.Module, x: Tensor) -> dict[str, float]:
+    with dynorm.Monitor(nn.Sequential(layer), warn_at=1.0) as monitor:
+        layer(x).sum().backward()
+        return monitor.read()
+
+
+class TestMonitor:
+    @pytest.mark.parametrize("make", [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl])
+    @pytest.mark.parametrize("witnesses", [0, 2])
+    def test_figures_are_those_of_a_plain_computation(self, make: Any, witnesses: int) -> None:
+        torch.manual_seed(0)
+        layer = make(6, scale=6**0.5, witnesses=witnesses)
+        with torch.no_grad():
+            layer.set_slope_(4.0)
+            layer.weight.copy_(torch.tensor([1.0, -2.0, 0.5, 3.0, 1.0, 0.0]))
+            layer.bias.copy_(torch.arange(6.0))
+        x = 5 * torch.randn(3, 40, 6)
+        found = watched(layer, x)
+        bare = make(6, elementwise_affine=False, scale=1.0, witnesses=witnesses)
+        bare.set_slope_(4.0)
+        wanted = (bare(x)[..., :5].abs() > 0.95).float().mean() * 5 / 6
+        assert found["saturated/0"] == pytest.approx(float(wanted), abs=1e-6)
+        assert found["size/0"] == pytest.approx(float(x.square().mean().sqrt()), rel=1e-6)
+        assert found["beta/0"] == pytest.approx(4.0, rel=1e-5)
+        assert found["drift/0"] == 1.0
+        gradients = [p.grad.flatten() for p in layer.constant_parameters()]
+        assert found["gradient/0"] == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-5)
+
+    def test_drift_is_from_the_start_and_figures_are_since_the_last_call(self) -> None:
+        layer = dynorm.DyISRU(4)
+        with dynorm.Monitor(layer, warn_at=1.0) as monitor:
+            for beta, inputs in ((4.0, (1.0, 3.0)), (8.0, (10.0,))):
+                layer.set_slope_(beta)
+                for value in inputs:
+                    layer(torch.full((2, 4), value))
+                found = monitor.read()
+            assert found == pytest.approx({"saturated/": 1.0, "size/": 10.0, "beta/": 8.0, "drift/": 2.0}, rel=1e-5)
+            assert monitor.read() == {}
+            layer.eval()(torch.ones(2, 4))
+            assert monitor.read() == {}
+        layer.train()(torch.ones(2, 4))
+        assert monitor.read() == {}
+
+    def test_many_tokens_are_sampled_evenly(self) -> None:
+        x = torch.randn(7000, 4, generator=torch.Generator().manual_seed(0))
+        assert watched(dynorm.DyISRU(4), x)["size/0"] == pytest.approx(1.0, rel=0.05)
+
+    def test_what_holds_of_the_model_stays(self) -> None:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4, per_channel=True, center=True)), torch.randn(3, 4)
+        model(x).sum().backward()
+        plain = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        with dynorm.Monitor(model):
+            model(x).sum().backward()
+        assert all(torch.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), plain, strict=True))
+        assert not model[1]._forward_hooks
+
+    def test_it_warns_once_and_says_what_to_do(self) -> None:
+        layer = dynorm.DyISRU(4)
+        with dynorm.Monitor(nn.Sequential(layer)) as monitor:
+            layer(torch.full((2, 4), 100.0))
+            with pytest.warns(
+                dynorm.CalibrationWarning, match=r"'0' saturates: 100% .* to 100 .* is 2\. .*param_groups"
+            ):
+                monitor.read()
+            layer(torch.full((2, 4), 100.0))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                monitor.read()
+
+    def test_a_model_without_layers(self) -> None:
+        with pytest.raises(dynorm.ModelError, match="must have point-wise layers"):
+            dynorm.Monitor(nn.LayerNorm(4))
+
+    def test_channels_first_and_frozen_constants(self) -> None:
+        layer = dynorm.DyISRU(4, dim=1)
+        layer.log_beta.requires_grad_(False)
+        found = watched(layer, 2 * torch.ones(2, 4, 5))
+        assert found["size/0"] == pytest.approx(2.0)
+        assert "gradient/0" not in found
+        assert found["saturated/0"] == float(2 / math.sqrt(4 + 4) > 0.95)
+
+
+class TestCallback:
+    def test_the_figures_reach_the_reports_the_history_and_the_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        transformers = pytest.importorskip("transformers")
+        from transformers.integrations import integration_utils
+
+        class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+            logs: list[dict[str, float]] = []  # noqa: RUF012
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                self.logs.append(dict(logs))
+
+        monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "ours", Reporter)
+        torch.manual_seed(0)
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.norm = nn.Linear(4, 8), dynorm.DyISRU(8)
+
+            def forward(self, x: Tensor) -> dict[str, Tensor]:
+                return {"loss": self.norm(100 * self.first(x)).mean()}
+
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, logging_steps=2, report_to=["ours"], use_cpu=True, disable_tqdm=True,
+            save_strategy="no", dataloader_pin_memory=False, per_device_train_batch_size=2,
+        )  # fmt: skip
+        trainer = transformers.Trainer(Net(), arguments, train_dataset=[{"x": torch.ones(4)}] * 8)
+        trainer.add_callback(dynorm.MonitorCallback(trainer))
+        with pytest.warns(dynorm.CalibrationWarning, match="'norm' saturates"):
+            trainer.train()
+        names = {f"{name}/norm" for name in ("saturated", "size", "beta", "drift", "gradient")}
+        reported = [logs for logs in Reporter.logs if "size/norm" in logs]
+        assert [set(logs) for logs in reported] == [names, names]
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [names <= set(entry) for entry in entries] == [True, True]
+        assert reported[1]["drift/norm"] != reported[0]["drift/norm"]
+        assert not trainer.model.norm._forward_hooks
