@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.recover import core
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, replaced_by
-from dynorm.report import ModelReport, measure
+from dynorm.report import ModelReport, OutputReport, measure
+from dynorm.report.conversion import compare
+from dynorm.report.output import sample_vectors
 from dynorm.report.stats import FUNCTIONS
 
 transformers = pytest.importorskip("transformers")
@@ -597,6 +600,46 @@ class TestForms:
     def test_a_language_models_losses_are_printed(self) -> None:
         batches = text_batches(2)
         assert re.search(r"loss \d\.\d+ -> \d\.\d+ \([+-]\d", str(measure(converted(gpt(), batches), batches)))
+
+
+OUTPUTS = {
+    "Little was lost: the loss is 2.04": {"kind": "language", "loss_original": 2.0, "loss_now": 2.04},
+    "Some was lost: the loss is 2.2": {"kind": "language", "loss_original": 2.0, "loss_now": 2.2},
+    "Much was lost: the loss is 3.5": {"kind": "language", "loss_original": 2.0, "loss_now": 3.5, "agreement": 0.5},
+    "Little was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.991},
+    "Some was lost: the mean cosine of an embedding": {"kind": "encoder", "cosine_mean": 0.96},
+    "Much was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.9},
+}
+
+
+@pytest.mark.parametrize("words", list(OUTPUTS))
+def test_the_verdict_says_what_was_lost_and_what_to_do_next(words: str) -> None:
+    batches = toy_batches(2)
+    report = measure(converted(toy(), batches), batches)
+    figures: dict[str, Any] = {"samples": 4, "cosine_min": 0.5} | OUTPUTS[words]
+    if "loss_now" in figures:
+        figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
+    said = replace(report, output=OutputReport(**figures)).verdict()
+    assert said.startswith(words)
+    nexts = {"": "dynorm.distill_", "calibrate": "so far only the constants", "distill": "longer, or leave the norm at"}
+    for stage, todo in nexts.items():
+        stages = {"stages": {stage: {"kept": True}}} if stage else {}
+        said = replace(report, output=OutputReport(**figures), meta=stages).verdict()
+        assert ("Next: try it on your own task." if said.startswith("Little") else todo) in said
+    assert max(report.sites, key=lambda site: site.error_now or 0).path == getattr(report.stray(), "path", None)
+
+
+def test_the_worst_sample_is_named() -> None:
+    original, batches = bert(), text_batches(3, seed=1)
+    model = converted(copy.deepcopy(original), batches)
+    report = measure(model, batches, original=original)
+    cosines = []
+    for batch in batches:
+        with torch.no_grad():
+            a, b = (sample_vectors(m.eval()(**batch).last_hidden_state, batch, pooled=True) for m in (original, model))
+        cosines += torch.cosine_similarity(a, b).tolist()
+    assert report.output.worst == int(np.argmin(cosines))
+    assert compare(model, original, batches) == report.output
 
 
 def test_a_single_token_is_measured(tmp_path: Path) -> None:

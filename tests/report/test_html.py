@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
 from collections import Counter, OrderedDict
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -77,7 +80,7 @@ class TestPage:
         assert "http" not in text
         assert not page.tags.keys() & {"script", "link", "img", "iframe", "object"}
         links = [value for _, name, value in page.attributes if name in ("src", "href", "xlink:href")]
-        assert all(link.startswith("#") for link in links)
+        assert all(link.startswith(("#", "data:application/json,")) for link in links)
         assert "@import" not in text
 
     def test_what_it_refers_to_is_there_once(self, text: str) -> None:
@@ -112,6 +115,28 @@ class TestPage:
             Page(text)
             assert words in text
             assert {"encoder": "0.123", "language": "+0.500"}[output.kind] in text
+
+    def test_all_figures_can_be_downloaded(self, text: str) -> None:
+        links = [value for tag, name, value in Page(text).attributes if (tag, name) == ("a", "href")]
+        assert json.loads(unquote(links[0].removeprefix("data:application/json,"))) == odd_report().to_dict()
+        assert "error_now" not in unescape(re.sub(r"<[^>]*>", "", text))
+
+    def test_it_begins_with_a_verdict_and_shows_each_stage(self, tmp_path: Path) -> None:
+        stages = {
+            "refused": [],
+            "calibrate": {"batches": 3, "output": {"samples": 8, "cosine_mean": 0.9111, "cosine_min": 0.7}},
+            "distill": {"samples": 1920, "steps": 60, "kept": False, "output": {"cosine_mean": 0.9222}},
+        }
+        meta = {"stages": stages, "seconds": {"calibrate": 3.2, "distill": 59.7}, "worst_text": "a <b> sad one"}
+        report = replace(odd_report(), meta=meta, output=OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, 0.7))
+        report.to_html(tmp_path / "page.html")
+        page = Page((tmp_path / "page.html").read_text("utf-8"))
+        said = " ".join(" ".join(page.texts).split())
+        assert "Much was lost: the mean cosine of an embedding to the original's is 0.900" in said
+        assert 'has 0.800: "a <b> sad one". Next: distil again with more texts or a lower rate' in said
+        assert "calibrated, site by site 0.911 0.700 3 batches 3" in said
+        assert "distilled, all weights, but not kept 0.922 – 1,920 samples, 60 steps 60" in said
+        assert said.index("Much was lost") < said.index("Stage by stage") < said.index("DyISRU fits the core best")
 
     def test_it_is_written_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         report, path = odd_report(), tmp_path / "report.html"

@@ -31,7 +31,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         >>> trainer.add_callback(dynorm.MonitorCallback(trainer))
     """
 
-    def __init__(self, trainer: Trainer, warn_at: float = 0.5) -> None:
+    def __init__(self, trainer: Trainer, warn_at: float = 0.8) -> None:
         self._trainer, self._warn_at = trainer, warn_at
         self._monitor: Monitor | None = None
 

@@ -45,6 +45,7 @@ from dynorm.hub.contents import is_changed
 from dynorm.layers import AnnealedNorm
 from dynorm.replace import convert_
 from dynorm.report import Continuation, InspectionReport, ModelReport, inspect_norms, measure
+from dynorm.report.conversion import compare
 from dynorm.site import select_sites
 
 Batches = Sequence[dict[str, Tensor]]
@@ -55,6 +56,8 @@ _CONTINUED, _GIVEN, _ASKED = 16, 32, 64
 _DOCSTRINGS = "docstrings of the standard library"
 
 
+# Batches of held-out texts that each stage is measured on.
+_COMPARED = 4
 # Blocks in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be left after that.
 CALIBRATION_BLOCKS = 2
 # What a recipe leaves open: for an encoder, and for a language model. The latter's were measured on SmolLM2-135M.
@@ -215,6 +218,10 @@ def convert_pretrained(
         with job.stage("continue"):
             report = replace(report, continuations=job.continuations())
     report.meta["seconds"], report.meta["stages"] = job.seconds, job.details
+    if report.output.worst is not None:
+        # The order of the batches.
+        text = sorted(held_out, key=len)[report.output.worst]
+        report.meta["worst_text"] = subject.pretrained.tokenizer.decode(text, skip_special_tokens=True)
     each, origin = "channel" if recipe.per_channel else "layer", ", ".join(map(str, texts)) or _DOCSTRINGS
     training = ", distilled" if job.details.get("distill", {}).get("kept") else ""
     refined = f", refined together in {recipe.refine} steps" if recipe.refine else ""
@@ -359,6 +366,10 @@ class _Job:
         started = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - started, 2)
+        if name in self.details:
+            subject = self.subject
+            few = subject.batches(subject.held_out[: _COMPARED * subject.batch])
+            self.details[name]["output"] = asdict(compare(subject.pretrained.model, self.original, few))
 
     def convert_(self) -> None:
         model, recipe = self.subject.pretrained.model, self.recipe

@@ -56,7 +56,7 @@ class Monitor:
         ['beta/1', 'drift/1', 'gradient/1', 'saturated/1', 'size/1']
     """
 
-    def __init__(self, model: nn.Module, warn_at: float = 0.5) -> None:
+    def __init__(self, model: nn.Module, warn_at: float = 0.8) -> None:
         self.warn_at = warn_at
         self._first: dict[str, float] = {}
         self._warned: set[str] = set()

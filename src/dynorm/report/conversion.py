@@ -17,7 +17,7 @@ from dynorm.fit.calibrate import warn_of_defaults
 from dynorm.fit.monitor import saturated_share
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import original_forward, replaced_by, require_layers
-from dynorm.report.output import OutputComparison
+from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.sizes import token_places
 from dynorm.report.stats import Reservoir, SiteStats
@@ -97,6 +97,16 @@ def measure(
     return found.report(meta)
 
 
+def compare(model: nn.Module, original: nn.Module, batches: Iterable[Any]) -> OutputReport:
+    """Return a model's output beside its original's, over all batches; both are left as they were."""
+    found = OutputComparison()
+    with watch.undisturbed(model, evaluate=True), watch.undisturbed(original, evaluate=True):
+        for batch in watch.iterate(batches):
+            before = watch.call(original, batch)
+            found.add(batch, before, watch.call(model, batch), lambda changed: watch.call(original, changed))
+    return found.report()
+
+
 class _Measurement:
     """The original and the converted model, run one after the other with their norms and layers watched."""
 
@@ -105,7 +115,7 @@ class _Measurement:
     ) -> None:
         layers = require_layers(model, with_norms=True)
         self.model, self.original, self.comparison = model, original, comparison
-        self.models = [model] if original is None else [model, original]
+        self.models = [each for each in (model, original) if each is not None]
         self.sites = {layer: _Site(path, layer, seed, points) for path, layer in layers.items()}
         # The modules whose outputs are the original's.
         self.norms: dict[nn.Module, PointwiseNorm] = {layer: layer for layer in self.sites}
@@ -147,7 +157,7 @@ class _Measurement:
         def see_layer(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
             assert isinstance(layer, PointwiseNorm)
             site, now = self.sites[layer], watch.site_tokens(layer, y, masks)
-            watch.require_finite(site.path, watch.site_tokens(layer, args[0], masks))
+            self._tokens(layer, args[0], masks)
             site.add_saturation(now)
             norms = wanted[layer].pop(0) if wanted[layer] else None
             if norms is not None and norms.shape == now.shape:
@@ -208,8 +218,7 @@ class _Site:
         self.layer = layer
         self.stats = SiteStats(replaced.site, seed + replaced.site.order, points)
         device = next(layer.parameters()).device
-        self._values, self._saturated = 0, 0.0
-        self._compared, self._residual = 0, 0.0
+        self._seen, self._saturated, self._compared, self._residual = 0, 0.0, 0, 0.0
         self._sums = torch.zeros(2, layer.channels, dtype=torch.float64, device=device)
         self._told = torch.zeros(5, dtype=torch.float64, device=device)
         self._drawn = Reservoir(_DRAWN, seed + replaced.site.order)
@@ -224,7 +233,7 @@ class _Site:
     def add_saturation(self, y: Tensor) -> None:
         """Count the outputs near the bound."""
         self._saturated += float(saturated_share(self.layer, y)) * len(y)
-        self._values += len(y)
+        self._seen += len(y)
 
     @torch.no_grad()
     def add_sums(self, x: Tensor) -> None:
@@ -234,10 +243,8 @@ class _Site:
         wanted = (x.shape[1] * (moment + site.eps)).clamp_min(torch.finfo(x.dtype).tiny)
         told = self.layer.beta().double().median().expand_as(wanted)
         if self.layer.log_gain is not None:
-            center = (
-                0.0 if self.layer.center is None else self.layer.center.double().flatten().expand(x.shape[1])[channels]
-            )
-            told = told + (x[:, channels] - center).square() @ self.layer.log_gain.double().exp()
+            far = x if self.layer.center is None else x - self.layer.center.double().flatten()
+            told = told + far[:, channels].square() @ self.layer.log_gain.double().exp()
         # The weights of :class:`TokenScales`; the layer's weight may take any factor over.
         root, part, one = wanted.sqrt(), told / wanted, 1 / wanted
         self._told += torch.stack(
@@ -260,7 +267,7 @@ class _Site:
             error_now=math.sqrt(self._residual / spread) if spread > 0 else None,
             beta=float(layer.beta().detach().median()),
             center=None if layer.center is None else float(layer.center.detach().median()),
-            saturated=self._saturated / self._values if self._values else None,
+            saturated=self._saturated / self._seen if self._seen else None,
             witnesses=layer.witness_channels,
             gains=() if layer.log_gain is None else tuple(layer.log_gain.detach().double().exp().tolist()),
             told=max(1 - left / constant, 0.0) if constant > 0 else 0.0,

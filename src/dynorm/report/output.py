@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy, normalize
+from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, normalize
 
 from dynorm.errors import ArgumentError, DataError
 from dynorm.watch import token_masks
@@ -84,8 +84,8 @@ class OutputComparison:
         Raises:
             DataError: an output is not finite, or there is no tensor in it.
         """
-        first, second = self._tensor(original), self._tensor(now)
-        second = second.to(first.device)
+        first = self._tensor(original)
+        second = self._tensor(now).to(first.device)
         if first.shape != second.shape:
             shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
             raise DataError(f"both models must give outputs of one shape, got {shapes}: is `original` the same model?")
@@ -151,11 +151,10 @@ class OutputComparison:
             known = sample[:-1] & sample[1:]
             p, q, target = p[:-1][known].float(), q[:-1][known].float(), target[1:][known]
             self._tokens += len(target)
-            log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
             losses = [cross_entropy(each, target, reduction="sum") for each in (p, q)]
+            kl = kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="sum", log_target=True)
             a, b = p.argmax(-1), q.argmax(-1)
-            hits = [(first == second).sum() for first, second in ((a, target), (b, target), (a, b))]
-            sums = (*losses, (log_p.exp() * (log_p - log_q)).sum(), *hits)
+            sums = (*losses, kl, (a == target).sum(), (b == target).sum(), (a == b).sum())
             self._predicted += torch.stack([each.double() for each in sums]).cpu()
 
 
@@ -209,10 +208,6 @@ def pair_spearman(a: Tensor, b: Tensor) -> float | None:
     return spearman((a @ a.T)[rows, columns], (b @ b.T)[rows, columns])
 
 
-def _named(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-
-
 def output_tensor(output: Any) -> tuple[str | None, Tensor]:
     """Return the tensor of a model's output that is compared, with its name: its logits, hidden state, or first.
 
@@ -226,6 +221,10 @@ def output_tensor(output: Any) -> tuple[str | None, Tensor]:
         if isinstance(tensor, Tensor):
             return name, _floating(tensor)
     return None, _floating(output)
+
+
+def _named(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _floating(tensor: Any) -> Tensor:

@@ -51,7 +51,7 @@ def rendered(template: str, **values: Any) -> str:
 
 def digits(value: float | None, digits: int = 3) -> str:
     """Return a number to so many digits behind the point; None is a dash."""
-    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
+    return "–" if not isinstance(value, (int, float)) else f"{value:.{digits}f}".replace("-", "−")
 
 
 def wins(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:

@@ -39,9 +39,9 @@ def _named(values: Mapping[str, float]) -> str:
     return " · ".join(f"{title} {values[name]:.3f}" for name, title in TITLES.items())
 
 
-def _functions(group: str, note: str) -> list[Column]:
+def _functions(group: str, note: str, page_only: bool = False) -> list[Column]:
     forms = {"DyT": "f = √(C−1) tanh((x − c)/√(β)), where 1/√(β) is α", "DyISRU": "f = √(C−1) (x − c)/√(β + (x − c)²)"}
-    return [Column(title, ".3f", forms.get(title, note), group) for title in TITLES.values()]
+    return [Column(title, ".3f", forms.get(title, note), group, page_only) for title in TITLES.values()]
 
 
 _SITE = Column("site")
@@ -55,28 +55,29 @@ _SPREAD = Column(
 )
 
 
+_TOLD = "how much of the variation of the tokens' sums"
+_BY_CHANNELS = [Column(f"by {k}", ".0%", f"{_TOLD} the best {k} tell", page_only=True) for k in (1, 2, 4)]
 _COLUMNS = (
     _SITE,
     _NORM,
-    _CHANNELS,
+    Column("error", digits, "of the layer's output against the norm's in the original; 1 is as bad as a constant"),
+    Column("saturated", _share, "share of values beyond 95 % of the layer's bound"),
     Column("outlier", ",.1f", "largest |x − mean|, in the site's typical σ"),
-    Column("own σ", ",.1f", "the same in the σ of its own token; √(C−1) at most", page_only=True),
+    Column("β", _constant, "the layer's constant, the median of many"),
+)
+_RESEARCH_COLUMNS = (
+    _CHANNELS,
+    Column("own σ", ",.1f", "the largest |x − mean| in the σ of its own token; √(C−1) at most", page_only=True),
     _SPREAD,
     Column("σ p99/p1", ",.1f", "99th percentile of the tokens' σ over the 1st", page_only=True),
-    *_functions("relative error", "|y − f| / |y| of the norm's core y and a function f of one constant"),
-    Column("now", ".3f", "error of the layer in place against the norm in the original; 1 is as bad as a constant"),
-    Column("β", _constant, "the layer's constant, the median of many"),
+    *_functions("relative error", "|y − f| / |y| of the norm's core y and a function f of one constant", True),
     Column("centre", digits, "subtracted before the function, the median of many", page_only=True),
-    Column("saturated", _share, "share of values beyond 95 % of the layer's bound"),
 )
-_TOLD = "how much of the variation of the tokens' sums"
-_BY_CHANNELS = [Column(f"by {k}", ".0%", f"{_TOLD} the best {k} tell", page_only=True) for k in (1, 2, 4)]
 _WITNESS_COLUMNS = (
-    Column("K", note="how many witnesses the layer has"),
-    Column("told", ".0%", f"{_TOLD} the layer's β + sum g u² tells, over a constant"),
-    Column("witnesses", note="channel (gain)", page_only=True),
-    *_BY_CHANNELS,
+    Column("witnesses", note="how many channels the layer reads to tell a token's size"),
+    Column("size told", ".0%", f"{_TOLD} the layer's β + sum g u² tells, over a constant"),
 )
+_TOLD_COLUMNS = (Column("channels", note="the witnesses, each with its gain", page_only=True), *_BY_CHANNELS)
 _OUTLIER_COLUMNS = (
     _SITE,
     _NORM,
@@ -305,13 +306,25 @@ class ModelReport(Report):
         rows: list[tuple[Any, ...]] = []
         witnessed = self.has_witnesses
         for s in self.sites:
-            sizes = (s.outlier_site, s.outlier, s.sigma_spread, s.sigma_range)
-            errors = (s.error_linear, s.error_dyt, s.error_dyisru, s.error_now)
+            row = (s.path, s.kind, s.error_now, s.saturated, s.outlier_site, s.beta)
+            sizes = (s.channels, s.outlier, s.sigma_spread, s.sigma_range)
+            errors = (s.error_linear, s.error_dyt, s.error_dyisru)
             named = ", ".join(f"{k} ({_constant(g)})" for k, g in zip(s.witnesses, s.gains, strict=True)) or None
-            told = (len(s.witnesses), s.told, named, *(s.sizes.explained[k] for k in (1, 2, 4))) if witnessed else ()
-            rows.append((s.path, s.kind, s.channels, *sizes, *errors, s.beta, s.center, s.saturated, *told))
+            told = (named, *(s.sizes.explained[k] for k in (1, 2, 4)))
+            witnesses = (len(s.witnesses), s.told)
+            rows.append((*row, *witnesses * witnessed, *sizes, *errors, s.center, *told * witnessed))
+        columns = _COLUMNS + _WITNESS_COLUMNS * witnessed + _RESEARCH_COLUMNS + _TOLD_COLUMNS * witnessed
         notes = [f"{path}  not reached" for path in self.unreached]
-        return Table(_COLUMNS + _WITNESS_COLUMNS * witnessed, rows, notes, rendered("conversion.txt", report=self))
+        return Table(columns, rows, notes, rendered("conversion.txt", report=self))
+
+    def verdict(self) -> str:
+        """Return in a few sentences what was lost, which sample lost most, and what to do next."""
+        return " ".join(rendered("verdict.txt", report=self).split())
+
+    def stray(self) -> SiteReport | None:
+        """Return the site whose layer is farthest from its norm."""
+        known = (site for site in self.sites if site.error_now is not None)
+        return max(known, key=lambda site: site.error_now or 0.0, default=None)
 
     def layers(self) -> list[str]:
         """Return the titles of the layers that replaced the norms."""
