@@ -67,8 +67,8 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every fold be wrong by a tenth."""
     right = fold_module.new_values
 
-    def tenth_more(folds: Any) -> Any:
-        return tuple({slot: value * 1.1 for slot, value in part.items()} for part in right(folds))
+    def tenth_more(*folds: Any) -> Any:
+        return tuple({slot: value * 1.1 for slot, value in part.items()} for part in right(*folds))
 
     monkeypatch.setattr(fold_module, "new_values", tenth_more)
 

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from dynorm.errors import ModelError
 from dynorm.fold.graph import Owner, Slot
+from dynorm.fold.rescale import Part
 from dynorm.fold.site_fold import SiteFold, along, held
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.replace.specs import take_over_
+from dynorm.replace.specs import identity, take_over_
 
 # Attributes of the modules that a fold gave a parameter of their own.
 ADDED_BIAS = "_dynorm_added_bias"
@@ -59,7 +60,7 @@ def untie_(model: nn.Module, name: str) -> None:
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), leaf)
 
 
-def new_values(folds: Sequence[SiteFold]) -> tuple[dict[Slot, Tensor], dict[Slot, Tensor]]:
+def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[dict[Slot, Tensor], dict[Slot, Tensor]]:
     """Return the new values of all parameters that a fold changes, in float64, and the biases to add, by the weight."""
     values: dict[Slot, Tensor] = {}
     added: dict[Slot, Tensor] = {}
@@ -81,6 +82,13 @@ def new_values(folds: Sequence[SiteFold]) -> tuple[dict[Slot, Tensor], dict[Slot
             added[weight] = constant
         else:
             values[bias] = value(bias) + constant.to(bias.tensor.device)
+    for fold in folds:
+        if fold.center_into is not None and fold.center is not None:
+            slot, center = fold.center_into.slot, fold.center.to(fold.center_into.slot.tensor.device)
+            if fold.center_into.is_new:
+                added[slot] = added.get(slot, torch.zeros_like(center)) - center
+            else:
+                values[slot] = value(slot) - along(center, fold.center_into.axis, slot.tensor.ndim)
     # Then the writers. A gain (LayerScale) goes into them first, for the mean is that of the scaled outputs.
     streams = dict.fromkeys(stream for fold in folds if fold.becomes_rms for stream in fold.streams or ())
     writes = {write.slot: write for stream in streams for write in stream.writes}
@@ -97,10 +105,17 @@ def new_values(folds: Sequence[SiteFold]) -> tuple[dict[Slot, Tensor], dict[Slot
     for write in writes.values():
         if write.gain is not None:
             values[write.gain[1]] = torch.ones_like(write.gain[1].double())
-    for fold in folds:
-        if fold.center_into is not None and fold.center is not None:
-            slot = fold.center_into
-            values[slot] = value(slot) - fold.center.to(slot.tensor.device)
+    # Last the factors of rescaled streams, for the writers wrote what was there before.
+    for part in (part for part in parts if not bool((part.factor == 1).all())):
+        for found in {found.weight: found for found in part.reads}.values():
+            values[found.weight] = found.scaled(value(found.weight), part.factor)
+        targets = {
+            write.gain[1] if write.gain else write.slot: 0 if write.gain else write.axis for write in part.writes
+        }
+        for slot, axis in targets.items():
+            values[slot] = value(slot) / along(part.factor.to(slot.tensor.device), axis, slot.tensor.ndim)
+            if slot in added:
+                added[slot] = added[slot] / part.factor.to(slot.tensor.device)
     return values, added
 
 
@@ -122,12 +137,20 @@ class Swap:
         values: dict[Slot, Tensor],
         added: dict[Slot, Tensor],
         drop_affine: bool,
+        parts: Sequence[Part] = (),
     ) -> None:
         """Put new values, biases (by the weight of their layer) and layers into a model.
 
         With ``drop_affine`` the point-wise layers that gave their scale away gave weight and bias too.
         """
-        layers = [(fold.module, _rms_for(fold)) for fold in folds if fold.becomes_rms]
+        for norm, factor in [(norm, part.factor) for part in parts for norm in part.norms]:
+            for (tensor, _), offset in zip(norm.own(), (norm.site.weight_offset, 0.0), strict=False):
+                value = (tensor.detach().double().flatten() + offset) / factor.to(tensor.device) - offset
+                self._fill(tensor, value.view(tensor.shape))
+        layers: list[tuple[nn.Module, nn.Module]] = []
+        for fold in (fold for fold in folds if fold.becomes_rms or fold.is_gone):
+            layers.append((fold.module, identity() if fold.is_gone else _rms_for(fold)))
+            take_over_(layers[-1][1], fold.module, None)
         by_tensor: dict[Tensor, list[tuple[Owner, Tensor]]] = {}
         for slot, value in values.items():
             by_tensor.setdefault(slot.tensor, []).extend((owner, value) for owner in slot.owners)
@@ -142,13 +165,17 @@ class Swap:
             self._put(layer._parameters, "bias", _parameter(value, slot.tensor))
             self._put(layer.__dict__, ADDED_BIAS, True)
         for fold in folds:
-            if fold.is_given and isinstance(fold.module, PointwiseNorm):
+            if fold.left is not None or fold.is_gone:
+                # One that is replaced too: the model may call it through a list of its own as well.
+                self._keep_factor(
+                    fold.module, torch.ones(1).expand(fold.site.normalized_shape) if fold.left is None else fold.left
+                )
+            elif fold.is_given and isinstance(fold.module, PointwiseNorm):
                 self._strip(fold.module, drop_affine)
             elif fold.is_given:
-                # A norm that is replaced too: the model may call it through a list of its own as well.
                 for tensor, neutral in fold.own():
                     self._fill(tensor, tensor.detach().new_full(tensor.shape, neutral))
-            if fold.center_into is not None:
+            if fold.center_into is not None and not fold.through:
                 self._put(fold.module._parameters, "center", None)
                 self._put(fold.module.__dict__, "replaced", _NOTHING)
         for old, new in layers:
@@ -202,6 +229,21 @@ class Swap:
             self._put(layer.__dict__, "elementwise_affine", False)
         self._put(layer.__dict__, "replaced", _NOTHING)
 
+    def _keep_factor(self, layer: nn.Module, factor: Tensor) -> None:
+        """Make a linear layer a product with a factor per channel, which is its weight."""
+        like = layer._parameters["log_beta"]
+        assert like is not None
+        self._fill(like, torch.zeros_like(like))
+        self._put(layer._parameters, "weight", _parameter(factor, like))
+        for table, name, value in (
+            (layer._parameters, "bias", None),
+            (layer._parameters, "center", None),
+            (layer.__dict__, "scale", 1.0),
+            (layer.__dict__, "elementwise_affine", True),
+            (layer.__dict__, "replaced", _NOTHING),
+        ):
+            self._put(table, name, value)
+
     def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
         """Give an entry of a module's tables a value, or delete it for ``_NOTHING``."""
         before = table.get(name, _NOTHING)
@@ -229,7 +271,6 @@ def _rms_for(fold: SiteFold) -> RMSNorm:
             # A buffer becomes a parameter without a gradient: the values are the same, and saved.
             same = isinstance(tensor, nn.Parameter) and not offset
             layer._parameters[name] = tensor if same else _parameter(tensor.detach().double() + offset, tensor)  # type: ignore[assignment]
-    take_over_(layer, fold.module, None)
     return layer
 
 

@@ -16,11 +16,14 @@ from dynorm.fold.affine import fold_affine
 from dynorm.fold.apply import Swap, added_biases, new_values, untied
 from dynorm.fold.capture import capture
 from dynorm.fold.check import Check, attributes_kept, copied
+from dynorm.fold.graph import Graph
 from dynorm.fold.refusals import refused, require_model
 from dynorm.fold.report import FoldReport
+from dynorm.fold.rescale import Part, fold_through
 from dynorm.fold.site_fold import SiteFold
 from dynorm.fold.stream import fold_centers, fold_means
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.specs import is_ours
 from dynorm.site import NormSite, select_sites
 from dynorm.watch import undisturbed
 
@@ -114,17 +117,15 @@ def fold_(
         # A norm that cannot be folded is traced as it is.
         norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
         graph = capture(model, norms, example, untie)
-        for i, fold in enumerate(folds):
-            fold.calls = graph.calls.get(i, [])
-        fold_affine(graph, folds, affine, constants, add_bias)
+        folds, parts = _planned(graph, folds, affine, constants, add_bias)
         if center:
             fold_means(graph, folds)
         if constants:
-            fold_centers(graph, folds)
-        values, added = new_values(folds)
+            fold_centers(graph, folds, add_bias)
+        values, added = new_values(folds, parts)
         if values or added or any(fold.becomes_rms for fold in folds):
             before = Check(model, *example, tolerance) if check else None
-            swap.apply(model, folds, values, added, drop_affine=affine)
+            swap.apply(model, folds, values, added, affine, parts)
             if before is not None:
                 error = before.require_same(model)
             else:
@@ -141,7 +142,7 @@ def fold_(
             "find which"
         ) from problem
     biases, free = added_biases(model), untied(model)
-    ours = bool(biases) or any(fold.becomes_rms or isinstance(fold.module, PointwiseNorm) for fold in folds)
+    ours = bool(biases) or any(map(is_ours, model.modules()))
     return FoldReport(
         [fold.row(affine, center, constants) for fold in folds],
         biases,
@@ -153,6 +154,26 @@ def fold_(
         "dynorm" if ours or (free and not hasattr(model, "save_pretrained")) else "stock",
         0 if before is None else before.fresh,
     )
+
+
+def _planned(
+    graph: Graph, found: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool
+) -> tuple[list[SiteFold], list[Part]]:
+    """Decide where weights, biases and whole linear layers go; one that cannot go gives what any other layer would."""
+    wanted = affine and constants
+    goes = {i for i, fold in enumerate(found) if wanted and fold.chosen and fold.refused is None and fold.is_linear}
+    stays: dict[int, str] = {}
+    while True:
+        folds = [
+            replace(fold, calls=graph.calls.get(i, []), reads=[], goes=i in goes, left_because=stays.get(i, ""))
+            for i, fold in enumerate(found)
+        ]
+        fold_affine(graph, folds, affine, constants, add_bias)
+        parts = fold_through(graph, folds, add_bias)
+        kept = {i: folds[i].kept or "" for i in goes if not (folds[i].is_given or folds[i].through)}
+        if not kept:
+            return folds, parts
+        goes, stays = goes - kept.keys(), stays | kept
 
 
 def _find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], only: Any, skip: Any) -> list[SiteFold]:

@@ -11,12 +11,13 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 from dynorm.errors import ModelError
 from dynorm.find.recover import NotANormError
 from dynorm.find.tokens import CannotProbeError, plain_arithmetic, plain_copy
 from dynorm.fold.check import Wide, relative_error
-from dynorm.fold.graph import Graph, Leaf, width
+from dynorm.fold.graph import Graph, Leaf, Slot, width
 from dynorm.fold.site_fold import Read, SiteFold, Stream, along
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.site import NormSite
@@ -98,16 +99,21 @@ def require_readers(graph: Graph, fold: SiteFold, uses: Uses, add_bias: bool) ->
                 what = f"also reads {other.path}, whose weight or bias differs"
                 raise RefusedError(f"{slot.name}, which reads it, {what}")
     if not isinstance(fold.module, PointwiseNorm):
-        for tensor, _ in fold.own():
-            slots = graph.slots_of(tensor)
-            if not slots[0].is_saved:
-                raise RefusedError(f"{slots[0].name} is not saved with the model: it would come back when it is loaded")
-            if len(slots) > 1 or len(slots[0].owners) > 1 or slots[0].leaves or slots[0].is_shared:
-                raise RefusedError(f"{slots[0].name} is used elsewhere too")
+        require_own(graph, fold)
     for found in fold.reads if fold.shift is not None else ():
         _require_bias(graph, fold, found, uses, add_bias)
     if not isinstance(fold.module, PointwiseNorm) and not is_exact(fold):
         raise RefusedError("it is no norm times its weight plus its bias to the last digits")
+
+
+def require_own(graph: Graph, fold: SiteFold) -> None:
+    """Check that a norm's weight and bias are saved, and its own alone."""
+    for tensor, _ in fold.own():
+        slots = graph.slots_of(tensor)
+        if not slots[0].is_saved:
+            raise RefusedError(f"{slots[0].name} is not saved with the model: it would come back when it is loaded")
+        if len(slots) > 1 or len(slots[0].owners) > 1 or slots[0].leaves or slots[0].is_shared:
+            raise RefusedError(f"{slots[0].name} is used elsewhere too")
 
 
 def _require_bias(graph: Graph, fold: SiteFold, found: Read, uses: Uses, add_bias: bool) -> None:
@@ -121,11 +127,7 @@ def _require_bias(graph: Graph, fold: SiteFold, found: Read, uses: Uses, add_bia
     if found.bias is None:
         if not add_bias:
             raise RefusedError(f"{slot.name} has no bias to take its bias: pass add_bias=True")
-        owner = slot.owners[0].module
-        # Code that takes the weight without calling the layer would not add its bias.
-        called = len(slot.owners) == 1 and owner in graph.modules_of(found.node)
-        if not called or not _takes_bias(owner):
-            raise RefusedError(f"no bias can be added to {slot.name}: it is not the weight of one linear layer")
+        require_new_bias(graph, slot, found.node)
         return
     bias = found.bias[1]
     if bias.fixed is not None or bias.tensor is slot.tensor:
@@ -133,6 +135,15 @@ def _require_bias(graph: Graph, fold: SiteFold, found: Read, uses: Uses, add_bia
     mine = {other.bias[0] for other in fold.reads if other.bias is not None and other.weight is slot}
     for leaf in bias.leaves - mine:
         raise RefusedError(f"{bias.name} is also used by {graph.where(leaf[0])}")
+
+
+def require_new_bias(graph: Graph, slot: Slot, node: Node) -> None:
+    """Check that a weight is that of one linear layer, which can be given a bias."""
+    owner = slot.owners[0].module
+    # Code that takes the weight without calling the layer would not add its bias.
+    called = len(slot.owners) == 1 and owner in graph.modules_of(node)
+    if not called or not _takes_bias(owner):
+        raise RefusedError(f"no bias can be added to {slot.name}: it is not the weight of one linear layer")
 
 
 def _takes_bias(module: nn.Module) -> bool:

@@ -141,7 +141,9 @@ class FoldReport:
         if self.sites and self.loads_with == "dynorm":
             notes.append("loads where dynorm is imported: save it with dynorm.save")
         of = {name: f"{self.count(name)} of {self.count(name) + self.count(name, REFUSED)}" for name in _REWRITES}
-        title = (
+        linear = [site.becomes == "Identity" for site in self.sites if site.kind == "linearcontrol"]
+        title = f"{sum(linear)} of {len(linear)} linear layers gone; " if linear else ""
+        title += (
             f"{of['affine']} affine maps folded, {of['center']} means; "
             f"{self.parameters_removed:,} parameters and {self.operations_removed:,} operations less"
         )

@@ -13,7 +13,7 @@ from torch.fx import Node
 from dynorm.find.tokens import named_tensors
 from dynorm.fold.graph import Leaf, Slot, shape
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
-from dynorm.layers import PointwiseNorm
+from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.site import NormSite
 
 
@@ -61,6 +61,7 @@ class Write:
     slot: Slot
     axis: int  # of the parameter that the stream's channels go along
     gain: tuple[Leaf, Slot] | None = None  # the parameter that scales each channel on the way (LayerScale), and its use
+    is_new: bool = False  # it is a weight, whose layer is given a bias in its place
 
 
 @dataclass(eq=False)
@@ -87,8 +88,13 @@ class SiteFold:
     kept: str | None = None  # why factor and shift stay
     streams: list[Stream] | None = None  # those that a LayerNorm is called on; None if they were not looked for
     center: Tensor | None = None  # the learned centre of a point-wise layer, where it is to be folded
-    center_into: Slot | None = None  # the bias that takes the centre
+    center_into: Write | None = None  # the bias, or the table, that takes the centre
     center_kept: str | None = None  # why the centre stays
+    goes: bool = False  # a linear layer without witnesses: all of it is its weight and its bias
+    through: bool = False  # it goes because the stream that it reads and writes is rescaled
+    left: Tensor | None = None  # the part of such a layer's weight that must stay, and why
+    left_because: str = ""
+    spread: tuple[str, ...] = ()  # the parameters of the streams on both sides of it
 
     def __post_init__(self) -> None:
         """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
@@ -100,6 +106,15 @@ class SiteFold:
             )
         )
         self.scale = self.module.scale if isinstance(self.module, PointwiseNorm) and not self.refused else 1.0
+        if self.goes:
+            layer, ones = self.module, torch.ones(self.site.normalized_shape, dtype=torch.float64)
+            assert isinstance(layer, LinearControl)
+            slope = (-0.5 * layer.log_beta.detach().to("cpu", torch.float64)).exp()
+            self.weight = self.scale * slope * (ones if self.weight is None else self.weight)
+            if layer.center is not None:
+                moved = self.weight * layer.center.detach().to("cpu", torch.float64)
+                self.bias = -moved if self.bias is None else self.bias - moved
+            self.scale = 1.0
 
     @property
     def path(self) -> str:
@@ -110,6 +125,17 @@ class SiteFold:
     def is_given(self) -> bool:
         """Tell whether its factor or shift goes into the readers."""
         return self.kept is None and (self.factor is not None or self.shift is not None)
+
+    @property
+    def is_linear(self) -> bool:
+        """Tell whether it is a product and a sum per channel, and nothing else."""
+        layer = self.module
+        return type(layer) is LinearControl and not layer.witness_channels and layer.output_dtype is None
+
+    @property
+    def is_gone(self) -> bool:
+        """Tell whether nothing of it stays."""
+        return self.goes and self.left is None and (self.through or self.is_given)
 
     @property
     def stream_refused(self) -> str | None:
@@ -141,14 +167,18 @@ class SiteFold:
         channels = math.prod(self.site.normalized_shape)
         elements = sum(math.prod(shape(call)) for call in self.calls)
         removed = (self.weight is not None) + (self.bias is not None) if given.state == FOLDED else 0
-        removed += self.center_into is not None
+        removed += self.center_into is not None and not self.through
         # Taking the mean out is a sum and a difference.
         operations = elements * (removed + 2 * self.becomes_rms)
         kind, becomes = self.site.kind or self.site.class_name, "RMSNorm" if self.becomes_rms else ""
+        becomes = "Identity" if self.is_gone else becomes
         return FoldedSite(self.path, kind, channels, given, mean, constant, channels * removed, operations, becomes)
 
     def _affine_row(self) -> Rewrite:
         empty = self.weight is None and self.bias is None
+        if self.through:
+            left = None if self.left is None else f"a factor per channel stays: {self.left_because}"
+            return Rewrite(REFUSED, reason=left) if left else Rewrite(FOLDED, self.spread)
         if self.kept is not None:
             nothing = empty and self.refused is None and not isinstance(self.module, PointwiseNorm)
             return Rewrite(NOTHING) if nothing else Rewrite(REFUSED, reason=self.kept)
@@ -166,10 +196,11 @@ class SiteFold:
 
     def _constants_row(self) -> Rewrite:
         into = self._readers() if self.scale != 1 and self.is_given else ()
-        into += () if self.center_into is None else (self.center_into.name,)
-        if into:
-            return Rewrite(FOLDED, into)
-        reason = self.center_kept or (None if self.scale == 1 else self.kept)
+        into += () if self.center_into is None or self.through else (self.center_into.slot.name,)
+        stays = f"its slope stays: {self.left_because}" if self.left_because and not self.through else None
+        if into or self.is_gone:
+            return Rewrite(FOLDED if into else NOTHING, into, stays)
+        reason = self.center_kept or stays or (None if self.scale == 1 else self.kept)
         return Rewrite(NOTHING) if reason is None else Rewrite(REFUSED, reason=reason)
 
     def _readers(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ changes. The centre c of a point-wise layer goes into the one operator that feed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.fx import Node
 from dynorm.fold.graph import (
     CONVOLUTIONS,
     Graph,
-    Slot,
     argument,
     averaged,
     came_from,
@@ -32,7 +32,7 @@ from dynorm.fold.graph import (
     site_of,
     users,
 )
-from dynorm.fold.refusals import RefusedError, is_exact, require_writers
+from dynorm.fold.refusals import RefusedError, is_exact, require_new_bias, require_writers
 from dynorm.fold.site_fold import SiteFold, Stream, Write
 from dynorm.layers import PointwiseNorm
 
@@ -52,7 +52,7 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
             assert isinstance(source, Node)
             stream = next((stream for stream in found if source in stream.values), None)
             if stream is None:
-                stream = _Walk(graph, folds).stream(source, fold.axis(len(shape(source))))
+                stream = Walk(graph, folds, Stream()).stream(source, fold.axis(len(shape(source))))
                 found.append(stream)
             if stream not in fold.streams:
                 fold.streams.append(stream)
@@ -63,12 +63,11 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
                 stream.refused = stream.refused or f"{fold.path} is no LayerNorm to the last digits"
 
 
-class _Walk:
-    """The way from one value to all of its stream."""
+class Walk:
+    """The way from one value to all of its stream; a subclass says what else may write or read it."""
 
-    def __init__(self, graph: Graph, folds: Sequence[SiteFold]) -> None:
-        self.graph, self.folds = graph, folds
-        self.found = Stream()
+    def __init__(self, graph: Graph, folds: Sequence[SiteFold], found: Stream) -> None:
+        self.graph, self.folds, self.found = graph, folds, found
         self.todo: list[tuple[Node, int]] = []
 
     def stream(self, start: Node, axis: int) -> Stream:
@@ -129,22 +128,20 @@ class _Walk:
         if not written and op.op == "placeholder":
             raise RefusedError(f"written by {op.name}, which the model is given")
         if not written and is_norm(op):
-            norm = self.folds[site_of(op)].path
-            raise RefusedError(f"written by the norm {norm}, whose weight and bias give it a mean again (post-norm)")
-        if not written:
-            raise RefusedError(f"written by {graph.where(op)}, which cannot be centred")
+            self.norm_writes(self.folds[site_of(op)])
+        elif not written:
+            raise RefusedError(f"written by {graph.where(op)}, which {self.not_linear}")
         self.found.writes += written
 
     def _use(self, user: Node, value: Node, axis: int) -> None:
         """Follow a value to one of its uses."""
         if user.op == "output":
-            raise RefusedError("the model returns it, with its mean")
+            raise RefusedError(f"the model returns it{self.returned}")
         op, _ = producer(user)
         name = packet(op)
         if is_norm(op):
             norm = self.folds[site_of(op)]
-            if norm.site.kind != "layernorm" or norm.axis(len(shape(value))) != axis:
-                raise RefusedError(f"{norm.path} sees its mean")
+            self.norm_reads(norm, norm.axis(len(shape(value))) == axis)
             return
         to = carried(user, value, axis)
         if to is None and name in _SUMS:
@@ -154,8 +151,25 @@ class _Walk:
             assert isinstance(dim, int)
             to = axis if dim % len(shape(user)) != axis else None
         if to is None:
-            raise RefusedError(f"{self.graph.where(op)} sees its mean")
-        self.todo.append((user, to))
+            self.reads(user, value, axis)
+        else:
+            self.todo.append((user, to))
+
+    not_linear = "cannot be centred"
+    returned = ", with its mean"
+
+    def norm_writes(self, norm: SiteFold) -> None:
+        """Refuse a norm that writes into the stream, or take note of it."""
+        raise RefusedError(f"written by the norm {norm.path}, whose weight and bias give it a mean again (post-norm)")
+
+    def norm_reads(self, norm: SiteFold, along: bool) -> None:
+        """Refuse a norm that reads the stream, or take note of it; ``along`` tells whether over its channels."""
+        if norm.site.kind != "layernorm" or not along:
+            raise RefusedError(f"{norm.path} sees its mean")
+
+    def reads(self, user: Node, value: Node, axis: int) -> None:
+        """Refuse any other operator that reads the stream, or take note of it."""
+        raise RefusedError(f"{self.graph.where(user)} sees its mean")
 
 
 def _writes(graph: Graph, op: Node, axis: int) -> list[Write]:
@@ -202,38 +216,55 @@ def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
     return []
 
 
-def fold_centers(graph: Graph, folds: Sequence[SiteFold]) -> None:
+def fold_centers(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> None:
     """Decide for each point-wise layer with a learned centre whether the bias before it can take it.
 
     The scale goes into the readers with the weight. The constant of the slope stays: a layer computes alpha * x, or
     beta + x^2, in the pass over x that it makes anyway, so moving it into a weight would save nothing.
     """
     for fold in folds:
-        center = fold.module.center if isinstance(fold.module, PointwiseNorm) else None
+        center = fold.module.center if isinstance(fold.module, PointwiseNorm) and not fold.goes else None
         if center is None or not fold.chosen or not fold.calls:
             continue
         fold.center = center.detach().to("cpu", torch.float64)
         try:
-            fold.center_into = _bias_before(graph, fold)
+            fold.center_into = bias_before(graph, fold, add_bias)
         except RefusedError as refusal:
             fold.center_kept = str(refusal)
 
 
-def _bias_before(graph: Graph, fold: SiteFold) -> Slot:
+def bias_before(graph: Graph, fold: SiteFold, add_bias: bool) -> Write:
+    """Return the bias, or the table, that adds to all of a site's input and to nothing else; RefusedError if none."""
     if len(fold.calls) != 1:
         raise RefusedError("the layer is called several times")
     value = fold.calls[0].args[0]
     assert isinstance(value, Node)
-    made = made_by(value, fold.axis(len(shape(value))))
-    if made is None:
-        raise RefusedError(f"its input is also read by others than {fold.path}")
-    op, _ = producer(made[0])
-    at = 0 if packet(op) == "aten.addmm" else 2
-    biased = packet(op) in ("aten.linear", "aten.addmm", *CONVOLUTIONS) and len(op.args) > at
-    written = _writes(graph, op, made[1]) if biased else []
-    bias = next((write for write in written if write.leaf[1] is op.args[at]), None)
-    if bias is None:
-        raise RefusedError(f"fed by {graph.where(op)}, which has no bias to take its centre")
-    if bias.slot.fixed is not None or bias.slot.leaves != {bias.leaf}:
-        raise RefusedError(bias.slot.fixed or f"{bias.slot.name} is used elsewhere too")
-    return bias.slot
+    todo, refusals = [(value, fold.axis(len(shape(value))))], list[str]()
+    while todo:
+        value, axis = todo.pop()
+        made = made_by(value, axis)
+        if made is None:
+            refusals.append(f"its input is also read by others than {fold.path}")
+            continue
+        (op, _), axis = producer(made[0]), made[1]
+        if packet(op) == "aten.add" and not op.kwargs and op.args[0] is not op.args[1]:
+            ranks = [(part, len(shape(part))) for part in op.args[:2] if is_tensor(part)]  # type: ignore[arg-type]
+            todo += [(part, at) for part, rank in ranks if (at := axis - len(shape(op)) + rank) >= 0]  # type: ignore[misc]
+            continue
+        biased = packet(op) in ("aten.linear", "aten.addmm", "aten.embedding", *CONVOLUTIONS)
+        bias = argument(op, 0 if packet(op) in ("aten.addmm", "aten.embedding") else 2) if biased else None
+        written = _writes(graph, op, axis) if biased else []
+        if op in graph.slots:
+            bias, written = op, [Write(leaf, graph.slots[op], axis) for leaf in graph.slots[op].leaves]
+        found = next((write for write in written if op in graph.slots or bias in (None, write.leaf[1])), None)
+        if found is None or (bias is None and not add_bias):
+            hint = "" if found is None else ": pass add_bias=True"
+            refusals.append(f"fed by {graph.where(op)}, which has no bias to take its centre{hint}")
+        elif found.slot.fixed is not None or found.slot.leaves != {found.leaf} or not found.slot.is_saved:
+            refusals.append(found.slot.fixed or f"{found.slot.name} is used elsewhere too")
+        elif bias is not None:
+            return found
+        else:
+            require_new_bias(graph, found.slot, op)
+            return replace(found, is_new=True)
+    raise RefusedError(refusals[0])

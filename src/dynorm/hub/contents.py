@@ -14,8 +14,7 @@ from torch import nn
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
 from dynorm.fold.apply import added_biases, untied
-from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
+from dynorm.replace.specs import LayerSpec, dynorm_layers, is_ours, specs_of
 
 FORMAT_VERSION = 1
 # Elements of all layers together: no model has as many, and a damaged size must not fill the memory.
@@ -27,7 +26,7 @@ class Contents:
     """The changes to a model that its class does not know.
 
     Args:
-        layers: the point-wise layers and the RMSNorms of a fold.
+        layers: the point-wise layers, and the RMSNorms and identities of a fold.
         biases: the paths of the linear layers that were given a bias.
         untied: the names of the parameters that were tied to others.
     """
@@ -69,8 +68,7 @@ def contents_of(model: nn.Module) -> Contents:
 
 def is_changed(model: nn.Module) -> bool:
     """Tell whether a load needs to know the model's contents; a class that builds layers of its own needs no help."""
-    ours = (*NAMES, RMSNorm)
-    return any(type(module) in ours for module in model.modules()) or bool(added_biases(model))
+    return any(map(is_ours, model.modules())) or bool(added_biases(model))
 
 
 def read_layers(values: object, where: str, *, allow_none: bool = False) -> list[LayerSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -17,8 +18,8 @@ from dynorm.site import NormSite
 from dynorm.watch import HOOK_TABLES
 
 _NESTED = "_dynorm_use_nested_tensor"
-# The RMSNorm that a fold leaves is no point-wise layer, and yet one that a model's own class does not know.
-_NAMES: Mapping[type[nn.Module], str] = {**NAMES, RMSNorm: "rmsnorm"}
+# What a fold leaves is no point-wise layer, and yet one that a model's own class does not know.
+_NAMES: Mapping[type[nn.Module], str] = {**NAMES, RMSNorm: "rmsnorm", nn.Identity: "identity"}
 
 
 class Replaced(NamedTuple):
@@ -34,10 +35,10 @@ class Replaced(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One point-wise layer of a model, or RMSNorm of a fold, as plain values: where it stands, how to build it empty.
+    """One point-wise layer of a model, or what a fold left, as plain values: where it stands, how to build it empty.
 
     Args:
-        layer: a name of :data:`dynorm.family.LAYERS`, or "rmsnorm".
+        layer: a name of :data:`dynorm.family.LAYERS`, "rmsnorm" or "identity".
         config: the constructor's arguments.
         paths: every path of the layer, the first one leading.
     """
@@ -60,16 +61,34 @@ class LayerSpec:
         spec.layer_class()
         return spec
 
-    def layer_class(self) -> type[PointwiseNorm | RMSNorm]:
+    def layer_class(self) -> type[nn.Module]:
         """Return the class of the layer."""
-        return RMSNorm if self.layer == _NAMES[RMSNorm] else layer_class(self.layer)
+        left: dict[str, type[nn.Module]] = {_NAMES[kind]: kind for kind in (RMSNorm, nn.Identity)}
+        return left.get(self.layer) or layer_class(self.layer)
 
-    def build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> PointwiseNorm | RMSNorm:
+    def build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
         """Build the layer with default constants."""
+        if self.layer == _NAMES[nn.Identity]:
+            return identity()
         try:
             return self.layer_class()(**self.config, device=device, dtype=dtype)
         except TypeError as error:
             raise ArgumentError(f"{self.layer} cannot be built from {dict(self.config)!r}: {error}") from error
+
+
+def identity() -> nn.Identity:
+    """Return what stands where a norm was folded away.
+
+    It has an eps, as ``nn.TransformerEncoderLayer`` compares those of its norms; NaN is equal to none.
+    """
+    module = nn.Identity()
+    module.eps = math.nan  # type: ignore[assignment]
+    return module
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Tell whether a model's own class would not build a module: a point-wise layer, or what a fold left."""
+    return "eps" in module.__dict__ if type(module) is nn.Identity else type(module) in _NAMES
 
 
 def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
@@ -140,7 +159,7 @@ def swap_(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
                 parent._modules[name] = new[child]
     # nn.TransformerEncoder packs padded batches into nested tensors, which only the fused layers know.
     for encoder in (m for m in model.modules() if isinstance(m, nn.TransformerEncoder)):
-        if not any(isinstance(m, PointwiseNorm) for m in encoder.modules()):
+        if not any(is_ours(m) or isinstance(m, PointwiseNorm) for m in encoder.modules()):
             encoder.use_nested_tensor = encoder.__dict__.pop(_NESTED, encoder.use_nested_tensor)
         elif not hasattr(encoder, _NESTED):
             setattr(encoder, _NESTED, encoder.use_nested_tensor)
@@ -148,12 +167,13 @@ def swap_(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
 
 
 def specs_of(model: nn.Module) -> list[LayerSpec]:
-    """Return the spec of every point-wise layer, and RMSNorm of ours, of a model, shared ones once with all paths."""
-    paths: dict[PointwiseNorm | RMSNorm, list[str]] = {}
+    """Return the spec of every point-wise layer of a model, and what a fold left; shared ones once with all paths."""
+    paths: dict[Any, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, PointwiseNorm) or type(module) is RMSNorm:
+        if is_ours(module):
             paths.setdefault(module, []).append(path)
-    return [LayerSpec(_NAMES[type(layer)], layer.config(), tuple(found)) for layer, found in paths.items()]
+    configs = {layer: {} if isinstance(layer, nn.Identity) else layer.config() for layer in paths}
+    return [LayerSpec(_NAMES[type(layer)], configs[layer], tuple(found)) for layer, found in paths.items()]
 
 
 def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:

@@ -1,0 +1,143 @@
+"""Rewrite (d): linear layers on a residual stream, y = a x + b with a number a per channel, by rescaling the stream.
+
+Where a layer's output is the stream too (post-norm), its readers cannot take a and b alone. But if every value v of the
+stream is kept as v / d, the readers multiply by d, the writers divide by it, and the layer is the identity where
+d after it is a times d before it. b - a c goes into a bias before the layer, as b / a - c. Each d follows from the
+last one. Where the model is given the stream and returns it too, the product of all a stays at one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dynorm.fold.affine import read
+from dynorm.fold.graph import Graph, Leaf, shape
+from dynorm.fold.refusals import RefusedError, is_exact, require_own
+from dynorm.fold.site_fold import Read, SiteFold, Stream
+from dynorm.fold.stream import Walk, bias_before
+from dynorm.layers import PointwiseNorm
+
+
+@dataclass(eq=False)
+class Part(Stream):
+    """A stream between two linear layers: its values are ``factor`` times those of the folded model."""
+
+    reads: list[Read] = field(default_factory=list)
+    norms: list[SiteFold] = field(default_factory=list)  # those that write into it with a weight and a bias
+    takers: list[SiteFold] = field(default_factory=list)  # linear layers that give all they are to their readers
+    factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
+
+
+class _Walk(Walk):
+    """The way from one value to all that must be rescaled with it."""
+
+    found: Part
+    not_linear = "is not linear"
+    returned = ""
+
+    def norm_writes(self, norm: SiteFold) -> None:
+        if norm.through:
+            return
+        if (
+            norm.weight is None
+            or norm.is_given
+            or not norm.chosen
+            or not (isinstance(norm.module, PointwiseNorm) or is_exact(norm))
+        ):
+            raise RefusedError(f"written by the norm {norm.path}, which has no weight of its own to take a factor")
+        require_own(self.graph, norm)
+        if norm not in self.found.norms:
+            self.found.norms.append(norm)
+
+    def norm_reads(self, norm: SiteFold, along: bool) -> None:
+        if not along or not norm.goes:
+            raise RefusedError(f"read by {norm.path}, which stays")
+        if not norm.through and norm not in self.found.takers:
+            self.found.takers.append(norm)
+
+    def reads(self, user: Node, value: Node, axis: int) -> None:
+        found = read(self.graph, user, value, axis)
+        if found not in self.found.reads:
+            self.found.reads.append(found)
+
+
+def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> list[Part]:
+    """Let the linear layers go that cannot give all they are to their readers, and return the parts to rescale."""
+    for fold in folds:
+        if fold.goes and not fold.is_given and fold.calls:
+            try:
+                _require_inverse(fold)
+                fold.center_into = None if fold.center is None else bias_before(graph, fold, add_bias)
+                fold.through = True
+            except RefusedError as refusal:
+                fold.kept = f"{fold.kept}; {refusal}"
+    parts: list[Part] = []
+    groups: dict[Part, list[Part]] = {}
+
+    def part_of(value: Node, fold: SiteFold) -> Part:
+        part = next((part for part in parts if value in part.values), None)
+        if part is None:
+            part = Part()
+            _Walk(graph, folds, part).stream(value, fold.axis(len(shape(value))))
+            part.refused = part.refused or _refusal(graph, part)
+            parts.append(part)
+            groups[part] = [part]
+        return part
+
+    for fold in (fold for fold in folds if fold.through):
+        assert fold.weight is not None
+        source = fold.calls[0].args[0]
+        assert isinstance(source, Node)
+        before, after = part_of(source, fold), part_of(fold.calls[0], fold)
+        writers = (write.gain[1] if write.gain else write.slot for write in before.writes)
+        slots = dict.fromkeys([*writers, *(found.weight for found in after.reads)])
+        fold.spread = tuple(slot.name for slot in slots)
+        ratio = fold.weight * before.factor / after.factor
+        pins = [next((part.refused for part in groups[end] if part.refused), None) for end in (before, after)]
+        if groups[before] is groups[after] or None not in pins:
+            fold.left, fold.left_because = ratio, "; ".join(dict.fromkeys(pin or "it comes round" for pin in pins))
+            continue
+        for part in groups[after] if pins[1] is None else groups[before]:
+            part.factor = part.factor * ratio if pins[1] is None else part.factor / ratio
+        groups[before] += groups[after]
+        groups |= dict.fromkeys(groups[after], groups[before])
+    for part in parts:
+        for taker in part.takers:
+            taker.factor = part.factor * taker.factor  # type: ignore[operator]
+    return parts
+
+
+def _require_inverse(fold: SiteFold) -> None:
+    """Find the constant that comes before a layer, b / a - c, with the sign of a centre."""
+    assert fold.weight is not None
+    zeros = (fold.weight == 0).nonzero().flatten().tolist()
+    if zeros:
+        raise RefusedError(f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes")
+    if len(fold.calls) != 1:
+        raise RefusedError("the layer is called several times")
+    fold.center = None if fold.bias is None else -fold.bias / fold.weight
+
+
+def _refusal(graph: Graph, part: Part) -> str | None:
+    """Return why a part must stay as it is, though all that writes and reads it is linear."""
+    own: dict[Leaf, Read] = {found.leaf: found for found in part.reads}
+    for found in part.reads:
+        slot = found.weight
+        if slot.fixed is not None or not slot.is_saved:
+            return slot.fixed or f"{slot.name}, which reads it, is no parameter of floating point"
+        for leaf in slot.leaves:
+            if leaf not in own or (own[leaf].axis, own[leaf].groups) != (found.axis, found.groups):
+                return f"{slot.name}, which reads it, is also used by {graph.where(leaf[0])}{slot.hint}"
+    for norm in (*part.norms, *part.takers):
+        if any((call if norm in part.norms else call.args[0]) not in part.values for call in norm.calls):
+            return f"{norm.path} is called on other values too"
+        if any(
+            leaf not in {found.leaf for found in norm.reads} for found in norm.reads for leaf in found.weight.leaves
+        ):
+            return f"a reader of {norm.path} reads another norm too"
+    return None
