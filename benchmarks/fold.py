@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fold_models import NAMES, build, inputs
+from benchmarks.fold_models import NAMES, build, inputs, linear_
+from dynorm.errors import ModelError
 from dynorm.fold import FoldReport, fold_
 
 ROOT = Path(__file__).parent.parent
@@ -56,8 +57,7 @@ def row_of(name: str) -> dict[str, Any]:
     """What folds in one model, and why the rest does not."""
     row: dict[str, Any] = {"model": name}
     for mode, options in (("default", {}), ("allowed", {"untie": True, "add_bias": True})):
-        own: dict[str, Any] = {"experts_implementation": "batched_mm"} if name == "mixtral" else {}
-        model = build(name, **own).double()
+        model = _double(name)
         report = fold_(model, **options, **inputs(name, model))  # type: ignore[arg-type]
         row[mode] = {
             "sites": len(report.sites),
@@ -69,7 +69,29 @@ def row_of(name: str) -> dict[str, Any]:
             "operations_removed": report.operations_removed,
             "refused": _reasons(report),
         }
+    row["linear"] = linear_row(name)
     return row
+
+
+def linear_row(name: str) -> dict[str, Any]:
+    """What is left of a model's norms when all of them are linear layers, and everything is allowed."""
+    model = _double(name)
+    given = inputs(name, model)
+    linear_(model, **given)
+    try:
+        report = fold_(model, untie=True, add_bias=True, **given)  # type: ignore[arg-type]
+    except ModelError as error:
+        return {"gone": 0, "error": None, "reasons": [str(error).split("; everything")[0]]}
+    stay = [site for site in report.sites if site.becomes != "Identity"]
+    # A site that holds something back says so in one of these.
+    reasons = dict.fromkeys(site.constants.reason or site.affine.reason for site in stay)
+    return {"gone": len(report.sites) - len(stay), "error": report.error, "reasons": list(reasons)}
+
+
+def _double(name: str) -> nn.Module:
+    # The kernel of the default implementation of experts knows no float64.
+    own: dict[str, Any] = {"experts_implementation": "batched_mm"} if name == "mixtral" else {}
+    return build(name, **own).double()
 
 
 def _asked(report: FoldReport, rewrite: str) -> int:
@@ -164,8 +186,31 @@ def coverage_table(document: dict[str, Any]) -> str:
         cells = [_of(mode[name]) for mode in (default, allowed) for name in ("affine", "center")]
         loads = default["loads_with"]
         loads += f", then {allowed['loads_with']}" if allowed["loads_with"] != loads else ""
-        title = TITLES.get(row["model"], row["model"].upper() if row["model"] in _UPPER else row["model"].capitalize())
-        lines.append(f"| {title} | {allowed['sites']} | {' | '.join(cells)} | {loads} | {_why(allowed['refused'])} |")
+        lines.append(
+            f"| {_title(row)} | {allowed['sites']} | {' | '.join(cells)} | {loads} | {_why(allowed['refused'])} |"
+        )
+    return "\n".join(lines)
+
+
+def _title(row: dict[str, Any]) -> str:
+    name: str = row["model"]
+    return TITLES.get(name, name.upper() if name in _UPPER else name.capitalize())
+
+
+def linear_table(document: dict[str, Any]) -> str:
+    """The models of which a linear layer stays, one row each, after those of which none does."""
+    rows = [(row, row["linear"], row["allowed"]["sites"]) for row in document["models"]]
+    whole = [row for row, linear, sites in rows if linear["gone"] == sites]
+    lines = [
+        f"All go in {len(whole)} of {len(rows)} models, with an error of at most "
+        f"{max(row['linear']['error'] for row in whole):.0e}: {', '.join(map(_title, whole))}.",
+        "",
+        "| model | gone | why the others stay |",
+        "|---|---|---|",
+    ]
+    for row, linear, sites in rows:
+        if linear["gone"] != sites:
+            lines.append(f"| {_title(row)} | {linear['gone']} of {sites} | {linear['reasons'][0].replace('|', '/')} |")
     return "\n".join(lines)
 
 
@@ -203,7 +248,7 @@ def timings_table(document: dict[str, Any]) -> str:
 
 def renewed(text: str, document: dict[str, Any]) -> str:
     """Return the page with its tables as the results say."""
-    for name, table in (("coverage", coverage_table), ("timings", timings_table)):
+    for name, table in (("coverage", coverage_table), ("linear", linear_table), ("timings", timings_table)):
         before, rest = text.split(START.format(name=name))
         _, after = rest.split(END, 1)
         text = f"{before}{START.format(name=name)}\n{table(document)}\n{END}{after}"

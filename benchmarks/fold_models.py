@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import dynorm
+
 VOCABULARY, WIDTH, HEADS, LAYERS, INNER, POSITIONS = 96, 32, 4, 2, 48, 128
 
 _SHORT: dict[str, Any] = {
@@ -195,6 +197,18 @@ def build(name: str, seed: int = 0, **config: Any) -> nn.Module:
     torch.manual_seed(seed)
     model = _bare(name, config).eval()
     _shake_(model)
+    return model
+
+
+def linear_(model: nn.Module, skip: str | None = None, **given: Tensor) -> nn.Module:
+    """Convert the norms of a model to linear layers, in place, with constants and centres far from their defaults."""
+    generator = torch.Generator().manual_seed(3)
+    dynorm.convert_(model, dynorm.find_norms(model, **given), to="linear", skip=skip)
+    with torch.no_grad():
+        for layer in (m for m in model.modules() if isinstance(m, dynorm.LinearControl)):
+            for constant in layer.constant_parameters():
+                constant.add_(torch.randn(constant.shape, generator=generator))
+            layer.scale = 1.0
     return model
 
 

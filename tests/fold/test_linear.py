@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from benchmarks.fold_models import NAMES, build, inputs
+from benchmarks.fold_models import NAMES, build, inputs, linear_
 from dynorm.errors import ModelError
 from dynorm.fold import FoldReport, fold_
 from dynorm.fold.check import Wide, relative_error, tensors_in
@@ -23,18 +23,6 @@ pytest.importorskip("transformers")
 C = 8
 # The linear layers that go, with everything allowed; all of them but where a number says how many of how many.
 SOME = {"qwen3": (5, 9), "gemma3": (9, 13), "cohere": (3, 7), "mixtral": (3, 5), "dinov2": (4, 5), "whisper": (11, 12)}
-
-
-def linear_(model: nn.Module, skip: Any = None, **given: Any) -> Any:
-    """Convert all norms to linear layers with constants of their own."""
-    generator = torch.Generator().manual_seed(3)
-    dynorm.convert_(model, dynorm.find_norms(model, **given), to="linear", skip=skip)
-    with torch.no_grad():
-        for layer in (m for m in model.modules() if isinstance(m, dynorm.LinearControl)):
-            for constant in layer.constant_parameters():
-                constant.add_(torch.randn(constant.shape, generator=generator))
-            layer.scale = 1.0
-    return model
 
 
 def outputs(model: nn.Module, given: dict[str, Tensor]) -> list[Tensor]:

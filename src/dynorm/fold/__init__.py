@@ -1,7 +1,7 @@
 """Fold the linear parts of norms into their neighbours, exactly, on the graph of any model.
 
-``fold.py`` has the steps in order. ``refusals.py`` says what is refused; ``affine.py`` and ``stream.py`` add the
-operators that they cannot follow.
+``fold.py`` has the steps in order. ``refusals.py`` says what is refused; ``affine.py``, ``stream.py`` and
+``rescale.py``, one for each direction from a norm and one for both, add the operators that they cannot follow.
 """
 
 from dynorm.fold.fold import fold_

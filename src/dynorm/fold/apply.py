@@ -106,13 +106,10 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[dict[S
         if write.gain is not None:
             values[write.gain[1]] = torch.ones_like(write.gain[1].double())
     # Last the factors of rescaled streams, for the writers wrote what was there before.
-    for part in (part for part in parts if not bool((part.factor == 1).all())):
+    for part in parts:
         for found in {found.weight: found for found in part.reads}.values():
             values[found.weight] = found.scaled(value(found.weight), part.factor)
-        targets = {
-            write.gain[1] if write.gain else write.slot: 0 if write.gain else write.axis for write in part.writes
-        }
-        for slot, axis in targets.items():
+        for slot, axis in dict(write.scaled_in for write in part.writes).items():
             values[slot] = value(slot) / along(part.factor.to(slot.tensor.device), axis, slot.tensor.ndim)
             if slot in added:
                 added[slot] = added[slot] / part.factor.to(slot.tensor.device)
@@ -165,13 +162,9 @@ class Swap:
             self._put(layer._parameters, "bias", _parameter(value, slot.tensor))
             self._put(layer.__dict__, ADDED_BIAS, True)
         for fold in folds:
-            if fold.left is not None or fold.is_gone:
-                # One that is replaced too: the model may call it through a list of its own as well.
-                self._keep_factor(
-                    fold.module, torch.ones(1).expand(fold.site.normalized_shape) if fold.left is None else fold.left
-                )
-            elif fold.is_given and isinstance(fold.module, PointwiseNorm):
-                self._strip(fold.module, drop_affine)
+            # One that is replaced too: the model may call it through a list of its own as well.
+            if (fold.is_given or fold.through) and isinstance(fold.module, PointwiseNorm):
+                self._strip(fold, drop_affine)
             elif fold.is_given:
                 for tensor, neutral in fold.own():
                     self._fill(tensor, tensor.detach().new_full(tensor.shape, neutral))
@@ -220,29 +213,20 @@ class Swap:
         if type(config).from_dict(dict(told)).to_dict() == told:
             self._put(config.__dict__, "tie_word_embeddings", False)
 
-    def _strip(self, layer: PointwiseNorm, affine: bool) -> None:
-        """Take scale, and weight and bias where they were folded too, off a point-wise layer."""
+    def _strip(self, fold: SiteFold, affine: bool) -> None:
+        """Take scale, and weight and bias where they were folded too, off a point-wise layer; a slope where it goes."""
+        layer = fold.module
+        kept = None if fold.left is None else _parameter(fold.left, layer._parameters["log_beta"])  # type: ignore[arg-type]
         self._put(layer.__dict__, "scale", 1.0)
-        if affine and layer.elementwise_affine:
-            self._put(layer._parameters, "weight", None)
+        if affine:
+            self._put(layer._parameters, "weight", kept)
             self._put(layer._parameters, "bias", None)
-            self._put(layer.__dict__, "elementwise_affine", False)
+            self._put(layer.__dict__, "elementwise_affine", kept is not None)
+        if fold.goes:
+            self._put(layer._parameters, "center", None)
+            slope = layer.get_parameter("log_beta")
+            self._put(layer._parameters, "log_beta", _parameter(torch.zeros_like(slope), slope))
         self._put(layer.__dict__, "replaced", _NOTHING)
-
-    def _keep_factor(self, layer: nn.Module, factor: Tensor) -> None:
-        """Make a linear layer a product with a factor per channel, which is its weight."""
-        like = layer._parameters["log_beta"]
-        assert like is not None
-        self._fill(like, torch.zeros_like(like))
-        self._put(layer._parameters, "weight", _parameter(factor, like))
-        for table, name, value in (
-            (layer._parameters, "bias", None),
-            (layer._parameters, "center", None),
-            (layer.__dict__, "scale", 1.0),
-            (layer.__dict__, "elementwise_affine", True),
-            (layer.__dict__, "replaced", _NOTHING),
-        ):
-            self._put(table, name, value)
 
     def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
         """Give an entry of a module's tables a value, or delete it for ``_NOTHING``."""

@@ -53,7 +53,8 @@ def fold_(
       ones and zeros, so that its own class loads it; a point-wise layer drops them, and its scale.
     - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``, if nothing but
       LayerNorms looks at that stream; they become :class:`dynorm.layers.rmsnorm.RMSNorm`, of the same eps.
-    - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias before it.
+    - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias before it. With
+      *affine*, a linear layer without witnesses goes altogether, where need be by rescaling the residual stream.
 
     The model is traced once with ``torch.export``, with the sizes of the example. A part that cannot be shown to be
     safe is left alone, and the report says why. All new values are computed in float64 first and put in last. Then the

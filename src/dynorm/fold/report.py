@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dynorm.table import Table
+from dynorm.table import Table, plain
 
 FOLDED, REFUSED, NOTHING, OFF = "folded", "refused", "nothing to fold", "off"
 _REWRITES = ("affine", "center", "constants")
@@ -65,9 +65,7 @@ class FoldedSite:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values that JSON knows."""
-        values = asdict(self)
-        for name in _REWRITES:
-            values[name]["into"] = list(values[name]["into"])
+        values: dict[str, Any] = plain(asdict(self))
         return values
 
 
@@ -115,9 +113,9 @@ class FoldReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows."""
-        values = {**asdict(self), "sites": [site.to_dict() for site in self.sites]}
         sums = {"parameters_removed": self.parameters_removed, "operations_removed": self.operations_removed}
-        return values | sums
+        values: dict[str, Any] = plain(asdict(self)) | sums
+        return values
 
     def table(self) -> Table:
         """Return the report as a table: one row per site, the reasons of its refusals as numbered notes."""

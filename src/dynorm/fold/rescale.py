@@ -40,30 +40,22 @@ class _Walk(Walk):
     not_linear = "is not linear"
     returned = ""
 
-    def norm_writes(self, norm: SiteFold) -> None:
-        if norm.through:
-            return
-        if (
-            norm.weight is None
-            or norm.is_given
-            or not norm.chosen
-            or not (isinstance(norm.module, PointwiseNorm) or is_exact(norm))
-        ):
+    def norm_writes(self, norm: SiteFold, along: bool) -> None:
+        is_plain = isinstance(norm.module, PointwiseNorm) or is_exact(norm)
+        if not along or norm.weight is None or norm.is_given or not norm.chosen or not is_plain:
             raise RefusedError(f"written by the norm {norm.path}, which has no weight of its own to take a factor")
-        require_own(self.graph, norm)
-        if norm not in self.found.norms:
-            self.found.norms.append(norm)
+        if not norm.through:
+            require_own(self.graph, norm)
+            self.found.norms += [norm] * (norm not in self.found.norms)
 
     def norm_reads(self, norm: SiteFold, along: bool) -> None:
         if not along or not norm.goes:
             raise RefusedError(f"read by {norm.path}, which stays")
-        if not norm.through and norm not in self.found.takers:
-            self.found.takers.append(norm)
+        self.found.takers += [norm] * (not norm.through and norm not in self.found.takers)
 
     def reads(self, user: Node, value: Node, axis: int) -> None:
         found = read(self.graph, user, value, axis)
-        if found not in self.found.reads:
-            self.found.reads.append(found)
+        self.found.reads += [found] * (found not in self.found.reads)
 
 
 def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> list[Part]:
@@ -94,13 +86,12 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
         source = fold.calls[0].args[0]
         assert isinstance(source, Node)
         before, after = part_of(source, fold), part_of(fold.calls[0], fold)
-        writers = (write.gain[1] if write.gain else write.slot for write in before.writes)
-        slots = dict.fromkeys([*writers, *(found.weight for found in after.reads)])
-        fold.spread = tuple(slot.name for slot in slots)
+        slots = [*(write.scaled_in[0] for write in before.writes), *(found.weight for found in after.reads)]
+        fold.spread = tuple(dict.fromkeys(slot.name for slot in slots))
         ratio = fold.weight * before.factor / after.factor
         pins = [next((part.refused for part in groups[end] if part.refused), None) for end in (before, after)]
         if groups[before] is groups[after] or None not in pins:
-            fold.left, fold.left_because = ratio, "; ".join(dict.fromkeys(pin or "it comes round" for pin in pins))
+            fold.left, fold.left_because = ratio, "; ".join(dict.fromkeys(filter(None, pins))) or "it comes round"
             continue
         for part in groups[after] if pins[1] is None else groups[before]:
             part.factor = part.factor * ratio if pins[1] is None else part.factor / ratio
@@ -109,7 +100,7 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
     for part in parts:
         for taker in part.takers:
             taker.factor = part.factor * taker.factor  # type: ignore[operator]
-    return parts
+    return [part for part in parts if not bool((part.factor == 1).all())]
 
 
 def _require_inverse(fold: SiteFold) -> None:
@@ -136,8 +127,6 @@ def _refusal(graph: Graph, part: Part) -> str | None:
     for norm in (*part.norms, *part.takers):
         if any((call if norm in part.norms else call.args[0]) not in part.values for call in norm.calls):
             return f"{norm.path} is called on other values too"
-        if any(
-            leaf not in {found.leaf for found in norm.reads} for found in norm.reads for leaf in found.weight.leaves
-        ):
+        if any(found.weight.leaves - {other.leaf for other in norm.reads} for found in norm.reads):
             return f"a reader of {norm.path} reads another norm too"
     return None

@@ -128,7 +128,8 @@ class Walk:
         if not written and op.op == "placeholder":
             raise RefusedError(f"written by {op.name}, which the model is given")
         if not written and is_norm(op):
-            self.norm_writes(self.folds[site_of(op)])
+            norm = self.folds[site_of(op)]
+            self.norm_writes(norm, norm.axis(len(shape(value))) == axis)
         elif not written:
             raise RefusedError(f"written by {graph.where(op)}, which {self.not_linear}")
         self.found.writes += written
@@ -158,12 +159,12 @@ class Walk:
     not_linear = "cannot be centred"
     returned = ", with its mean"
 
-    def norm_writes(self, norm: SiteFold) -> None:
-        """Refuse a norm that writes into the stream, or take note of it."""
+    def norm_writes(self, norm: SiteFold, along: bool) -> None:
+        """Refuse a norm that writes into the stream, or take note of it; ``along`` tells whether over its channels."""
         raise RefusedError(f"written by the norm {norm.path}, whose weight and bias give it a mean again (post-norm)")
 
     def norm_reads(self, norm: SiteFold, along: bool) -> None:
-        """Refuse a norm that reads the stream, or take note of it; ``along`` tells whether over its channels."""
+        """Refuse a norm that reads the stream, or take note of it."""
         if norm.site.kind != "layernorm" or not along:
             raise RefusedError(f"{norm.path} sees its mean")
 
