@@ -225,12 +225,27 @@ def test_functional_imports_torch_and_the_errors_only() -> None:
 
 
 def test_importing_dynorm_loads_no_optional_library() -> None:
-    # Less what torch itself loads, which differs from build to build.
-    script = (
-        "import json, sys, torch; before = set(sys.modules); import dynorm; "
-        "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
-    )
+    # One process, one step after another. Less what torch itself loads, which differs from build to build.
+    script = """
+import json, sys, torch
+before = set(sys.modules)
+import dynorm
+print(json.dumps([sorted({name.split(".")[0] for name in set(sys.modules) - before}), hasattr(dynorm, "parallel")]))
+print("torch.distributed.tensor" in sys.modules)
+import dynorm.cli, dynorm.paper
+print([name for name in ("matplotlib", "scipy", "sympy") if name in sys.modules])
+from dynorm.quantize import find_readers, output_bounds
+model = torch.nn.Sequential(dynorm.DyISRU(4), torch.nn.Linear(4, 4)).eval()
+find_readers(model, torch.randn(2, 4))
+output_bounds(model[0])
+print("torchao" in sys.modules)
+"""
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = json.loads(run.stdout)
+    first, tensors, paper, quantized = run.stdout.splitlines()
+    loaded, parallel = json.loads(first)
     assert "dynorm" in loaded
     assert not set(loaded) & set(OPTIONAL)
+    # Tensors over several devices are loaded by those who use them.
+    assert (parallel, tensors) == (False, "False")
+    # The command loads no heavy library to say what it does; finding readers and bounds takes none.
+    assert (paper, quantized) == ("[]", "False")

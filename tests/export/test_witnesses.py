@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -74,30 +75,57 @@ def test_an_exported_layer_reduces_nothing(cls: type[PointwiseNorm], dim: int) -
     assert_close(program.module()(other), layer(other))
 
 
-@pytest.mark.parametrize("cls", LAYERS)
-def test_onnx_gathers_and_adds_and_reduces_nothing(cls: type[PointwiseNorm]) -> None:
+class Several(nn.Module):
+    """Layers of one input and as many outputs: one export serves all of them."""
+
+    def __init__(self, layers: list[PointwiseNorm]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(x) for layer in self.layers)
+
+
+def operators_by_output(graph: Any) -> list[Counter[str]]:
+    """Count the operators that each output of an ONNX graph comes from."""
+    makers = {name: node for node in graph.node for name in node.output}
+    found = []
+    for output in graph.output:
+        waiting, seen = [output.name], {}
+        while waiting:
+            node = makers.get(waiting.pop())
+            if node is not None and node.output[0] not in seen:
+                seen[node.output[0]] = node.op_type
+                waiting += node.input
+        found.append(Counter(seen.values()))
+    return found
+
+
+def test_onnx_gathers_and_adds_and_reduces_nothing() -> None:
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     counts = []
     for witnesses in ((), WITNESSES):
-        layer = layer_of(cls)
-        layer.set_witnesses_(witnesses, GAINS[: len(witnesses)])
+        model = Several([layer_of(cls) for cls in LAYERS]).eval()
+        for layer in model.layers:
+            layer.set_witnesses_(witnesses, GAINS[: len(witnesses)])
         shapes = {"x": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}
         given = {"kwargs": {"x": tokens(2, 8)}, "dynamic_shapes": shapes}
-        program = torch.onnx.export(layer, (), dynamo=True, verbose=False, **given)
+        program = torch.onnx.export(model, (), dynamo=True, verbose=False, **given)
         assert program is not None
         proto = program.model_proto
-        counts.append(Counter(node.op_type for part in [proto.graph, *proto.functions] for node in part.node))
+        assert not proto.functions
+        counts.append(operators_by_output(proto.graph))
         session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
         x = tokens(3, 5)
-        (got,) = session.run(None, {"x": x.numpy()})
-        assert_close(torch.from_numpy(got), layer(x).detach(), rtol=1e-5, atol=1e-5)
-    pure, told = counts
-    for found in counts:
-        assert not [name for name in found if name.startswith("Reduce") or "Norm" in name or name == "CumSum"]
-    # The first term needs no addition but that to the constant.
-    assert told["Add"] - pure["Add"] == len(WITNESSES)
-    assert any(name.startswith("Gather") for name in told)
+        for got, layer in zip(session.run(None, {"x": x.numpy()}), model.layers, strict=True):
+            assert_close(torch.from_numpy(got), layer(x).detach(), rtol=1e-5, atol=1e-5)
+    for pure, told in zip(*counts, strict=True):
+        for found in (pure, told):
+            assert not [name for name in found if name.startswith("Reduce") or "Norm" in name or name == "CumSum"]
+        # The first term needs no addition but that to the constant.
+        assert told["Add"] - pure["Add"] == len(WITNESSES)
+        assert any(name.startswith("Gather") for name in told)
 
 
 @pytest.mark.parametrize("cls", BOUNDED)

@@ -30,7 +30,7 @@ TOLERANCE = {
     torch.float16: (2**-10, 1e-5),
 }
 # Shape and channel axis: less than a tile, more than a tile each way, sizes of 1, and channels first.
-LAYOUTS = [((7, 33), -1), ((19, 600), -1), ((300, 3), -1), ((1, 1), -1), ((3, 5, 7, 2), 1), ((2, 3, 700), 1)]
+LAYOUTS = [((7, 33), -1), ((9, 600), -1), ((300, 3), -1), ((1, 1), -1), ((3, 5, 7, 2), 1), ((2, 3, 700), 1)]
 Parts = dict[str, Tensor | None]
 
 
@@ -204,7 +204,7 @@ def test_sums_of_many_chunks_are_whole_and_the_same_every_time(shape: tuple[int,
 
 WITNESSES = [
     ((7, 33), (32, 4)),
-    ((19, 600), (599, 0, 300)),
+    ((9, 600), (599, 0, 300)),
     ((300, 3), (1,)),
     ((1, 1), (0,)),
     ((9, 40), (1, 2, 3, 4, 39)),

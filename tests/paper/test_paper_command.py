@@ -181,12 +181,3 @@ def test_one_sample_alone_has_no_study() -> None:
     alone = reproduce()
     assert "generality" not in document(alone)
     assert len(list(printed(alone))) == 4
-
-
-def test_the_command_loads_no_heavy_library_to_say_what_it_does() -> None:
-    script = (
-        "import sys; import dynorm.cli, dynorm.paper; "
-        "print([name for name in ('matplotlib', 'scipy', 'sympy') if name in sys.modules])"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"

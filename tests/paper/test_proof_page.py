@@ -58,11 +58,6 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
-    return prove.prove()
-
-
-@pytest.fixture(scope="module")
 def broken() -> Report:
     statement = next(s for s in STATEMENTS if s.name == "appendix-b")
     wrong = replace(statement, definitions={"beta": "alpha"})
