@@ -92,7 +92,7 @@ def test_a_block_is_one_loop_and_exact_in_float64() -> None:
         return [out, *torch.autograd.grad((out * torch.sin(out.detach())).sum(), [x, y, *blocks.parameters()])]
 
     for block in blocks.blocks:
-        (kernel,) = kernels_of(generated_code(block, {"x": x[0], "y": y[0]})).values()
+        (kernel,) = kernels_of(generated_code(block, {"x": x[0].detach(), "y": y[0].detach()})).values()
         assert innermost_loops(kernel) == 1
         assert "reduce" not in kernel
     with fresh_compiler():

@@ -14,8 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import dynorm
-from dynorm.paper.drawing import with_mean
-from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render
+from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render, with_mean
 from dynorm.paper.generality import Reproduction, reproduce, study_all
 
 

@@ -4,36 +4,46 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, require_library
+from dynorm.family import FAMILY
 from dynorm.functional import dyisru, dyisru_general, dyt
-from dynorm.paper.drawing import (
-    COLORS,
-    GREY,
-    LOOKS,
-    draw_bounds,
-    draw_circles,
-    draw_outliers,
-    draw_residuals,
-    empty_figure,
-    label_decades,
-    padded,
-    styled,
-    with_mean,
-)
 from dynorm.paper.generality import STEP, Reproduction, Study
+from dynorm.paper.simulation import Array, Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
 _NO_STUDY = "fig5 shows the study over many samples, but a seed means one sample alone: leave out the seed"
+COLORS = {function.title: function.color for function in FAMILY.values()} | {"closed form": "#000000"}
+_DASHES = {"Derf": (0, (5, 1.5)), "linear": (0, (1, 1.2))}
+_MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
+# Each function has its own dashes and marker too.
+LOOKS: dict[str, dict[str, Any]] = {
+    name: {"color": color, "linestyle": _DASHES.get(name, "-"), "marker": _MARKERS.get(name, "P")}
+    for name, color in COLORS.items()
+}
+GREY = "#8A8A8A"
+
+
+@contextmanager
+def _styled() -> Iterator[None]:
+    """Draw and save in the style of these figures, whatever the user's settings are; they return afterwards."""
+    require_library("matplotlib", "the figures", "paper")
+    import matplotlib
+
+    with matplotlib.rc_context(fname=Path(__file__).with_name("figures.mplstyle")):
+        yield
 
 
 def draw(name: str, reproduction: Reproduction) -> Figure:
@@ -49,7 +59,7 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
         4
     """
     check_figures([name], with_study=reproduction.generality is not None)
-    with styled():
+    with _styled():
         figure = FIGURES[name](reproduction)
         # Once is enough, and takes as long as drawing: else every file would compute the layout anew.
         figure.draw_without_rendering()
@@ -62,29 +72,17 @@ def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
 
     Raises:
         ArgumentError: If the format is another.
-
-    Example:
-        >>> from dynorm.paper.generality import reproduce
-        >>> render(draw("fig1", reproduce()), "png")[1:4]
-        b'PNG'
     """
     if format not in FORMATS:
         raise ArgumentError(f"format must be one of {', '.join(FORMATS)}, got {format!r}: give one of those")
     buffer = io.BytesIO()
-    with styled():
+    with _styled():
         figure.savefig(buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None)
     return buffer.getvalue()
 
 
 def check_figures(names: Sequence[str], *, with_study: bool) -> None:
-    """Refuse the name of a figure that does not exist, or that needs the study where there will be none.
-
-    Raises:
-        ArgumentError: If there is such a name.
-
-    Example:
-        >>> check_figures(["fig1", "fig3"], with_study=False)
-    """
+    """Refuse the name of a figure that does not exist, or that needs the study where there will be none."""
     for name in names:
         if name not in FIGURES:
             raise ArgumentError(f"a figure must be one of {', '.join(FIGURES)}, got {name!r}: give one of those")
@@ -92,9 +90,65 @@ def check_figures(names: Sequence[str], *, with_study: bool) -> None:
             raise ArgumentError(_NO_STUDY)
 
 
+def _empty(width: float, height: float) -> Figure:
+    """Return an empty figure of a size in inches; without pyplot, which would keep it and choose a window."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _draw_bounds(axes: Axes, scale: float, *, both: bool = False) -> None:
+    """Draw LayerNorm's largest value, and the least too, as dashed lines."""
+    for sign in (1, -1) if both else (1,):
+        label = rf"$\pm\sqrt{{C - 1}} = \pm{scale:g}$" if both else r"bound $\sqrt{C - 1}$"
+        axes.axhline(sign * scale, color=GREY, linewidth=1, linestyle="--", label=label if sign == 1 else None)
+
+
+def _draw_circles(axes: Axes, x: Array, y: Array, label: str) -> None:
+    """Draw channels that are no outliers."""
+    axes.plot(x, y, "o", markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=0.7, markersize=4, label=label)
+
+
+def _draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
+    """Draw the outliers of the first steps, darkest first."""
+    from matplotlib import colormaps
+
+    shades = colormaps["viridis"](np.linspace(0.0, 0.9, simulation.steps))[:step]
+    label = {1: "outlier, $S = 1$", 2: "outliers, $S = 1, 2$"}.get(step, f"outliers, $S = 1, \\ldots, {step}$")
+    x, y = simulation.outliers[:step], simulation.outputs[:step]
+    axes.scatter(x, y, c=shades, s=30, zorder=3, edgecolors="white", linewidths=0.5, label=label)
+
+
+def _draw_residuals(axes: Axes, name: str, x: Array, y: Array, mean: float) -> None:
+    """Draw a function's residuals in its own colour, dashes and marker, their mean beside its name."""
+    axes.plot(x, y, **LOOKS[name], linewidth=1, markersize=4.5, label=with_mean(name, mean))
+
+
+def with_mean(name: str, mean: float) -> str:
+    """Return a legend's text: the function, and its mean absolute residual to two digits."""
+    mantissa, _, exponent = f"{mean:.2g}".partition("e")
+    return f"{name}: ${mantissa}" + (rf" \times 10^{{{int(exponent)}}}$" if exponent else "$")
+
+
+def _padded(x: Array, y: Array) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the ranges of x and y with a margin."""
+    ranges = [(float(v.min()), float(v.max())) for v in (x, y)]
+    (a, b), (c, d) = [(low - 0.05 * (high - low), high + 0.05 * (high - low)) for low, high in ranges]
+    return (a, b), (c, d)
+
+
+def _label_decades(axis: Axis) -> None:
+    """Write the powers of ten of a logarithmic axis as plain text, which is drawn in a tenth of the time."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    superscripts = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    axis.set_major_formatter(FuncFormatter(lambda v, _: "10" + str(round(math.log10(v))).translate(superscripts)))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _figure_1(_: Reproduction) -> Figure:
     """DyT and DyISRU with two constants each, at C = 50."""
-    figure = empty_figure(5.6, 3.6)
+    figure = _empty(5.6, 3.6)
     axes, scale = figure.add_subplot(), math.sqrt(50 - 1)
     x = torch.linspace(-60, 60, 601, dtype=torch.float64)
     for name, function, constant, values in (
@@ -104,7 +158,7 @@ def _figure_1(_: Reproduction) -> Figure:
         for value, dashes in zip(values, ("-", (0, (5, 1.5))), strict=True):
             y, label = function(x, value, scale=scale), rf"{name}, $\{constant} = {value:g}$"
             axes.plot(x, y, color=COLORS[name], linestyle=dashes, label=label)
-    draw_bounds(axes, scale, both=True)
+    _draw_bounds(axes, scale, both=True)
     axes.set(xlabel="$x$", ylabel="$y$", xlim=(-60, 60), ylim=(-8, 8))
     axes.legend(loc="upper left", bbox_to_anchor=(0.01, 0.92))
     return figure
@@ -112,11 +166,11 @@ def _figure_1(_: Reproduction) -> Figure:
 
 def _figure_2(reproduction: Reproduction) -> Figure:
     """The sample, and the same with its largest element raised by one, two and all steps."""
-    simulation, figure = reproduction.simulation, empty_figure(7.0, 5.4)
+    simulation, figure = reproduction.simulation, _empty(7.0, 5.4)
     shown = sorted({0, min(1, simulation.steps), min(2, simulation.steps), simulation.steps})
     panels = figure.subplots(2, 2).flat
-    near = padded(simulation.tokens[: shown[-2] + 1], simulation.normalized[: shown[-2] + 1])
-    far = padded(simulation.tokens, simulation.normalized)
+    near = _padded(simulation.tokens[: shown[-2] + 1], simulation.normalized[: shown[-2] + 1])
+    far = _padded(simulation.tokens, simulation.normalized)
     for axes, step, letter in zip(panels, shown, "abcd", strict=False):
         _draw_step(axes, reproduction, step)
         axes.set_title(f"({letter})  $S = {step}$", loc="left")
@@ -130,29 +184,29 @@ def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
     simulation = reproduction.simulation
     x, y = simulation.tokens[step], simulation.normalized[step]
     if step == 0:
-        draw_circles(axes, x, y, "sample")
+        _draw_circles(axes, x, y, "sample")
         return
     first = simulation.normalized[0]
     slope = (first[-1] - first[0]) / (simulation.tokens[0, -1] - simulation.tokens[0, 0])
     start = simulation.tokens[0, 0], first[0]
     axes.axline(start, slope=slope, color=GREY, linewidth=1, linestyle=":", label="slope at $S = 0$")
-    draw_circles(axes, x[:-1], y[:-1], "other channels")
+    _draw_circles(axes, x[:-1], y[:-1], "other channels")
     if step > 1:
         curve = np.linspace(simulation.outliers[0], simulation.outliers[step - 1], 200)
         center, beta, _ = reproduction.closed
         y = dyisru_general(torch.from_numpy(curve), beta, center, scale=math.sqrt(simulation.channels - 1))
         axes.plot(curve, y.numpy(), color=GREY, linewidth=1.2, label="through the outliers")
-    draw_outliers(axes, simulation, step)
+    _draw_outliers(axes, simulation, step)
 
 
 def _figure_3(reproduction: Reproduction) -> Figure:
     """The fitted functions over the data, and their residuals."""
-    simulation, figure = reproduction.simulation, empty_figure(6.0, 5.6)
+    simulation, figure = reproduction.simulation, _empty(6.0, 5.6)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2.1, 1))
-    (low, high), y_range = padded(simulation.tokens, simulation.normalized)
+    (low, high), y_range = _padded(simulation.tokens, simulation.normalized)
     x = np.linspace(low, high, 400)
-    draw_bounds(top, math.sqrt(simulation.channels - 1))
-    draw_circles(
+    _draw_bounds(top, math.sqrt(simulation.channels - 1))
+    _draw_circles(
         top, simulation.tokens[-1, :-1], simulation.normalized[-1, :-1], f"other channels, $S = {simulation.steps}$"
     )
     bottom.axhline(0, color=GREY, linewidth=0.8)
@@ -160,8 +214,8 @@ def _figure_3(reproduction: Reproduction) -> Figure:
         fit = reproduction.fits[name]
         label = rf"{name}, $\{fit.constant} = {fit.value:.4g}$"
         top.plot(x, fit.function(x), color=COLORS[name], label=label)
-        draw_residuals(bottom, name, simulation.outliers, fit.residuals, with_mean(name, fit.mean_absolute_residual))
-    draw_outliers(top, simulation, simulation.steps)
+        _draw_residuals(bottom, name, simulation.outliers, fit.residuals, fit.mean_absolute_residual)
+    _draw_outliers(top, simulation, simulation.steps)
     top.set(
         ylabel="$y$", xlim=(low, high), ylim=(y_range[0], max(y_range[1], math.sqrt(simulation.channels - 1) * 1.06))
     )
@@ -176,18 +230,18 @@ def _figure_3(reproduction: Reproduction) -> Figure:
 
 def _figure_4(reproduction: Reproduction) -> Figure:
     """The size of every residual on one scale, down to the closed form's, which is rounding."""
-    simulation, figure = reproduction.simulation, empty_figure(6.0, 4.0)
+    simulation, figure = reproduction.simulation, _empty(6.0, 4.0)
     axes, floor = figure.add_subplot(), 1e-17
     residuals = {name: reproduction.fits[name].residuals for name in ("linear", "Derf", "DyT", "DyISRU")}
     residuals["closed form"] = reproduction.closed.residuals
     axes.axhspan(floor / 50, float(np.spacing(simulation.outputs.max())), color="#EDEDED", linewidth=0)
     for name, values in residuals.items():
-        label = with_mean(name, float(np.abs(values).mean()))
-        draw_residuals(axes, name, simulation.outliers, np.maximum(np.abs(values), floor), label)
+        sizes = np.abs(values)
+        _draw_residuals(axes, name, simulation.outliers, np.maximum(sizes, floor), float(sizes.mean()))
     axes.set_yscale("log")
     axes.set(xlabel="outlier $x_o$", ylabel="|function − LayerNorm|", ylim=(floor / 50, 30))
     axes.set_yticks([10.0**k for k in range(-16, 1, 4)])
-    label_decades(axes.yaxis)
+    _label_decades(axes.yaxis)
     note = "last digit of float64; a residual of 0 is drawn at $10^{-17}$"
     axes.annotate(note, (0.015, 0.012), xycoords="axes fraction", fontsize=8, color="#505050")
     _residuals_legend(axes, loc="center left", bbox_to_anchor=(0.0, 0.5))
@@ -203,21 +257,21 @@ def _figure_5(reproduction: Reproduction) -> Figure:
     if reproduction.generality is None:
         raise ArgumentError(_NO_STUDY)
     generality = reproduction.generality
-    base, figure = generality.base, empty_figure(7.4, 6.0)
+    base, figure = generality.base, _empty(7.4, 6.0)
     samples, over_channels, over_sigma, over_mean = figure.subplots(2, 2).flat
     channels, sigma = f"$C = {base.channels}$", rf"$\sigma = {base.sigma:g}$"
     _draw_histogram(samples, base)
     samples.set_title(f"(a)  {len(base.seeds):,} samples, {channels}, {sigma}", loc="left")
-    _draw_axis(over_channels, generality.over_channels, [study.channels for study in generality.over_channels])
+    _draw_axis(over_channels, generality.over_channels, lambda study: study.channels)
     _scale_log(over_channels)
     over_channels.set_xlabel("channels $C$")
     over_channels.set_title(f"(b)  over $C$, {sigma}: median, 5 to 95 %", loc="left")
     over_channels.legend(loc="lower right", handlelength=1.6)
-    _draw_axis(over_sigma, generality.over_sigma, [study.sigma for study in generality.over_sigma])
+    _draw_axis(over_sigma, generality.over_sigma, lambda study: study.sigma)
     _scale_log(over_sigma)
     over_sigma.set_xlabel(rf"$\sigma$ (a step of the outlier is {STEP:g})")
     over_sigma.set_title(rf"(c)  over $\sigma$, {channels}", loc="left")
-    _draw_axis(over_mean, generality.over_mean, [study.mean / study.sigma for study in generality.over_mean])
+    _draw_axis(over_mean, generality.over_mean, lambda study: study.offset)
     over_mean.set_xlabel(r"mean $\mu / \sigma$")
     over_mean.set_title(rf"(d)  over $\mu$, {channels}, {sigma}", loc="left")
     return figure
@@ -232,30 +286,28 @@ def _draw_histogram(axes: Axes, base: Study) -> None:
         axes.hist(values[name], bins, color=COLORS[name], alpha=0.75, label=name)
     axes.axvline(0.01, color=GREY, linewidth=1, linestyle="--", label="0.01, the paper's\nbound for DyISRU")
     axes.set(xscale="log", xlabel="mean absolute residual", ylabel="samples")
-    label_decades(axes.xaxis)
+    _label_decades(axes.xaxis)
     axes.legend(loc="upper left", handlelength=1.2)
 
 
-def _draw_axis(axes: Axes, studies: Sequence[Study], places: Sequence[float]) -> None:
+def _draw_axis(axes: Axes, studies: Sequence[Study], place: Callable[[Study], float]) -> None:
     """Medians and the middle nine tenths; above, how often DyT wins where it does."""
+    places = [place(study) for study in studies]
     for name in ("DyT", "Derf", "DyISRU"):
-        low, middle, high = (
-            np.maximum([np.quantile(study.residuals[name], share) for study in studies], 1e-16)
-            for share in (0.05, 0.5, 0.95)
-        )
+        middle, low, high = np.maximum([study.middle(name) for study in studies], 1e-16).T
         axes.fill_between(places, low, high, color=COLORS[name], alpha=0.18, linewidth=0)
         axes.plot(places, middle, **LOOKS[name], markersize=3.5, label=name)
     axes.set_yscale("log")
-    label_decades(axes.yaxis)
+    _label_decades(axes.yaxis)
     axes.set_ylabel("mean absolute residual")
     # In room made for them, above their places.
-    wins = [(place, study.dyt_wins) for study, place in zip(studies, places, strict=True) if study.dyt_wins]
+    wins = [study for study in studies if study.dyt_wins]
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.1)
     small: dict[str, Any] = {"fontsize": 7.5, "color": COLORS["DyT"]}
-    for place, share in wins:
-        above: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
-        axes.annotate(f"{100 * share:.3g}%", (place, high), **above, **small)
+    above: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+    for study in wins:
+        axes.annotate(f"{100 * study.dyt_wins:.3g}%", (place(study), high), **above, **small)
     if wins:
         axes.set_title("samples won by DyT", loc="right", **small)
 

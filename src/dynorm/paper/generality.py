@@ -51,6 +51,16 @@ class Study:
     """Mean absolute residuals of the closed form."""
 
     @property
+    def offset(self) -> float:
+        """The mean in units of sigma."""
+        return self.mean / self.sigma
+
+    @property
+    def lost(self) -> int:
+        """In how many of the samples DyT has a smaller residual than DyISRU."""
+        return int((self._ratio < 1).sum())
+
+    @property
     def dyt_wins(self) -> float:
         """Share of the samples in which DyT has a smaller residual than DyISRU."""
         return float((self._ratio < 1).mean())
@@ -76,6 +86,11 @@ class Study:
     def _ratio(self) -> Array:
         # A residual may be 0 to rounding, where every function reaches the bound.
         return (self.residuals["DyT"] + 1e-300) / (self.residuals["DyISRU"] + 1e-300)
+
+    def middle(self, name: str) -> tuple[float, float, float]:
+        """Return the median of a function's residuals, and where their middle nine tenths begin and end."""
+        low, median, high = np.quantile(self.residuals[name], (0.05, 0.5, 0.95)).tolist()
+        return median, low, high
 
     def to_dict(self) -> dict[str, Any]:
         """Return the setting and the distributions as plain numbers."""

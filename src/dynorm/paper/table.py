@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from dynorm.paper.generality import PAPER, STEP, Generality, Reproduction, Study
 from dynorm.paper.simulation import Array, channel_betas
+from dynorm.report.page import rendered
 from dynorm.table import Column, Table
 
 CLOSED = "closed form"
@@ -141,15 +143,12 @@ def _outlier_table(title: str, x: Array, columns: Mapping[str, Array], form: str
 
 
 def _generality_table(generality: Generality) -> str:
-    names, shares = ("DyT", "DyISRU"), {"5 %": 0.05, "50 %": 0.5, "95 %": 0.95}
-    rows = []
+    names, rows = ("DyT", "DyISRU"), []
     for axis, study in _settings(generality):
-        spreads = np.quantile([study.residuals[name] for name in names], list(shares.values()), axis=1)
         values = {"channels": f"C {study.channels}", "sigma": f"sigma {study.sigma:g}"}
-        named = values.get(axis, f"mean {study.mean / study.sigma:g} sigma")
-        named = f"C {study.channels}, sigma {study.sigma:g}" if axis == "base" else named
-        rows.append((named, *spreads.T.flat, study.dyt_wins))
-    columns = [Column(share, ".2g", group=name) for name in names for share in shares]
+        named = values.get(axis, f"mean {study.offset:g} sigma") if axis != "base" else ", ".join(values.values())
+        rows.append((named, *(value for name in names for value in sorted(study.middle(name))), study.dyt_wins))
+    columns = [Column(share, ".2g", group=name) for name in names for share in ("5 %", "50 %", "95 %")]
     title = f"mean |residual| over {len(generality.base.seeds):,} samples per setting: quantiles"
     wins = Column("DyT wins", lambda share: f"{100 * share:.3g}%")
     return f"{Table(['setting', *columns, wins], rows, title=title)}\n"
@@ -190,79 +189,35 @@ def verdict(generality: Generality) -> str:
         >>> verdict(study_all(samples=20))[:72]
         'At C = 100, sigma = 2 and mean 0, DyISRU is nearer to LayerNorm in 20 of'
     """
-    base = generality.base
-    wins, (seed, ratio) = len(base.seeds) - _wins(base), base.closest
-    dyisru, dyt = base.residuals["DyISRU"], base.residuals["DyT"]
-    middles = []
-    for residuals in (dyisru, dyt):
-        low, high = np.quantile(residuals, (0.05, 0.95))
-        middles.append(f"{low:.2g} to {high:.2g}")
-    sentences = [
-        f"At C = {base.channels:,}, sigma = {base.sigma:g} and mean {base.mean:g}, DyISRU is nearer to LayerNorm in "
-        f"{wins:,} of {len(base.seeds):,} samples: its mean absolute residual has the median {np.median(dyisru):.2g} "
-        f"(5 to 95 %: {middles[0]}), DyT's {np.median(dyt):.2g} ({middles[1]}). "
-        f"DyT does best with seed {seed}, where its residual is {ratio:.2g} times DyISRU's. DyISRU's is below 0.01, "
-        f"as the paper's, in {100 * base.below_paper:.1f} % of the samples, and {dyisru.max():.2g} at most.",
-        _axis("C", generality.over_channels, lambda study: f"{study.channels:,}"),
-        _axis("sigma", generality.over_sigma, lambda study: f"{study.sigma:g}"),
-        _axis("the mean", generality.over_mean, lambda study: f"{study.mean / study.sigma:g} sigma"),
-        _reach(generality),
-    ]
-    correlation = np.corrcoef(np.abs(base.centers), dyisru)[0, 1] if len(base.seeds) > 2 else 0.0
-    if correlation >= 0.9:
-        sentences.append(
-            "What DyISRU misses is the centre m_o, which eq. 15 leaves out: over the samples its residual and |m_o| "
-            f"correlate with r = {correlation:.2f}."
-        )
-    every = [study for studies in generality.axes.values() for study in studies]
-    largest = max(study.closed_residuals.max() for study in every)
-    sentences.append(
-        f"With m_o and C v_o in place of 0 and beta, the closed form needs no fit and misses by {largest:.1e} at most."
+    base, every = generality.base, [study for studies in generality.axes.values() for study in studies]
+    correlation = np.corrcoef(np.abs(base.centers), base.residuals["DyISRU"])[0, 1] if len(base.seeds) > 2 else 0.0
+    text = rendered(
+        "generality.txt",
+        generality=generality,
+        base=base,
+        bounds=_bounds(generality),
+        correlation=correlation,
+        largest=max(study.closed_residuals.max() for study in every),
+        # The base setting is on every axis, and counts once.
+        skipped=sum({(study.channels, study.sigma, study.mean): study.skipped for study in every}.values()),
     )
-    # The base setting is on every axis, and counts once.
-    skipped = sum({(study.channels, study.sigma, study.mean): study.skipped for study in every}.values())
-    if skipped:
-        sentences.append(
-            f"{skipped:,} samples were left out: after its first step their outlier is still negative, and no function "
-            "through 0 can be fitted."
-        )
-    return " ".join(sentence for sentence in sentences if sentence)
+    return " ".join(text.split())
 
 
-def _axis(name: str, studies: Sequence[Study], place: Callable[[Study], str]) -> str:
-    lost = [f"{_wins(study):,} of {len(study.seeds):,} at {place(study)}" for study in studies if _wins(study)]
-    joined = lost[0] if len(lost) == 1 else f"{', '.join(lost[:-1])} and {lost[-1]}" if lost else ""
-    where = f"DyT wins in {joined}" if lost else "DyT never wins"
-    nowhere_else = ", and nowhere else" if lost and len(lost) < len(studies) else ""
-    return f"Over {name} from {place(studies[0])} to {place(studies[-1])} {where}{nowhere_else}."
-
-
-def _reach(generality: Generality) -> str:
+def _bounds(generality: Generality) -> tuple[str, str] | None:
     """Return the settings around the base in which DyT wins no sample, and whether the search ended there."""
-    if _wins(generality.base) or any(_wins(study) for study in generality.over_channels):
-        return ""
-    sigmas = _until_lost(generality.over_sigma)
-    left = _until_lost([study for study in reversed(generality.over_mean) if study.mean <= 0])
-    right = _until_lost([study for study in generality.over_mean if study.mean >= 0])
-    if not sigmas:
-        return ""
+
+    def kept(studies: Iterable[Study]) -> list[Study]:
+        return list(takewhile(lambda study: not study.lost, studies))
+
+    sigmas, means = kept(generality.over_sigma), generality.over_mean
+    if generality.base.lost or any(study.lost for study in generality.over_channels) or not sigmas:
+        return None
+    left = kept(study for study in reversed(means) if study.mean <= 0)[-1]
+    right = kept(study for study in means if study.mean >= 0)[-1]
     step = f"a step of the outlier is at least {STEP / sigmas[-1].sigma:.3g} sigma"
     if sigmas[-1] is generality.over_sigma[-1]:
         step = "the steps of the outlier are among those looked at"
-    bounds = [("not below", left[-1], generality.over_mean[0]), ("not above", right[-1], generality.over_mean[-1])]
-    ends = [f"{words} {kept.mean / kept.sigma:g} sigma" for words, kept, last in bounds if kept is not last]
-    mean = f"the mean is {' and '.join(ends) or 'among those looked at'}"
-    return f"So, one thing changed at a time, DyISRU wins every sample as long as {step}, and as long as {mean}."
-
-
-def _until_lost(studies: Sequence[Study]) -> list[Study]:
-    kept: list[Study] = []
-    for study in studies:
-        if _wins(study):
-            break
-        kept.append(study)
-    return kept
-
-
-def _wins(study: Study) -> int:
-    return round(study.dyt_wins * len(study.seeds))
+    ends = [("not below", left, means[0]), ("not above", right, means[-1])]
+    named = [f"{words} {found.offset:g} sigma" for words, found, last in ends if found is not last]
+    return step, f"the mean is {' and '.join(named) or 'among those looked at'}"

@@ -72,8 +72,3 @@ def table_html(table: Table) -> str:
         rows.append([(c.text(v), c.group in best and v == best[c.group]) for c, v in zip(columns, row, strict=True)])
     groups = [(name, len(list(part))) for name, part in groupby(column.group for column in columns)]
     return rendered("table.html", columns=columns, groups=groups, rows=rows, notes=table.notes)
-
-
-def whole_page(title: str, style: str, body: str) -> str:
-    """Return an HTML page that follows the reader's choice of light or dark; its links to ``#top`` lead to its head."""
-    return rendered("page.html", title=title, style=style, body=body)
