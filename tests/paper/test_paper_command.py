@@ -163,6 +163,9 @@ def test_the_study_csvs_agree_with_the_document(reproduction: Reproduction) -> N
     assert float(row["median"]) == first["residuals"]["DyT"]["median"]
     assert float(row["dyt_wins"]) == first["dyt_wins"] == 1
     samples = rows(samples_csv(reproduction.generality.base))
+    assert ",".join(samples[0]) == "seed,DyT,Derf,DyISRU,linear,closed form,beta,C v_o,m_o"
+    spread = "min,p5,median,p95,max,best,dyt_wins"
+    assert ",".join(table[0]) == f"axis,channels,sigma,mean,samples,function,{spread}"
     assert [row["seed"] for row in samples] == [str(seed) for seed in range(1, 21)]
     residuals = np.array([float(row["DyISRU"]) for row in samples])
     assert np.median(residuals) == found["base"]["residuals"]["DyISRU"]["median"]

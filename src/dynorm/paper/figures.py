@@ -49,10 +49,6 @@ def _styled() -> Iterator[None]:
 def draw(name: str, reproduction: Reproduction) -> Figure:
     """Draw one of :data:`FIGURES`, which belongs to no window.
 
-    Raises:
-        ArgumentError: If the name is unknown, the figure needs the study and there is none, or matplotlib is not
-            installed.
-
     Example:
         >>> from dynorm.paper.generality import reproduce
         >>> len(draw("fig2", reproduce()).axes)

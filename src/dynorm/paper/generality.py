@@ -139,13 +139,6 @@ def study_all(
     """Repeat the simulation and the fits over many samples, over C, over sigma and over the mean.
 
     What a study does not vary is that of the base setting. ``track`` wraps the list of settings, for a progress bar.
-
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
-    Example:
-        >>> study_all(samples=20).base.dyt_wins
-        0.0
     """
     settings = settings_of(channels, sigma)
     wanted = list(dict.fromkeys(setting for axis in settings.values() for setting in axis))
@@ -157,12 +150,7 @@ def study_all(
 
 
 def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float, float]]]:
-    """Return the settings (C, sigma, mean) of each axis; the base setting is on all of them.
-
-    Example:
-        >>> settings_of(100, 2.0)["mean"][0]
-        (100, 2.0, -4.0)
-    """
+    """Return the settings (C, sigma, mean) of each axis; the base setting is on all of them."""
     return {
         "base": [(channels, sigma, 0.0)],
         "channels": [(c, sigma, 0.0) for c in sorted({*CHANNELS, channels})],
@@ -179,11 +167,6 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
 
     Raises:
         ArgumentError: If an argument is outside its domain, or no sample has a positive outlier.
-
-    Example:
-        >>> repeated = study(samples=20)
-        >>> repeated.residuals["DyT"].shape, repeated.dyt_wins
-        ((20,), 0.0)
     """
     check_settings(channels, sigma, mean, seed=samples)
     if samples < 1:

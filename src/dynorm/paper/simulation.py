@@ -150,11 +150,6 @@ def closed_form(simulation: Simulation) -> ClosedForm:
     m_o and v_o are the mean and the biased variance of the other channels. They do not change when the outlier does,
     so they are taken from the sample alone, and one pair of constants serves every step. This is eq. 13 with the centre
     m_o; its beta is eq. 14's times (C / (C - 1))**2. The residuals are rounding errors.
-
-    Example:
-        >>> center, beta, residuals = closed_form(simulate())
-        >>> round(center, 3), round(beta, 2), bool(abs(residuals).max() < 1e-13)
-        (0.078, 298.14, True)
     """
     sample, outliers = torch.from_numpy(simulation.tokens[0]), torch.from_numpy(simulation.outliers)
     center, beta = float(leave_one_out_mean(sample)[-1]), float(leave_one_out_beta(sample)[-1])
@@ -169,23 +164,12 @@ def channel_betas(simulation: Simulation) -> Array:
     r"""Return Theorem 4's constant of the outlier's channel (steps,): always the same, as it does not contain x_o.
 
     .. math:: \beta_o = (C - 1) \sigma_{\neq o}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_o
-
-    Example:
-        >>> channel_betas(simulate(steps=3)).round(3).tolist()
-        [292.204, 292.204, 292.204]
     """
     return channel_beta(torch.from_numpy(simulation.tokens[1:]))[:, -1].numpy()
 
 
 def check_settings(channels: int, sigma: float, mean: float, seed: int) -> None:
-    """Refuse what no sample can be drawn from.
-
-    Raises:
-        ArgumentError: If an argument is outside its domain.
-
-    Example:
-        >>> check_settings(100, 2.0, 0.0, seed=1)
-    """
+    """Refuse what no sample can be drawn from."""
     if channels < 2:
         raise ArgumentError(f"channels must be at least 2 to have a variance, got {channels}: give more")
     if not 0 < sigma < _LARGEST:

@@ -19,13 +19,7 @@ CLOSED = "closed form"
 
 
 def document(reproduction: Reproduction) -> dict[str, Any]:
-    """Return every number as plain lists and dictionaries, which ``json.dumps`` accepts.
-
-    Example:
-        >>> from dynorm.paper.generality import reproduce
-        >>> round(document(reproduce())["fits"]["DyISRU"]["beta"], 2)
-        301.06
-    """
+    """Return every number as plain lists and dictionaries, which ``json.dumps`` accepts."""
     simulation = reproduction.simulation
     functions = {
         name: {
@@ -71,13 +65,7 @@ def outliers_csv(reproduction: Reproduction) -> str:
 
 
 def generality_csv(generality: Generality) -> str:
-    """Return a row for each setting and function: the distribution of its mean absolute residual.
-
-    Example:
-        >>> from dynorm.paper.generality import study_all
-        >>> generality_csv(study_all(samples=5)).splitlines()[0]
-        'axis,channels,sigma,mean,samples,function,min,p5,median,p95,max,best,dyt_wins'
-    """
+    """Return a row for each setting and function: the distribution of its mean absolute residual."""
     rows = []
     for axis, study in _settings(generality):
         found = study.to_dict()
@@ -91,26 +79,14 @@ def generality_csv(generality: Generality) -> str:
 
 
 def samples_csv(base: Study) -> str:
-    """Return a row for each sample of one setting: its seed, the residuals, beta and what the closed form has for it.
-
-    Example:
-        >>> from dynorm.paper.generality import study
-        >>> samples_csv(study(samples=5)).splitlines()[0]
-        'seed,DyT,Derf,DyISRU,linear,closed form,beta,C v_o,m_o'
-    """
+    """Return a row for each sample of one setting: its seed, the residuals, beta and what the closed form has for it."""
     columns = [base.seeds, *base.residuals.values(), base.closed_residuals, base.betas, base.closed_betas, base.centers]
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return _csv(["seed", *base.residuals, CLOSED, "beta", "C v_o", "m_o"], rows)
 
 
 def printed(reproduction: Reproduction) -> Iterator[str]:
-    """Yield what the terminal shows, part by part.
-
-    Example:
-        >>> from dynorm.paper.generality import reproduce
-        >>> len(list(printed(reproduce())))
-        4
-    """
+    """Yield what the terminal shows, part by part."""
     simulation = reproduction.simulation
     title = f"C = {simulation.channels}, sigma = {simulation.sigma:g}, mean {simulation.mean:g}, seed {simulation.seed}"
     mean = Column("mean |residual|", lambda value: f"{value:.6g}" if value > 1e-9 else f"{value:.2g}")
@@ -183,11 +159,6 @@ def verdict(generality: Generality) -> str:
     """State in a paragraph in how many samples DyISRU is nearer to LayerNorm than DyT, and where it is not.
 
     It is plain text in one line; every number comes from the study.
-
-    Example:
-        >>> from dynorm.paper.generality import study_all
-        >>> verdict(study_all(samples=20))[:72]
-        'At C = 100, sigma = 2 and mean 0, DyISRU is nearer to LayerNorm in 20 of'
     """
     base, every = generality.base, [study for studies in generality.axes.values() for study in studies]
     correlation = np.corrcoef(np.abs(base.centers), base.residuals["DyISRU"])[0, 1] if len(base.seeds) > 2 else 0.0

@@ -131,11 +131,7 @@ class _Exact(Reading):
 
 
 def reduced(expression: Expr) -> Expr:
-    """Return an expression of what channel i sees.
-
-    Raises:
-        NotReducibleError: If a sum is not of a polynomial of at most degree 2 in the channels, weighed by gains or not.
-    """
+    """Return an expression of what channel i sees."""
     without_sums = expression.replace(lambda e: isinstance(e, sp.Sum), _reduced_sum)
     return without_sums.xreplace(_EVERY_TOKEN)
 

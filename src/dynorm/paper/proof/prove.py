@@ -135,11 +135,7 @@ def prove(
 
 
 def choose(only: Sequence[str]) -> tuple[Statement, ...]:
-    """Return the statements of the given names or globs, all when there are none.
-
-    Raises:
-        ArgumentError: If a name or glob fits none.
-    """
+    """Return the statements of the given names or globs, all when there are none."""
     for pattern in only:
         if not any(fnmatch.fnmatchcase(statement.name, pattern) for statement in STATEMENTS):
             names = ", ".join(statement.name for statement in STATEMENTS)
