@@ -129,11 +129,6 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     Layers of dynorm and parametrizations of weights, and the modules in them, are left out. DataError is raised if the
     model raises on this input.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-        >>> [(seen.paths[0], seen.calls) for seen in observe(model, (torch.ones(2, 4),), {})]
-        [('', 1), ('0', 1), ('1', 1)]
     """
     ours = {
         id(part)

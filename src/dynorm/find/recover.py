@@ -45,12 +45,7 @@ class Formula:
 
 
 def core(tokens: Tensor, kind: str, eps: float = 0.0) -> Tensor:
-    """Return the norm without its affine part, over the last axis.
-
-    Example:
-        >>> core(torch.tensor([[3.0, -3.0]]), "rmsnorm")
-        tensor([[ 1., -1.]])
-    """
+    """Return the norm without its affine part, over the last axis."""
     if kind == "layernorm":
         tokens = tokens - tokens.mean(-1, keepdim=True)
     return tokens / (tokens.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -90,14 +85,6 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
 
     Returns:
         A site without a path.
-
-    Raises:
-        NotANormError: If it is no LayerNorm or RMSNorm over any of the candidate axes of an input of this shape.
-
-    Example:
-        >>> found = recover(nn.LayerNorm(8), (2, 8), torch.float32, torch.device("cpu"))
-        >>> found.kind, found.eps, found.weight_name, found.bias_name
-        ('layernorm', 1e-05, 'weight', 'bias')
     """
     tried: list[TokenFunction] = []
     failure = CannotProbeError("it has no axis of two channels or more")
@@ -349,12 +336,7 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
 
 
 def channel_axes(site: NormSite) -> tuple[int, ...]:
-    """Return the axes of the site's channels in its input, counted from the front.
-
-    Example:
-        >>> channel_axes(NormSite("norm", dim=-1, input_shape=(2, 5, 8)))
-        (2,)
-    """
+    """Return the axes of the site's channels in its input, counted from the front."""
     dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
     return tuple(dim % len(site.input_shape) for dim in dims)
 

@@ -137,13 +137,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class TokenFunction:
-    """A module as a map from tokens (n, C) to tokens (n, C), in float64 outside and its own dtype inside.
-
-    Example:
-        >>> function = TokenFunction(nn.LayerNorm(4), Packing((2, 4), (1,)), torch.float32, torch.device("cpu"))
-        >>> function(torch.eye(4, dtype=torch.float64)).shape
-        torch.Size([4, 4])
-    """
+    """A module as a map from tokens (n, C) to tokens (n, C), in float64 outside and its own dtype inside."""
 
     module: nn.Module  # or a copy of it
     packing: Packing  # of its input

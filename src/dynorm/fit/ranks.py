@@ -72,8 +72,7 @@ class Ranks:
     def all_say(self, word: int) -> list[int]:
         """Tell the others how far this rank is, and return how far each is.
 
-        Raises:
-            DynormError: another rank failed; of the class that was given.
+        Where another rank has failed, an error of the class that was given is raised; so by all that exchange.
         """
         if self._over:
             return [word]
@@ -95,7 +94,6 @@ class Ranks:
 
         Raises:
             DataError: a rank has reached another layer.
-            DynormError: another rank failed.
         """
         found = self.all_say(END if path is None else paths.index(path))
         if len(set(found)) == 1:
@@ -113,7 +111,6 @@ class Ranks:
 
         Raises:
             ModelError: on every rank, if one differs.
-            DynormError: another rank failed.
         """
         if self._over:
             return
@@ -132,7 +129,6 @@ class Ranks:
 
         Raises:
             ModelError: on every rank, if one differs.
-            DynormError: another rank failed.
         """
         # One number: ranks with other shapes could not even compare.
         found = self.all_say(int.from_bytes(digest[:7], "little"))

@@ -92,16 +92,11 @@ def serve(
     shape: tuple[int, ...],
     witnesses: tuple[int, ...] = (),
 ) -> Tensor | Literal[True] | None:
-    """Return y, all that :func:`forward` and its caller check having been checked on the C++ side.
+    """Return y, or True where a gradient is wanted; None where these tensors do not fit, or something watches.
 
-    A small input's arithmetic takes less time than to ask ten things of its tensors in Python.
-
-    ``shape`` has the sizes of the last axes of x, along which the parameters lie. The rest is as in :class:`Form`, with
-    at most :func:`most_witnesses`.
-
-    Returns:
-        y; True where x and the parameters fit, but a gradient is wanted; None where they do not, or something watches
-        operations one by one, or this torch has no DLPack exchange interface.
+    C++ checks all of that: a small input's arithmetic takes less time than to ask ten things of its tensors in Python.
+    ``shape`` has the sizes of the last axes of x; the rest is as in :class:`Form`. A torch without a DLPack exchange
+    interface gives None too.
     """
     native = _native()
     found: Tensor | Literal[True] | None = None
@@ -114,13 +109,10 @@ def serve(
 def serve_gradients(
     form: Form, grad: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...] | None:
-    """Return what autograd's backward does, all that :func:`gradients` needs having been checked on the C++ side.
+    """Return what autograd's backward does: None for the form, and the gradients as :func:`gradients` has them.
 
-    The channels are the last axes of x. ``inputs`` are x and the parameters; ``needed`` speaks of the form too.
-
-    Returns:
-        None for the form, and the gradients as :func:`gradients` has them; None for all, where the tensors do not fit,
-        or a gradient of the gradient is wanted, or something watches, or this torch has no DLPack exchange interface.
+    ``inputs`` are x, its channels last, and the parameters; ``needed`` speaks of the form too. As of :func:`serve`,
+    there is None alone where the tensors do not fit, or a gradient of the gradient is wanted.
     """
     native = _native()
     found: tuple[Tensor | None, ...] | None = None

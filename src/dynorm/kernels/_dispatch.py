@@ -63,15 +63,11 @@ def pointwise(
     logarithmic: bool = False,
     witnesses: tuple[int, ...] = (),
 ) -> Tensor | None:
-    """Compute a layer by a kernel, or return None where the plain definition has to serve.
+    """Return y, of the shape and dtype of x, by a kernel; None where the plain definition has to serve.
 
-    The sizes of x at ``dim``, an axis or several, are ``shape``. Of the parameters the first three have one element or
-    ``shape``, weight and bias ``shape``; with witnesses, counted over ``shape``, each once, there is a sixth, their
-    log_gain. The rest is as in :class:`Form`.
-
-    Returns:
-        y, of the shape and dtype of x; None under a tracer, a transform or a mode, for subclasses of Tensor, for
-        layouts with no kernel, for more witnesses than kernels take, and for whatever the plain definition refuses.
+    That is under a tracer, a transform or a mode, for subclasses of Tensor, layouts with no kernel, more witnesses than
+    kernels take, and for whatever the definition refuses. The sizes of x at ``dim``, an axis or several, are ``shape``,
+    over which witnesses are counted. The parameters are :data:`Parameters`; the rest is as in :class:`Form`.
 
     Raises:
         ArgumentError: x and the parameters are on different devices.

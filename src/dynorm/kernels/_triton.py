@@ -44,14 +44,9 @@ def available() -> bool:
 
 
 def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
-    """Compute ``y = weight * scale * f(x - center) + bias`` in one pass.
+    """Return ``y = weight * scale * f(x - center) + bias`` of contiguous x, in one pass; in ``out`` where it is given.
 
-    x is contiguous, of any floating dtype and ``outer * channels * inner`` elements. Of the parameters, a shift, center
-    or bias of None is 0, a weight of None 1; with witnesses there is log_gain too, of which None is 0. ``out``, which y
-    goes to where it is given, is contiguous and of x's shape and dtype.
-
-    Returns:
-        y, of the shape and dtype of x; computed in float32, in float64 for float64, and rounded once.
+    It is computed in float32, in float64 for float64, and rounded once to the dtype of x.
 
     Raises:
         ArgumentError: sizes, layout or devices do not fit.
@@ -93,16 +88,11 @@ def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = 
 def backward(
     form: Form, grad: Tensor, x: Tensor, parameters: Parameters, *, need_x: bool = True, need_parameters: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of :func:`forward` from x, in one pass and a small second one.
+    """Return the gradient of x, of its dtype, and sums of the parameters' gradients; None for what is not wanted.
 
-    Returns:
-        The gradient of x, of its dtype, and the sums ``(5, channels)`` over all but the channels, of the gradients of
-        constant, shift, center, weight and bias (0 for a part that is None), in float32, or float64 for float64; the
-        same bits at every call. With witnesses a sixth row begins with log_gain's gradient. None for what is not
-        wanted.
-
-    Raises:
-        ArgumentError: sizes, layout or devices do not fit.
+    The sums ``(5, channels)``, over all but the channels, are of constant, shift, center, weight and bias (0 for a part
+    that is None), in float32, or float64 for float64; the same bits at every call. With witnesses a sixth row begins
+    with log_gain's gradient. Errors are those of :func:`forward`.
     """
     _check(form, x, grad, parameters)
     channels, inner = form.channels, form.inner

@@ -39,18 +39,12 @@ class PointwiseNorm(nn.Module):
     ``log_gain``. Without witnesses the layer has neither.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
-        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
-        bias: learn ``bias``; only with ``elementwise_affine``.
-        per_channel: one constant per channel instead of one for all.
-        center: learn a centre c, subtracted from x first.
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes; this argument and all but
+            those below are explained at :class:`dynorm.DyISRU`.
         scale: the fixed factor in front; the value that the function tends to.
-        witnesses: the positions of the witness channels in ``normalized_shape``; a number N for the first N.
-        dim: the channel axis, -1 or any other (1 for channels-first); with several sizes, their axes (the last
-            ones by default).
+        dim: with several sizes, their axes (the last ones by default).
         output_dtype: the name of the dtype to return, such as "float32"; None returns that of the input.
         device: where the parameters live; ``"meta"`` makes none.
-        dtype: the parameters' dtype.
 
     Raises:
         ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale`` is 0 or not finite,
@@ -61,6 +55,8 @@ class PointwiseNorm(nn.Module):
     kernel: ClassVar[int]
     function: ClassVar[Callable[..., Tensor]]
     constants: ClassVar[tuple[str, ...]] = ()
+    # The constructor's arguments that a subclass adds, each also an attribute.
+    own_arguments: ClassVar[tuple[str, ...]] = ()
     relative_constants: ClassVar[tuple[str, ...]] = ()
 
     weight: nn.Parameter | None
@@ -228,7 +224,9 @@ class PointwiseNorm(nn.Module):
         }
         if self.output_dtype is not None:
             config["output_dtype"] = str(self.output_dtype).removeprefix("torch.")
-        return config | ({"witnesses": list(self.witness_channels)} if self.witness_channels else {})
+        if self.witness_channels:
+            config["witnesses"] = list(self.witness_channels)
+        return config | {name: getattr(self, name) for name in self.own_arguments}
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
@@ -385,6 +383,7 @@ class LogBetaNorm(PointwiseNorm):
     """
 
     constants = ("log_beta",)
+    own_arguments = ("beta_init",)
     log_beta: nn.Parameter
 
     def __init__(
@@ -401,10 +400,6 @@ class LogBetaNorm(PointwiseNorm):
     def beta(self) -> Tensor:
         """Return ``exp(log_beta)`` in at least float32."""
         return upcast(self.log_beta).exp()
-
-    def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return super().config() | {"beta_init": self.beta_init}
 
     @staticmethod
     def constant_from(beta: Tensor) -> Tensor:
@@ -427,6 +422,7 @@ class AlphaNorm(PointwiseNorm):
     """Base of the layers whose first constant is alpha, a factor of x; ``alpha_init`` is 0.5 by default."""
 
     constants: ClassVar[tuple[str, ...]] = ("alpha",)
+    own_arguments: ClassVar[tuple[str, ...]] = ("alpha_init",)
     relative_constants = ("alpha",)
     alpha: nn.Parameter
 
@@ -440,10 +436,6 @@ class AlphaNorm(PointwiseNorm):
     ) -> None:
         self.alpha_init = check_positive("alpha_init", alpha_init)
         super().__init__(normalized_shape, elementwise_affine, bias, **options)
-
-    def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return super().config() | {"alpha_init": self.alpha_init}
 
     def _initial_constants(self) -> dict[str, float]:
         return {"alpha": self.alpha_init}

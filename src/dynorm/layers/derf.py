@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -19,19 +19,15 @@ class Derf(AlphaNorm):
     The published checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        normalized_shape: as for :class:`DyISRU`, as are all arguments but these; ``scale`` is 1 by default.
         alpha_init: the first alpha, positive; 0.5 as published.
-        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
-        bias: learn ``bias``; only with ``elementwise_affine``.
         shift_init: the first shift; 0 as published.
-        **options: ``per_channel``, ``center``, ``scale`` (1), ``witnesses``, ``dim``, ``device`` and ``dtype``, as for
-            :class:`DyISRU`.
 
     Shape:
         input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
 
     Raises:
-        ArgumentError: a size, ``dim``, ``scale``, ``dtype``, ``alpha_init`` or ``shift_init`` is outside its domain.
+        ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init`` or ``shift_init``, is outside its domain.
 
     Example:
         >>> import torch
@@ -46,6 +42,7 @@ class Derf(AlphaNorm):
     kernel = kernels.DERF
     function = staticmethod(functional.derf)
     constants = ("alpha", "shift")
+    own_arguments = ("alpha_init", "shift_init")
     shift: nn.Parameter
 
     def __init__(
@@ -70,10 +67,6 @@ class Derf(AlphaNorm):
     def beta(self) -> Tensor:
         """Return the DyISRU constant of the same slope at 0, for shift 0: ``pi / (4 alpha^2)``."""
         return math.pi / 4 * upcast(self.alpha) ** -2
-
-    def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return super().config() | {"shift_init": self.shift_init}
 
     @staticmethod
     def constant_from(beta: Tensor) -> Tensor:

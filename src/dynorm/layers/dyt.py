@@ -16,18 +16,14 @@ class DyT(AlphaNorm):
     constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        normalized_shape: as for :class:`DyISRU`, as are all arguments but these; ``scale`` is 1 by default.
         alpha_init: the first alpha, positive; 0.5 as published.
-        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
-        bias: learn ``bias``; only with ``elementwise_affine``.
-        **options: ``per_channel``, ``center``, ``scale`` (1), ``witnesses``, ``dim``, ``device`` and ``dtype``, as for
-            :class:`DyISRU`.
 
     Shape:
         input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
 
     Raises:
-        ArgumentError: a size, ``dim``, ``scale``, ``dtype`` or ``alpha_init`` is outside its domain.
+        ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init``, is outside its domain.
 
     Example:
         >>> import torch

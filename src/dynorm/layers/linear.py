@@ -17,18 +17,14 @@ class LinearControl(LogBetaNorm):
     2**511) from the centre count as that far.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        normalized_shape: as for :class:`DyISRU`, as are all arguments but these; ``scale`` is sqrt(C) by default.
         beta_init: the first beta, positive; C by default, right for inputs of unit variance.
-        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
-        bias: learn ``bias``; only with ``elementwise_affine``.
-        **options: ``per_channel``, ``center``, ``scale`` (sqrt(C)), ``witnesses``, ``dim``, ``device`` and ``dtype``,
-            as for :class:`DyISRU`.
 
     Shape:
         input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
 
     Raises:
-        ArgumentError: a size, ``dim``, ``scale``, ``dtype`` or ``beta_init`` is outside its domain.
+        ArgumentError: an argument of :class:`DyISRU`, or ``beta_init``, is outside its domain.
 
     Example:
         >>> import torch

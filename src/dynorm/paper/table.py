@@ -79,7 +79,7 @@ def generality_csv(generality: Generality) -> str:
 
 
 def samples_csv(base: Study) -> str:
-    """Return a row for each sample of one setting: its seed, the residuals, beta and what the closed form has for it."""
+    """Return a row for each sample of one setting: its seed, the residuals, beta and the closed form's."""
     columns = [base.seeds, *base.residuals.values(), base.closed_residuals, base.betas, base.closed_betas, base.centers]
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return _csv(["seed", *base.residuals, CLOSED, "beta", "C v_o", "m_o"], rows)
