@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from dynorm.errors import ArgumentError
 from dynorm.layers import (
     AnnealedDerf,
@@ -40,18 +38,9 @@ class Function:
     night: str  # the same on black
 
     @property
-    def kernel(self) -> int:
-        """Return the number by which the kernels know the function."""
-        return self.layer.kernel
-
-    @property
     def annealed_name(self) -> str:
         """Return the name of the annealed layer; DyISRU's is the short one."""
         return "annealed" if self.layer is DyISRU else f"annealed_{self.name}"
-
-    def curve(self, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:
-        """Return ``scale * f(x - center)``, with the constant that gives f the slope ``1 / sqrt(beta)`` at 0."""
-        return self.layer.curve(x, beta, center, scale)
 
 
 FAMILY: dict[str, Function] = {

@@ -299,21 +299,12 @@ def _explain(tried: list[TokenFunction]) -> str:
 def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor | None]:
     """Return the weight and the bias that a norm applies to its normalized channels.
 
-    A named parameter is copied as it is. 1 + w comes in float32 at least: layers that scale so add in float32,
-    and rounded to bfloat16 1 + w would lose most digits of a small w. A factor that no tensor of the module holds,
-    such as the 1/sqrt(C) of a division by the L2 norm, is measured.
-
-    Returns:
-        Detached copies of shape `site.normalized_shape` on the module's device; None for a missing one.
+    They are detached copies of shape `site.normalized_shape` on the module's device, None for a missing one. 1 + w
+    comes in float32 at least: layers that scale so add in float32, and rounded to bfloat16 1 + w would lose most digits
+    of a small w. A factor that no tensor holds, such as the 1/sqrt(C) of a division by the L2 norm, is measured.
 
     Raises:
         ModelError: If the site was refused, or the module is not the norm that was found.
-
-    Example:
-        >>> from dynorm.find.probe import find_norms
-        >>> model = nn.Sequential(nn.LayerNorm(3, bias=False))
-        >>> affine_of(model[0], find_norms(model, torch.randn(2, 3))[0])
-        (tensor([1., 1., 1.]), None)
     """
     if site.refused is not None:
         raise ModelError(f"the site {site.path!r} must be a norm, but was refused: {site.refused}")

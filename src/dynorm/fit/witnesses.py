@@ -60,7 +60,7 @@ class TokenScales:
     missed comes out too large, not too small, and the relative error alone hardly sees it.
 
     The sums are a matrix of 66 x 66 for the 64 channels whose part :math:`u_k^2 / S` varies most in the first tokens,
-    and a second one for a quarter of the tokens, which are held out to judge by.
+    and a second one for the held-out quarter of the tokens.
 
     Args:
         kind: "layernorm" or "rmsnorm": which sum is the norm's.

@@ -35,13 +35,7 @@ FILES = ("module", "plan", "kernels_portable")
 
 
 def build(target: Path = TARGET) -> Path:
-    """Compile and link, the files side by side; the module appears whole or not at all.
-
-    Args:
-        target: where the module is written.
-
-    Returns:
-        The module's path.
+    """Compile and link, the files side by side, and return the module's path; it appears whole or not at all.
 
     Raises:
         RuntimeError: there is no compiler, or it failed; the message has what it said.

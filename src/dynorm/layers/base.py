@@ -207,7 +207,7 @@ class PointwiseNorm(nn.Module):
         return constants
 
     @classmethod
-    def curve(cls, x: Tensor, beta: Tensor, center: float, scale: float) -> Tensor:
+    def curve(cls, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:
         """Return ``scale * f(x - center)``, with the constant that gives f the slope ``1 / sqrt(beta)`` at 0."""
         return cls.function(x, *cls.arguments(cls.constant_from(beta)), center=center, scale=scale)
 

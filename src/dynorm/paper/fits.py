@@ -80,14 +80,8 @@ def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
     :math:`\sqrt{C - 1} \, x / \sqrt{\beta + x^2}`. The linear control's slope is
     :math:`\sum_S x_S y_S / \sum_S x_S^2`, whatever C.
 
-    Args:
-        name: The function.
-        x: Inputs of shape (n,), each of the sign of its output.
-        y: LayerNorm's outputs, of the same shape, within the bounds -sqrt(C - 1) and sqrt(C - 1).
-        channels: C, at least 2.
-
-    Raises:
-        ArgumentError: If the name is unknown, the points cannot be fitted, or scipy is not installed.
+    x has the shape (n,), each of the sign of its output y, which is within the bounds of LayerNorm. ArgumentError is
+    raised for points that cannot be fitted, and where scipy is not installed.
 
     Example:
         >>> fitted = fit("DyISRU", [2.0, 4.0], [3.0, 5.0], channels=50)

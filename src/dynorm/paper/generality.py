@@ -164,9 +164,6 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
 
     The seeds are 1, 2, ..., so that each sample can be looked at alone. C is at least 3: with 2, LayerNorm's output is
     1 or -1 whatever x is.
-
-    Raises:
-        ArgumentError: If an argument is outside its domain, or no sample has a positive outlier.
     """
     check_settings(channels, sigma, mean, seed=samples)
     if samples < 1:
@@ -240,9 +237,6 @@ def reproduce(
     channels: int = 100, sigma: float = 2.0, seed: int = PAPER_SEED, generality: Generality | None = None
 ) -> Reproduction:
     """Simulate, fit and compare with the closed form (section 4, eq. 16 to 19); ``generality`` is to be shown along.
-
-    Raises:
-        ArgumentError: If an argument is outside its domain, or scipy is not installed.
 
     Example:
         >>> fits = reproduce().fits

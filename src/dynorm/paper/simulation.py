@@ -71,22 +71,8 @@ def simulate(
     .. math:: x \sim \mathcal{N}(\mathrm{mean}, \sigma^2), \quad x_o \to x_o + \mathrm{step} \cdot S,
         \quad S = 0, \dots, \mathrm{steps}
 
-    The defaults are the paper's (eq. 16 and 17). LayerNorm ignores scale and offset, so only C, step / sigma and the
-    seed matter to its outputs.
-
-    Args:
-        channels: C, at least 2.
-        sigma: Standard deviation of the distribution, positive.
-        mean: Its mean.
-        seed: Seed of NumPy's legacy generator, from 0 to 2**32 - 1; the published figures have 1.
-        step: How far the outlier moves at each step, positive, in the units of x.
-        steps: Number of steps, at least 1.
-
-    Returns:
-        The token in its ``steps + 1`` versions, in float64.
-
-    Raises:
-        ArgumentError: If an argument is outside its domain.
+    The defaults are the paper's (eq. 16 and 17), the seed, of NumPy's legacy generator, that of its figures. LayerNorm
+    ignores scale and offset, so only C, step / sigma and the seed matter to its outputs.
 
     Example:
         >>> simulation = simulate()
@@ -108,14 +94,9 @@ def simulate(
 
 
 def raise_outlier(sample: ArrayLike, step: float = 5.0, steps: int = 9) -> Array:
-    r"""Return the sorted sample (C,), and below it the versions in which its largest element was raised (eq. 17).
-
-    .. math:: x_o \to x_o + \mathrm{step} \cdot S, \quad o = \mathrm{argmax}_k x_k
+    """Return the sorted sample (C,), and below it the versions in which its largest element was raised (eq. 17).
 
     The result is float64 of shape (steps + 1, C); the outlier is the last column.
-
-    Raises:
-        ArgumentError: The values are not at least two, finite and of some spread, or a step is out of its domain.
 
     Example:
         >>> raise_outlier([3.0, 1.0, 2.0], step=5, steps=2).tolist()

@@ -102,32 +102,6 @@ def share(size: int, ranks: int, what: str) -> int:
     return size // ranks
 
 
-def placed(
-    x: tuple[Placement, ...], axes: tuple[int, ...], *, channelwise: bool
-) -> tuple[list[Placement], list[Placement]]:
-    """Return where a parameter and its gradient lie, beside an input placed by Shard or Replicate.
-
-    ``axes`` are the input's channel axes, counted from the front, in the order of the parameter's; a parameter that is
-    ``channelwise`` has one value per channel.
-
-    Example:
-        >>> placed((Shard(2),), (2,), channelwise=True)
-        ([Shard(dim=0)], [Shard(dim=0)])
-        >>> placed((Shard(2),), (2,), channelwise=False)
-        ([Replicate()], [Partial(sum)])
-    """
-    value: list[Placement] = []
-    gradient: list[Placement] = []
-    for each in x:
-        if isinstance(each, Shard) and channelwise and each.dim in axes:
-            value.append(Shard(axes.index(each.dim)))
-            gradient.append(value[-1])
-        else:
-            value.append(Replicate())
-            gradient.append(Partial() if isinstance(each, Shard) else Replicate())
-    return value, gradient
-
-
 def is_channelwise(name: str, parameter: Tensor, layer: PointwiseNorm) -> bool:
     """Tell whether a parameter has one value per channel; gains have one per witness, however many these are."""
     return tuple(parameter.shape) == layer.normalized_shape and name != "log_gain"
@@ -199,7 +173,17 @@ def _local(name: str, parameter: Tensor, layer: PointwiseNorm, x: DTensor, axes:
             f"the parameters of a layer must be DTensors on the mesh of its input, {x.device_mesh}, but {name!r} is "
             f"{got}: name the layer in the plan of parallelize_module, with dynorm.parallel.PointwiseParallel"
         )
-    value, gradient = placed(x.placements, axes, channelwise=is_channelwise(name, parameter, layer))
+    value: list[Placement] = []
+    gradient: list[Placement] = []
+    channelwise = is_channelwise(name, parameter, layer)
+    for each in x.placements:
+        if channelwise and isinstance(each, Shard) and each.dim in axes:
+            value.append(Shard(axes.index(each.dim)))
+            gradient.append(value[-1])
+        else:
+            value.append(Replicate())
+            # Of a parameter that is whole, each shard of x gives a part of the gradient.
+            gradient.append(Partial() if isinstance(each, Shard) else Replicate())
     if parameter.placements != tuple(value):
         parameter = parameter.redistribute(placements=value)
     local: Tensor = parameter.to_local(grad_placements=gradient)

@@ -30,7 +30,7 @@ _BARS, _LEAST_VALUES = 25, 8
 _CHUNK = 1 << 20
 
 
-FUNCTIONS = {name: FAMILY[name].curve for name in ("linear", "dyt", "dyisru")}
+FUNCTIONS = {name: FAMILY[name].layer.curve for name in ("linear", "dyt", "dyisru")}
 """Every site is compared with these: functions of (x, beta, center, scale), all of slope scale / sqrt(beta) at 0."""
 
 

@@ -45,16 +45,7 @@ def build_page() -> str:
 
 
 def save_page(path: str | os.PathLike[str]) -> Path:
-    """Write the explorer's page, whole or not at all, and return its absolute path; a missing folder is made.
-
-    Raises:
-        StorageError: the file cannot be written; an old one stands untouched.
-
-    Example:
-        >>> from dynorm.paper.explorer import save_page
-        >>> save_page(getfixture("tmp_path") / "pages" / "explore.html").name
-        'explore.html'
-    """
+    """Write the explorer's page, whole or not at all, and return its absolute path; a missing folder is made."""
     target = Path(path)
     require_writable(target)
     write_text(target, build_page())

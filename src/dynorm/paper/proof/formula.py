@@ -37,15 +37,7 @@ _ALLOWED = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, 
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> ast.expr:
-    """Return the tree of a formula; it is shared, so it must not be changed.
-
-    Raises:
-        ArgumentError: If the text is no formula.
-
-    Example:
-        >>> ast.dump(parse("C - 1"))
-        "BinOp(left=Name(id='C', ctx=Load()), op=Sub(), right=Constant(value=1))"
-    """
+    """Return the tree of a formula, or raise ArgumentError; it is shared, so it must not be changed."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:

@@ -116,10 +116,8 @@ def prove(
 ) -> Report:
     """Prove the statements of some names or globs, or all, and confirm them with numbers, on random tokens of a seed.
 
-    A statement that fails is a row of the report, not an error. ``track`` wraps the statements, for a progress bar.
-
-    Raises:
-        ArgumentError: If no statement has such a name, or sympy or mpmath is not installed.
+    A statement that fails is a row of the report, not an error; a name that fits none is one, and so is a library that
+    is not installed. ``track`` wraps the statements, for a progress bar.
 
     Example:
         >>> report = prove(["appendix-b"])
