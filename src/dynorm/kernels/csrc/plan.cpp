@@ -149,6 +149,7 @@ struct Plan {
     Number *gain = columns[kPlaces], *others = columns[kPlaces + 1];
     read_all(problem.log_gain, problem.witnesses, 0, gain);
     std::fill(gain + problem.witnesses, gain + kMostWitnesses, Number{0});
+    std::fill(witnesses.channel, witnesses.channel + kMostWitnesses, problem.witness[0]);
     for (int i = 0; i < problem.witnesses; ++i) {
       const std::int64_t c = witnesses.channel[i] = problem.witness[i];
       for (int place = 0; place < kPlaces; ++place) to[place][i] = at[place][place < kAtGain && !constants_differ ? 0 : c];

@@ -19,7 +19,8 @@ enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumSlope = 3, kSums = 4
 // arrays come the sums of the gains' gradients, kMostWitnesses of them.
 constexpr Sum kSumShift = Sum(4);
 constexpr int kToldSums = 5;
-constexpr int kMostWitnesses = 16;
+// Up to the second, rows are looked at together.
+constexpr int kMostWitnesses = 16, kFew = 4;
 
 struct Witnesses;
 
@@ -39,7 +40,7 @@ struct Period {
 // 0 where they stand: they are computed by themselves.
 struct Witnesses {
   int count;
-  std::int64_t channel[kMostWitnesses];
+  std::int64_t channel[kMostWitnesses];  // the first again where there is no witness
   const void* gain;    // g, the weight of each square; 0 where there is no witness
   const void* others;  // kMostWitnesses rows: 1 where a witness is in another's sum, else 0
   Period columns;      // the parameters of the witnesses' channels

@@ -68,7 +68,6 @@ inline Effective<Vector> effective(Vector own, Vector told) {
 inline double number_of(double a) { return a; }
 inline float number_of(float a) { return a; }
 inline float number_of(Bfloat16 a) { return as_float((std::uint32_t)a.bits << 16); }
-inline float number_of(Float16 a) { return float16_value(a.bits); }
 
 // The witnesses of one row: u, each one's sum, and the sum that all other channels have.
 template <int F, class T>
@@ -106,17 +105,75 @@ struct Told {
       sum = sum + terms[i];
     }
   }
+};
 
-  // The functions of the witnesses, over what the row's loop has left in their place.
-  void write(T* y, const Witnesses& w) const {
+// What the witnesses of the next rows tell: each row's sum for all other channels, and the witnesses' own results. Of few
+// witnesses several rows are looked at together, in one vector, because all vectors cost alike, however few lanes they use.
+template <int F, class T>
+struct Ahead {
+  using C = typename ComputedIn<T>::Type;
+  using Number = typename C::Number;
+  static constexpr Number kLarge = (Number)Most<F, Number>::u;
+  // Those of a row begin kFew places after those of the last.
+  alignas(64) Number totals[kMostWitnesses] = {};
+  alignas(64) T own[kMostWitnesses];
+
+  static int rows_together(const Witnesses& w) { return C::lanes > 1 && w.count <= kFew ? C::lanes / kFew : 1; }
+
+  // The first of `rows` rows, as many as are looked at together.
+  void look(const T* x, std::int64_t stride, std::int64_t rows, const Witnesses& w) {
+    if constexpr (C::lanes > 1) {
+      if (w.count <= kFew) {
+        if (__builtin_expect(!any_above(look_at_few(x, stride, rows, w), kLarge), true)) return;
+        for (int r = 0; r < C::lanes / kFew && r < rows; ++r) {
+          if (!(totals[r * kFew] < kLarge)) look_at_row(x + r * stride, r * kFew, w);
+        }
+        return;
+      }
+    }
+    look_at_row(x, 0, w);
+  }
+
+  // The sums, of which those that are large, or no numbers, are wrong. Where there are no more rows the first stands.
+  V look_at_few(const T* x, std::int64_t stride, std::int64_t rows, const Witnesses& w) {
+    auto at = [](const void* numbers) { return fours((const float*)numbers); };
+    const V all = made_of(
+        [&](int k) { return number_of(x[(k / kFew < rows ? k / kFew : 0) * stride + w.channel[k % kFew]]); });
+    const V u = bounded<F, float>(all - at(w.columns.center)), term = u * at(w.gain) * u;
+    const V next = turned<1>(term), others = next + turned<1>(next) + turned<3>(term), total = others + term;
+    store(totals, total);
+    if constexpr (kLeftOut<F>) {
+      V z[1] = {u}, constant[1] = {at(w.columns.constant) + others};
+      add_squares<F>(z, constant);
+      store(own, fma(value_of<F, T>(z[0], constant[0], splat(0)), at(w.columns.gain), at(w.columns.bias)));
+    }
+    return total;
+  }
+
+  void look_at_row(const T* x, int place, const Witnesses& w) {
+    using Vector = typename C::Vector;
     const Parameters<C, kRows> columns{w.columns};
+    Told<F, T> told;
+    told.read(x, w);
+    totals[place] = told.total;
     T some[kMostWitnesses];
-    for (int j = 0; j < w.count; j += C::lanes) {
-      Vector z[1] = {load(u + j)}, constant[1] = {effective<F, C>(columns.constant(j), load(told + j)).constant};
+    for (int j = 0; kLeftOut<F> && j < w.count; j += C::lanes) {
+      Vector z[1] = {load(told.u + j)}, constant[1] = {columns.constant(j) + load(told.told + j)};
       add_squares<F>(z, constant);
       store(some + j, C::muladd(value_of<F, T>(z[0], constant[0], columns.shift(j)), columns.gain(j), columns.bias(j)));
     }
-    for (int i = 0; i < w.count; ++i) y[w.channel[i]] = some[i];
+    for (int i = 0; kLeftOut<F> && i < w.count; ++i) own[place + i] = some[i];
+  }
+
+  // Over what the row's loop has left in their place.
+  void write(T* y, std::int64_t place, const Witnesses& w) const {
+    if (C::lanes > 1 && w.count <= kFew) {
+      // Backwards, because the first witness stands again where there are no more.
+#pragma GCC unroll 4
+      for (int i = kFew - 1; i >= 0; --i) y[w.channel[i]] = own[place + i];
+      return;
+    }
+    for (int i = 0; i < w.count; ++i) y[w.channel[i]] = own[i];
   }
 };
 
@@ -162,25 +219,29 @@ void forward_told(const void* x_, void* y_, std::int64_t n, std::int64_t length,
   T* y = (T*)y_;
   const Parameters<C, kLayout> p{period};
   const Witnesses& w = *period.witnesses;
-  // A row ahead, so that no loop waits for its constant.
-  Told<F, T> told[2];
-  RowConstants<F, C, kLayout> next;
-  told[0].read(x, w);
-  next.set(p, told[0].total);
+  Ahead<F, T> ahead[2];
   RowParameters<F, C, kLayout> of_row{p, {}};
-  for (std::int64_t i = 0, row = 0; i < n; i += length, ++row) {
-    of_row.row = next;
-    if (i + length < n) {
-      Told<F, T>& after = told[(row + 1) % 2];
-      after.read(x + i + length, w);
-      next.set(p, after.total);
-    }
+  const std::int64_t together = Ahead<F, T>::rows_together(w), rows = n / length;
+  if (rows > 0) ahead[0].look(x, length, rows, w);
+  for (std::int64_t row = 0, first = 0, block = 0; row < rows; ++row) {
+    if (row == first + together) first = row, ++block;
+    const std::int64_t next = first + together;
+    // Ahead, so that no loop waits for its constant.
+    if (row == first && next < rows) ahead[(block + 1) % 2].look(x + next * length, length, rows - next, w);
+    const Ahead<F, T>& here = ahead[block % 2];
+    const T* from = x + row * length;
+    T* to = y + row * length;
+    const std::int64_t place = (row - first) * kFew, further = 2 * together;
+    of_row.row.set(p, here.totals[place]);
     if (streamed) {
-      forward_row<F, T>(x + i, y + i, length, of_row, true);
+      forward_row<F, T>(from, to, length, of_row, true);
     } else {
-      forward_row<F, T>(x + i, y + i, length, of_row, false);
+      forward_row<F, T>(from, to, length, of_row, false);
     }
-    if constexpr (kLeftOut<F>) told[row % 2].write(y + i, w);
+    if constexpr (kLeftOut<F>) here.write(to, place, w);
+    // For the look that comes next, where x does not fit the caches. After the row's own reads, which take their lines
+    // in order, and are slower where others come between.
+    for (int i = 0; row + further < rows && i < kFew; ++i) __builtin_prefetch(from + further * length + w.channel[i]);
   }
   if (streamed) fence();
 }
