@@ -19,11 +19,13 @@ for library in ("torch", "torchao"):
 
 project = "dynorm"
 release = dynorm.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"dynorm {release}"
+# The notebook is committed with its outputs; a test runs its cells.
+nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath", "deflist"]
-myst_heading_anchors = 2
+myst_heading_anchors = 3
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False

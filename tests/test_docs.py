@@ -13,7 +13,7 @@ import dynorm
 from benchmarks.tables import PAGES, renewed
 
 ROOT = Path(__file__).parent.parent
-ALL = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))]
+ALL = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

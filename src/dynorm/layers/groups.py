@@ -44,7 +44,7 @@ def param_groups(
         [(1, 0.001, 0.1), (3, 0.001, 0.0), (1, 0.01, 0.0)]
 
     Reference:
-        The default is measured: see "Learning rates" in docs/anneal.md.
+        The default is measured: see "Learning rates" in docs/howto/from-scratch.md.
     """
     for rate in (lr, weight_decay, lr if constants_lr is None else constants_lr):
         if not (math.isfinite(rate) and rate >= 0):

@@ -192,7 +192,7 @@ class Report:
     def _repr_html_(self) -> str:
         """Return the table as a notebook shows it."""
         table = self.table()
-        return f"<p>{escape(table.title)}</p>{table_html(table)}"
+        return f'<p style="white-space: pre-line">{escape(table.title)}</p>{table_html(table)}'
 
     @property
     def name(self) -> str:
