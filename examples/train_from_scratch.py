@@ -65,7 +65,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(groups)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [g["lr"] for g in groups], total_steps=STEPS)
 
-    losses = []
+    losses, monitor = [], dynorm.Monitor(model)
     for step in range(STEPS):
         tokens = batch()
         loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -75,7 +75,10 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 30 == 0:
-            print(f"step {step:3}: {losses[-1]:.3f} nats per byte")
+            # It warns when a layer saturates. Per layer: saturated, beta, drift, size, gradient.
+            figures = monitor.read()
+            worst = max(value for name, value in figures.items() if name.startswith("saturated"))
+            print(f"step {step:3}: {losses[-1]:.3f} nats per byte, at most {worst:.0%} of a layer's outputs saturated")
 
     end = sum(losses[-10:]) / 10
     print(f"{end:.3f} at the end; frequencies alone {entropy:.3f}; chance {math.log(256):.3f}")

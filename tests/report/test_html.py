@@ -128,6 +128,7 @@ class TestPage:
             "distill": {"samples": 1920, "steps": 60, "kept": False, "output": {"cosine_mean": 0.9222}},
         }
         meta = {"stages": stages, "seconds": {"calibrate": 3.2, "distill": 59.7}, "worst_text": "a <b> sad one"}
+        meta["recipe"] = {"to": "dyisru", "held_out": 60, "only": [], "lr": None}
         report = replace(odd_report(), meta=meta, output=OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, 0.7))
         report.to_html(tmp_path / "page.html")
         page = Page((tmp_path / "page.html").read_text("utf-8"))
@@ -136,6 +137,7 @@ class TestPage:
         assert 'has 0.800: "a <b> sad one". Next: distil again with more texts or a lower rate' in said
         assert "calibrated, site by site 0.911 0.700 3 batches 3" in said
         assert "distilled, all weights, but not kept 0.922 – 1,920 samples, 60 steps 60" in said
+        assert "to dyisru, held out 60" in said
         assert said.index("Much was lost") < said.index("Stage by stage") < said.index("DyISRU fits the core best")
 
     def test_it_is_written_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
