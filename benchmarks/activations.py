@@ -39,7 +39,7 @@ def save_picture(report: dynorm.InspectionReport, path: Path) -> None:
     figure = Figure(figsize=(2.6 * columns, 2.4 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, site in zip(panels, report.sites, strict=False):
-        draw(axes, site.drawing())
+        draw(axes, site.outliers.fit, site.picture, site.outliers.points)
         residuals = site.outliers.residuals
         figures = "  ".join(f"{short} {residuals[name]:.2f}" for name, short in LABELS.items())
         axes.set_title(f"{shortened(site.path, 34)}\n{figures}", fontsize=7.5)

@@ -1103,7 +1103,7 @@ TRANSFORMERS_WITNESS_DAMAGES = {
     "twice": (lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3, 3]}), "layer 0: .* named twice"),
     "others": (
         lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3, 1]}),
-        r"witnesses in the checkpoint must be .*config\.json names, \[3, 1\], got \[3, 0\]",
+        r"witnesses' in the checkpoint must be .*config\.json names, \[3, 1\], got \[3, 0\]",
     ),
     "fewer": (
         lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3]}), "in their shape, but it lacks .*log_gain",
@@ -1113,10 +1113,11 @@ TRANSFORMERS_WITNESS_DAMAGES = {
     "no gain": (lambda d: edit_weights(d, lambda w: w.pop(f"{NORM}.log_gain")), f"it lacks {NORM}.log_gain"),
     "buffer": (
         lambda d: edit_weights(d, lambda w: w.update({INDEX: torch.tensor([3, 99])})),
-        rf"{NORM}.witnesses in the checkpoint must be .* \[3, 0\], got \[3, 99\]",
+        rf"{NORM}.witnesses' in the checkpoint must be .* \[3, 0\], got \[3, 99\]",
     ),
     "buffer of floats": (
-        lambda d: edit_weights(d, lambda w: w.update({INDEX: torch.tensor([2.5, 0.0])})), "witnesses in the checkpoint",
+        lambda d: edit_weights(d, lambda w: w.update({INDEX: torch.tensor([2.5, 0.0])})),
+        "witnesses' in the checkpoint",
     ),
 }  # fmt: skip
 

@@ -148,11 +148,7 @@ def along(value: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int, ...]:
-    """Return the positions of witness channels; a number N stands for the first N.
-
-    Raises:
-        ArgumentError: one is no integer, out of range or named twice, or there are more than channels.
-    """
+    """Return the positions of witness channels, different and within the channels; a number N means the first N."""
     if isinstance(witnesses, Integral) and not isinstance(witnesses, bool):
         count = int(witnesses)
         if not 0 <= count <= channels:

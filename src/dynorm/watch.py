@@ -40,11 +40,7 @@ HOOK_TABLES = (
 
 
 def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
-    """Yield the batches, each checked.
-
-    Raises:
-        DataError: ``batches`` is no iterable of tensors, tuples or dicts, or is empty.
-    """
+    """Yield the batches, or raise DataError where they are no iterable of tensors, tuples or dicts, or empty."""
     if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
         raise DataError(
             f"{what} must be an iterable of tensors, tuples or dicts, got a {type(batches).__name__}: "
@@ -64,11 +60,7 @@ def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
 
 
 def cycled(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """Yield the batches, from the start again until there were ``steps`` of them.
-
-    Raises:
-        DataError: as :func:`iterate`, or a one-shot iterator has fewer.
-    """
+    """Yield the batches, from the start again until there were ``steps``; DataError where an iterator has fewer."""
     count = 0
     while count < steps:
         for batch in itertools.islice(iterate(batches), steps - count):
@@ -137,11 +129,7 @@ def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) 
 
 
 def require_finite(path: str, *tokens: Tensor, where: str = "") -> None:
-    """Check the inputs or outputs of the norm at ``path``, each (tokens, C).
-
-    Raises:
-        DataError: a value is not finite, or its square overflows.
-    """
+    """Refuse inputs or outputs of the norm at ``path``, (tokens, C), that are not finite or whose squares are not."""
     # One number at the end: a GPU is waited for once.
     if not torch.stack([each.square().sum(-1).isfinite().all() for each in tokens]).all():
         raise DataError(
@@ -216,18 +204,21 @@ def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, g
 
 
 @contextmanager
-def unchanged_on_error(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Give layers their parameters, with their values, and their witnesses back where an error is raised inside."""
-    before = {p: p.detach().clone() for layer in layers for p in layer.parameters()}
-    names = ("_parameters", "_buffers", "witness_channels")
-    held = {
-        layer: {name: copy.copy(layer.__dict__[name]) for name in names if name in layer.__dict__} for layer in layers
-    }
+def unchanged_on_error(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[None]:
+    """Give modules their state back where an error is raised inside: what they hold, and the parameters' values.
+
+    ``values`` is False where nothing writes into a parameter, so that no copy is needed.
+    """
+    tables = ("_modules", "_parameters", "_buffers")
+    held = [(m, {name: copy.copy(v) if name in tables else v for name, v in vars(m).items()}) for m in modules]
+    parameters = {p for module, _ in held for p in module.parameters()} if values else ()
+    before = {parameter: parameter.detach().clone() for parameter in parameters}
     try:
         yield
     except BaseException:
-        for layer, values in held.items():
-            layer.__dict__.update(values)
+        for module, state in held:
+            vars(module).clear()
+            vars(module).update(state)
         with torch.no_grad():
             for parameter, value in before.items():
                 parameter.copy_(value)

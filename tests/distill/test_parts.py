@@ -19,7 +19,7 @@ from transformers import (
 from dynorm.cli import main
 from dynorm.distill.fold import fold_pretrained
 from dynorm.distill.pipeline import Recipe, convert_pretrained
-from dynorm.distill.pretrained import collate, encode, load_pretrained
+from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
 from tests.distill.conftest import save, tiny_bert
 
@@ -110,7 +110,7 @@ def test_a_tokenizer_without_any_token_to_pad_with_will_do(encoder: Path, tmp_pa
     source = shutil.copytree(encoder, tmp_path / "source")
     words(source, {"[UNK]": 0, "a": 1, "b": 2})
     pretrained = load_pretrained(source)
-    batch = collate(pretrained, encode(pretrained, ["a", "a b a"]))
+    (batch,) = make_batches(pretrained, encode(pretrained, ["a", "a b a"]))
     assert batch["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 1]]
 
 

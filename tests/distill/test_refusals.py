@@ -230,7 +230,7 @@ def test_a_model_is_not_replaced_by_what_is_made_from_it(encoder: Path, texts: P
     assert {file: file.read_bytes() for file in source.iterdir()} == before
 
 
-@pytest.mark.parametrize("full", ["shutil.copyfile", "dynorm.distill.pretrained.write_card"])
+@pytest.mark.parametrize("full", ["shutil.copyfile", "dynorm.distill.write.write_card"])
 def test_a_disk_that_is_full_leaves_nothing(
     encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:

@@ -8,7 +8,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Protocol
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,7 +34,6 @@ Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Skip = Annotated[list[str] | None, typer.Option(help="Leave norms alone whose path matches this glob. Repeatable.")]
 
 app = typer.Typer(
-    help="Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -83,11 +83,7 @@ def _by_option(message: str) -> str:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers from the network, and its bars and advice out of our output.
-
-    Raises:
-        ArgumentError: it is not installed.
-    """
+    """Keep transformers, which must be installed, from the network, and its bars and advice out of our output."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torchao, where it is installed, comes with transformers and reports each CUDA library that does not load.
@@ -101,15 +97,8 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|transformers|accelerate)\.")
 
 
-class Report(Protocol):
-    """A result that is printed as text or as JSON."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON knows."""
-
-
-def show(report: Report, as_json: bool) -> None:
-    """Print a report on the standard output."""
+def show(report: Any, as_json: bool) -> None:
+    """Print a report on the standard output, as text or as the JSON of its ``to_dict``."""
     typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
 
 
@@ -122,7 +111,7 @@ def tracked(batches: Sequence[Any], description: str, console: Console) -> Itera
             yield batch
 
 
-def speaker(quiet: bool) -> tuple[Console, Callable[[str], None]]:
-    """Return a console for progress, on the standard error, and a function that prints a line there."""
+def speaker(quiet: bool) -> tuple[Callable[[str], None], Callable[..., Iterator[Any]]]:
+    """Return a function that prints a line on the standard error, and one that tracks batches there."""
     console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
-    return console, lambda line: console.print(line, markup=False)
+    return partial(console.print, markup=False), partial(tracked, console=console)

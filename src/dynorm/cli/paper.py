@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import webbrowser
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,11 +19,7 @@ from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import require_writable, write_bytes, write_text
 
 if TYPE_CHECKING:
-    from dynorm.paper.generality import Reproduction
     from dynorm.paper.proof.statement import Statement
-
-TABLES = ("table.json", "table.csv")
-STUDY_TABLES = ("generality.csv", "samples.csv")
 # A token of these, times a thousand samples, is a minute of work.
 MOST_CHANNELS = 1 << 16
 
@@ -51,12 +47,18 @@ def paper(
     """
     from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render
     from dynorm.paper.generality import PAPER_SEED, reproduce, study_all
-    from dynorm.paper.table import document, printed
+    from dynorm.paper.table import document, generality_csv, outliers_csv, printed, samples_csv
 
     names = list(dict.fromkeys(figure or [name for name in FIGURES if seed is None or name != "fig5"]))
     check_figures(names, with_study=seed is None)
     _check(channels, sigma, seed, samples)
-    tables = [*TABLES, *(STUDY_TABLES if seed is None else ())]
+    tables: dict[str, Callable[[Any], str]] = {
+        "table.json": lambda found: json.dumps(document(found), indent=1) + "\n",
+        "table.csv": outliers_csv,
+    }
+    if seed is None:
+        tables["generality.csv"] = lambda found: generality_csv(found.generality)
+        tables["samples.csv"] = lambda found: samples_csv(found.generality.base)
     for file in [*tables, *(f"{name}.{format}" for name in names for format in FORMATS)]:
         require_writable(out / file)
     stderr = Console(stderr=True)
@@ -65,8 +67,8 @@ def paper(
     if seed is None:
         generality = study_all(channels, sigma, samples or 1000, track=partial(progress, description="study"))
     reproduction = reproduce(channels, sigma, PAPER_SEED if seed is None else seed, generality)
-    for name, text in zip(tables, _tables(reproduction), strict=True):
-        write_text(out / name, text)
+    for name, text in tables.items():
+        write_text(out / name, text(reproduction))
     for name in progress(names, description="figures"):
         drawn = draw(name, reproduction)
         for format in FORMATS:
@@ -93,16 +95,6 @@ def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -
     check_settings(channels, sigma, 0.0, 0 if seed is None else seed)
     if seed is not None and samples is not None:
         raise ArgumentError("samples is for the study over many, but one seed was given: leave out one of the two")
-
-
-def _tables(reproduction: Reproduction) -> list[str]:
-    """Return the texts of TABLES, and of STUDY_TABLES if there was a study."""
-    from dynorm.paper.table import document, generality_csv, outliers_csv, samples_csv
-
-    texts = [json.dumps(document(reproduction), indent=1) + "\n", outliers_csv(reproduction)]
-    if reproduction.generality is not None:
-        texts += [generality_csv(reproduction.generality), samples_csv(reproduction.generality.base)]
-    return texts
 
 
 @app.command()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,7 +23,6 @@ from dynorm.cli.application import (
     quiet_libraries,
     show,
     speaker,
-    tracked,
 )
 from dynorm.files import require_writable
 
@@ -98,42 +98,17 @@ def convert(
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
+    # By the names of a recipe's fields and of the function's arguments; what is left out has its default there.
+    given = {name: value for name, value in locals().items() if value is not None}
     quiet_libraries()
     from dynorm.distill.pipeline import Recipe, convert_pretrained
 
-    console, say = speaker(quiet=as_json)
-    recipe = Recipe(
-        to=to.value,
-        steps=steps,
-        minutes=minutes,
-        refine=refine,
-        held_out=held_out,
-        max_length=max_length,
-        batch=batch,
-        only=tuple(only or ()),
-        skip=tuple(skip or ()),
-        per_channel=per_channel,
-        witnesses=witnesses,
-        seed=seed,
-        lr=lr,
-        bf16=bf16,
-        checkpoints=None if checkpoints is None else str(checkpoints),
-    )
-    report = convert_pretrained(
-        model,
-        out,
-        recipe,
-        texts=texts or (),
-        name=name,
-        device=device,
-        dtype=dtype,
-        keep_original=keep_original,
-        overwrite=overwrite,
-        quiet=as_json or not sys.stderr.isatty(),
-        say=say,
-        track=lambda batches, description: tracked(batches, description, console),
-    )
-    show(report, as_json)
+    say, track = speaker(quiet=as_json)
+    quiet = as_json or not sys.stderr.isatty()
+    names = {field.name for field in fields(Recipe)} & given.keys()
+    recipe = Recipe(**{name: given[name] for name in names})
+    rest = {name: given[name] for name in given.keys() - names - {"model", "out", "as_json"}}
+    show(convert_pretrained(model, out, recipe, quiet=quiet, say=say, track=track, **rest), as_json)
 
 
 @app.command()
@@ -154,24 +129,15 @@ def inspect(
 
     Example: dynorm inspect ./all-MiniLM-L6-v2 --html inspection.html
     """
+    given = {name: value for name, value in locals().items() if value is not None}
     quiet_libraries()
     from dynorm.distill.pipeline import inspect_pretrained
 
     if html is not None:
         require_writable(html)
-    console, say = speaker(quiet=as_json)
-    report = inspect_pretrained(
-        model,
-        texts=texts or (),
-        samples=samples,
-        max_length=max_length,
-        only=only or (),
-        skip=skip or (),
-        seed=seed,
-        name=name,
-        device=device,
-        track=lambda batches, description: tracked(batches, description, console),
-    )
+    say, track = speaker(quiet=as_json)
+    rest = {name: given[name] for name in given.keys() - {"model", "html", "as_json"}}
+    report = inspect_pretrained(model, track=track, **rest)
     if html is not None:
         report.to_html(html)
         say(f"wrote {html}")
@@ -200,13 +166,7 @@ def fold(
     quiet_libraries()
     from dynorm.distill.fold import fold_pretrained
 
-    _, say = speaker(quiet=as_json)
-    options = {
-        "affine": affine,
-        "center": center,
-        "add_bias": add_bias,
-        "untie": untie,
-        "only": only or None,
-        "skip": skip or None,
-    }
+    say, _ = speaker(quiet=as_json)
+    options: dict[str, Any] = {"affine": affine, "center": center, "add_bias": add_bias, "untie": untie}
+    options |= {"only": only or None, "skip": skip or None}
     show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

@@ -346,23 +346,20 @@ def _trainer(
 
     begun = time.perf_counter()
 
-    class Bar(TrainerCallback):  # type: ignore[misc]
+    class Course(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.task = progress.add_task("distilling", total=state.max_steps, loss="")
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             loss = "" if job.last is None else f"loss {float(job.last):.3f}"
             progress.update(self.task, completed=state.global_step, loss=loss)
+            if until is not None:
+                job.gone = (time.perf_counter() - begun) / max(until - begun, 1e-9)
+                control.should_training_stop |= job.gone > 1
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # Where the time was over first, the steps that were taken are all.
             progress.update(self.task, total=state.global_step)
-
-    class StopInTime(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if until is not None:
-                job.gone = (time.perf_counter() - begun) / max(until - begun, 1e-9)
-                control.should_training_stop |= job.gone > 1
 
     class Distiller(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -390,7 +387,7 @@ def _trainer(
         train_dataset=Batches(),
         data_collator=lambda items: items[0],
         optimizers=(optimizer, schedule),
-        callbacks=[StopInTime(), *callbacks, Bar()],
+        callbacks=[Course(), *callbacks],
     )
     # Without its bar the Trainer prints its log instead, in the middle of ours.
     trainer.remove_callback(PrinterCallback)

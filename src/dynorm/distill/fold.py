@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynorm.distill.pretrained import load_model, require_apart, require_free, write_out
+from dynorm.distill.pretrained import Checkpoint
+from dynorm.distill.write import require_output, write_out
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
 
@@ -28,23 +29,19 @@ def fold_pretrained(
 ) -> FoldReport:
     """Fold the transformers model in a folder and save it, with its report, in another.
 
-    Args:
-        folder: as ``save_pretrained`` writes it.
-        out: the new folder; ``model`` and ``report.json`` go there.
-        options: those of :func:`dynorm.fold_`.
-        overwrite: replace a model that is in ``out`` already.
-        say: called with a line at the start of each stage.
-
-    Returns:
-        The report.
+    The arguments are those of :func:`dynorm.distill.pipeline.convert_pretrained`; ``options`` are those of
+    :func:`dynorm.fold_`.
 
     Raises:
         DynormError: bad arguments, model or folder, or nothing can be folded; nothing is written then.
     """
+    import transformers
+
     folder, out = Path(folder), Path(out)
-    require_apart(folder, out)
-    require_free(out, overwrite)
-    model, remarks = load_model(folder)
+    require_output(folder, out, ("model", "report.json"), overwrite=overwrite)
+    checkpoint = Checkpoint(folder)
+    names = checkpoint.config.architectures or [""]
+    model, remarks = checkpoint.model(getattr(transformers, names[0], transformers.AutoModel), "auto")
     inputs: dict[str, Any] = example_of(model)
     say(f"{type(model).__name__} from {folder}, traced with {', '.join(inputs)}")
     for remark in remarks:
@@ -52,22 +49,16 @@ def fold_pretrained(
     report = fold_(model, **(inputs | options))
     if not any(report.count(name) for name in ("affine", "center", "constants")):
         raise ModelError(f"at least one norm must be foldable, but none is; nothing was written\n{report}")
-    facts = ["Its norms are folded into their neighbours by exact algebra.", *remarks, report.table().title]
-    write_out(model, folder, out, report.to_dict(), facts, overwrite)
+    write_out(model, folder, out, overwrite, report, template="fold.md", remarks=remarks)
     say(f"saved {out / 'model'} and {out / 'report.json'}")
     return report
 
 
 def example_of(model: Any) -> dict[str, Tensor]:
-    """Return random inputs of a transformers model, by the names that its forward knows.
-
-    Raises:
-        ArgumentError: it takes none of the usual ones.
-    """
-    names = set(inspect.signature(model.forward).parameters)
+    """Return random inputs of a transformers model, by the names that its forward knows."""
+    names, config = set(inspect.signature(model.forward).parameters), model.config
     generator = torch.Generator().manual_seed(0)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    config = model.config
 
     def ids() -> Tensor:
         text = getattr(config, "text_config", config)
@@ -76,20 +67,20 @@ def example_of(model: Any) -> dict[str, Tensor]:
         return torch.randint(min(4, text.vocab_size - 1), text.vocab_size, (1, length), generator=generator)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(1, *shape, generator=generator).to(dtype)
 
     found: dict[str, Tensor] = {}
     if "pixel_values" in names:
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        found["pixel_values"] = noise(1, getattr(vision, "num_channels", 3), height, width)
+        sides = size if isinstance(size, (list, tuple)) else (size, size)
+        found["pixel_values"] = noise(getattr(vision, "num_channels", 3), *sides)
     if "input_ids" in names and (getattr(config, "vocab_size", None) or hasattr(config, "text_config")):
         found["input_ids"] = ids()
     if "input_features" in names and hasattr(config, "num_mel_bins"):
-        found["input_features"] = noise(1, config.num_mel_bins, 2 * getattr(config, "max_source_positions", 64))
+        found["input_features"] = noise(config.num_mel_bins, 2 * getattr(config, "max_source_positions", 64))
     if "input_values" in names and not found:
-        found["input_values"] = noise(1, 4000)
+        found["input_values"] = noise(4000)
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = ids()
     if not found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,29 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dynorm.arguments import check_positive
+from dynorm.arguments import check_not_negative, check_positive
 from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.pretrained import (
+    Checkpoint,
     Pretrained,
     ShuffledBatches,
     encode,
-    folders_of_modules,
     greedy,
     library_versions,
     load_pretrained,
     make_batches,
-    on_device,
-    require_apart,
-    require_config,
     require_device,
-    require_free,
     within_positions,
-    write_model,
-    write_out,
 )
 from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
+from dynorm.distill.write import folders_of_modules, require_output, write_model, write_out
 from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.family import layer_class
 from dynorm.find import find_norms
@@ -47,6 +41,7 @@ from dynorm.replace import convert_
 from dynorm.report import Continuation, InspectionReport, ModelReport, inspect_norms, measure
 from dynorm.report.conversion import compare
 from dynorm.site import select_sites
+from dynorm.watch import arguments
 
 Batches = Sequence[dict[str, Tensor]]
 Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
@@ -98,21 +93,17 @@ class Recipe:
     batch: int | None = None
     calibration: int | None = None
     lean: float | None = None
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
+    only: Sequence[str] = ()
+    skip: Sequence[str] = ()
     per_channel: bool | None = None
     witnesses: int = 4
     seed: int = 0
     lr: float | None = None
     bf16: bool = False
-    checkpoints: str | None = None
+    checkpoints: str | Path | None = None
 
     def check(self) -> None:
-        """Check every value.
-
-        Raises:
-            ArgumentError: one is outside its domain.
-        """
+        """Check every value, or raise ArgumentError."""
         if issubclass(layer_class(self.to), AnnealedNorm):
             raise ArgumentError(
                 f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train it with AnnealCallback"
@@ -120,16 +111,14 @@ class Recipe:
         for name in ("steps", "refine", "held_out", "max_length", "batch", "calibration", "seed"):
             if (value := getattr(self, name)) is not None and type(value) is not int:
                 raise ArgumentError(f"{name} must be an integer, got {value!r}")
-        if not 0 <= self.seed < 2**32:
-            raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         if self.minutes is not None and type(self.minutes) not in (int, float):
             raise ArgumentError(f"minutes must be a number, got {self.minutes!r}")
+        if not 0 <= self.seed < 2**32:
+            raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         if self.steps is not None and self.minutes is not None:
             raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
         for name in ("steps", "minutes", "refine"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ArgumentError(f"{name} must be finite and not negative, got {value}")
+            check_not_negative(name, getattr(self, name) or 0)
         for name, least in (("held_out", 2), ("max_length", 2), ("batch", 1), ("calibration", 1)):
             if (count := getattr(self, name)) is not None and count < least:
                 raise ArgumentError(f"{name} must be at least {least}, got {count}")
@@ -185,56 +174,26 @@ def convert_pretrained(
     recipe.check()
     require_library("matplotlib", "the report's pictures", "plots")
     names = ("model", "original") if keep_original else ("model",)
-    require_apart(Path(source), out, names)
-    require_free(out, overwrite, (*names, "report.json", "report.html"))
+    require_output(Path(source), out, (*names, "report.json", "report.html"), overwrite=overwrite)
     if recipe.checkpoints is not None:
         _require_own_place(Path(recipe.checkpoints), [Path(source), *(out / name for name in names)])
     if Path(source).is_dir():
         folders_of_modules(Path(source))
-    subject = _Subject.load(source, texts, recipe, device, dtype)
-    recipe = subject.recipe
-    model, fit, held_out = subject.pretrained.model, subject.fit, subject.held_out
-    say(f"{type(model).__name__} from {source}: {len(fit)} texts to fit on, {len(held_out)} held out")
-    for remark in subject.pretrained.remarks:
+    job = _Job.load(source, texts, recipe, device, dtype, say=say, track=track)
+    model, remarks, recipe = job.pretrained.model, job.pretrained.remarks, job.recipe
+    say(f"{type(model).__name__} from {source}: {len(job.fit)} texts to fit on, {len(job.held_out)} held out")
+    for remark in remarks:
         say(remark)
-    job = _Job(recipe, subject, copy.deepcopy(model), say, track)
+    job.original = copy.deepcopy(model)
     job.convert_()
     if recipe.refine:
         job.refine_()
     if recipe.steps or recipe.minutes:
         job.distill_(quiet)
-    meta = subject.meta(name) | {
-        "recipe": asdict(recipe),
-        "texts_to_fit": len(fit),
-        "tokens_to_fit": sum(map(len, fit)),
-        "device": str(next(model.parameters()).device),
-        "threads": torch.get_num_threads(),
-    }
-    with job.stage("measure"):
-        tests = track(subject.batches(held_out), f"measuring on {len(held_out)} held-out texts")
-        fit_on = subject.batches(subject.calibration)
-        report = measure(model, tests, original=job.original, fit_on=fit_on, seed=recipe.seed, meta=meta)
-    if subject.pretrained.language_model:
-        with job.stage("continue"):
-            report = replace(report, continuations=job.continuations())
-    report.meta["seconds"], report.meta["stages"] = job.seconds, job.details
-    if report.output.worst is not None:
-        # The order of the batches.
-        text = sorted(held_out, key=len)[report.output.worst]
-        report.meta["worst_text"] = subject.pretrained.tokenizer.decode(text, skip_special_tokens=True)
-    each, origin = "channel" if recipe.per_channel else "layer", ", ".join(map(str, texts)) or _DOCSTRINGS
-    training = ", distilled" if job.details.get("distill", {}).get("kept") else ""
-    refined = f", refined together in {recipe.refine} steps" if recipe.refine else ""
-    facts = [
-        f"{len(report.sites)} norms of {meta['model']} are replaced by {recipe.to} layers, with one constant per "
-        f"{each}, and at most {recipe.witnesses} witness channels per layer.",
-        f"The constants are fitted{refined}{training} on {len(fit)} texts: {origin}.",
-        *subject.pretrained.remarks,
-        "Measured on other texts:\n\n```\n" + report.table().title + "\n```",
-    ]
-    write_out(model, subject.pretrained.source, out, report.to_dict(), facts, overwrite)
+    report = job.measure(name)
+    write_out(model, Path(source), out, overwrite, report, template="conversion.md", remarks=remarks)
     if keep_original:
-        write_model(job.original, subject.pretrained.source, out / "original", overwrite)
+        write_model(job.original, Path(source), out / "original", overwrite)
     report.to_html(out / "report.html")
     say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
     return report
@@ -244,7 +203,7 @@ def _require_own_place(checkpoints: Path, taken: Sequence[Path]) -> None:
     for folder in taken:
         if checkpoints.resolve().is_relative_to(folder.resolve()):
             raise ArgumentError(f"checkpoints must have a folder of their own, but {checkpoints} is inside {folder}")
-    require_free(checkpoints, True, ())
+    require_output(checkpoints, checkpoints, (), overwrite=True)
 
 
 def inspect_pretrained(
@@ -262,20 +221,8 @@ def inspect_pretrained(
 ) -> InspectionReport:
     """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts.
 
-    Args:
-        source: the folder of a transformers model with its tokenizer, or a GGUF file.
-        texts: files and folders of texts; the docstrings of Python's standard library by default.
-        samples: how many texts (of a language model: blocks) to fit on at most, and how many texts to measure on.
-        max_length: the longest text, or the size of a block, in tokens; None takes 128, or 256 of a language model.
-        only: globs of the paths to inspect.
-        skip: globs of the paths to leave out.
-        seed: for the split of texts and for the samples.
-        name: the model's name in the report; the folder's by default.
-        device: "cpu", "cuda", ...
-        track: wraps the batches, to show a progress bar; given them and a description.
-
-    Returns:
-        The report.
+    The arguments are those of :func:`convert_pretrained` and :class:`Recipe`, and ``samples``: how many texts (of a
+    language model: blocks) to fit on at most, and how many texts to measure on.
 
     Raises:
         DynormError: bad arguments, texts, model or folder.
@@ -283,61 +230,68 @@ def inspect_pretrained(
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     Recipe(max_length=max_length).check()
-    recipe = Recipe(held_out=samples, max_length=max_length, seed=seed, only=tuple(only), skip=tuple(skip))
-    subject = _Subject.load(source, texts, recipe, device)
-    model = subject.pretrained.model
-    fitted, measured = (subject.batches(part[:samples]) for part in (subject.fit, subject.held_out))
-    sites = select_sites(find_norms(model, **on_device(fitted[0], model)), only or None, skip or None)
-    meta = subject.meta(name) | {
-        "texts_held_out": len(subject.held_out[:samples]),
-        "max_length": subject.max_length,
+    recipe = Recipe(held_out=samples, max_length=max_length, seed=seed, only=only, skip=skip)
+    job = _Job.load(source, texts, recipe, device, track=track)
+    fitted, measured = (job.batches(part[:samples]) for part in (job.fit, job.held_out))
+    model, decode = job.pretrained.model, job.pretrained.tokenizer.convert_ids_to_tokens
+    sites = select_sites(find_norms(model, **arguments(model, fitted[0])[1]), only or None, skip or None)
+    meta = job.meta(name) | {
+        "texts_held_out": len(job.held_out[:samples]),
+        "max_length": job.recipe.max_length,
         "seed": seed,
     }
-    fit_on = track(fitted, "fitting")
-    decode = subject.pretrained.tokenizer.convert_ids_to_tokens
-    tests = track(measured, "measuring")
+    fit_on, tests = track(fitted, "fitting"), track(measured, "measuring")
     return inspect_norms(model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode)
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """A pretrained model with encoded texts to fit on, and others held out."""
+@dataclass
+class _Job:
+    """A pretrained model with encoded texts to fit on, and others held out; its stages note results and times."""
 
     pretrained: Pretrained
+    # A Recipe that is filled: nothing in it is None that suits the kind of model.
+    recipe: Any
     texts: Sequence[str | Path]
-    recipe: Recipe
-    max_length: int
-    batch: int
     fit: list[list[int]]
     held_out: list[list[int]]
+    say: Callable[[str], None]
+    track: Track
+    original: Any = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def load(
-        source: str | Path, texts: Sequence[str | Path], recipe: Recipe, device: str, dtype: str = "float32"
-    ) -> _Subject:
+        source: str | Path,
+        texts: Sequence[str | Path],
+        recipe: Recipe,
+        device: str,
+        dtype: str = "float32",
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        track: Track,
+    ) -> _Job:
         # What costs little comes first.
         require_device(device)
-        whole = require_config(Path(source), (*recipe.only, *recipe.skip))
+        checkpoint = Checkpoint(Path(source))
+        checkpoint.require_modules((*recipe.only, *recipe.skip))
         # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
-        recipe = recipe.filled(whole)
+        whole = checkpoint.language_model
         found = read_texts(texts, whole=whole) if texts else standard_library_docstrings(whole=whole)
         parts = split_texts(found, recipe.held_out, recipe.seed)
-        size, batch = recipe.max_length, recipe.batch
-        assert size is not None
-        assert batch is not None
+        filled: Any = recipe.filled(whole)
         pretrained = load_pretrained(source, device, dtype)
-        size = within_positions(pretrained, size)
-        recipe = replace(recipe, max_length=size)
-        fit, test = (encode(pretrained, part, size) for part in parts)
-        return _Subject(pretrained, texts, recipe, size, batch, fit, test)
+        filled = replace(filled, max_length=within_positions(pretrained, filled.max_length))
+        fit, held_out = (encode(pretrained, part, filled.max_length) for part in parts)
+        return _Job(pretrained, filled, texts, fit, held_out, say, track)
 
     @property
     def calibration(self) -> list[list[int]]:
         """Texts that the constants are fitted to, site by site."""
         return self.fit[: self.recipe.calibration]
 
-    def batches(self, encoded: Sequence[list[int]], seed: int | None = None) -> list[dict[str, Tensor]]:
-        return make_batches(self.pretrained, encoded, self.batch, seed)
+    def batches(self, encoded: Sequence[list[int]], seed: int | None = None, size: int | None = None) -> Batches:
+        return make_batches(self.pretrained, encoded, size or self.recipe.batch, seed)
 
     def meta(self, name: str | None) -> dict[str, Any]:
         return {
@@ -348,94 +302,95 @@ class _Subject:
             **({"remarks": list(self.pretrained.remarks)} if self.pretrained.remarks else {}),
         }
 
-
-@dataclass
-class _Job:
-    """A conversion under way: its stages change the model, and note results and times for the report."""
-
-    recipe: Recipe
-    subject: _Subject
-    original: nn.Module
-    say: Callable[[str], None]
-    track: Track
-    seconds: dict[str, float] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
-
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - started, 2)
         if name in self.details:
-            subject = self.subject
-            few = subject.batches(subject.held_out[: _COMPARED * subject.batch])
-            self.details[name]["output"] = asdict(compare(subject.pretrained.model, self.original, few))
+            few = self.batches(self.held_out[: _COMPARED * self.recipe.batch])
+            self.details[name]["output"] = asdict(compare(self.pretrained.model, self.original, few))
 
     def convert_(self) -> None:
-        model, recipe = self.subject.pretrained.model, self.recipe
-        size = CALIBRATION_BLOCKS if self.subject.pretrained.language_model else self.subject.batch
-        batches = make_batches(self.subject.pretrained, self.subject.calibration, size, recipe.seed)
+        model, recipe = self.pretrained.model, self.recipe
+        size = CALIBRATION_BLOCKS if self.pretrained.language_model else None
+        batches = self.batches(self.calibration, recipe.seed, size)
         with self.stage("find"):
-            sites = find_norms(model, **on_device(batches[len(batches) // 2], model))
+            sites = find_norms(model, **arguments(model, batches[len(batches) // 2])[1])
         if not sites and is_changed(model):
             raise ModelError(
-                f"{self.subject.pretrained.source} must have norms, but those it had are converted already: convert "
-                "the original"
+                f"{self.pretrained.source} must have norms, but those it had are converted already: "
+                "convert the original"
             )
         with self.stage("convert"):
-            only, skip = recipe.only or None, recipe.skip or None
-            options: dict[str, Any] = {"per_channel": recipe.per_channel, "witnesses": recipe.witnesses}
-            done = convert_(model, sites, layer_class(recipe.to), only=only, skip=skip, **options)
+            options: dict[str, Any] = {"only": recipe.only or None, "skip": recipe.skip or None}
+            options |= {"per_channel": recipe.per_channel, "witnesses": recipe.witnesses}
+            done = convert_(model, sites, recipe.to, **options)
         self.say(str(done))
         self.details["refused"] = [site.to_dict() for site in done.refused]
         with self.stage("calibrate"):
             tracked = self.track(batches, f"calibrating on {len(batches)} batches")
-            self.details["calibrate"] = calibrate_(model, tracked, lean=recipe.lean or 0.0).to_dict()
+            self.details["calibrate"] = calibrate_(model, tracked, lean=recipe.lean).to_dict()
 
     def refine_(self) -> None:
-        subject, steps = self.subject, self.recipe.refine
+        steps = self.recipe.refine
         with self.stage("refine"):
             # Other texts than those of the calibration, where there are enough.
-            first = len(subject.calibration)
-            rest = subject.fit[first : first + steps * subject.batch] or subject.fit
-            batches = list(islice(cycle(subject.batches(rest, self.recipe.seed)), steps))
+            first = len(self.calibration)
+            rest = self.fit[first : first + steps * self.recipe.batch] or self.fit
+            batches = list(islice(cycle(self.batches(rest, self.recipe.seed)), steps))
             tracked = self.track(batches, f"refining all constants together, {steps} steps")
-            self.details["refine"] = refine_(subject.pretrained.model, tracked, steps=steps).to_dict()
+            self.details["refine"] = refine_(self.pretrained.model, tracked, steps=steps).to_dict()
 
     def distill_(self, quiet: bool) -> None:
-        recipe, subject = self.recipe, self.subject
-        self.say(
-            f"distilling for {recipe.steps} steps" if recipe.steps else f"distilling for {recipe.minutes:g} minutes"
-        )
+        recipe = self.recipe
+        self.say(f"distilling for {f'{recipe.steps} steps' if recipe.steps else f'{recipe.minutes:g} minutes'}")
         if recipe.steps and recipe.steps < FEW:
-            warnings.warn(
-                f"steps below {FEW} can hardly help, got {recipe.steps}: give more, or none",
-                CalibrationWarning,
-                stacklevel=2,
-            )
+            words = f"steps below {FEW} can hardly help, got {recipe.steps}: give more, or none"
+            warnings.warn(words, CalibrationWarning, stacklevel=2)
         with self.stage("distill"):
             self.details["distill"] = distill_(
-                subject.pretrained.model,
-                ShuffledBatches(subject.pretrained, subject.fit, subject.batch, recipe.seed),
+                self.pretrained.model,
+                ShuffledBatches(self.pretrained, self.fit, recipe.batch, recipe.seed),
                 teacher=self.original,
                 steps=recipe.steps or None,
                 minutes=recipe.minutes or None,
-                lr=recipe.lr,
-                seed=recipe.seed,
-                bf16=recipe.bf16,
-                checkpoints=recipe.checkpoints,
                 quiet=quiet,
+                **{name: getattr(recipe, name) for name in ("lr", "seed", "bf16", "checkpoints")},
             ).to_dict()
+
+    def measure(self, name: str | None) -> ModelReport:
+        """Return the report on the held-out texts."""
+        model, seed = self.pretrained.model, self.recipe.seed
+        meta = self.meta(name) | {
+            "recipe": asdict(self.recipe),
+            "texts_to_fit": len(self.fit),
+            "tokens_to_fit": sum(map(len, self.fit)),
+            "device": str(next(model.parameters()).device),
+            "threads": torch.get_num_threads(),
+        }
+        with self.stage("measure"):
+            tests = self.track(self.batches(self.held_out), f"measuring on {len(self.held_out)} held-out texts")
+            fit_on = self.batches(self.calibration)
+            report = measure(model, tests, original=self.original, fit_on=fit_on, seed=seed, meta=meta)
+        if self.pretrained.language_model:
+            with self.stage("continue"):
+                report = replace(report, continuations=self.continuations())
+        report.meta["seconds"], report.meta["stages"] = self.seconds, self.details
+        if report.output.worst is not None:
+            # The order of the batches.
+            text = sorted(self.held_out, key=len)[report.output.worst]
+            report.meta["worst_text"] = self.pretrained.tokenizer.decode(text, skip_special_tokens=True)
+        return report
 
     def continuations(self) -> list[Continuation]:
         """Return how the original and the converted model continue the first tokens of held-out blocks."""
-        subject = self.subject
-        given = min(_GIVEN, subject.max_length // 2)
-        prompts = [block[:given] for block in subject.held_out[:_CONTINUED]]
-        asked = min(_ASKED, subject.max_length - given)
-        decode: Callable[[Any], str] = subject.pretrained.tokenizer.decode
-        models = (self.original, subject.pretrained.model)
-        before, now = (greedy(subject.pretrained, model, prompts, asked) for model in models)
+        given = min(_GIVEN, self.recipe.max_length // 2)
+        prompts = [block[:given] for block in self.held_out[:_CONTINUED]]
+        asked = min(_ASKED, self.recipe.max_length - given)
+        decode: Callable[[Any], str] = self.pretrained.tokenizer.decode
+        models = (self.original, self.pretrained.model)
+        before, now = (greedy(self.pretrained, model, prompts, asked) for model in models)
         same = (before == now).float().mean(1).tolist()
         return [
             Continuation(decode(prompt), decode(a), decode(b), share)

@@ -1,34 +1,24 @@
-"""Pretrained models of transformers in folders: load one, turn texts into its batches, write a changed one."""
+"""Pretrained models of transformers in folders: load one, and turn texts into its batches."""
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import random
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynorm.distill.card import write_card
+from dynorm.distill.write import WEIGHTS
 from dynorm.errors import ArgumentError, DataError, DynormError, StorageError, require_library
-from dynorm.files import replaced_directory, write_text
-from dynorm.hub.contents import is_changed, listed
+from dynorm.hub.contents import listed
+from dynorm.site import any_match
 
-# fmt: off
-_WEIGHTS = frozenset([
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".onnx", ".onnx_data", ".xml", ".msgpack", ".ot", ".gguf",
-    ".tflite",
-])
-# fmt: on
 _TOKENIZER = re.compile(r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$")
 
 
@@ -78,31 +68,21 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
     if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ArgumentError(f"dtype must be auto or a floating point dtype of torch, such as float32, got {dtype!r}")
     require_device(device)
-    language_model = require_config(source)
-    tokenizer = _tokenizer_of(source)
-    folder, options = _place(source)
-    with _readable(source):
-        from transformers import AutoModel, AutoModelForCausalLM
-
-        auto = AutoModelForCausalLM if language_model else AutoModel
-        model, info = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    remarks = _require_same_parts(source, model, info)
+    checkpoint = Checkpoint(source)
+    tokenizer = checkpoint.tokenizer()
+    model, remarks = checkpoint.model(checkpoint.auto, dtype)
     if tokenizer.pad_token is None:
         # Any token will do: the mask hides it.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    if folder != source:
+    if checkpoint.gguf:
         # Dequantized, yet transformers takes it for quantized still, and would not save it.
         model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
         vars(model.config).pop("quantization_config", None)
-    return Pretrained(model.eval().to(device), tokenizer, language_model, source, remarks)
+    return Pretrained(model.to(device), tokenizer, checkpoint.language_model, source, remarks)
 
 
 def require_device(device: str) -> None:
-    """Check that torch can use a device.
-
-    Raises:
-        ArgumentError: it cannot.
-    """
+    """Check that torch can use a device, or raise ArgumentError."""
     try:
         torch.empty(0, device=device)
     # What torch raises for a device that it does not know, was not built for, or does not find.
@@ -110,98 +90,81 @@ def require_device(device: str) -> None:
         raise ArgumentError(f"device must be one that torch can use here, got {device!r}: {error}") from error
 
 
-def require_config(source: Path, globs: Iterable[str] = ()) -> bool:
-    """Check a model's config, and that each glob matches one of its modules; tell whether it is a language model.
+class Checkpoint:
+    """The folder of a model, or its GGUF file, as transformers reads it: its config at once, the rest on demand."""
 
-    Raises:
-        ArgumentError: a glob matches no module, or a GGUF file needs the library gguf.
-        StorageError: there is no model.
-    """
-    folder, options = _place(source)
-    with _readable(source):
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-        config = AutoConfig.from_pretrained(folder, **options)
-        names = config.architectures or ["ForCausalLM" if folder != source else ""]
-        language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-        if globs:
-            with torch.device("meta"):
-                model = (AutoModelForCausalLM if language_model else AutoModel).from_config(config)
-    for glob in globs:
-        if not any(fnmatchcase(path, glob) for path, _ in model.named_modules(remove_duplicate=False)):
-            raise ArgumentError(
-                f"the glob {glob!r} must match the path of a norm, but matches no module of {type(model).__name__}"
-            )
-    return language_model
-
-
-def _place(source: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the options of ``from_pretrained`` for a folder or a GGUF file."""
-    if not (source.suffix == ".gguf" and source.is_file()):
-        return source, {"local_files_only": True}
-    require_library("gguf", "reading a GGUF file", "gguf")
-    return source.parent, {"local_files_only": True, "gguf_file": source.name}
-
-
-def _tokenizer_of(source: Path) -> Any:
-    folder, options = _place(source)
-    if folder == source and not any(_TOKENIZER.match(file.name) for file in folder.iterdir()):
-        raise StorageError(
-            f"{source} must hold the model's tokenizer, but has none of its files (tokenizer.json, vocab.txt, ...): "
-            "copy them there; convert a model of images or audio in Python, with dynorm.find_norms and convert_"
-        )
-    with _readable(source, f"the tokenizer in {source}"):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    # Of characters or bytes it needs no vocabulary; without the file of one, transformers makes one up.
-    names = {*type(tokenizer).vocab_files_names.values(), "tokenizer.json"}
-    if folder == source and type(tokenizer).vocab_files_names and not any((folder / name).is_file() for name in names):
-        raise StorageError(
-            f"{source} must hold the model's tokenizer, but has none of {listed(names)}: copy them there"
-        )
-    return tokenizer
-
-
-def load_model(folder: Path) -> tuple[Any, tuple[str, ...]]:
-    """Load the model that a folder's config names, in its own dtype and eval mode, without the network.
-
-    Returns:
-        The model, and the remarks of :class:`Pretrained`.
-
-    Raises:
-        StorageError: there is none that transformers can read, or it lacks weights.
-    """
-    with _readable(folder):
+    def __init__(self, source: Path) -> None:
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
-        model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
-    return model.eval(), _require_same_parts(folder, model, info)
-
-
-@contextmanager
-def _readable(source: Path, what: str | None = None) -> Iterator[None]:
-    if not (source.is_file() and source.suffix == ".gguf") and not (source / "config.json").is_file():
-        raise StorageError(
-            f"the model must be a folder with a config.json, but {source} has none: give what save_pretrained wrote, "
-            "or a .gguf file"
-        )
-    files = sorted(source.iterdir()) if source.is_dir() else [source]
-    weights = next((file for file in files if file.suffix in _WEIGHTS), source)
-    try:
-        if weights.suffix == ".safetensors":
+        self.source, self.gguf = source, source.suffix == ".gguf" and source.is_file()
+        if self.gguf:
+            require_library("gguf", "reading a GGUF file", "gguf")
+        elif not (source / "config.json").is_file():
+            raise StorageError(
+                f"the model must be a folder with a config.json, but {source} has none: give what save_pretrained "
+                "wrote, or a .gguf file"
+            )
+        files = [source] if self.gguf else sorted(source.iterdir())
+        self.weights = next((file for file in files if file.suffix in WEIGHTS), source)
+        if self.weights.suffix == ".safetensors":
             from dynorm.hub.transformers import require_whole_weights
 
             require_whole_weights(source)
+        self.config = self._read(transformers.AutoConfig)
+        names = self.config.architectures or ["ForCausalLM" if self.gguf else ""]
+        self.language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+        self.auto = transformers.AutoModelForCausalLM if self.language_model else transformers.AutoModel
+
+    def require_modules(self, globs: Iterable[str]) -> None:
+        """Check that each glob matches a module of the model, which needs no weights for that."""
+        if not globs:
+            return
+        with _readable(f"{self.weights} and its config"), torch.device("meta"):
+            model = self.auto.from_config(self.config)
+        for glob in globs:
+            if not any_match((path for path, _ in model.named_modules(remove_duplicate=False)), [glob]):
+                raise ArgumentError(
+                    f"the glob {glob!r} must match the path of a norm, but matches no module of {type(model).__name__}"
+                )
+
+    def model(self, cls: Any, dtype: str) -> tuple[Any, tuple[str, ...]]:
+        """Return the model in eval mode, and the remarks of :class:`Pretrained`; refuse one that lacks weights."""
+        model, info = self._read(cls, dtype=dtype, output_loading_info=True)
+        return model.eval(), _require_same_parts(self.source, model, info)
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer, or raise StorageError where there is none of the model's own."""
+        from transformers import AutoTokenizer
+
+        missing = f"{self.source} must hold the model's tokenizer, but has none of"
+        if not (self.gguf or any(_TOKENIZER.match(file.name) for file in self.source.iterdir())):
+            raise StorageError(
+                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there; convert a model of images or "
+                "audio in Python, with dynorm.find_norms and convert_"
+            )
+        tokenizer = self._read(AutoTokenizer, f"the tokenizer in {self.source}")
+        # Of characters or bytes it needs no vocabulary; without the file of one, transformers makes one up.
+        names = {*type(tokenizer).vocab_files_names.values(), "tokenizer.json"}
+        own = self.gguf or not type(tokenizer).vocab_files_names
+        if not (own or any((self.source / name).is_file() for name in names)):
+            raise StorageError(f"{missing} {listed(names)}: copy them there")
+        return tokenizer
+
+    def _read(self, cls: Any, what: str | None = None, **options: Any) -> Any:
+        place, more = (self.source.parent, {"gguf_file": self.source.name}) if self.gguf else (self.source, {})
+        with _readable(what or f"{self.weights} and its config"):
+            return cls.from_pretrained(place, local_files_only=True, **more, **options)
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    try:
         yield
     except DynormError:
         raise
     # transformers raises whatever its files make it raise.
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        what = what or f"{weights} and its config"
         raise StorageError(f"transformers must be able to read {what}, but {found:.500}") from error
 
 
@@ -235,11 +198,7 @@ def _in_a_layer(model: Any, key: str) -> bool:
 
 
 def require_known_words(tokenizer: Any, encoded: Sequence[list[int]], size: int | None = None) -> None:
-    """Check that a tokenizer knows the texts that it encoded, and the model, of a vocabulary of ``size``, its tokens.
-
-    Raises:
-        DataError: most of them became nothing, or unknown tokens; or an id is beyond the vocabulary.
-    """
+    """Check that a tokenizer knows the texts it encoded, and the model, of a vocabulary of ``size``, its tokens."""
     largest = max((max(ids) for ids in encoded if ids), default=0)
     if size is not None and largest >= size:
         raise DataError(
@@ -279,29 +238,22 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
     Raises:
         DataError: there is no text, too little for a block, or most of it is unknown to the tokenizer or the model.
     """
-    max_length = within_positions(pretrained, max_length)
-    size = getattr(pretrained.model.config, "vocab_size", None)
     if not texts:
         raise DataError("there must be at least one text, got none")
-    tokenizer = pretrained.tokenizer
+    max_length, tokenizer = within_positions(pretrained, max_length), pretrained.tokenizer
+    whole = (
+        {"add_special_tokens": False} if pretrained.language_model else {"truncation": True, "max_length": max_length}
+    )
+    encoded: list[list[int]] = tokenizer(list(texts), **whole)["input_ids"]
+    require_known_words(tokenizer, encoded, getattr(pretrained.model.config, "vocab_size", None))
     if not pretrained.language_model:
-        encoded: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
-        require_known_words(tokenizer, encoded, size)
         return encoded
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    parts = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    require_known_words(tokenizer, parts, size)
-    joined = [token for part in parts for token in part + end]
+    joined = [token for part in encoded for token in part + end]
     blocks = [joined[i : i + max_length] for i in range(0, len(joined) - max_length + 1, max_length)]
     if not blocks:
         raise DataError(f"texts must fill a block of {max_length} tokens, but they are {len(joined)} tokens: give more")
     return blocks
-
-
-def collate(pretrained: Pretrained, encoded: Sequence[list[int]]) -> dict[str, Tensor]:
-    """Return one padded batch."""
-    batch = pretrained.tokenizer.pad({"input_ids": list(encoded)}, return_tensors="pt")
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
 def make_batches(
@@ -315,9 +267,11 @@ def make_batches(
         batch_size: texts per batch.
         seed: shuffles the batches; None leaves them from short to long.
     """
-    by_length = sorted(encoded, key=len)
-    starts = range(0, len(by_length), batch_size)
-    batches = [collate(pretrained, by_length[start : start + batch_size]) for start in starts]
+    by_length, batches = sorted(encoded, key=len), []
+    for start in range(0, len(by_length), batch_size):
+        ids = by_length[start : start + batch_size]
+        padded = pretrained.tokenizer.pad({"input_ids": ids}, return_tensors="pt")
+        batches.append({name: padded[name] for name in ("input_ids", "attention_mask")})
     if seed is not None:
         random.Random(seed).shuffle(batches)
     return batches
@@ -357,12 +311,6 @@ def greedy(pretrained: Pretrained, model: Any, prompts: Sequence[list[int]], tok
     return found[:, ids.shape[1] :].cpu()
 
 
-def on_device(batch: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return the batch where the model's parameters are."""
-    device = next(model.parameters()).device
-    return {name: value.to(device) for name, value in batch.items()}
-
-
 def library_versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     import transformers
@@ -375,89 +323,3 @@ def library_versions() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def require_apart(source: Path, out: Path, names: Sequence[str] = ("model",)) -> None:
-    """Refuse an output that would replace the model that it is made from.
-
-    Raises:
-        ArgumentError: it would.
-    """
-    for name in names:
-        if source.resolve().is_relative_to((out / name).resolve()):
-            raise ArgumentError(f"the output must not replace its own source, but {out / name} holds {source}")
-
-
-def require_free(out: Path, overwrite: bool, names: Sequence[str] = ("model", "report.json")) -> None:
-    """Refuse before the work an output folder that could not be written after it."""
-    for file in (out / name for name in names if name.endswith((".json", ".html"))):
-        if file.is_dir():
-            raise StorageError(f"{file} must be a file, but is a folder: choose another output folder")
-    if (found := [out / name for name in names if (out / name).exists()]) and not overwrite:
-        raise StorageError(f"{found[0]} exists already: choose another folder, or pass --overwrite")
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise StorageError(f"the output must go into a folder that can be written, but {parent} cannot")
-
-
-def write_out(
-    model: nn.Module, source: Path, out: Path, report: dict[str, Any], facts: Sequence[str], overwrite: bool
-) -> None:
-    """Write a changed model, with the other files of its old folder, to ``out/model``, and ``out/report.json``.
-
-    ``facts`` are the paragraphs of the model's card.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"the output folder {out} must be writable, but: {error}") from error
-    write_model(model, source, out / "model", overwrite, facts)
-    write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
-
-
-def write_model(model: Any, source: Path, folder: Path, overwrite: bool, facts: Sequence[str] | None = None) -> None:
-    """Write a model with the other files of its old folder, or the tokenizer of its GGUF file; if changed, a card."""
-    with replaced_directory(folder, overwrite=overwrite, keep_others=False) as new:
-        model.save_pretrained(os.fspath(new))
-        if source.is_file():
-            from transformers import AutoTokenizer
-
-            AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(new)
-        else:
-            _copy_rest(source.absolute(), new)
-        if facts is not None:
-            write_card(new, source, facts, type(model).__name__, needs_dynorm=is_changed(model))
-
-
-def _copy_rest(source: Path, target: Path) -> None:
-    """Copy the other files of the model's folder: tokenizer, card, and the modules of sentence-transformers.
-
-    Left out are its weights in any format, which are the original's, hidden files, and those of an earlier run.
-    """
-    parts, out = folders_of_modules(source), target.parent.absolute()
-    # The source may stand in the output folder, or be it.
-    earlier = out / "model" if source.is_relative_to(out) else out
-    for file in sorted(source.rglob("*")):
-        name, there = file.relative_to(source), target / file.relative_to(source)
-        hidden = any(part.startswith(".") for part in name.parent.parts)
-        part = any(name.is_relative_to(folder) for folder in parts)
-        weights = not part and (file.suffix in _WEIGHTS or name.name.endswith(".index.json"))
-        written = any(file.is_relative_to(folder) for folder in (earlier, target.absolute())) or there.exists()
-        if file.is_file() and not (hidden or weights or written):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, there)
-
-
-def folders_of_modules(source: Path) -> list[str]:
-    """Return the folders of a sentence-transformers model's other modules, which have weights of their own (a Dense).
-
-    Raises:
-        StorageError: modules.json does not list them.
-    """
-    file = source / "modules.json"
-    if not file.is_file():
-        return []
-    try:
-        return [str(entry["path"]) for entry in json.loads(file.read_text("utf-8")) if entry["path"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StorageError(f"{file} must be a list of modules with their paths, but: {error!r}") from error

@@ -41,7 +41,10 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
     """
     texts: list[str] = []
     for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):
-        found = [text for file in _files(path) for text in _texts_of(file, whole)]
+        if not path.exists():
+            raise DataError(f"texts must come from files and folders that exist, but {path} does not")
+        inside = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        found = [text for file in (inside if path.is_dir() else [path]) for text in _texts_of(file, whole)]
         if not found:
             raise DataError(f"texts must have a paragraph or line of {_SHORTEST} characters, but {path} has none")
         texts += found
@@ -96,14 +99,6 @@ def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[st
     held_out = held_out if len(texts) >= 2 * held_out else len(texts) // 4
     shuffled = random.Random(seed).sample(texts, len(texts))
     return shuffled[held_out:], shuffled[:held_out]
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"texts must come from files and folders that exist, but {path} does not")
-    return sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
 
 
 def _texts_of(file: Path, whole: bool) -> Iterator[str]:

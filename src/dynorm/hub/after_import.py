@@ -11,17 +11,7 @@ from types import ModuleType
 
 
 class AfterImport(MetaPathFinder):
-    """A finder that finds nothing itself: it lets its module be imported by the others, and then acts, once.
-
-    Args:
-        name: the module to wait for.
-        action: called once it is imported.
-
-    Example:
-        >>> waiting = AfterImport("a_module_that_does_not_exist", lambda: print("seen"))
-        >>> waiting.find_spec("another_module", None) is None
-        True
-    """
+    """A finder that finds nothing itself: it lets the module ``name`` be imported by the others, then acts, once."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name = name
@@ -59,11 +49,8 @@ class AfterImport(MetaPathFinder):
 def after_import(name: str, action: Callable[[], None]) -> None:
     """Call ``action`` once the module ``name`` is imported: now, if it is.
 
-    Waiting anew for the same module, as after a reload, ends the wait before.
-
-    Args:
-        name: the module.
-        action: called without arguments, in the thread that imports the module.
+    It is called in the thread that imports the module. Waiting anew for the same module, as after a reload, ends the
+    wait before.
 
     Example:
         >>> after_import("json", lambda: print("json is there"))

@@ -108,18 +108,14 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
     folder = Path(directory)
     if not folder.is_dir():
         raise StorageError(f"{folder} must be a directory, but is none: for a name on a hub, use from_pretrained")
-    before = _identity(folder)
+    before = folder.stat()
     try:
         return _read(folder, model)
     except StorageError:
         # Another process put a new model there, so that old and new files were read together.
-        if _identity(folder) == before:
+        if not folder.exists() or os.path.samestat(folder.stat(), before):
             raise
         return _read(folder, model)
-
-
-def _identity(folder: Path) -> int | None:
-    return folder.stat().st_ino if folder.exists() else None
 
 
 def _read(folder: Path, model: nn.Module | None) -> nn.Module:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
@@ -23,26 +23,15 @@ _MOST_ELEMENTS = 1 << 28
 
 @dataclass(frozen=True)
 class Contents:
-    """The changes to a model that its class does not know.
+    """The changes to a model that its class does not know."""
 
-    Args:
-        layers: the point-wise layers, and the RMSNorms and identities of a fold.
-        biases: the paths of the linear layers that were given a bias.
-        untied: the names of the parameters that were tied to others.
-    """
-
-    layers: list[LayerSpec]
-    biases: list[str]
-    untied: list[str]
+    layers: list[LayerSpec]  # point-wise layers, and the RMSNorms and identities of a fold
+    biases: list[str]  # paths of the linear layers that were given a bias
+    untied: list[str]  # names of the parameters that were tied to others
 
 
 def contents_of(model: nn.Module) -> Contents:
-    """Return the contents of a model that is to be saved.
-
-    Raises:
-        ModelError: it has no point-wise layer, is one itself, or has one of a class that cannot be built again; or
-            torchao has quantized it.
-    """
+    """Return the contents of a model that is to be saved, or raise ModelError where a load could not build it again."""
     layers = dynorm_layers(model)
     if not (layers or is_changed(model)):
         raise ModelError(
@@ -72,12 +61,7 @@ def is_changed(model: nn.Module) -> bool:
 
 
 def read_layers(values: object, where: str, *, allow_none: bool = False) -> list[LayerSpec]:
-    """Read specs, each kind built once on the meta device to see that it can be.
-
-    Raises:
-        StorageError: the list or one of its entries is malformed, names a path again, or would be too large; or the
-            list is empty, unless that is allowed.
-    """
+    """Read specs, each kind built once on the meta device to see that it can be; StorageError where one cannot."""
     if not isinstance(values, (list, tuple)) or not (values or allow_none):
         raise StorageError(f"the layers in {where} must be a list with at least one entry, got {values!s:.80}")
     specs: list[LayerSpec] = []
@@ -107,11 +91,7 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        StorageError: the file cannot be read, or holds something else.
-    """
+    """Read a JSON object, or raise StorageError where there is none in the file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -125,11 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_version(values: Mapping[str, Any], where: str) -> None:
-    """Check that a file was written in a format that is known here.
-
-    Raises:
-        StorageError: it was not.
-    """
+    """Refuse a file that was written in a format that is not known here."""
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         written = f", written by dynorm {values['dynorm_version']}" if "dynorm_version" in values else ""
@@ -142,11 +118,7 @@ def checksum(values: object) -> str:
 
 
 def require_checksum(values: Mapping[str, Any], where: str) -> None:
-    """Check that a JSON object is what was written, if it holds its own checksum: those of earlier versions do not.
-
-    Raises:
-        StorageError: it was changed since.
-    """
+    """Refuse a JSON object that was changed since, by its own checksum: those of earlier versions hold none."""
     rest = {key: value for key, value in values.items() if key != "sha256"}
     if values.get("sha256") not in (None, checksum(rest)):
         raise StorageError(f"{where} must be as dynorm wrote it, but was changed since: save the model again")
@@ -159,11 +131,7 @@ def weights_entry(path: Path) -> dict[str, Any]:
 
 
 def require_weights(path: Path, expected: object, where: object) -> None:
-    """Check that a file of weights is the one whose size and checksum were saved.
-
-    Raises:
-        StorageError: it is not, or cannot be read.
-    """
+    """Refuse a file of weights that is not the one whose size and checksum were saved."""
     if not isinstance(expected, Mapping) or not {"size", "sha256"} <= expected.keys():
         raise StorageError(f"the weights in {where} must have a size and a sha256, got {expected!r}")
     try:
@@ -176,6 +144,17 @@ def require_weights(path: Path, expected: object, where: object) -> None:
         )
     if found["sha256"] != expected["sha256"]:
         raise StorageError(f"{path} must have the sha256 that {where} names, but has not: it was changed since")
+
+
+def require_witnesses(model: nn.Module, tensors: Mapping[str, Tensor], where: object, config: str) -> None:
+    """Refuse tensors that name other witnesses than the layers' configs do; meta tensors name none."""
+    for path, layer in dynorm_layers(model).items():
+        name = f"{path}.witnesses"
+        if layer.witnesses is not None and not tensors[name].is_meta and not layer.has_witnesses(tensors[name]):
+            raise StorageError(
+                f"{name!r} in {where} must be the channels that {config} names, {list(layer.witness_channels)}, "
+                f"got {tensors[name].tolist()}"
+            )
 
 
 def is_list_of_str(value: object) -> TypeGuard[list[str]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,18 @@ from dynorm.hub.contents import (
     require_checksum,
     require_version,
     require_weights,
+    require_witnesses,
     weights_entry,
 )
-from dynorm.replace.specs import apply_specs_, dynorm_layers, swap_
+from dynorm.replace.specs import apply_specs_
+from dynorm.watch import unchanged_on_error
 
 CONFIG = "dynorm.json"
 WEIGHTS = "model.safetensors"
 
 
 def write_plain(model: nn.Module, contents: Contents, folder: Path) -> None:
-    """Write a model into an empty directory.
-
-    Raises:
-        ModelError: the model has a tensor that safetensors cannot hold.
-    """
+    """Write a model into an empty directory; ModelError where it has a tensor that safetensors cannot hold."""
     from dynorm import __version__
 
     tensors, aliases = _unique(model.state_dict(keep_vars=True))
@@ -59,13 +56,7 @@ def write_plain(model: nn.Module, contents: Contents, folder: Path) -> None:
 
 
 def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
-    """Load a directory that :func:`write_plain` wrote into ``model``, which an error leaves as it was.
-
-    Raises:
-        ArgumentError: there is no model to load into.
-        ModelError: it is of another class, lacks a module, or shares tensors that the saved one does not.
-        StorageError: a file is missing, truncated or malformed, or its tensors are not the model's.
-    """
+    """Load a directory that :func:`write_plain` wrote into ``model``, which an error leaves as it was."""
     where = str(folder / CONFIG)
     values = read_json(folder / CONFIG)
     require_version(values, where)
@@ -77,7 +68,7 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
             raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
     specs = read_layers(values.get("layers"), where, allow_none=bool(biases))
     tensors = _read_weights(folder, values)
-    with _undone_on_error(model):
+    with unchanged_on_error(model.modules(), values=False):
         before = dict(model.named_modules(remove_duplicate=False))
         apply_specs_(model, specs)
         for spec in specs:
@@ -112,10 +103,9 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
         # Empty tensors have no place in memory to know them by.
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         key = place if tensor.numel() else id(tensor)
-        if key in kept:
-            aliases[name] = kept[key]
+        if (first := kept.setdefault(key, name)) != name:
+            aliases[name] = first
             continue
-        kept[key] = name
         storage = tensor.untyped_storage()
         # safetensors refuses views, even of memory that nothing else uses.
         whole = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in storages
@@ -159,23 +149,6 @@ def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
-@contextmanager
-def _undone_on_error(model: nn.Module) -> Iterator[None]:
-    modules = list(model.modules())
-    before = [(m, dict(m._modules), dict(m._parameters), dict(m.__dict__)) for m in modules]
-    try:
-        yield
-    except BaseException:
-        for module, children, parameters, state in before:
-            module.__dict__.clear()
-            module.__dict__.update(state)
-            for table, values in ((module._modules, children), (module._parameters, parameters)):
-                table.clear()
-                table.update(values)  # type: ignore[arg-type]
-        swap_(model, {})
-        raise
-
-
 def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     own = model.state_dict(keep_vars=True)
     for names, what in ((own.keys() - tensors.keys(), "lacks"), (tensors.keys() - own.keys(), "has beyond them")):
@@ -185,27 +158,18 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
             )
     first: dict[int, str] = {}
     for name, tensor in own.items():
-        if tensor.shape != tensors[name].shape:
-            raise StorageError(
-                f"{name!r} in {folder / WEIGHTS} must have the model's shape {tuple(tensor.shape)}, "
-                f"got {tuple(tensors[name].shape)}"
-            )
-        if tensor.is_floating_point() and not tensors[name].is_floating_point():
-            raise StorageError(
-                f"{name!r} in {folder / WEIGHTS} must be of a dtype like {tensor.dtype}, got {tensors[name].dtype}"
-            )
+        found, place = tensors[name], f"{name!r} in {folder / WEIGHTS}"
+        if tensor.shape != found.shape:
+            raise StorageError(f"{place} must have the model's shape {tuple(tensor.shape)}, got {tuple(found.shape)}")
+        if tensor.is_floating_point() and not found.is_floating_point():
+            raise StorageError(f"{place} must be of a dtype like {tensor.dtype}, got {found.dtype}")
         other = first.setdefault(id(tensor), name)
-        if tensors[name] is not tensors[other]:
+        if found is not tensors[other]:
             raise ModelError(
                 f"{other!r} and {name!r} must be two tensors as in the saved model, but {type(model).__name__} "
                 "shares them: untie them before loading"
             )
-    for path, layer in dynorm_layers(model).items():
-        if layer.witnesses is not None and not layer.has_witnesses(found := tensors[f"{path}.witnesses"]):
-            raise StorageError(
-                f"'{path}.witnesses' in {folder / WEIGHTS} must be the channels that {CONFIG} names, "
-                f"{list(layer.witness_channels)}, got {found.tolist()}"
-            )
+    require_witnesses(model, tensors, folder / WEIGHTS, CONFIG)
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
             buffer = module._buffers.get(name)
@@ -223,11 +187,11 @@ def _fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         source = tensors[name]
         key = (id(source), type(tensor))
         if key not in own:
-            # A meta tensor has no place of its own: the CPU serves.
-            real = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
-            if tensor.is_meta and isinstance(tensor, nn.Parameter):
-                real = nn.Parameter(real, tensor.requires_grad)
-            own[key] = real
+            own[key] = tensor
+            if tensor.is_meta:
+                # It has no place of its own: the CPU serves.
+                real = torch.empty_like(tensor, device="cpu")
+                own[key] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
             own[key].data = own[key].data.to(source.dtype)
         if own[key] is not tensor:
             path, _, leaf = name.rpartition(".")

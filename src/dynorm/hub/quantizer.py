@@ -14,7 +14,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynorm.errors import ModelError, StorageError
 from dynorm.fold.apply import give_bias_
-from dynorm.hub.contents import checksum, is_list_of_str, listed, read_layers, require_version, require_weights
+from dynorm.hub.contents import (
+    checksum,
+    is_list_of_str,
+    listed,
+    read_layers,
+    require_version,
+    require_weights,
+    require_witnesses,
+)
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, apply_specs_, dynorm_layers
@@ -62,8 +70,7 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.dynorm_version = dynorm_version
         self.model_dtype = model_dtype
         self.layers = layers
-        self.biases = list(biases) if isinstance(biases, tuple) else biases
-        self.biases_outside = list(biases_outside) if isinstance(biases_outside, tuple) else biases_outside
+        self.biases, self.biases_outside = (list(b) if isinstance(b, tuple) else b for b in (biases, biases_outside))
         if not (is_list_of_str(self.biases) and is_list_of_str(self.biases_outside)):
             raise StorageError(f"the biases in the quantization_config must be paths, got {biases!s:.80}")
         require_version(vars(self), "the quantization_config")
@@ -182,26 +189,15 @@ def _places(model: Any, paths: Iterable[str], outside: Iterable[str]) -> list[st
     prefix = base_prefix(model)
     if type(model).__name__ in (getattr(model.config, "architectures", None) or []):
         return [*(prefix + path for path in paths), *outside]
+    known = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    found = []
+    for path in paths:
+        # Some base models are known to their heads by the prefix that others give to their base.
+        choices = ((prefix, path), ("", path.removeprefix(f"{model.base_model_prefix}.")))
+        # Nowhere in a model that lacks the whole branch, as a decoder.
+        found += [start + rest for start, rest in choices if start + rest.split(".")[0] in known][:1]
     # A base model has nothing outside of itself, even under the same name.
-    kept = [path for path in outside if prefix and _has(model, path)]
-    return [place for path in paths for place in _place(model, prefix, path)] + kept
-
-
-def _place(model: Any, prefix: str, path: str) -> list[str]:
-    """Return where a layer stands in another class of model: nowhere if that lacks the whole branch, as a decoder."""
-    # Some base models are known to their heads by the prefix that others give to their base.
-    for start, rest in ((prefix, path), ("", path.removeprefix(f"{model.base_model_prefix}."))):
-        if _has(model, start + rest.split(".")[0]):
-            return [start + rest]
-    return []
-
-
-def _has(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
+    return found + [path for path in outside if prefix and path in known]
 
 
 def _stand_in_(model: nn.Module) -> None:
@@ -241,13 +237,7 @@ def _require_loaded(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
             "the parameters of the point-wise layers must be in the checkpoint, in their shape, but it lacks "
             f"{listed(missing)}"
         )
-    for path, layer in dynorm_layers(model).items():
-        found = layer.witnesses
-        if found is not None and not found.is_meta and not layer.has_witnesses(found):
-            raise StorageError(
-                f"{path}.witnesses in the checkpoint must be the channels that config.json names, "
-                f"{list(layer.witness_channels)}, got {found.tolist()}"
-            )
+    require_witnesses(model, model.state_dict(), "the checkpoint", "config.json")
 
 
 def _dtype(name: object) -> torch.dtype | None:

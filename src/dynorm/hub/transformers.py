@@ -97,11 +97,7 @@ def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
 
 @contextmanager
 def described(model: Any, contents: Contents | None) -> Iterator[None]:
-    """Let the model's config name its contents, for as long as it is written.
-
-    Raises:
-        ModelError: the model is quantized by another method, which config.json cannot name beside this one.
-    """
+    """Let the model's config name its contents, for as long as it is written."""
     config = getattr(model.config, "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
     method = getattr(method, "value", method)
@@ -162,12 +158,7 @@ def _buffers_once_per_name(layer: nn.Module, state: dict[str, Any], prefix: str,
 
 
 def read_transformers(folder: Path) -> nn.Module:
-    """Load a directory into the class that its config.json names.
-
-    Raises:
-        ModelError: the class is none of transformers'.
-        StorageError: a file is missing, truncated or malformed, or its tensors are not the model's.
-    """
+    """Load a directory into the class that its config.json names, or raise as :func:`dynorm.load` does."""
     config = read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
@@ -248,11 +239,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def require_whole_weights(folder: Path) -> None:
-    """Check that the safetensors files of a model are there and whole, by their headers.
-
-    Raises:
-        StorageError: one is not; the message names it.
-    """
+    """Refuse a folder whose safetensors files are not all there and whole, by their headers."""
     files = _weight_files(folder)
     if not files:
         raise StorageError(f"{folder} must hold {_WEIGHTS[0]}, but does not")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -93,15 +94,12 @@ def inspect_norms(
     reached = [entry for entry in watched.values() if entry.stats.tokens]
     if not reached:
         raise DataError("the batches must reach at least one norm, but reached none: give batches that use them")
-    rows = [entry.row(decode) for entry in sorted(reached, key=lambda entry: entry.site.order)]
-    refused = {site.path: site.refused for site in sites if site.refused is not None}
-    unreached = [entry.site.path for entry in watched.values() if not entry.stats.tokens]
     return InspectionReport(
         model=type(model).__name__,
-        sites=rows,
+        sites=[entry.row(decode) for entry in sorted(reached, key=lambda entry: entry.site.order)],
         batches=count,
-        refused=refused,
-        unreached=unreached,
+        refused={site.path: site.refused for site in sites if site.refused is not None},
+        unreached=[entry.site.path for entry in watched.values() if not entry.stats.tokens],
         meta=dict(meta or {}),
     )
 
@@ -117,11 +115,11 @@ class _Watched:
     def see(self, x: Tensor, fitted: float, places: Tensor | None) -> None:
         """Add tokens (tokens, C) with their places, a share of which is fitted on, and the rest measured on."""
         watch.require_finite(self.site.path, x)
-        if fitted == 1.0:
-            self.stats.add_fitted(x)
         split = int(len(x) * fitted)
         self.outliers.add_fitted(x[:split])
-        if fitted < 1.0:
+        if fitted == 1.0:
+            self.stats.add_fitted(x)
+        else:
             self.stats.add(x, split, places)
             self.outliers.add(x[split:])
 
@@ -196,16 +194,15 @@ class Outliers:
         fitted = self._fitted if len(self._fitted) else held_out
         (x, y), (other_x, other_y) = (torch.tensor(kept.points(), dtype=torch.float64) for kept in (fitted, held_out))
         start = float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12)) * scale**2
-        betas, errors, residuals = {}, {}, {}
+
+        def squares(function: Curve, beta: Tensor) -> Tensor:
+            error: Tensor = function(x.expand(len(beta), -1), beta[:, None], center, scale) - y
+            return error.square().sum(-1)
+
+        betas = {name: best_beta(partial(squares, function), start) for name, function in FUNCTIONS.items()}
+        errors, residuals = {}, {}
         for name, function in FUNCTIONS.items():
-
-            def error(beta: Tensor, function: Curve = function) -> Tensor:
-                squares: Tensor = (function(x.expand(len(beta), -1), beta[:, None], center, scale) - y).square()
-                return squares.sum(-1)
-
-            betas[name] = best_beta(error, start)
-            beta = torch.tensor(betas[name], dtype=torch.float64)
-            residual = function(other_x, beta, center, scale) - other_y
+            residual = function(other_x, torch.tensor(betas[name], dtype=torch.float64), center, scale) - other_y
             errors[name] = float(residual.norm() / other_y.norm().clamp_min(1e-300))
             residuals[name] = float(residual.abs().mean())
         mean = self._log_sum / max(self._count, 1)

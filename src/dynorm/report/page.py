@@ -8,7 +8,7 @@ from functools import cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from dynorm.family import css_colors
+from dynorm.family import FAMILY, css_colors
 from dynorm.report.picture import svg_picture
 from dynorm.report.stats import FUNCTIONS
 from dynorm.table import Table, plain
@@ -29,14 +29,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals["css_colors"] = css_colors
+    found.globals |= {"css_colors": css_colors, "picture": lambda *parts: Markup(svg_picture(*parts))}
     found.filters |= {
         # A path may break after its dots and underscores.
         "breakable": lambda path: Markup(str(escape(path)).replace(".", ".<wbr>").replace("_", "_<wbr>")),
         "digits": digits,
         "json": partial(json.dumps, ensure_ascii=False),
         "percent": "{:.1%}".format,
-        "picture": lambda drawing: Markup(svg_picture(drawing)),
+        "named": lambda values: " · ".join(f"{FAMILY[name].title} {values[name]:.3f}" for name in FUNCTIONS),
         "plain": plain,
         "wins": wins,
         "table": lambda table: Markup(table_html(table)),

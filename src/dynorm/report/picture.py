@@ -6,7 +6,6 @@ import io
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from statistics import fmean
@@ -36,25 +35,21 @@ _OF_THE_PAGE = {name: f"#0101{place:02x}" for place, name in enumerate(DAYLIGHT,
 _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """The contents of one picture: the curves, with the points and error bars behind them."""
-
-    path: str
-    caption: str
-    """A line of figures."""
-    words: str
-    """The picture in words, for a reader who cannot see it."""
-    fit: CoreFit
-    sample: Picture
-    outliers: tuple[list[float], list[float]] | None = None
-    """x and y of the points that the curves were fitted on, where these are outliers alone."""
-    sums: tuple[list[float], list[float]] | None = None
-    """Of some tokens the layer's sum and the norm's own, for a second picture below."""
+Points = tuple[list[float], list[float]]
 
 
-def svg_picture(drawing: Drawing) -> str:
-    """Return the picture as an ``<svg>`` element whose colours are the page's variables.
+def svg_picture(
+    name: str, words: str, fit: CoreFit, sample: Picture, outliers: Points | None = None, sums: Points | None = None
+) -> str:
+    """Return the picture that :func:`draw` makes as an ``<svg>`` element whose colours are the page's variables.
+
+    Args:
+        name: of the site, to tell this picture's parts from those of others in the page.
+        words: the picture in words, for a reader who cannot see it.
+        fit: the curves.
+        sample: the points and error bars behind them.
+        outliers: x and y of the points that the curves were fitted on, where these are outliers alone.
+        sums: of some tokens the layer's sum and the norm's own, for a second picture below.
 
     Raises:
         ArgumentError: matplotlib is not installed.
@@ -65,28 +60,30 @@ def svg_picture(drawing: Drawing) -> str:
 
     buffer = io.StringIO()
     # The salt makes the ids of this picture differ from those of the others in the page.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawing.path, "path.simplify": False}):
-        count = 1 + (drawing.sums is not None)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify": False}):
+        count = 1 + (sums is not None)
         figure = Figure(figsize=(4.4, 3.1 * count), layout="constrained")
-        draw(figure.add_subplot(count, 1, 1), drawing, _OF_THE_PAGE)
-        if drawing.sums is not None:
-            draw_sums(figure.add_subplot(count, 1, 2), *drawing.sums, _OF_THE_PAGE)
+        draw(figure.add_subplot(count, 1, 1), fit, sample, outliers, _OF_THE_PAGE)
+        if sums is not None:
+            draw_sums(figure.add_subplot(count, 1, 2), *sums, _OF_THE_PAGE)
         figure.savefig(buffer, format="svg", transparent=True)
     svg = buffer.getvalue()
     # As an element of a page: no headers, short numbers, the page's colours and font.
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'\s(?:xmlns(?::xlink)?|version|width|height)="[^"]*"', "", svg, count=5)
     svg = re.sub(r"(\d\.\d{2})\d+", r"\1", svg)
-    for name, color in _OF_THE_PAGE.items():
-        svg = svg.replace(color, f"var(--{name})")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(drawing.words)}"', 1)
+    for use, color in _OF_THE_PAGE.items():
+        svg = svg.replace(color, f"var(--{use})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(words)}"', 1)
 
 
-def draw(axes: Axes, drawing: Drawing, colors: Mapping[str, str] = DAYLIGHT) -> None:
+def draw(
+    axes: Axes, fit: CoreFit, sample: Picture, outliers: Points | None = None, colors: Mapping[str, str] = DAYLIGHT
+) -> None:
     """Draw points first, then bounds and curves, error bars or outliers on top; x is counted from the centre."""
-    fit, sample, knee = drawing.fit, drawing.sample, PICTURE_KNEE * drawing.sample.sigma
+    knee = PICTURE_KNEE * sample.sigma
     x = [x - fit.center for x in sample.x]
-    far, far_y = ([], []) if drawing.outliers is None else drawing.outliers
+    far, far_y = ([], []) if outliers is None else outliers
     far = [x - fit.center for x in far]
     low, high = (math.asinh(end / knee) for end in (min(x + far), max(x + far)))
     margin = 0.06 * max(high - low, 1.0)
@@ -102,7 +99,7 @@ def draw(axes: Axes, drawing: Drawing, colors: Mapping[str, str] = DAYLIGHT) -> 
     for name, function in FUNCTIONS.items():
         y = function(curve, torch.tensor(fit.betas[name], dtype=torch.float64), 0.0, fit.scale)
         axes.plot(curve.tolist(), y.tolist(), color=colors[name], linewidth=1.5, linestyle=_STYLES[name])
-    if drawing.outliers is None:
+    if outliers is None:
         places, means, stds = ([getattr(b, name) for b in sample.bins] for name in ("x", "mean", "std"))
         places = [place - fit.center for place in places]
         axes.errorbar(places, means, stds, fmt="none", ecolor=colors["bar"], elinewidth=1.1)
@@ -146,19 +143,12 @@ def _draw_dots(axes: Axes, x: list[float], y: list[float], color: str, size: flo
 
 
 def _scale(axes: Axes, letter: str, low: float, high: float, knee: float) -> None:
-    """Let an axis be linear up to the knee and logarithmic beyond; ``low`` and ``high`` are places on that scale.
+    """Let an axis be linear up to the knee and logarithmic beyond; ``low`` and ``high`` are places on that scale."""
+    from matplotlib.ticker import AsinhLocator
 
-    Ticks stand at 0 and at round numbers with room between them.
-    """
-    decades = [10.0**k for k in range(math.ceil(math.log10(knee)) + 12, math.floor(math.log10(knee)) - 2, -1)]
-    sizes = [*decades, *(f * v for f in (3, 2, 5) for v in decades)]
-    chosen: dict[float, float] = {}
-    for value in [0.0, *(sign * size for size in sizes for sign in (1, -1))]:
-        place = math.asinh(value / knee)
-        if low <= place <= high and all(abs(place - other) > 0.11 * (high - low) for other in chosen):
-            chosen[place] = value
     getattr(axes, f"set_{letter}scale")("asinh", linear_width=knee)
     axes.set(**{f"{letter}lim": (knee * math.sinh(low), knee * math.sinh(high))})
     axis = getattr(axes, f"{letter}axis")
-    axis.set_ticks(list(chosen.values()), [f"{value:g}".replace("-", "−") for value in chosen.values()])
-    axis.set_ticks([], minor=True)
+    # A base of 0 rounds the ticks to one digit.
+    axis.set_major_locator(AsinhLocator(knee, numticks=9, base=0))
+    axis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
@@ -15,7 +17,6 @@ from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.output import OutputReport
 from dynorm.report.page import digits, rendered, table_html, wins
-from dynorm.report.picture import Drawing
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
 from dynorm.table import Column, Table, plain
@@ -34,68 +35,22 @@ def _share(value: float) -> str:
     return "0" if not value else f"{value:.2%}" if value >= 1e-4 else "<0.01%"
 
 
-def _named(values: Mapping[str, float]) -> str:
-    """Return a figure for each function, in one line."""
-    return " · ".join(f"{title} {values[name]:.3f}" for name, title in TITLES.items())
+def _value(holder: Any, place: str) -> Any:
+    """Return what stands at a place with dots: attributes, keys, and the results of methods without arguments."""
+    for name in place.split("."):
+        if isinstance(holder, Mapping):
+            holder = holder[int(name) if name.isdecimal() else name]
+        else:
+            holder = getattr(holder, name)
+    return holder() if callable(holder) else holder
 
 
-def _functions(group: str, note: str, page_only: bool = False) -> list[Column]:
-    forms = {"DyT": "f = √(C−1) tanh((x − c)/√(β)), where 1/√(β) is α", "DyISRU": "f = √(C−1) (x − c)/√(β + (x − c)²)"}
-    return [Column(title, ".3f", forms.get(title, note), group, page_only) for title in TITLES.values()]
-
-
-_SITE = Column("site")
-_NORM = Column("norm", lambda kind: {"layernorm": "LN", "rmsnorm": "RMS"}.get(kind, kind))
-_CHANNELS = Column("C", ",", "channels", page_only=True)
-_SPREAD = Column(
-    "σ spread",
-    ".2f",
-    "standard deviation over tokens of ln σ; at 0 a constant serves as well as the norm",
-    page_only=True,
-)
-
-
-_TOLD = "how much of the variation of the tokens' sums"
-_BY_CHANNELS = [Column(f"by {k}", ".0%", f"{_TOLD} the best {k} tell", page_only=True) for k in (1, 2, 4)]
-_COLUMNS = (
-    _SITE,
-    _NORM,
-    Column("error", digits, "of the layer's output against the norm's in the original; 1 is as bad as a constant"),
-    Column("saturated", _share, "share of values beyond 95 % of the layer's bound"),
-    Column("outlier", ",.1f", "largest |x − mean|, in the site's typical σ"),
-    Column("β", _constant, "the layer's constant, the median of many"),
-)
-_RESEARCH_COLUMNS = (
-    _CHANNELS,
-    Column("own σ", ",.1f", "the largest |x − mean| in the σ of its own token; √(C−1) at most", page_only=True),
-    _SPREAD,
-    Column("σ p99/p1", ",.1f", "99th percentile of the tokens' σ over the 1st", page_only=True),
-    *_functions("relative error", "|y − f| / |y| of the norm's core y and a function f of one constant", True),
-    Column("centre", digits, "subtracted before the function, the median of many", page_only=True),
-)
-_WITNESS_COLUMNS = (
-    Column("witnesses", note="how many channels the layer reads to tell a token's size"),
-    Column("size told", ".0%", f"{_TOLD} the layer's β + sum g u² tells, over a constant"),
-)
-_TOLD_COLUMNS = (Column("channels", note="the witnesses, each with its gain", page_only=True), *_BY_CHANNELS)
-_OUTLIER_COLUMNS = (
-    _SITE,
-    _NORM,
-    _CHANNELS,
-    Column("outlier", ",.1f", "largest |x − mean|, in the σ of its token; √(C−1) at most"),
-    _SPREAD,
-    *_functions("outliers", "mean |y − f| of the norm's core y and a function f of one constant"),
-    Column("ratio", ".2f", "DyT's over DyISRU's; the paper's claim is that it lies above 1"),
-    Column("α", ".3g", "DyT's constant, fitted on outliers", page_only=True),
-    Column("β", _constant, "DyISRU's constant, fitted on outliers", page_only=True),
-    Column("own β spread", ".2f", "standard deviation of ln of the β that each outlier would need", page_only=True),
-    Column("size", ",.1f", "σ of the largest token over the median one's", page_only=True),
-    Column("channel", note="the largest one of that token", page_only=True),
-    Column("share", ".0%", "of the token's sum of squares in that channel", page_only=True),
-    Column("on", str, "the largest tokens: text or number, and position", page_only=True),
-    *_BY_CHANNELS,
-    *_functions("all channels", "|y − f| / |y|, fitted and measured on all channels"),
-)
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "constant": _constant,
+    "digits": digits,
+    "norm": lambda kind: {"layernorm": "LN", "rmsnorm": "RMS"}.get(kind, kind),
+    "share": _share,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +106,18 @@ class Report:
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
-        raise NotImplementedError
+        refused: Mapping[str, str] = getattr(self, "refused", {})
+        notes = [f"{path}  not reached" for path in self.unreached]
+        notes += [f"{path}  left out: {reason}" for path, reason in refused.items()]
+        known = tomllib.loads(files(__package__).joinpath("columns.toml").read_text("utf-8"))
+        columns = [column for column in known[self._template] if self.has_witnesses or not column.get("witnesses")]
+        rows = [[_value(site, column["value"]) for column in columns] for site in self.sites]
+        for column in columns:
+            for key in ("value", "witnesses"):
+                column.pop(key, None)
+            column["form"] = _FORMS.get(form := column.get("form", ""), form)
+        title = rendered(f"{self._template}.txt", report=self).rstrip()
+        return Table([Column(**column) for column in columns], rows, notes, title)
 
     def to_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that needs no other file, whole or not at all.
@@ -248,16 +214,10 @@ class SiteReport(MeasuredSite):
         """Return the row as plain values, with the picture's bars but without its sampled points."""
         return super().to_dict() | {"bins": [asdict(each) for each in self.picture.bins]}
 
-    def drawing(self) -> Drawing:
-        """Return the contents of the site's picture."""
-        errors = _named(self.fit.errors)
-        words = (
-            f"Scatter of input and output of the {self.kind} at {self.path}, without weight and bias; outliers of "
-            f"up to {self.outlier_site:.1f} sigma. Relative errors of the fitted curves: {errors}."
-        )
-        if self.witnesses:
-            errors += f"; {len(self.witnesses)} witnesses tell {self.told:.0%} of the tokens' sums"
-        return Drawing(self.path, errors, words, self.fit, self.picture, sums=self.sums if self.witnesses else None)
+    def named_witnesses(self) -> str | None:
+        """Return the witnesses with their gains in words; None where there are none."""
+        pairs = zip(self.witnesses, self.gains, strict=True)
+        return ", ".join(f"{channel} ({_constant(gain)})" for channel, gain in pairs) or None
 
 
 @dataclass(frozen=True)
@@ -301,25 +261,9 @@ class ModelReport(Report):
         """Return the share of equal tokens over all continuations."""
         return fmean(each.same for each in self.continuations) if self.continuations else None
 
-    def table(self) -> Table:
-        """Return the report as a table, one row per site."""
-        rows: list[tuple[Any, ...]] = []
-        witnessed = self.has_witnesses
-        for s in self.sites:
-            row = (s.path, s.kind, s.error_now, s.saturated, s.outlier_site, s.beta)
-            sizes = (s.channels, s.outlier, s.sigma_spread, s.sigma_range)
-            errors = (s.error_linear, s.error_dyt, s.error_dyisru)
-            named = ", ".join(f"{k} ({_constant(g)})" for k, g in zip(s.witnesses, s.gains, strict=True)) or None
-            told = (named, *(s.sizes.explained[k] for k in (1, 2, 4)))
-            witnesses = (len(s.witnesses), s.told)
-            rows.append((*row, *witnesses * witnessed, *sizes, *errors, s.center, *told * witnessed))
-        columns = _COLUMNS + _WITNESS_COLUMNS * witnessed + _RESEARCH_COLUMNS + _TOLD_COLUMNS * witnessed
-        notes = [f"{path}  not reached" for path in self.unreached]
-        return Table(columns, rows, notes, rendered("conversion.txt", report=self))
-
     def verdict(self) -> str:
         """Return in a few sentences what was lost, which sample lost most, and what to do next."""
-        return " ".join(rendered("verdict.txt", report=self).split())
+        return _paragraph("verdict.txt", report=self)
 
     def stray(self) -> SiteReport | None:
         """Return the site whose layer is farthest from its norm."""
@@ -372,15 +316,6 @@ class InspectedSite(MeasuredSite):
         del row["outliers"]["points"]
         return row | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
 
-    def drawing(self) -> Drawing:
-        """Return the contents of the site's picture."""
-        residuals = _named(self.outliers.residuals)
-        words = (
-            f"Outliers at the {self.kind} {self.path}, up to {self.outlier:.1f} sigma of their token, and the "
-            f"functions fitted to them. Mean absolute residuals: {residuals}."
-        )
-        return Drawing(self.path, residuals, words, self.outliers.fit, self.picture, self.outliers.points)
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class InspectionReport(Report):
@@ -420,26 +355,6 @@ class InspectionReport(Report):
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows, without the sampled points."""
         return super().to_dict() | {"summary": plain(self.summary())}
-
-    def table(self) -> Table:
-        """Return the report as a table, one row per norm."""
-        title = f"{self.name}: {len(self.sites)} norms, outliers against functions with one constant per site"
-        rows = []
-        for s in self.sites:
-            residuals, errors = (
-                [figures[name] for name in TITLES] for figures in (s.outliers.residuals, s.core.errors)
-            )
-            constants = (s.ratio, s.alpha, s.beta, s.outliers.beta_spread)
-            largest, told = s.sizes.largest, (s.sizes.explained[k] for k in (1, 2, 4))
-            sizes = (largest.size, largest.channel, largest.share, s.sizes.places(), *told)
-            rows.append(
-                (s.path, s.kind, s.channels, s.outlier, s.sigma_spread, *residuals, *constants, *sizes, *errors)
-            )
-        notes = [
-            *(f"{path}  not reached" for path in self.unreached),
-            *(f"{path}  left out: {reason}" for path, reason in self.refused.items()),
-        ]
-        return Table(_OUTLIER_COLUMNS, rows, notes, f"{title}\n{self.findings()}\n{self.massive()}")
 
     def massive(self) -> str:
         """Return in sentences whether the model has massive activations, where, and on which tokens."""
