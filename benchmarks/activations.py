@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 import dynorm
 from benchmarks.subjects import LENGTH, trained
-from dynorm.distill.pipeline import inspect_pretrained
+from dynorm.distill.pipeline import Recipe, inspect_pretrained
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.report.picture import DAYLIGHT, draw
 from dynorm.table import shortened
@@ -84,7 +84,7 @@ def main() -> None:
         "models": {},
     }
     for name, path in models.items():
-        report = inspect_pretrained(path, samples=SAMPLES, max_length=LENGTH, name=name)
+        report = inspect_pretrained(path, Recipe(max_length=LENGTH), samples=SAMPLES, name=name)
         print(report, end="\n\n")
         document["models"][name] = report.to_dict()
         save_picture(report, ROOT / "docs" / "images" / f"inspection-{name}.png")

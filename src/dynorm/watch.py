@@ -253,10 +253,7 @@ _WRAPPERS = (
 def require_plain_model(model: nn.Module) -> None:
     """Check that a model is plain modules with real tensors, so that its parts can be watched and replaced.
 
-    Raises:
-        ArgumentError: If it is no module at all.
-        ModelError: If it, or a part of it, is compiled, exported, wrapped, scripted, sharded, lazy or on the meta
-            device. The message says which call to make first.
+    The error says which call to make first.
     """
     if not isinstance(model, nn.Module):
         if type(model).__name__ == "ExportedProgram":

@@ -10,14 +10,15 @@ from typer.testing import CliRunner
 
 import dynorm
 from dynorm.cli import app
-from dynorm.distill.pipeline import inspect_pretrained
+from dynorm.distill.pipeline import Recipe, inspect_pretrained
 
 
 def test_an_encoder_and_a_language_model(encoder: Path, language_model: Path, texts: Path) -> None:
-    report = inspect_pretrained(encoder, texts=[texts], samples=16, max_length=16)
+    report = inspect_pretrained(encoder, Recipe(max_length=16), texts=[texts], samples=16)
     assert len(report.sites) == 5
     assert report.meta["model"] == "tiny-bert"
-    report = inspect_pretrained(language_model, texts=[texts], samples=16, max_length=16, only=["*ln_1"], name="tiny")
+    recipe = Recipe(max_length=16, only=["*ln_1"])
+    report = inspect_pretrained(language_model, recipe, texts=[texts], samples=16, name="tiny")
     assert [site.path for site in report.sites] == ["transformer.h.0.ln_1", "transformer.h.1.ln_1"]
     assert report.meta["model"] == "tiny"
 
@@ -26,7 +27,7 @@ def test_bad_arguments(encoder: Path, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(dynorm.ArgumentError, match="samples"):
         inspect_pretrained(encoder, texts=[texts], samples=0)
     with pytest.raises(dynorm.ArgumentError, match="glob"):
-        inspect_pretrained(encoder, texts=[texts], samples=16, only=["nothing*"])
+        inspect_pretrained(encoder, Recipe(only=["nothing*"]), texts=[texts], samples=16)
     for device in ("cuda:99", "nothing"):
         with pytest.raises(dynorm.ArgumentError, match="device must be one that torch can use here"):
             inspect_pretrained(encoder, texts=[texts], samples=16, device=device)

@@ -8,7 +8,7 @@ import webbrowser
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,8 +18,6 @@ from dynorm.cli.application import AsJson, app
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import require_writable, write_bytes, write_text
 
-if TYPE_CHECKING:
-    from dynorm.paper.proof.statement import Statement
 # A token of these, times a thousand samples, is a minute of work.
 MOST_CHANNELS = 1 << 16
 
@@ -122,7 +120,7 @@ def prove(
         show.prepare(out)
     progress = Console(stderr=True, quiet=as_json)
 
-    def tracked(statements: Iterable[Statement]) -> Iterable[Statement]:
+    def tracked(statements: Iterable[Any]) -> Iterable[Any]:
         return track(list(statements), "proving", console=progress, transient=True)
 
     report = prove.prove(only or (), seed=seed, track=tracked)

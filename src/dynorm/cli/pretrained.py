@@ -45,6 +45,15 @@ class Function(StrEnum):
     linear = "linear"
 
 
+def _recipe_of(given: dict[str, Any], *left_out: str) -> tuple[Any, dict[str, Any]]:
+    """Return a recipe of the options that its fields are named after, and the rest; the others have their defaults."""
+    from dynorm.distill.pipeline import Recipe
+
+    names = {field.name for field in fields(Recipe)} & given.keys()
+    rest = given.keys() - names - set(left_out)
+    return Recipe(**{name: given[name] for name in names}), {name: given[name] for name in rest}
+
+
 @app.command()
 def convert(
     model: Model,
@@ -98,16 +107,13 @@ def convert(
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
-    # By the names of a recipe's fields and of the function's arguments; what is left out has its default there.
     given = {name: value for name, value in locals().items() if value is not None}
     quiet_libraries()
-    from dynorm.distill.pipeline import Recipe, convert_pretrained
+    from dynorm.distill.pipeline import convert_pretrained
 
     say, track = speaker(quiet=as_json)
     quiet = as_json or not sys.stderr.isatty()
-    names = {field.name for field in fields(Recipe)} & given.keys()
-    recipe = Recipe(**{name: given[name] for name in names})
-    rest = {name: given[name] for name in given.keys() - names - {"model", "out", "as_json"}}
+    recipe, rest = _recipe_of(given, "model", "out", "as_json")
     show(convert_pretrained(model, out, recipe, quiet=quiet, say=say, track=track, **rest), as_json)
 
 
@@ -136,8 +142,8 @@ def inspect(
     if html is not None:
         require_writable(html)
     say, track = speaker(quiet=as_json)
-    rest = {name: given[name] for name in given.keys() - {"model", "html", "as_json"}}
-    report = inspect_pretrained(model, track=track, **rest)
+    recipe, rest = _recipe_of(given, "model", "html", "as_json")
+    report = inspect_pretrained(model, recipe, track=track, **rest)
     if html is not None:
         report.to_html(html)
         say(f"wrote {html}")

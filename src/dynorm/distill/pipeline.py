@@ -44,6 +44,7 @@ from dynorm.site import select_sites
 from dynorm.watch import arguments
 
 Batches = Sequence[dict[str, Tensor]]
+Paths = Sequence[str | Path]
 Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
 
 # Held-out blocks that are continued, the tokens of each that are given, and those that are asked for.
@@ -138,7 +139,7 @@ def convert_pretrained(
     out: str | Path,
     recipe: Recipe | None = None,
     *,
-    texts: Sequence[str | Path] = (),
+    texts: Paths = (),
     name: str | None = None,
     device: str = "cpu",
     dtype: str = "float32",
@@ -179,7 +180,7 @@ def convert_pretrained(
         _require_own_place(Path(recipe.checkpoints), [Path(source), *(out / name for name in names)])
     if Path(source).is_dir():
         folders_of_modules(Path(source))
-    job = _Job.load(source, texts, recipe, device, dtype, say=say, track=track)
+    job = _Job.load(source, texts, recipe, device, dtype, say, track)
     model, remarks, recipe = job.pretrained.model, job.pretrained.remarks, job.recipe
     say(f"{type(model).__name__} from {source}: {len(job.fit)} texts to fit on, {len(job.held_out)} held out")
     for remark in remarks:
@@ -208,38 +209,33 @@ def _require_own_place(checkpoints: Path, taken: Sequence[Path]) -> None:
 
 def inspect_pretrained(
     source: str | Path,
+    recipe: Recipe | None = None,
     *,
-    texts: Sequence[str | Path] = (),
+    texts: Paths = (),
     samples: int = 256,
-    max_length: int | None = None,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    seed: int = 0,
     name: str | None = None,
     device: str = "cpu",
     track: Track = lambda batches, description: batches,
 ) -> InspectionReport:
     """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts.
 
-    The arguments are those of :func:`convert_pretrained` and :class:`Recipe`, and ``samples``: how many texts (of a
-    language model: blocks) to fit on at most, and how many texts to measure on.
+    The arguments are those of :func:`convert_pretrained`, and ``samples``: how many texts (of a language model: blocks)
+    to fit on at most, and how many texts to measure on.
 
     Raises:
         DynormError: bad arguments, texts, model or folder.
     """
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}")
-    Recipe(max_length=max_length).check()
-    recipe = Recipe(held_out=samples, max_length=max_length, seed=seed, only=only, skip=skip)
-    job = _Job.load(source, texts, recipe, device, track=track)
+    recipe = recipe or Recipe()
+    recipe.check()
+    job = _Job.load(source, texts, replace(recipe, held_out=samples), device, "float32", print, track)
     fitted, measured = (job.batches(part[:samples]) for part in (job.fit, job.held_out))
     model, decode = job.pretrained.model, job.pretrained.tokenizer.convert_ids_to_tokens
-    sites = select_sites(find_norms(model, **arguments(model, fitted[0])[1]), only or None, skip or None)
-    meta = job.meta(name) | {
-        "texts_held_out": len(job.held_out[:samples]),
-        "max_length": job.recipe.max_length,
-        "seed": seed,
-    }
+    sites = find_norms(model, **arguments(model, fitted[0])[1])
+    sites, seed = select_sites(sites, recipe.only or None, recipe.skip or None), recipe.seed
+    meta = job.meta(name) | {"max_length": job.recipe.max_length, "seed": seed}
+    meta["texts_held_out"] = len(job.held_out[:samples])
     fit_on, tests = track(fitted, "fitting"), track(measured, "measuring")
     return inspect_norms(model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode)
 
@@ -251,7 +247,7 @@ class _Job:
     pretrained: Pretrained
     # A Recipe that is filled: nothing in it is None that suits the kind of model.
     recipe: Any
-    texts: Sequence[str | Path]
+    texts: Paths
     fit: list[list[int]]
     held_out: list[list[int]]
     say: Callable[[str], None]
@@ -263,12 +259,11 @@ class _Job:
     @staticmethod
     def load(
         source: str | Path,
-        texts: Sequence[str | Path],
+        texts: Paths,
         recipe: Recipe,
         device: str,
-        dtype: str = "float32",
-        *,
-        say: Callable[[str], None] = lambda line: None,
+        dtype: str,
+        say: Callable[[str], None],
         track: Track,
     ) -> _Job:
         # What costs little comes first.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.files import replaced_directory, write_text
+from dynorm.files import replaced_directory, require_writable, write_text
 from dynorm.hub.contents import is_changed
 from dynorm.report.page import rendered
 
@@ -46,10 +46,7 @@ def require_output(source: Path, out: Path, names: Sequence[str], *, overwrite: 
 
 def write_out(model: Any, source: Path, out: Path, overwrite: bool, report: Any, **card: Any) -> None:
     """Write a changed model to ``out/model``, with a card of :func:`write_card`, and its report beside it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"the output folder {out} must be writable, but: {error}") from error
+    require_writable(out / "report.json")
     write_model(model, source, out / "model", overwrite, report=report, **card)
     write_text(out / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
 

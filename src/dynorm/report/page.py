@@ -64,11 +64,9 @@ def table_html(table: Table) -> str:
     """Return a table with its notes. It scrolls sideways by itself; the columns' meanings are folded away."""
     columns, rows = table.head(), []
     for row in table.rows:
+        cells = list(zip(columns, row, strict=True))
         # The least value of each group is marked as best.
-        best: dict[str, Any] = {}
-        for column, value in zip(columns, row, strict=True):
-            if column.group:
-                best[column.group] = min(value, best.get(column.group, value))
-        rows.append([(c.text(v), c.group in best and v == best[c.group]) for c, v in zip(columns, row, strict=True)])
+        best = {c.group: min(v for d, v in cells if d.group == c.group) for c, _ in cells if c.group}
+        rows.append([(c.text(v), bool(c.group) and v == best[c.group]) for c, v in cells])
     groups = [(name, len(list(part))) for name, part in groupby(column.group for column in columns)]
     return rendered("table.html", columns=columns, groups=groups, rows=rows, notes=table.notes)

@@ -107,18 +107,17 @@ def draw(
 
 def draw_sums(axes: Axes, told: list[float], sums: list[float], colors: Mapping[str, str] = DAYLIGHT) -> None:
     """Draw the norm's sum of each token against what tells it, beside the best constant; both axes logarithmic."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     _frame(axes, "told by the layer", "the norm's own sum", colors)
     axes.set(xscale="log", yscale="log")
     for axis, values in ((axes.xaxis, told + sums), (axes.yaxis, sums)):
-        low, high = (math.log10(f(values)) for f in (min, max))
+        span = math.log10(max(values) / min(values))
         # Decades alone where there are many, else round numbers between them.
-        steps = next(
-            (s for limit, s in ((0.7, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (3, (1, 3))) if high - low < limit), (1,)
-        )
-        ticks = [step * 10.0**k for k in range(math.floor(low), math.ceil(high)) for step in steps]
-        ticks = [tick for tick in ticks if low - 0.05 <= math.log10(tick) <= high + 0.05]
-        axis.set_ticks(ticks, [f"{tick:,.0f}" if 1 <= tick < 1e6 else f"{tick:.0e}" for tick in ticks])
-        axis.set_ticks([], minor=True)
+        steps = next((s for limit, s in ((0.7, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (3, (1, 3))) if span < limit), (1,))
+        axis.set_major_locator(LogLocator(subs=steps, numticks=20))
+        axis.set_major_formatter(lambda tick, _: f"{tick:,.0f}" if 1 <= tick < 1e6 else f"{tick:.0e}")
+        axis.set_minor_locator(NullLocator())
     _draw_dots(axes, [math.exp(fmean(map(math.log, sums)))] * len(sums), sums, colors["point"], 1e-4 * min(sums))
     ends = min(sums), max(sums)
     axes.plot(ends, ends, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
