@@ -177,7 +177,13 @@ def convert_pretrained(
     names = ("model", "original") if keep_original else ("model",)
     require_output(Path(source), out, (*names, "report.json", "report.html"), overwrite=overwrite)
     if recipe.checkpoints is not None:
-        _require_own_place(Path(recipe.checkpoints), [Path(source), *(out / name for name in names)])
+        checkpoints = Path(recipe.checkpoints)
+        for folder in (Path(source), *(out / name for name in names)):
+            if checkpoints.resolve().is_relative_to(folder.resolve()):
+                raise ArgumentError(
+                    f"checkpoints must have a folder of their own, but {checkpoints} is inside {folder}"
+                )
+        require_output(checkpoints, checkpoints, (), overwrite=True)
     if Path(source).is_dir():
         folders_of_modules(Path(source))
     job = _Job.load(source, texts, recipe, device, dtype, say, track)
@@ -198,13 +204,6 @@ def convert_pretrained(
     report.to_html(out / "report.html")
     say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
     return report
-
-
-def _require_own_place(checkpoints: Path, taken: Sequence[Path]) -> None:
-    for folder in taken:
-        if checkpoints.resolve().is_relative_to(folder.resolve()):
-            raise ArgumentError(f"checkpoints must have a folder of their own, but {checkpoints} is inside {folder}")
-    require_output(checkpoints, checkpoints, (), overwrite=True)
 
 
 def inspect_pretrained(

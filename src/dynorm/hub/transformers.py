@@ -111,7 +111,8 @@ def described(model: Any, contents: Contents | None) -> Iterator[None]:
         stack.enter_context(_put_back(model.config, "to_json_file"))
         stack.enter_context(_put_back(model, "_tied_weights_keys"))
         for layer in shared:
-            stack.callback(layer.register_state_dict_post_hook(_buffers_once_per_name).remove)
+            # Under each name: transformers ties parameters only.
+            stack.callback(layer.register_state_dict_post_hook(_copy_buffers).remove)
         if contents is not None:
             # A dict, as in a file: transformers cannot load with a config that holds the object.
             model.config.quantization_config = _config_of(model, contents).to_dict()
@@ -145,15 +146,7 @@ def _seal(folder: Path) -> None:
     write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _require_sealed(config: dict[str, Any], where: Path) -> None:
-    quantization = dict(config["quantization_config"])
-    sealed = quantization.pop("sha256", None)
-    rest = config | {"quantization_config": quantization}
-    require_checksum(rest | {"sha256": sealed}, f"{where} (which from_pretrained takes as it is)")
-
-
-def _buffers_once_per_name(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Write the buffers of a shared layer under each of its names: transformers ties parameters only."""
+def _copy_buffers(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state.update({prefix + name: buffer.clone() for name, buffer in layer.named_buffers()})
 
 
@@ -173,7 +166,10 @@ def read_transformers(folder: Path) -> nn.Module:
             f"the class of the model must be one of transformers' to be found by its name, but {names[0]} is not: "
             f"call {names[0]}.from_pretrained({str(folder)!r})"
         )
-    _require_sealed(config, folder / CONFIG)
+    # The checksum stands in a part of what it is of.
+    parts = {name: part for name, part in quantization.items() if name != "sha256"}
+    sealed = config | {"quantization_config": parts, "sha256": quantization.get("sha256")}
+    require_checksum(sealed, f"{folder / CONFIG} (which from_pretrained takes as it is)")
     require_whole_weights(folder)
     try:
         model, info = cls.from_pretrained(  # type: ignore[attr-defined]

@@ -30,11 +30,6 @@ def _constant(value: float) -> str:
     return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
 
 
-def _share(value: float) -> str:
-    """Return a share in percent; only 0 looks like 0."""
-    return "0" if not value else f"{value:.2%}" if value >= 1e-4 else "<0.01%"
-
-
 def _value(holder: Any, place: str) -> Any:
     """Return what stands at a place with dots: attributes, keys, and the results of methods without arguments."""
     for name in place.split("."):
@@ -49,7 +44,8 @@ _FORMS: dict[str, Callable[[Any], str]] = {
     "constant": _constant,
     "digits": digits,
     "norm": lambda kind: {"layernorm": "LN", "rmsnorm": "RMS"}.get(kind, kind),
-    "share": _share,
+    # Only 0 looks like 0.
+    "share": lambda value: "0" if not value else f"{value:.2%}" if value >= 1e-4 else "<0.01%",
 }
 
 

@@ -24,16 +24,11 @@ _MASSIVE = 3.0
 class LargeToken:
     """One of the largest tokens at a site, of each text or number the largest one."""
 
-    size: float
-    """Its sigma (an RMSNorm's rms) over the median token's."""
-    channel: int
-    """Its largest channel."""
-    share: float
-    """The part of its sum of squares that this channel holds."""
-    position: int | None = None
-    """Its place in the text, from 0 on; None where the batch does not tell."""
-    token: str | int | None = None
-    """Its text, or its number in the vocabulary where no tokenizer is known; None likewise."""
+    size: float  # its sigma (an RMSNorm's rms) over the median token's
+    channel: int  # its largest channel
+    share: float  # the part of its sum of squares that this channel holds
+    position: int | None = None  # its place in the text, from 0 on; None where the batch does not tell
+    token: str | int | None = None  # its text, or its number where no tokenizer is known; None likewise
 
 
 @dataclass(frozen=True)

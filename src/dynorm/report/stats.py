@@ -48,14 +48,10 @@ class Bin:
 class Picture:
     """The points and bars of a site's picture, all of held-out tokens."""
 
-    x: list[float]
-    """Sampled inputs of the norm, sorted; those far from the centre are drawn more often."""
-    y: list[float]
-    """The norm's core at each."""
-    bins: list[Bin]
-    """From all held-out values."""
-    sigma: float
-    """The typical sigma of the site, the unit of its axis."""
+    x: list[float]  # sampled inputs of the norm, sorted; those far from the centre are drawn more often
+    y: list[float]  # the norm's core at each
+    bins: list[Bin]  # from all held-out values
+    sigma: float  # the typical sigma of the site, the unit of its axis
 
 
 class Histogram:
@@ -134,32 +130,22 @@ class Histogram:
 class CoreFit:
     """A norm's core as one function of one number, for each of :data:`FUNCTIONS`."""
 
-    scale: float
-    """The bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm."""
-    center: float
-    """The mean of the activations where the norm centres, else 0."""
-    betas: dict[str, float]
-    """The constant of least squares for each function, as the inverse square of its slope at 0 over ``scale``."""
-    errors: dict[str, float]
-    """The relative error of each on the held-out tokens."""
+    scale: float  # the bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm
+    center: float  # the mean of the activations where the norm centres, else 0
+    betas: dict[str, float]  # each one's constant of least squares: the inverse square of its slope at 0 over ``scale``
+    errors: dict[str, float]  # the relative error of each on the held-out tokens
 
 
 @dataclass(frozen=True)
 class OutlierFit:
     """The functions, each with one constant fitted on outliers, compared with other outliers."""
 
-    fit: CoreFit
-    """The curves; their errors are relative, ``|y - f| / |y|``."""
-    residuals: dict[str, float]
-    """Mean absolute residual ``|f - y|`` of each, in units of the core."""
-    beta: float
-    """Geometric mean of the constants of which each outlier would need its own."""
-    beta_spread: float
-    """Standard deviation of their natural logarithm: 0 if one constant serves all."""
-    exact: float
-    """The largest ``|f - y|`` of DyISRU with these own constants."""
-    points: tuple[list[float], list[float]]
-    """x and y of some of the outliers that were measured on."""
+    fit: CoreFit  # the curves; their errors are relative, ``|y - f| / |y|``
+    residuals: dict[str, float]  # mean absolute residual ``|f - y|`` of each, in units of the core
+    beta: float  # geometric mean of the constants of which each outlier would need its own
+    beta_spread: float  # standard deviation of their natural logarithm: 0 if one constant serves all
+    exact: float  # the largest ``|f - y|`` of DyISRU with these own constants
+    points: tuple[list[float], list[float]]  # x and y of some of the outliers that were measured on
 
 
 def best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
