@@ -269,3 +269,13 @@ def test_a_padded_batch_goes_through_a_folded_encoder() -> None:
     assert becomes(report) == ["Identity"] * 3 + [""]
     kept = ~padding
     assert relative_error([model(x, src_key_padding_mask=padding)[kept].detach()], [exact[kept]]) <= 1e-12
+
+
+def test_a_norm_alone_before_a_layer_takes_its_factor_and_cannot_be_restored() -> None:
+    model = net(lambda m, x: m.m(m.n(m.e(x))).relu(), "nm", skip="n")
+    for name in ("center", "bias"):
+        model.m.register_parameter(name, None)
+    dynorm.convert_(model, dynorm.find_norms(model, example()), to="dyisru")
+    assert [site.becomes for site in unchecked(model).sites if site.path == "m"] == ["Identity"]
+    with pytest.raises(ModelError, match="folded"):
+        dynorm.restore_(model)

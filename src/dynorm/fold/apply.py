@@ -70,17 +70,14 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[dict[S
 
     # The readers first. Norms that share one have the same factor and shift, which go in once.
     given = [(fold, found) for fold in folds if fold.is_given for found in fold.reads]
-    for weight, (fold, found) in {found.weight: (fold, found) for fold, found in given}.items():
-        if fold.factor is not None:
-            values[weight] = found.scaled(weight.double(), fold.factor)
     pairs = {(found.weight, found.bias and found.bias[1]): (fold, found) for fold, found in given}
     for (weight, bias), (fold, found) in pairs.items():
-        if fold.shift is None:
-            continue
-        constant = found.constant(weight.double(), fold.shift)
-        if bias is None:
+        if fold.factor is not None:
+            values[weight] = found.scaled(weight.double(), fold.factor)
+        constant = None if fold.shift is None else found.constant(weight.double(), fold.shift)
+        if constant is not None and bias is None:
             added[weight] = constant
-        else:
+        elif constant is not None and bias is not None:
             values[bias] = value(bias) + constant.to(bias.tensor.device)
     for fold in folds:
         if fold.center_into is not None and fold.center is not None:
@@ -93,18 +90,14 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[dict[S
     streams = dict.fromkeys(stream for fold in folds if fold.becomes_rms for stream in fold.streams or ())
     writes = {write.slot: write for stream in streams for write in stream.writes}
     for slot, write in writes.items():
-        new = value(slot)
+        new, own = value(slot), added.get(slot)
         if write.gain is not None:
             gain = write.gain[1].double().to(new.device)
-            new = new * along(gain, write.axis, new.ndim)
-            if slot in added:
-                added[slot] = added[slot] * gain
+            new, own = new * along(gain, write.axis, new.ndim), None if own is None else own * gain
+            values[write.gain[1]] = torch.ones_like(gain)
         values[slot] = new - new.mean(write.axis, keepdim=True)
-        if slot in added:
-            added[slot] = added[slot] - added[slot].mean()
-    for write in writes.values():
-        if write.gain is not None:
-            values[write.gain[1]] = torch.ones_like(write.gain[1].double())
+        if own is not None:
+            added[slot] = own - own.mean()
     # Last the factors of rescaled streams, for the writers wrote what was there before.
     for part in parts:
         for found in {found.weight: found for found in part.reads}.values():
@@ -144,6 +137,8 @@ class Swap:
             for (tensor, _), offset in zip(norm.own(), (norm.site.weight_offset, 0.0), strict=False):
                 value = (tensor.detach().double().flatten() + offset) / factor.to(tensor.device) - offset
                 self._fill(tensor, value.view(tensor.shape))
+            # The norm that a point-wise layer replaced wrote another stream.
+            self._put(norm.module.__dict__, "replaced", _NOTHING)
         layers: list[tuple[nn.Module, nn.Module]] = []
         for fold in (fold for fold in folds if fold.becomes_rms or fold.is_gone):
             layers.append((fold.module, identity() if fold.is_gone else _rms_for(fold)))

@@ -49,17 +49,16 @@ def fold_(
     A norm is ``weight * core(x) + bias``, and LayerNorm's core centres first, with P = I - 11^T / C. Three rewrites:
 
     - *affine*: into everything that reads the norm, ``W' = W diag(weight)``, ``b' = b + W bias``, if all of that is
-      linear (``nn.Linear``, Conv1D, convolutions, products with a parameter). Weight and bias stay in the model as
-      ones and zeros, so that its own class loads it; a point-wise layer drops them, and its scale.
+      linear. Weight and bias stay as ones and zeros, so that the model's own class loads it; a point-wise layer drops
+      them, and its scale.
     - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``, if nothing but
       LayerNorms looks at that stream; they become :class:`dynorm.layers.rmsnorm.RMSNorm`, of the same eps.
     - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias before it. With
       *affine*, a linear layer without witnesses goes altogether, where need be by rescaling the residual stream.
 
-    The model is traced once with ``torch.export``, with the sizes of the example. A part that cannot be shown to be
-    safe is left alone, and the report says why. All new values are computed in float64 first and put in last. Then the
-    outputs for the example and for fresh random inputs are compared; if they differ, everything is put back, to the
-    bit. Parameters stay the same objects, with their dtype, device and ``requires_grad``.
+    The model is traced once with ``torch.export``. A part that cannot be shown to be safe is left alone, and the report
+    says why. All new values are computed in float64 first. Then the outputs for the example and for fresh random inputs
+    are compared; if they differ, everything is put back, to the bit. Parameters stay the same objects.
 
     Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs that show the
     inside, such as ``output_hidden_states=True``, change if the example did not ask for them; so do tensors that a
@@ -86,10 +85,9 @@ def fold_(
     Raises:
         ArgumentError: ``tolerance`` is negative, or a glob matches no site.
         ModelError: the model has no norm, cannot be traced, is in training mode, quantized, sharded, compiled,
-            wrapped or on the meta device; returns something opaque, such as a generator; rounds too coarsely to be
-            checked; or the outputs changed, or its code raised. It is then as it was.
-        DataError: the model cannot be run on the example, or gives nothing finite to compare; or the example cannot be
-            copied.
+            wrapped or on the meta device; its outputs are opaque, too coarse to be checked, or changed; or its code
+            raised. It is then as it was.
+        DataError: the model cannot be run on the example, or gives nothing finite to compare.
 
     Example:
         >>> import torch
@@ -124,7 +122,7 @@ def fold_(
         if constants:
             fold_centers(graph, folds, add_bias)
         values, added = new_values(folds, parts)
-        if values or added or any(fold.becomes_rms for fold in folds):
+        if any(fold.is_given or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
             before = Check(model, *example, tolerance) if check else None
             swap.apply(model, folds, values, added, affine, parts)
             if before is not None:
@@ -143,17 +141,14 @@ def fold_(
             "find which"
         ) from problem
     biases, free = added_biases(model), untied(model)
-    ours = bool(biases) or any(map(is_ours, model.modules()))
-    return FoldReport(
-        [fold.row(affine, center, constants) for fold in folds],
-        biases,
-        free,
-        error,
-        None if before is None else before.tolerance,
-        None if before is None else before.noise,
-        # transformers does not tie tensors that were saved apart; other classes do.
-        "dynorm" if ours or (free and not hasattr(model, "save_pretrained")) else "stock",
-        0 if before is None else before.fresh,
+    # transformers does not tie tensors that were saved apart; other classes do.
+    ours = bool(biases or (free and not hasattr(model, "save_pretrained"))) or any(map(is_ours, model.modules()))
+    rows = [fold.row(affine, center, constants) for fold in folds]
+    report = FoldReport(rows, biases, free, error, loads_with="dynorm" if ours else "stock")
+    return (
+        report
+        if before is None
+        else replace(report, tolerance=before.tolerance, noise=before.noise, fresh=before.fresh)
     )
 
 
@@ -161,8 +156,7 @@ def _planned(
     graph: Graph, found: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool
 ) -> tuple[list[SiteFold], list[Part]]:
     """Decide where weights, biases and whole linear layers go; one that cannot go gives what any other layer would."""
-    wanted = affine and constants
-    goes = {i for i, fold in enumerate(found) if wanted and fold.chosen and fold.refused is None and fold.is_linear}
+    goes = {i for i, fold in enumerate(found) if affine and constants and fold.is_linear}
     stays: dict[int, str] = {}
     while True:
         folds = [

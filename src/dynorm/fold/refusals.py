@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -84,26 +85,29 @@ def refused(site: NormSite, module: nn.Module) -> str | None:
 
 def require_readers(graph: Graph, fold: SiteFold, uses: Uses, add_bias: bool) -> None:
     """Check that the readers' weights and biases, and the norm's own, are used for nothing else."""
+    require_free(graph, fold.reads, {leaf: found for leaf, (_, found) in uses.items()})
     for found in fold.reads:
-        slot = found.weight
-        if slot.fixed is not None:
-            raise RefusedError(slot.fixed)
-        if not slot.is_saved:
-            raise RefusedError(f"{slot.name}, which reads it, is no parameter of floating point")
-        for leaf in slot.leaves:
-            if leaf not in uses:
-                raise RefusedError(f"{slot.name}, which reads it, is also used by {graph.where(leaf[0])}{slot.hint}")
-            other, theirs = uses[leaf]
-            same = _equal(fold.factor, other.factor) and _equal(fold.shift, other.shift)
-            if not same or (theirs.axis, theirs.groups) != (found.axis, found.groups):
+        for other, _ in (uses[leaf] for leaf in found.weight.leaves):
+            if not (_equal(fold.factor, other.factor) and _equal(fold.shift, other.shift)):
                 what = f"also reads {other.path}, whose weight or bias differs"
-                raise RefusedError(f"{slot.name}, which reads it, {what}")
+                raise RefusedError(f"{found.weight.name}, which reads it, {what}")
     if not isinstance(fold.module, PointwiseNorm):
         require_own(graph, fold)
     for found in fold.reads if fold.shift is not None else ():
         _require_bias(graph, fold, found, uses, add_bias)
     if not isinstance(fold.module, PointwiseNorm) and not is_exact(fold):
         raise RefusedError("it is no norm times its weight plus its bias to the last digits")
+
+
+def require_free(graph: Graph, reads: Sequence[Read], uses: Mapping[Leaf, Read]) -> None:
+    """Check that the weights of some reads are saved, and used for nothing but ``uses``, in the same way."""
+    for found in reads:
+        slot = found.weight
+        if slot.fixed is not None or not slot.is_saved:
+            raise RefusedError(slot.fixed or f"{slot.name}, which reads it, is no parameter of floating point")
+        for leaf in slot.leaves:
+            if leaf not in uses or (uses[leaf].axis, uses[leaf].groups) != (found.axis, found.groups):
+                raise RefusedError(f"{slot.name}, which reads it, is also used by {graph.where(leaf[0])}{slot.hint}")
 
 
 def require_own(graph: Graph, fold: SiteFold) -> None:

@@ -17,7 +17,7 @@ class Rewrite:
 
     Args:
         state: "folded", "refused", "nothing to fold", or "off" where the caller did not want it.
-        into: the parameters that took it over.
+        into: the parameters that took it over, or "the stream" where all of one was rescaled.
         reason: why it was refused.
 
     Example:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from dynorm.fold.affine import read
-from dynorm.fold.graph import Graph, Leaf, shape
-from dynorm.fold.refusals import RefusedError, is_exact, require_own
+from dynorm.fold.graph import Graph, shape
+from dynorm.fold.refusals import RefusedError, is_exact, require_free, require_own
 from dynorm.fold.site_fold import Read, SiteFold, Stream
 from dynorm.fold.stream import Walk, bias_before
 from dynorm.layers import PointwiseNorm
@@ -57,6 +57,16 @@ class _Walk(Walk):
         found = read(self.graph, user, value, axis)
         self.found.reads += [found] * (found not in self.found.reads)
 
+    def require(self) -> None:
+        super().require()
+        part = self.found
+        require_free(self.graph, part.reads, {found.leaf: found for found in part.reads})
+        for norm in (*part.norms, *part.takers):
+            if any((call if norm in part.norms else call.args[0]) not in part.values for call in norm.calls):
+                raise RefusedError(f"{norm.path} is called on other values too")
+            if any(found.weight.leaves - {other.leaf for other in norm.reads} for found in norm.reads):
+                raise RefusedError(f"a reader of {norm.path} reads another norm too")
+
 
 def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> list[Part]:
     """Let the linear layers go that cannot give all they are to their readers, and return the parts to rescale."""
@@ -76,7 +86,6 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
         if part is None:
             part = Part()
             _Walk(graph, folds, part).stream(value, fold.axis(len(shape(value))))
-            part.refused = part.refused or _refusal(graph, part)
             parts.append(part)
             groups[part] = [part]
         return part
@@ -86,8 +95,6 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
         source = fold.calls[0].args[0]
         assert isinstance(source, Node)
         before, after = part_of(source, fold), part_of(fold.calls[0], fold)
-        slots = [*(write.scaled_in[0] for write in before.writes), *(found.weight for found in after.reads)]
-        fold.spread = tuple(dict.fromkeys(slot.name for slot in slots))
         ratio = fold.weight * before.factor / after.factor
         pins = [next((part.refused for part in groups[end] if part.refused), None) for end in (before, after)]
         if groups[before] is groups[after] or None not in pins:
@@ -112,21 +119,3 @@ def _require_inverse(fold: SiteFold) -> None:
     if len(fold.calls) != 1:
         raise RefusedError("the layer is called several times")
     fold.center = None if fold.bias is None else -fold.bias / fold.weight
-
-
-def _refusal(graph: Graph, part: Part) -> str | None:
-    """Return why a part must stay as it is, though all that writes and reads it is linear."""
-    own: dict[Leaf, Read] = {found.leaf: found for found in part.reads}
-    for found in part.reads:
-        slot = found.weight
-        if slot.fixed is not None or not slot.is_saved:
-            return slot.fixed or f"{slot.name}, which reads it, is no parameter of floating point"
-        for leaf in slot.leaves:
-            if leaf not in own or (own[leaf].axis, own[leaf].groups) != (found.axis, found.groups):
-                return f"{slot.name}, which reads it, is also used by {graph.where(leaf[0])}{slot.hint}"
-    for norm in (*part.norms, *part.takers):
-        if any((call if norm in part.norms else call.args[0]) not in part.values for call in norm.calls):
-            return f"{norm.path} is called on other values too"
-        if any(found.weight.leaves - {other.leaf for other in norm.reads} for found in norm.reads):
-            return f"a reader of {norm.path} reads another norm too"
-    return None

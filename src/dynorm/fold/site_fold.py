@@ -99,7 +99,6 @@ class SiteFold:
     through: bool = False  # it goes because the stream that it reads and writes is rescaled
     left: Tensor | None = None  # the part of such a layer's weight that must stay, and why
     left_because: str = ""
-    spread: tuple[str, ...] = ()  # the parameters of the streams on both sides of it
 
     def __post_init__(self) -> None:
         """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
@@ -133,9 +132,10 @@ class SiteFold:
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether it is a product and a sum per channel, and nothing else."""
+        """Tell whether it is a product and a sum per channel, and nothing else, and may go."""
         layer = self.module
-        return type(layer) is LinearControl and not layer.witness_channels and layer.output_dtype is None
+        is_linear = type(layer) is LinearControl and not layer.witness_channels and layer.output_dtype is None
+        return is_linear and self.chosen and self.refused is None
 
     @property
     def is_gone(self) -> bool:
@@ -182,8 +182,8 @@ class SiteFold:
     def _affine_row(self) -> Rewrite:
         empty = self.weight is None and self.bias is None
         if self.through:
-            left = None if self.left is None else f"a factor per channel stays: {self.left_because}"
-            return Rewrite(REFUSED, reason=left) if left else Rewrite(FOLDED, self.spread)
+            left = f"a factor per channel stays: {self.left_because}"
+            return Rewrite(FOLDED, ("the stream",)) if self.left is None else Rewrite(REFUSED, reason=left)
         if self.kept is not None:
             nothing = empty and self.refused is None and not isinstance(self.module, PointwiseNorm)
             return Rewrite(NOTHING) if nothing else Rewrite(REFUSED, reason=self.kept)

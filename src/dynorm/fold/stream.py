@@ -83,7 +83,7 @@ class Walk:
                         self._use(user, value, axis)
                 elif self.found.values[value] != axis:
                     raise RefusedError(f"{self.graph.where(value)} has the channels on two axes")
-            require_writers(self.graph, self.found)
+            self.require()
         except RefusedError as refusal:
             self.found.refused = str(refusal)
         return self.found
@@ -158,6 +158,10 @@ class Walk:
 
     not_linear = "cannot be centred"
     returned = ", with its mean"
+
+    def require(self) -> None:
+        """Check that what writes and reads the stream does nothing else."""
+        require_writers(self.graph, self.found)
 
     def norm_writes(self, norm: SiteFold, along: bool) -> None:
         """Refuse a norm that writes into the stream, or take note of it; ``along`` tells whether over its channels."""

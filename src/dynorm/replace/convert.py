@@ -18,6 +18,7 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
     Replaced,
     dynorm_layers,
+    is_ours,
     original_,
     replaced_by,
     swap_,
@@ -189,11 +190,11 @@ def restore_(model: nn.Module) -> nn.Module:
     layers = dynorm_layers(model)
     if not layers:
         raise ModelError("the model must be converted, but it has no point-wise layer: there is nothing to restore")
-    lost = [path for path, layer in layers.items() if replaced_by(layer) is None]
-    if lost:
+    ours = {path: m for path, m in model.named_modules() if path in layers or is_ours(m)}
+    if lost := [path for path, module in ours.items() if replaced_by(module) is None]:
         raise ModelError(
-            f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the model was loaded, or "
-            "built with these layers; load the original model instead"
+            f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the model was loaded, "
+            "folded, or built with these layers; load the original model instead"
         )
     norms = {layer: original_(layer).train(layer.training) for layer in layers.values()}
     held: dict[Tensor, Tensor] = {}

@@ -117,7 +117,7 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
     return layers
 
 
-def replaced_by(layer: PointwiseNorm) -> Replaced | None:
+def replaced_by(layer: nn.Module) -> Replaced | None:
     """Return the norm that ``convert_`` replaced by ``layer``, or None for a layer made otherwise."""
     return cast("Replaced | None", layer.__dict__.get("replaced"))
 
