@@ -22,7 +22,7 @@ from dynorm.fit import (
     init_from_batch_,
     refine_,
 )
-from dynorm.fold import FoldedSite, FoldReport, fold_
+from dynorm.fold import FoldedSite, FoldReport, as_stock, fold_
 from dynorm.hub import load, save
 from dynorm.kernels import backend
 from dynorm.layers import (
@@ -78,6 +78,7 @@ __all__ = [
     "RefinementReport",
     "SiteReport",
     "StorageError",
+    "as_stock",
     "backend",
     "calibrate_",
     "convert_",

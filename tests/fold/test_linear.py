@@ -279,3 +279,33 @@ def test_a_norm_alone_before_a_layer_takes_its_factor_and_cannot_be_restored() -
     assert [site.becomes for site in unchecked(model).sites if site.path == "m"] == ["Identity"]
     with pytest.raises(ModelError, match="folded"):
         dynorm.restore_(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_folded_model_is_saved_in_its_own_class_whose_norm_computes_the_identity(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        model = build(name).to(dtype)
+        given = inputs(name, model)
+        dynorm.convert_(model, dynorm.find_norms(model, **given), to="linear", center=False)
+        with pytest.raises(ModelError, match=r"identities .* but not the layers"):
+            dynorm.as_stock(model, **given)
+        coarse = 0.1 if dtype is torch.bfloat16 else None
+        fold_(model, untie=True, tolerance=coarse, **given)  # type: ignore[arg-type]
+        stock = dynorm.as_stock(model, tolerance=coarse or 0.0, **given)
+        # A float64 model's own norms round to float32; the check of as_stock widens them.
+        assert dtype is torch.float64 or torch.equal(stock(**given).logits, model(**given).logits)
+        assert not any(map(is_ours, stock.modules()))
+    stock.save_pretrained(tmp_path / "stock")  # type: ignore[operator]
+    loaded = getattr(transformers, type(stock).__name__).from_pretrained(tmp_path / "stock")
+    assert torch.equal(loaded(**given).logits, model(**given).logits)
+    assert "quantization_config" not in (tmp_path / "stock" / "config.json").read_text("utf-8")
+
+
+def test_a_class_of_layernorms_cannot_hold_a_model_without_them() -> None:
+    model = build("bert").double()
+    linear_(model, **inputs("bert", model))
+    fold_(model, **inputs("bert", model))
+    with pytest.raises(ModelError, match="a LayerNorm takes the mean out"):
+        dynorm.as_stock(model, **inputs("bert", model))

@@ -6,5 +6,6 @@
 
 from dynorm.fold.fold import fold_
 from dynorm.fold.report import FoldedSite, FoldReport, Rewrite
+from dynorm.fold.stock import as_stock
 
-__all__ = ["FoldReport", "FoldedSite", "Rewrite", "fold_"]
+__all__ = ["FoldReport", "FoldedSite", "Rewrite", "as_stock", "fold_"]

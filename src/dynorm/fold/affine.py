@@ -34,11 +34,7 @@ _PRODUCTS = {"aten.mm", "aten.matmul", "aten.bmm", "aten._grouped_mm", "transfor
 
 
 def fold_affine(graph: Graph, folds: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool) -> None:
-    """Decide for each norm whether its weight and bias can go into everything that reads it.
-
-    They can if every use of its output, through operators that keep the channels, is a product with a parameter, if no
-    other value is multiplied by that parameter, and if the products have a bias where one is needed.
-    """
+    """Decide for each norm whether its weight and bias can go into everything that reads it, each a product."""
     for fold in folds:
         try:
             if fold.refused is not None:

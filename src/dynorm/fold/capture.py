@@ -37,15 +37,8 @@ def _(x: Tensor, index: int) -> Tensor:
 def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, untie: bool) -> Graph:
     """Trace one call with ``torch.export``, non-strict, and make it functional; linear operators stay whole.
 
-    The values are fake, so nothing is computed, and control flow that asks for one is refused by torch. Sizes are
-    those of the example. What the example does not run is not in the graph.
-
-    Each of the ``norms`` becomes one node, ``fold_site(x, index)``. With ``untie`` each owner of a tied one may get
-    its own parameter.
-
-    Raises:
-        ModelError: the model cannot be traced; the message says where, and why. Or its outputs cannot be seen.
-        DataError: the arguments cannot be copied.
+    Nothing is computed, sizes are those of the example, and what that does not run is not in the graph. Each of the
+    ``norms`` becomes one node, ``fold_site(x, index)``. With ``untie`` each owner of a tied one may get its own.
     """
     # Brings sympy, which importing dynorm must not.
     import torch.export

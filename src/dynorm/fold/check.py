@@ -57,13 +57,7 @@ class Wide(TorchFunctionMode):
 
 
 class Check:
-    """A model's outputs for the example and for fresh inputs, to compare later outputs with; the tolerance is by dtype.
-
-    Raises:
-        DataError: the model cannot be run on the example, or its outputs hold nothing finite to compare.
-        ModelError: its outputs cannot all be seen; or, in half precision and without a tolerance, its own error
-            against float32 is too large, or cannot be measured.
-    """
+    """A model's outputs for the example and for fresh inputs, to compare later ones with; the tolerance is by dtype."""
 
     def __init__(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: float | None = None
@@ -93,11 +87,7 @@ class Check:
         return max(self._each, default=0.0)
 
     def require_same(self, model: nn.Module) -> float:
-        """Return the error, if it is allowed.
-
-        Raises:
-            ModelError: it is not; or, in half precision, that of one output is far beyond this output's own noise.
-        """
+        """Return the error, if it is allowed, and, in half precision, no output's is far beyond that output's noise."""
         error = self.error(model)
         excess = error if not error <= self.tolerance else None
         if self._given is None:
@@ -234,10 +224,7 @@ def _all_comparable(tensors: Sequence[Tensor]) -> bool:
 
 
 def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = True) -> Inputs:
-    """Return random inputs like an example: its classes, shapes and dtypes, numbers in its range, the same masks.
-
-    Without ``integers`` these stay, without ``constants`` tensors in which all floating-point numbers are the same.
-    """
+    """Return random inputs like an example; without ``integers`` or ``constants`` these tensors stay as they are."""
     generator = torch.Generator().manual_seed(seed)
 
     def renewed(value: Tensor) -> Tensor:

@@ -172,12 +172,7 @@ def _planned(
 
 
 def _find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], only: Any, skip: Any) -> list[SiteFold]:
-    """Return the records of all norms, in call order, and then of all point-wise layers.
-
-    Raises:
-        ArgumentError: a glob matches none.
-        ModelError: the model has none.
-    """
+    """Return the records of all norms, in call order, and then of all point-wise layers."""
     sites = find_norms(model, *args, **kwargs)
     for path, layer in model.named_modules():
         if path and isinstance(layer, PointwiseNorm):

@@ -311,18 +311,16 @@ def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
     It does if such an axis changes sides with the channels, or if it did so by a permutation and is then merged away.
     """
     sizes, views = shape(source), shape(node)
-    before, after = sizes[:axis].count(1), sizes[axis + 1 :].count(1)
-    now_before, now_after = views[:to].count(1), views[to + 1 :].count(1)
-    if (now_before < before and now_after > after) or (now_after < after and now_before > before):
+    lost = (sizes[:axis].count(1) > views[:to].count(1), sizes[axis + 1 :].count(1) > views[to + 1 :].count(1))
+    gained = (sizes[:axis].count(1) < views[:to].count(1), sizes[axis + 1 :].count(1) < views[to + 1 :].count(1))
+    if (lost[0] and gained[1]) or (lost[1] and gained[0]):
         return True
-    if now_before >= before and now_after >= after:
-        return False
-    crossed = _crossed(source, axis)
-    return (now_before < before and "before" in crossed) or (now_after < after and "after" in crossed)
+    crossed = _crossed(source, axis) if any(lost) else (False, False)
+    return (lost[0] and crossed[0]) or (lost[1] and crossed[1])
 
 
-def _crossed(value: Node, axis: int) -> set[str]:
-    """Return the sides of the channels, "before" or "after", to which permutations moved axes of one index."""
+def _crossed(value: Node, axis: int) -> tuple[bool, bool]:
+    """Tell whether permutations moved axes of one index to before the channels, and to after them."""
     single = [i for i, size in enumerate(shape(value)) if size == 1]
     # at[i]: where axis i of the last value is in the one that is looked at.
     at = list(range(len(shape(value))))
@@ -340,7 +338,8 @@ def _crossed(value: Node, axis: int) -> set[str]:
         elif not _is_same(op):
             break
         node = source
-    return {"before" if i < axis else "after" for i in single if (i < axis) != (at[i] < at[axis])}
+    moved = {i < axis for i in single if (i < axis) != (at[i] < at[axis])}
+    return True in moved, False in moved
 
 
 def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:

@@ -1,8 +1,4 @@
-"""Where a fold is refused: the checks of a model, a site, its readers and the writers of its stream, with their words.
-
-An operator that is no linear reader or writer is refused where the graph is followed, by the same error: in ``affine``
-and in ``stream``. The report has each reason at its site.
-"""
+"""Where a fold is refused: the checks of a model, a site, its readers and the writers of its stream."""
 
 from __future__ import annotations
 
@@ -38,12 +34,7 @@ class RefusedError(Exception):
 
 
 def require_model(model: nn.Module) -> None:
-    """Check that the weights are plain numbers and that the model computes as it will be used.
-
-    Raises:
-        ArgumentError: it is no module.
-        ModelError: it is in training mode, quantized, sharded, compiled, wrapped or on the meta device.
-    """
+    """Check that the weights are plain numbers and that the model computes as it will be used."""
     require_plain_model(model)
     training = next((path for path, module in model.named_modules() if module.training), None)
     if training is not None:
@@ -208,10 +199,7 @@ def require_writers(graph: Graph, stream: Stream) -> None:
 
 
 def is_exact(fold: SiteFold, as_rms: bool = False) -> bool:
-    """Tell whether a norm is, to the last digits, its neutral form times its weight plus its bias.
-
-    With ``as_rms``, whether a LayerNorm is that with an RMSNorm of the same eps, on tokens without their mean.
-    """
+    """Tell whether a norm is its neutral form, or an RMSNorm ``as_rms``, times weight plus bias, to the last digits."""
     try:
         module, neutral = plain_copy(fold.module, torch.float64), plain_copy(fold.module, torch.float64)
     except (CannotProbeError, NotANormError, RuntimeError, TypeError):

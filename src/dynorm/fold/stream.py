@@ -222,11 +222,7 @@ def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
 
 
 def fold_centers(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> None:
-    """Decide for each point-wise layer with a learned centre whether the bias before it can take it.
-
-    The scale goes into the readers with the weight. The constant of the slope stays: a layer computes alpha * x, or
-    beta + x^2, in the pass over x that it makes anyway, so moving it into a weight would save nothing.
-    """
+    """Decide for each point-wise layer with a learned centre whether the bias before it can take it."""
     for fold in folds:
         center = fold.module.center if isinstance(fold.module, PointwiseNorm) and not fold.goes else None
         if center is None or not fold.chosen or not fold.calls:

@@ -97,11 +97,7 @@ def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
 
 
 def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, PointwiseNorm]:
-    """Return the same as :func:`dynorm_layers`, at least one layer; ``with_norms``: each with the norm it replaced.
-
-    Raises:
-        ModelError: there is none, or a layer did not replace a norm.
-    """
+    """Return the same as :func:`dynorm_layers`, at least one layer; ``with_norms``: each with the norm it replaced."""
     layers = dynorm_layers(model)
     if not layers:
         raise ModelError(
@@ -177,13 +173,7 @@ def specs_of(model: nn.Module) -> list[LayerSpec]:
 
 
 def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:
-    """Put empty layers where the specs say into a model of the class that they were made from, all of them or none.
-
-    Meta tensors are fine: a state dict is to fill them.
-
-    Raises:
-        ModelError: the model has no module at a path.
-    """
+    """Put empty layers where the specs say into a model of the class that they were made from, all of them or none."""
     new: dict[nn.Module, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for spec in specs:

@@ -1,0 +1,74 @@
+"""A folded model in its own class, in which a norm that computes the identity stands where a layer is gone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynorm.errors import ModelError
+from dynorm.fold.apply import added_biases
+from dynorm.fold.check import Check
+from dynorm.replace.specs import is_ours
+
+# A power of two, and so is its root: neither rounds a number.
+_EPS = 2.0**80
+
+
+def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any) -> nn.Module:
+    r"""Return a folded transformers model in its own class, which loads where dynorm is unknown.
+
+    Where a linear layer is gone, the class's RMSNorm computes the identity: with eps = 2^80 and a weight of 2^40,
+    ``weight * x / sqrt(mean(x^2) + eps)`` is x to the last digit. The outputs for the example and for random inputs
+    are compared. A LayerNorm takes the mean out whatever its eps is, so its class cannot hold such a model.
+
+    Args:
+        model: a model of transformers with an eps in its config; :func:`fold_` has left no other layer of dynorm in it.
+        *args: the example, the arguments of one call.
+        tolerance: the relative error to allow, as for :func:`fold_`.
+        **kwargs: the example's keyword arguments.
+
+    Returns:
+        A new model: ``save_pretrained`` writes it for its own class.
+
+    Raises:
+        ModelError: a layer of dynorm or an added bias is left, the config has no eps, or the outputs differ.
+
+    Example:
+        >>> as_stock(nn.Linear(2, 2))
+        Traceback (most recent call last):
+        dynorm.errors.ModelError: the model must have a config with the eps of its norms, but Linear has none
+
+    Reference:
+        L. Baroni et al., "Transformers Don't Need LayerNorm at Inference Time", arXiv 2507.02559, with 1e12 and 1e6.
+    """
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    names = [name for name in getattr(config, "__dict__", ()) if name.endswith(("_eps", "_epsilon"))]
+    if not names:
+        raise ModelError(f"the model must have a config with the eps of its norms, but {type(model).__name__} has none")
+    ours = {path: module for path, module in model.named_modules() if is_ours(module)}
+    left = [*(path for path, module in ours.items() if type(module) is not nn.Identity), *added_biases(model)]
+    if left or not ours:
+        what = f"not the layers or added biases {', '.join(left[:3])}" if left else "it has none"
+        raise ModelError(f"the model must have identities where linear layers were folded away, but {what}")
+    before = Check(model, args, kwargs, tolerance)
+    vars(config).pop("quantization_config", None)
+    vars(config).update(dict.fromkeys(names, _EPS))
+    like = next(model.parameters())
+    stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
+    stock.load_state_dict(stock.state_dict() | model.state_dict())
+    with torch.no_grad():
+        for norm in map(stock.get_submodule, ours):
+            weight = norm.get_parameter("weight")
+            # Some classes scale by 1 + w.
+            offset = float(norm(torch.ones_like(weight.zero_())).any())
+            weight.fill_(_EPS**0.5 - offset)
+    error = before.error(stock)
+    if not error <= before.tolerance:
+        raise ModelError(
+            f"the norms of {type(model).__name__} must compute the identity with a large eps, but the outputs differ "
+            f"by {error:.1e}: a LayerNorm takes the mean out; save such a model with dynorm.save"
+        )
+    return stock
