@@ -121,7 +121,7 @@ def net(run: Callable[..., Any], norms: str = "n", skip: Any = None, **parts: An
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.5 * torch.randn(parameter.shape) + 0.3)
-    return linear_(model, skip, x=example())
+    return linear_(model, skip, x=example()) if norms else model
 
 
 def example() -> Tensor:
@@ -309,3 +309,13 @@ def test_a_class_of_layernorms_cannot_hold_a_model_without_them() -> None:
     fold_(model, **inputs("bert", model))
     with pytest.raises(ModelError, match="a LayerNorm takes the mean out"):
         dynorm.as_stock(model, **inputs("bert", model))
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_a_writer_is_given_a_bias_of_one_number_per_channel(per_channel: bool) -> None:
+    model = net(lambda m, x: m.n(m.e(x)).relu(), "", e=nn.Linear(4, C, bias=False), n=nn.LayerNorm(C))
+    dynorm.convert_(model, dynorm.find_norms(model, example()), to="dyisru", per_channel=per_channel)
+    with torch.no_grad():
+        model.n.center.fill_(0.5)
+    assert unchecked(model, add_bias=True).added_biases == ["e"]
+    assert model.e.bias.shape == (C,)

@@ -227,7 +227,7 @@ def fold_centers(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> Non
         center = fold.module.center if isinstance(fold.module, PointwiseNorm) and not fold.goes else None
         if center is None or not fold.chosen or not fold.calls:
             continue
-        fold.center = center.detach().to("cpu", torch.float64)
+        fold.center = center.detach().to("cpu", torch.float64).expand(fold.site.normalized_shape)
         try:
             fold.center_into = bias_before(graph, fold, add_bias)
         except RefusedError as refusal:
