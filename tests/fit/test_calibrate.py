@@ -681,3 +681,18 @@ def test_a_lean_is_a_share(lean: float) -> None:
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
     with pytest.raises(dynorm.ArgumentError, match="lean must be from 0 to 1"):
         dynorm.calibrate_(model, [torch.randn(64, C)], lean=lean)
+
+
+def test_without_a_lean_a_token_whose_witnesses_are_small_is_not_blown_up() -> None:
+    """One channel tells every sum of the calibration, so the least squares alone would leave no constant beside it."""
+    x = torch.randn(512, C)
+    x[:, 3] = 3 * x.square().sum(1).sqrt()
+    x = x * torch.randn(512, 1).exp()
+    new = x.median(0).values + x.square().mean(1).median().sqrt() * torch.randn(64, C)
+    new[:, 3] = 0
+    model = nn.Sequential(nn.RMSNorm(C))
+    right = model(new).norm(dim=1)
+    dynorm.convert_(model, dynorm.find_norms(model, x), witnesses=1)
+    dynorm.calibrate_(model, [x], lean=0.0)
+    assert model[0].witness_channels == (3,)
+    assert (model(new).norm(dim=1) < 2.5 * right).all()

@@ -78,12 +78,12 @@ def convert(
         ),
     ] = None,
     witnesses: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Channels, at most, that each layer may read to tell a token's size; 0 makes it a function of one "
-            "channel alone."
+            help="Channels, at most, that each layer may read to tell a token's size, by default 4, or 8 in a language "
+            "model; 0 makes it a function of one channel alone."
         ),
-    ] = 4,
+    ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Highest learning rate of the distillation; by default it fits the width.")
     ] = None,

@@ -57,8 +57,8 @@ _COMPARED = 4
 # Blocks in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be left after that.
 CALIBRATION_BLOCKS = 2
 # What a recipe leaves open: for an encoder, and for a language model. The latter's were measured on SmolLM2-135M.
-_ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7}
-_LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0}
+_ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
+_LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Recipe:
         calibration: how many texts, 256, or blocks, 24, the constants are fitted to, site by site.
         lean: of :func:`calibrate_`, 0.7 or 0.
         per_channel: one constant per channel (an encoder), or one per layer (a language model).
-        witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function.
+        witnesses: how many channels each layer may read to tell a token's size, 4 or 8; 0 for the pure function.
         seed: for the split, the order of texts and the training.
         lr: the highest learning rate of distillation; None takes ``distillation_rate``.
         bf16: distil under ``torch.autocast`` in bfloat16.
@@ -97,7 +97,7 @@ class Recipe:
     only: Sequence[str] = ()
     skip: Sequence[str] = ()
     per_channel: bool | None = None
-    witnesses: int = 4
+    witnesses: int | None = None
     seed: int = 0
     lr: float | None = None
     bf16: bool = False
@@ -123,7 +123,7 @@ class Recipe:
         for name, least in (("held_out", 2), ("max_length", 2), ("batch", 1), ("calibration", 1)):
             if (count := getattr(self, name)) is not None and count < least:
                 raise ArgumentError(f"{name} must be at least {least}, got {count}")
-        if not isinstance(self.witnesses, int) or isinstance(self.witnesses, bool) or self.witnesses < 0:
+        if self.witnesses is not None and (type(self.witnesses) is not int or self.witnesses < 0):
             raise ArgumentError(f"witnesses must be a number of channels, 0 or more, got {self.witnesses!r}")
         if self.lr is not None:
             check_positive("lr", self.lr)

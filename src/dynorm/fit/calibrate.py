@@ -148,7 +148,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN)
         ranks.require_alike(layers.items())
         found = [(path, layer, replaced) for path, layer in layers.items() if (replaced := replaced_by(layer))]
         fits = {
-            layer: SiteFit(layer, norm, ranks, path, shrinks=lean == 0)
+            layer: SiteFit(layer, norm, ranks, path, careful=lean == 0)
             for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
         }
         with watch.unchanged_on_error(fits), watch.undisturbed(model, evaluate=True):

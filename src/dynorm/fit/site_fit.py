@@ -22,8 +22,9 @@ _DECADES = (-1.0, 3.0)
 _PER_DECADE = 4
 # With witnesses beta is measured beside them, and less remains to be found.
 _WITNESSED_DECADES = (-1.0, 1.0)
-# Of a layer's typical sum: the least constant beside witnesses.
-LEAST = 1e-4
+# Of a layer's typical sum: the least constant beside witnesses. A token whose witnesses are all small would come out of
+# the layer too large, and in a pre-norm decoder larger from layer to layer; a careful fit leaves it a constant.
+LEAST, _CAREFUL = 1e-4, 0.3
 # Least squares shrinks outputs that it cannot predict, and site after site the shrinkage multiplies. Half of it is
 # given back, except to layers that do not repair those before them: they had better add less of what is not known.
 _GIVE_BACK = 0.5
@@ -70,11 +71,12 @@ class SiteFit:
             is a centre. It also says how many witnesses to choose; with 0, those that the layer has keep their places.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
         path: where the layer stands in its model.
-        shrinks: leave the weights as least squares shrank them.
+        careful: rather have outputs too small than too large, for layers whose errors add up: leave the weights as
+            least squares shrank them, and the constant beside witnesses at 0.3 of the typical sum or more.
     """
 
     def __init__(
-        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks | None = None, path: str = "", *, shrinks: bool = False
+        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks | None = None, path: str = "", *, careful: bool = False
     ) -> None:
         self.layer, self.path = layer, path
         self.kind, self.eps = norm.site.kind, norm.site.eps
@@ -89,7 +91,7 @@ class SiteFit:
         self._betas: Tensor | None = None
         self._updates = 0
         self._most = norm.witnesses
-        self._give_back = 0.0 if shrinks else _GIVE_BACK
+        self._careful = careful
         self.witnesses: Witnesses | None = None
         # Channels that an earlier calibration chose are chosen anew.
         fixed = None if norm.witnesses else layer.witness_channels or None
@@ -190,8 +192,10 @@ class SiteFit:
                 return
             layer.set_witnesses_(found.channels, found.gains)
             # Where the witnesses tell all, the constant beside them is 0: a small one stays, for its logarithm.
-            beta = max(found.beta, LEAST * float(self._typical)) if found.channels else float(self._typical)
-            self._betas = self._grid(*(_WITNESSED_DECADES if found.channels else _DECADES), x) * beta
+            least = (_CAREFUL if self._careful else LEAST) * float(self._typical)
+            beta = max(found.beta, least) if found.channels else float(self._typical)
+            low, high = _WITNESSED_DECADES if found.channels else _DECADES
+            self._betas = self._grid(0.0 if self._careful and found.channels else low, high, x) * beta
             layer.fill_slope_(self._betas[self._closed_form])
         elif self._updates > 1:
             return
@@ -258,5 +262,5 @@ class SiteFit:
         residual = (var_y - slope * cov).clamp_min(0)
         # Least squares shrank the slope by |correlation|.
         correlation = (slope.abs() * (var_f.clamp_min(0) / var_y.clamp_min(_TINY)).sqrt()).clamp(1e-2, 1)
-        slope = torch.where(moves, slope * correlation**-self._give_back, self._weight)
+        slope = torch.where(moves, slope * correlation ** -(0.0 if self._careful else _GIVE_BACK), self._weight)
         return slope, mean_y - slope * mean_f, residual
