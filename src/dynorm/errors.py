@@ -37,13 +37,7 @@ class StorageError(DynormError, OSError):
 def require_library(name: str, purpose: str, extra: str) -> None:
     """Check that an optional library can be imported, before the work that needs it.
 
-    Args:
-        name: the module's name.
-        purpose: what needs it, for the message.
-        extra: the extra of dynorm that installs it.
-
-    Raises:
-        ArgumentError: it cannot be imported.
+    The ArgumentError says for what it is needed (``purpose``), and which ``extra`` of dynorm installs it.
 
     Example:
         >>> require_library("torch", "everything", "all")

@@ -77,16 +77,8 @@ def select_sites(
     """Return the sites that match a glob of `only`, match none of `skip`, and pass `filter_fn`, in their order.
 
     A glob is compared with every path of a site, aliases too; `*` also spans dots. Refused sites stay refused: they are
-    chosen like the others, so that a report can name them.
-
-    Args:
-        sites: The sites that `find_norms` returned.
-        only: One glob or several; None chooses all.
-        skip: One glob or several to leave out.
-        filter_fn: Called with each remaining site.
-
-    Returns:
-        A new list.
+    chosen like the others, so that a report can name them. None for `only` chooses all; `filter_fn` is called with each
+    remaining site.
 
     Raises:
         ArgumentError: If a glob matches no site.

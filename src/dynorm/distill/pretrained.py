@@ -279,14 +279,7 @@ def make_batches(
 
 @dataclass
 class ShuffledBatches:
-    """The batches of :func:`make_batches`, of other texts and in another order at each pass.
-
-    Args:
-        pretrained: whose tokenizer pads.
-        encoded: the lists that :func:`encode` returned.
-        batch_size: texts per batch.
-        seed: of the first pass.
-    """
+    """The batches of :func:`make_batches`, of other texts and in another order at each pass; the first has ``seed``."""
 
     pretrained: Pretrained
     encoded: Sequence[list[int]]

@@ -20,13 +20,9 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False) -> list[str]:
     r"""Read texts from files and folders, one text per paragraph, or per line of a file without blank lines.
 
-    Args:
-        paths: one or several UTF-8 files or folders. Of a ``.py`` file the docstrings' first paragraphs are taken;
-            folders are searched for .txt, .md, .rst and .py files.
-        whole: take whole docstrings, and keep line breaks, for a language model.
-
-    Returns:
-        Texts of at least 20 characters, white space folded, each once, in the order of the files.
+    Of a ``.py`` file the docstrings' first paragraphs are taken. Folders are searched for .txt, .md, .rst and .py
+    files. ``whole`` takes whole docstrings and keeps line breaks, for a language model. The texts have at least 20
+    characters, white space folded, each once, in the order of the files.
 
     Raises:
         DataError: a path does not exist, a file cannot be read, is binary, not UTF-8 or not Python, or there is no
@@ -56,11 +52,8 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
 def standard_library_docstrings(*, whole: bool = False) -> list[str]:
     """Return the first paragraphs of the docstrings of Python's standard library, its tests left out.
 
-    Args:
-        whole: take whole docstrings, as they are written, for a language model.
-
-    Returns:
-        About 6,000 texts, each once, in the order of the files; the same for the same version of Python.
+    ``whole`` takes whole docstrings, as they are written, for a language model. There are about 6,000 texts, each once,
+    in the order of the files; the same for the same version of Python.
 
     Example:
         >>> len(standard_library_docstrings()) > 1000
@@ -75,13 +68,7 @@ def standard_library_docstrings(*, whole: bool = False) -> list[str]:
 def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
     """Shuffle texts and put some aside, to be used for measuring only.
 
-    Args:
-        texts: different texts.
-        held_out: how many to put aside, or a quarter of them all, where they are fewer than twice as many.
-        seed: of the shuffle.
-
-    Returns:
-        The texts to fit on, and those held out.
+    Of fewer than twice ``held_out`` texts a quarter is put aside. Returned are those to fit on, and those held out.
 
     Raises:
         ArgumentError: ``held_out`` is not positive.

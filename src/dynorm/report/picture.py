@@ -43,16 +43,8 @@ def svg_picture(
 ) -> str:
     """Return the picture that :func:`draw` makes as an ``<svg>`` element whose colours are the page's variables.
 
-    Args:
-        name: of the site, to tell this picture's parts from those of others in the page.
-        words: the picture in words, for a reader who cannot see it.
-        fit: the curves.
-        sample: the points and error bars behind them.
-        outliers: x and y of the points that the curves were fitted on, where these are outliers alone.
-        sums: of some tokens the layer's sum and the norm's own, for a second picture below.
-
-    Raises:
-        ArgumentError: matplotlib is not installed.
+    The ``name`` tells its parts from those of other pictures in the page, and ``words`` tell it to a reader who cannot
+    see it. ``sums`` are of some tokens the layer's sum and the norm's own, for a second picture below.
     """
     require_library("matplotlib", "an HTML report", "plots")
     import matplotlib
@@ -80,7 +72,10 @@ def svg_picture(
 def draw(
     axes: Axes, fit: CoreFit, sample: Picture, outliers: Points | None = None, colors: Mapping[str, str] = DAYLIGHT
 ) -> None:
-    """Draw points first, then bounds and curves, error bars or outliers on top; x is counted from the centre."""
+    """Draw points first, then bounds and curves, error bars or outliers on top; x is counted from the centre.
+
+    ``outliers`` are x and y of the points that the curves were fitted on, where these are outliers alone.
+    """
     knee = PICTURE_KNEE * sample.sigma
     x = [x - fit.center for x in sample.x]
     far, far_y = ([], []) if outliers is None else outliers

@@ -33,21 +33,14 @@ class LargeToken:
 
 @dataclass(frozen=True)
 class TokenSizes:
-    """How much the tokens of a site differ in size, and how few channels tell it.
+    """How much the tokens of a site differ in size, and how few channels tell it."""
 
-    Args:
-        tokens: the largest ones, the largest first.
-        channels: the channels that tell the sizes best, the best first.
-        gains: the weight of each one's square.
-        beta: the constant beside them.
-        explained: how much of the sizes' variation 0, 1, 2 and 4 channels explain, on tokens that they were not chosen
-            by; 1 is all, 0 no more than a constant does.
-    """
-
-    tokens: tuple[LargeToken, ...]
-    channels: tuple[int, ...]
-    gains: tuple[float, ...]
-    beta: float
+    tokens: tuple[LargeToken, ...]  # the largest ones, the largest first
+    channels: tuple[int, ...]  # those that tell the sizes best, the best first
+    gains: tuple[float, ...]  # the weight of each one's square
+    beta: float  # the constant beside them
+    # How much of the sizes' variation 0, 1, 2 and 4 channels explain, on tokens that they were not chosen by; 1 is all,
+    # 0 no more than a constant does.
     explained: dict[int, float]
 
     @property
