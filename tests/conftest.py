@@ -1,6 +1,10 @@
 """What all tests share: one thread, for the tensors are small, and the same random numbers in every order."""
 
+import os
 from collections.abc import Iterator
+
+# Inductor would compile and load a trial for each instruction set of this CPU, which takes longer than most tests.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch

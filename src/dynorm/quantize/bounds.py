@@ -23,15 +23,7 @@ def output_bounds(layer: PointwiseNorm, *, sigmas: float | None = None) -> Tenso
 
     .. math:: |y_c| \le |\mathrm{scale}\, w_c| + |b_c|
 
-    Args:
-        layer: a DyISRU, DyT or Derf; an annealed one at t = 1.
-        sigmas: for inputs within so many standard deviations only, as for :func:`output_range`.
-
-    Returns:
-        ``normalized_shape``, in at least float32.
-
-    Raises:
-        ArgumentError: as for :func:`output_range`.
+    Arguments, dtype and errors are those of :func:`output_range`; the shape is ``normalized_shape``.
 
     Example:
         >>> output_bounds(dynorm.DyISRU(4))

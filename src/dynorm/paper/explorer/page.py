@@ -20,12 +20,7 @@ def build_page() -> str:
     r"""Return the explorer as one self-contained HTML page, which loads nothing and works from a file.
 
     It shows, for one token with a movable outlier, LayerNorm beside scaled DyT, Derf and DyISRU, with the fits and
-    the residuals of the paper's section 4, the derivative, and the path
-
-    .. math:: y_i = \sqrt{C - 1} \frac{x_i - c}{\sqrt{b + (x_i - c)^2}}, \quad
-        c = (1 - t) m_i, \quad \log b = (1 - t) \log(C v_i) + t \log \beta
-
-    It is the same in every call. See eq. 3, 5, 6, 11, 13 to 17 and the closed forms of LayerNorm.
+    the residuals of the paper's section 4, the derivative, and the annealing between both (closed form 4).
 
     Example:
         >>> from dynorm.paper.explorer import build_page

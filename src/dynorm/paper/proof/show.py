@@ -42,24 +42,25 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
 def render(report: Report) -> str:
     """Return the page as text."""
     known = "|".join(checked.statement.name for checked in report.statements)
+
+    def formula(step: Step) -> str:
+        left = "" if step.follows else latex(step.left)
+        return mathml(f"{left} {_LATEX[step.relation]} {latex(step.right)}", display=True)
+
     return rendered(
         "proofs.html",
         report=report,
         method=METHOD,
         summary=summary,
-        source=_source,
+        source=lambda text: re.sub(r"\d{4}\.\d{5}", r'<a href="https://arxiv.org/abs/\g<0>">arXiv \g<0></a>', text),
         equations=equations,
         definitions=_definitions,
-        formula=_formula,
+        formula=formula,
         failure=failure,
         as_html=as_html,
         # The names of other statements lead to them.
         linked=lambda sentence: re.sub(rf"\b({known})\b", r'<a href="#\1">\1</a>', as_html(sentence)),
     )
-
-
-def _source(statement: Statement) -> str:
-    return re.sub(r"\d{4}\.\d{5}", r'<a href="https://arxiv.org/abs/\g<0>">arXiv \g<0></a>', statement.source)
 
 
 def _definitions(statement: Statement) -> Iterator[str]:
@@ -71,11 +72,6 @@ def _definitions(statement: Statement) -> Iterator[str]:
         found |= new
         waiting += [statement.definitions[name] for name in new]
     yield from (mathml(f"{latex(k)} = {latex(text)}") for k, text in statement.definitions.items() if k in found)
-
-
-def _formula(step: Step) -> str:
-    left = "" if step.follows else latex(step.left)
-    return mathml(f"{left} {_LATEX[step.relation]} {latex(step.right)}", display=True)
 
 
 def show(report: Report, console: Console, *, brief: bool = False) -> None:
