@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynorm.errors import ArgumentError, require_library
@@ -98,7 +98,7 @@ class Report:
                 "seconds": round(checked.seconds, 3),
                 "steps": [
                     {name: getattr(row.step, name) for name in ("left", "relation", "right", "reason")}
-                    | {"equation": row.step.tag, **asdict(row.verdict)}
+                    | {"equation": row.step.tag, "outcome": row.verdict.outcome, "remains": row.verdict.remains}
                     | {"numbers_hold": row.measured.holds, "digits_error": row.measured.error}
                     for row in checked.steps
                 ],
