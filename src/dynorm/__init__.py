@@ -4,7 +4,7 @@ Where things are: a norm is recognised in ``find/probe.py`` and replaced in ``re
 ``fit/calibrate.py``; a fold is refused in ``fold/refusals.py``; a new function begins as a row of ``family.py``.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dynorm import distill, functional, theory
 from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
@@ -42,6 +42,10 @@ from dynorm.layers import (
 from dynorm.replace import ConversionReport, convert_, restore_
 from dynorm.report import InspectedSite, InspectionReport, ModelReport, OutputReport, SiteReport, inspect_norms, measure
 from dynorm.site import NormSite
+
+if TYPE_CHECKING:
+    from dynorm.distill import AnnealCallback as AnnealCallback
+    from dynorm.distill import MonitorCallback as MonitorCallback
 
 __version__ = "0.1.0"
 
@@ -101,9 +105,10 @@ __all__ = [
     "theory",
 ]
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    """Import transformers only when one of its callbacks is used."""
-    if name not in ("AnnealCallback", "MonitorCallback"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(distill, name)
+    def __getattr__(name: str) -> object:
+        """Import transformers only when one of its callbacks is used."""
+        if name not in ("AnnealCallback", "MonitorCallback"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(distill, name)

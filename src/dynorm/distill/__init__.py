@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynorm.distill.distill import DistillationReport, distill_, distillation_rate, output_loss
 from dynorm.distill.pretrained import Pretrained, encode, load_pretrained, make_batches
@@ -24,11 +24,12 @@ __all__ = [
     "output_loss",
 ]
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    """Import transformers only when one of its callbacks is used."""
-    if name not in ("AnnealCallback", "MonitorCallback"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dynorm.distill import anneal, monitor
+    def __getattr__(name: str) -> object:
+        """Import transformers only when one of its callbacks is used."""
+        if name not in ("AnnealCallback", "MonitorCallback"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from dynorm.distill import anneal, monitor
 
-    return anneal.AnnealCallback if name == "AnnealCallback" else monitor.MonitorCallback
+        return anneal.AnnealCallback if name == "AnnealCallback" else monitor.MonitorCallback
