@@ -19,13 +19,15 @@ import dynorm
 from benchmarks.distillation import reference
 from benchmarks.subjects import Batches, Row, add_rows, compared
 from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
-from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, load_pretrained, make_batches
+from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, greedy, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "decoder.json"
 FIGURES = ("loss_original", "loss_difference", "kl", "accuracy_original", "accuracy_now", "agreement")
 ABOUT = {"model": "SmolLM2-135M-Instruct, 61 RMSNorms", "held_out": 96, "blocks_measured": 8, "length": 256}
+# Held-out prompts that are continued, their tokens, and those of the continuation.
+PROMPTS, GIVEN, ASKED = 16, 32, 64
 
 
 def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
@@ -48,11 +50,15 @@ def main() -> None:
     tests = {
         name: blocks(pretrained, some) for name, some in (("docstrings", held_out), ("reference", prose(pretrained)))
     }
+    prompts = [block[:GIVEN] for block in held_out[:PROMPTS]]
+    continued = greedy(pretrained, original, prompts, ASKED)
     started = time.process_time()
 
     def add(stage: str, done: int) -> None:
         row: Row = {"stage": stage, "steps": done, "tokens": done * recipe.batch * length}
         row |= {name: figures(model, original, batches) for name, batches in tests.items()}
+        same = greedy(pretrained, model, prompts, ASKED) == continued
+        row["greedy"] = {"prompts": len(prompts), "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
         print(json.dumps(row), flush=True)
 
