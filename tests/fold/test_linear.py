@@ -319,3 +319,14 @@ def test_a_writer_is_given_a_bias_of_one_number_per_channel(per_channel: bool) -
         model.n.center.fill_(0.5)
     assert unchecked(model, add_bias=True).added_biases == ["e"]
     assert model.e.bias.shape == (C,)
+
+
+def test_where_some_owners_of_a_table_change_all_are_untied_and_loaded(tmp_path: Path) -> None:
+    model = linear_(build("bart"), **(given := inputs("bart", build("bart"))))
+    report = fold_(model, untie=True, add_bias=True, **given)  # type: ignore[arg-type]
+    assert set(becomes(report)) == {"Identity"}
+    tables = [model.model.shared, model.model.encoder.embed_tokens, model.model.decoder.embed_tokens, model.lm_head]
+    assert len({id(table.weight) for table in tables}) == 4
+    model.save_pretrained(tmp_path / "bart")
+    loaded = type(model).from_pretrained(tmp_path / "bart")
+    assert relative_error([loaded(**given).logits.detach()], [model(**given).logits.detach()]) <= 1e-6

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
-from dynorm.fold.graph import Owner, Slot
+from dynorm.fold.graph import Slot
 from dynorm.fold.rescale import Part
 from dynorm.fold.site_fold import SiteFold, along, held
 from dynorm.layers import PointwiseNorm
@@ -143,13 +143,12 @@ class Swap:
         for fold in (fold for fold in folds if fold.becomes_rms or fold.is_gone):
             layers.append((fold.module, identity() if fold.is_gone else _rms_for(fold)))
             take_over_(layers[-1][1], fold.module, None)
-        by_tensor: dict[Tensor, list[tuple[Owner, Tensor]]] = {}
+        by_tensor: dict[Tensor, dict[tuple[nn.Module, str], Tensor]] = {}
         for slot, value in values.items():
-            by_tensor.setdefault(slot.tensor, []).extend((owner, value) for owner in slot.owners)
-        tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
-        for tensor, changed in by_tensor.items():
-            owners = sum(held is tensor for table in tables for held in table.values())
-            self._set_values(tensor, changed, owners == len(changed))
+            of_owner = {(owner.module, owner.name): value for owner in slot.owners}
+            by_tensor[slot.tensor] = by_tensor.get(slot.tensor, {}) | of_owner
+        for tensor, of_owner in by_tensor.items():
+            self._set_values(model, tensor, of_owner)
         if untied(model):
             self._untie_config(model)
         for slot, value in added.items():
@@ -171,20 +170,23 @@ class Swap:
                 for name in [name for name, child in parent._modules.items() if child is old]:
                     self._put(parent._modules, name, new)
 
-    def _set_values(self, tensor: Tensor, changed: list[tuple[Owner, Tensor]], all_change: bool) -> None:
-        """Give a parameter its new value; where its owners' values differ, untie those that change.
+    def _set_values(self, model: nn.Module, tensor: Tensor, new: dict[tuple[nn.Module, str], Tensor]) -> None:
+        """Give a parameter its new value; where its owners' values differ, all are untied: a config says all or none.
 
-        The owners that do not change keep the parameter as it is, else the first one does.
+        An owner that does not change keeps the parameter as it is, else the first one does.
         """
-        if all_change:
-            first = changed[0][1]
-            changed = [] if all(value.equal(first) for _, value in changed) else changed[1:]
-        for owner, value in changed:
-            self._put(owner.table, owner.name, _parameter(value, tensor))
-            marks = owner.module.__dict__.get(UNTIED, ())
-            self._put(owner.module.__dict__, UNTIED, (*marks, owner.name))
-        if all_change:
-            self._fill(tensor, first)
+        tables = [(m, table) for m in model.modules() for table in (m._parameters, m._buffers)]
+        held = {(m, name): table for m, table in tables for name, own in table.items() if own is tensor}
+        first = next((owner for owner in held if owner not in new), next(iter(held)))
+        value = new.get(first)
+        if value is None or not all(owner in new and new[owner].equal(value) for owner in held):
+            for (module, name), table in held.items():
+                if (module, name) != first:
+                    own = new.get((module, name), tensor.detach().clone())
+                    self._put(table, name, _parameter(own, tensor))
+                    self._put(module.__dict__, UNTIED, (*module.__dict__.get(UNTIED, ()), name))
+        if value is not None:
+            self._fill(tensor, value)
 
     @torch.no_grad()
     def _fill(self, tensor: Tensor, value: Tensor) -> None:

@@ -21,17 +21,16 @@ def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwa
     r"""Return a folded transformers model in its own class, which loads where dynorm is unknown.
 
     Where a linear layer is gone, the class's RMSNorm computes the identity: with eps = 2^80 and a weight of 2^40,
-    ``weight * x / sqrt(mean(x^2) + eps)`` is x to the last digit. The outputs for the example and for random inputs
-    are compared. A LayerNorm takes the mean out whatever its eps is, so its class cannot hold such a model.
+    ``weight * x / sqrt(mean(x^2) + eps)`` is x to the last digit, which is checked. A LayerNorm cannot do so.
 
     Args:
-        model: a model of transformers with an eps in its config; :func:`fold_` has left no other layer of dynorm in it.
-        *args: the example, the arguments of one call.
+        model: a model of transformers in which :func:`fold_` has left no other layer of dynorm.
+        *args: the example, as for :func:`fold_`.
         tolerance: the relative error to allow, as for :func:`fold_`.
         **kwargs: the example's keyword arguments.
 
     Returns:
-        A new model: ``save_pretrained`` writes it for its own class.
+        A new model, for ``save_pretrained``.
 
     Raises:
         ModelError: a layer of dynorm or an added bias is left, the config has no eps, or the outputs differ.
