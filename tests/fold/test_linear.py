@@ -330,3 +330,14 @@ def test_where_some_owners_of_a_table_change_all_are_untied_and_loaded(tmp_path:
     model.save_pretrained(tmp_path / "bart")
     loaded = type(model).from_pretrained(tmp_path / "bart")
     assert relative_error([loaded(**given).logits.detach()], [model(**given).logits.detach()]) <= 1e-6
+
+
+def test_with_witnesses_one_number_per_token_stays() -> None:
+    layer = dynorm.LinearControl(C, center=True, witnesses=(1, 5))
+    model = net(lambda m, x: m.h(m.n(m.e(x))), "", n=layer)
+    report = unchecked(model)
+    assert (report.sites[0].affine.state, report.sites[0].constants.state) == ("folded", "folded")
+    x = torch.randn(5, C, dtype=torch.float64)
+    ratio = (model.n(x) / x).detach()
+    assert torch.allclose(ratio, ratio[:, :1], 1e-12, 0.0)
+    assert ratio[:, 0].std() > 1e-3
