@@ -52,8 +52,8 @@ _CONTINUED, _GIVEN, _ASKED = 16, 32, 64
 _DOCSTRINGS = "docstrings of the standard library"
 
 
-# Batches of held-out texts that each stage is measured on.
-_COMPARED = 4
+# Batches of held-out texts that each stage is measured on: few, for a decoder's take half a minute on two cores.
+_COMPARED = 2
 # Blocks in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be left after that.
 CALIBRATION_BLOCKS = 2
 # What a recipe leaves open: for an encoder, and for a language model. The latter's were measured on SmolLM2-135M.
