@@ -20,6 +20,8 @@ for library in ("torch", "torchao"):
 project = "dynorm"
 release = dynorm.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+# Only what says so is Python.
+highlight_language = "none"
 html_theme = "furo"
 html_title = f"dynorm {release}"
 # The notebook is committed with its outputs; a test runs its cells.
