@@ -97,6 +97,13 @@ class TestMonitor:
         assert "gradient/0" not in found
         assert found["saturated/0"] == float(2 / math.sqrt(4 + 4) > 0.95)
 
+    def test_a_call_by_keyword_and_one_without_tokens(self) -> None:
+        layer = dynorm.DyISRU(4)
+        with dynorm.Monitor(nn.Sequential(layer)) as monitor:
+            layer(x=2 * torch.ones(3, 4))
+            layer(torch.ones(0, 4))
+            assert monitor.read()["size/0"] == 2.0
+
 
 class TestCallback:
     def test_the_figures_reach_the_reports_the_history_and_the_line(

@@ -341,3 +341,42 @@ def test_with_witnesses_one_number_per_token_stays() -> None:
     ratio = (model.n(x) / x).detach()
     assert torch.allclose(ratio, ratio[:, :1], 1e-12, 0.0)
     assert ratio[:, 0].std() > 1e-3
+
+
+def test_one_number_for_all_channels_takes_no_centre() -> None:
+    model = net(lambda m, x: m.n(m.e(x) + m.i(x)).relu(), i=nn.Linear(4, 1))
+    assert "one number for all channels" in why(unchecked(model))
+    assert (model.n.center, model.n.bias) == (None, None)
+
+
+def test_a_model_that_would_write_into_its_input_stays_as_it_was() -> None:
+    def run(m: Any, x: Tensor) -> Any:
+        y = m.n(x)
+        y += m.b
+        return m.g(y)
+
+    model = net(run, "", n=nn.LayerNorm(C), b=nn.Parameter(torch.ones(C)))
+    x = torch.randn(5, C, dtype=torch.float64)
+    dynorm.convert_(model, dynorm.find_norms(model, x), to="linear", center=False)
+    model.n.bias = None
+    with pytest.raises(ModelError, match="in place"):
+        fold_(model, x)
+    before = x.clone()
+    model(x)
+    assert torch.equal(x, before)
+
+
+def test_a_folded_model_in_its_own_class_generates_as_before_and_normalizes_nowhere() -> None:
+    model = build("llama")
+    given = inputs("llama", model)
+    dynorm.convert_(model, dynorm.find_norms(model, **given), to="linear", center=False)
+    partly = copy.deepcopy(model)
+    fold_(model, untie=True, **given)  # type: ignore[arg-type]
+    model.generation_config.eos_token_id = [2, 5]  # type: ignore[union-attr]
+    assert dynorm.as_stock(model, **given).generation_config.eos_token_id == [2, 5]  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="float16"):
+        dynorm.as_stock(model.half(), **given)
+    dynorm.restore_(partly.model.layers[1])  # type: ignore[arg-type,union-attr,index]
+    fold_(partly, untie=True, **given)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"'model.layers.1.input_layernorm' is there still"):
+        dynorm.as_stock(partly, **given)

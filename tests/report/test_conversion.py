@@ -609,6 +609,9 @@ OUTPUTS = {
     "Little was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.991},
     "Some was lost: the mean cosine of an embedding": {"kind": "encoder", "cosine_mean": 0.96},
     "Much was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.9},
+    # What all samples share hides what tells them apart.
+    "Some was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 1.0, "error": 0.4},
+    "Much was lost: the mean cosine of an embedding": {"kind": "encoder", "cosine_mean": 1.0, "spearman": 0.4},
 }
 
 
@@ -616,7 +619,7 @@ OUTPUTS = {
 def test_the_verdict_says_what_was_lost_and_what_to_do_next(words: str) -> None:
     batches = toy_batches(2)
     report = measure(converted(toy(), batches), batches)
-    figures: dict[str, Any] = {"samples": 4, "cosine_min": 0.5} | OUTPUTS[words]
+    figures: dict[str, Any] = {"samples": 10, "cosine_min": 0.5} | OUTPUTS[words]
     if "loss_now" in figures:
         figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
     said = replace(report, output=OutputReport(**figures)).verdict()
@@ -627,6 +630,24 @@ def test_the_verdict_says_what_was_lost_and_what_to_do_next(words: str) -> None:
         said = replace(report, output=OutputReport(**figures), meta=stages).verdict()
         assert ("Next: try it on your own task." if said.startswith("Little") else todo) in said
     assert max(report.sites, key=lambda site: site.error_now or 0).path == getattr(report.stray(), "path", None)
+
+
+def test_the_error_is_of_the_spread_over_the_samples() -> None:
+    model, batches = toy(), toy_batches(2)
+    before = torch.cat([model(batch).flatten(1) for batch in batches]).detach().double()
+    report = measure(converted(model, batches), batches)
+    after = torch.cat([model(batch).flatten(1) for batch in batches]).detach().double()
+    expected = ((after - before).square().sum() / (before - before.mean(0)).square().sum()).sqrt()
+    assert report.output.error == pytest.approx(float(expected), rel=1e-5)
+    assert measure(model, [batches[0][:1]]).output.error is None
+
+
+def test_outputs_that_are_zero_in_both_models_are_the_same() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2), nn.ReLU())
+    with torch.no_grad():
+        model[2].bias.fill_(-100.0)
+    batches = [torch.randn(16, 4)]
+    assert measure(converted(model, batches), batches).output.cosine_min == 1.0
 
 
 def test_the_worst_sample_is_named() -> None:

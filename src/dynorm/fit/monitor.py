@@ -63,7 +63,7 @@ class Monitor:
         self._handles: list[Any] = []
         self._clear()
         for path, layer in require_layers(model).items():
-            self._handles.append(layer.register_forward_hook(partial(self._see, path)))
+            self._handles.append(layer.register_forward_hook(partial(self._see, path), with_kwargs=True))
             for place, p in enumerate(layer.constant_parameters()):
                 if p.requires_grad:
                     see: Any = partial(self._see_gradient, path, place)
@@ -106,10 +106,10 @@ class Monitor:
         self._gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
 
     @torch.no_grad()
-    def _see(self, path: str, layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> None:
-        if layer.training and not output.is_nested:
+    def _see(self, path: str, layer: PointwiseNorm, args: Any, kwargs: Any, output: Tensor) -> None:
+        if layer.training and not output.is_nested and output.numel():
             step = output.numel() // layer.channels // _TOKENS + 1
-            x, y = (site_tokens(layer, each.detach(), [])[::step] for each in (args[0], output))
+            x, y = (site_tokens(layer, each.detach(), [])[::step] for each in (*args, *kwargs.values(), output))
             size, beta = x.square().mean().sqrt(), gathered(layer.beta()).median()
             self._seen[path].append(torch.stack([saturated_share(layer, y), size, beta]))
 

@@ -33,7 +33,8 @@ def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwa
         A new model, for ``save_pretrained``.
 
     Raises:
-        ModelError: a layer of dynorm or an added bias is left, the config has no eps, or the outputs differ.
+        ModelError: a norm, a layer of dynorm or an added bias is left, the config has no eps, it is in float16, or the
+            outputs differ.
 
     Example:
         >>> as_stock(nn.Linear(2, 2))
@@ -52,12 +53,19 @@ def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwa
     if left or not ours:
         what = f"not the layers or added biases {', '.join(left[:3])}" if left else "it has none"
         raise ModelError(f"the model must have identities where linear layers were folded away, but {what}")
+    like = next(model.parameters())
+    if like.dtype is torch.float16:
+        raise ModelError("the model must have numbers up to 2^40, but is in float16: cast it to bfloat16 or float32")
     before = Check(model, args, kwargs, tolerance)
     vars(config).pop("quantization_config", None)
     vars(config).update(dict.fromkeys(names, _EPS))
-    like = next(model.parameters())
     stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
     stock.load_state_dict(stock.state_dict() | model.state_dict())
+    vars(stock).update({name: copy.deepcopy(v) for name, v in vars(model).items() if name == "generation_config"})
+    kinds = {type(stock.get_submodule(path)) for path in ours}
+    kept = [path for path, module in stock.named_modules() if type(module) in kinds and path not in ours]
+    if kept:
+        raise ModelError(f"all norms of the model must be gone, as one eps is for all, but {kept[0]!r} is there still")
     with torch.no_grad():
         for norm in map(stock.get_submodule, ours):
             weight = norm.get_parameter("weight")
@@ -68,6 +76,6 @@ def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwa
     if not error <= before.tolerance:
         raise ModelError(
             f"the norms of {type(model).__name__} must compute the identity with a large eps, but the outputs differ "
-            f"by {error:.1e}: a LayerNorm takes the mean out; save such a model with dynorm.save"
+            f"by {error:.1e}: a LayerNorm takes the mean out, T5 ties weights again; save such a model with dynorm.save"
         )
     return stock

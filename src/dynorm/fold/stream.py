@@ -250,7 +250,9 @@ def bias_before(graph: Graph, fold: SiteFold, add_bias: bool) -> Write:
         (op, _), axis = producer(made[0]), made[1]
         if packet(op) == "aten.add" and not op.kwargs and op.args[0] is not op.args[1]:
             ranks = [(part, len(shape(part))) for part in op.args[:2] if is_tensor(part)]  # type: ignore[arg-type]
-            todo += [(part, at) for part, rank in ranks if (at := axis - len(shape(op)) + rank) >= 0]  # type: ignore[misc]
+            # One number for all channels has no room for a centre.
+            places = [(part, axis - len(shape(op)) + rank) for part, rank in ranks]
+            todo += [(part, at) for part, at in places if at >= 0 and shape(part)[at] == shape(op)[axis]]  # type: ignore[arg-type,misc]
             continue
         biased = packet(op) in ("aten.linear", "aten.addmm", "aten.embedding", *CONVOLUTIONS)
         bias = argument(op, 0 if packet(op) in ("aten.addmm", "aten.embedding") else 2) if biased else None

@@ -42,6 +42,7 @@ class OutputReport:
         accuracy_original: how often the original's likeliest next token is the right one.
         accuracy_now: the same of the converted model.
         agreement: how often both have the same likeliest token.
+        error: of a "tensor", the distance to the original's over their spread; 1 is as bad as a constant.
         worst: the place of the sample with the least cosine, counted from 0; samples of padding alone do not count.
     """
 
@@ -60,6 +61,7 @@ class OutputReport:
     accuracy_original: float | None = None
     accuracy_now: float | None = None
     agreement: float | None = None
+    error: float | None = None
     worst: int | None = None
 
 
@@ -75,6 +77,7 @@ class OutputComparison:
         self.batches = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._cosines: list[Tensor] = []
+        self._sums: dict[int, Tensor] = {}
         self._tokens = 0
         self._predicted = torch.zeros(6, dtype=torch.float64)
 
@@ -96,11 +99,16 @@ class OutputComparison:
             if not vectors.isfinite().all():
                 raise DataError(f"outputs must be finite, but the {which} model gave NaN or inf: look for an overflow")
         self.batches += 1
-        self._cosines.append(cosine_similarity(a, b, dim=1).cpu())
+        # The same zeros have no direction, and nothing was lost.
+        self._cosines.append(cosine_similarity(a, b, dim=1).where((a != b).any(1), 1.0).cpu())
         if self.kind == "encoder":
             self._kept.append((a.cpu(), b.cpu()))
         elif self.kind == "language":
             self._add_predictions(batch, first, second)
+        else:
+            a, b = a.cpu().double(), b.cpu().double()
+            new = torch.stack([(b - a).square().sum(0), a.sum(0), a.square().sum(0)])
+            self._sums[a.shape[1]] = self._sums.get(a.shape[1], 0) + new
 
     def report(self) -> OutputReport:
         """Return the figures of all batches so far."""
@@ -112,6 +120,11 @@ class OutputComparison:
         found = OutputReport(kind, len(cosines), float(cosines.mean()), float(least), low, median, worst=int(worst))
         if self._kept:
             found = replace(found, spearman=pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))))
+        if len(self._sums) == 1:
+            ((distance, y, yy),) = self._sums.values()
+            spread = (yy - y * y / len(cosines)).sum()
+            if spread > 1e-12 * yy.sum():
+                found = replace(found, error=float((distance.sum() / spread).sqrt()))
         if not self._tokens:
             return found
         names = ("loss_original", "loss_now", "kl", "accuracy_original", "accuracy_now", "agreement")
