@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
@@ -34,6 +36,21 @@ def test_it_is_the_verbs_one_after_another() -> None:
     for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert_close(ours, theirs, rtol=0, atol=0)
     assert report.to_dict() == dynorm.measure(other, tests, original=original, fit_on=fit).to_dict()
+
+
+def test_a_model_that_generates_is_fitted_as_a_language_model() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    one = LlamaForCausalLM(config).eval()
+    other = copy.deepcopy(one)
+    batches = [{"input_ids": torch.randint(0, 64, (4, 8))} for _ in range(6)]
+    dynorm.convert_model(one, batches[:4], held_out=batches[4:], refine=0)
+    dynorm.convert_(other, dynorm.find_norms(other, **batches[0]), witnesses=8)
+    dynorm.calibrate_(other, batches[:4], lean=0.0)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_steps_of_distillation_train_the_weights() -> None:

@@ -17,6 +17,10 @@ from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure
 from dynorm.watch import arguments
 
+# What a recipe leaves open: for an encoder, and for a language model. The latter's were measured on SmolLM2-135M.
+ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
+LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
+
 
 def convert_model(
     model: nn.Module,
@@ -26,8 +30,8 @@ def convert_model(
     held_out: Iterable[Any] | None = None,
     only: Globs = None,
     skip: Globs = None,
-    per_channel: bool = True,
-    witnesses: int = 4,
+    per_channel: bool | None = None,
+    witnesses: int | None = None,
     refine: int = 50,
     distill: int = 0,
 ) -> ModelReport:
@@ -43,8 +47,10 @@ def convert_model(
         held_out: batches to measure on; by default every fourth of ``batches``, which the fit then does not see.
         only: globs of the paths to convert; None means all.
         skip: globs of the paths to leave alone.
-        per_channel: one constant per channel instead of one per layer.
-        witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function.
+        per_channel: one constant per channel instead of one per layer; None takes True, or False for a model of
+            transformers that generates text.
+        witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function. None takes 4,
+            or 8 for a model that generates text.
         refine: steps that fit all constants together.
         distill: steps that train all weights; they need transformers.
 
@@ -71,12 +77,15 @@ def convert_model(
         raise DataError(
             f"there must be batches to fit on and others to measure on, got {len(fit)} and {len(tests)}: give more"
         )
+    suits: dict[str, Any] = LANGUAGE if getattr(model, "can_generate", bool)() else ENCODER
+    per_channel = suits["per_channel"] if per_channel is None else per_channel
+    witnesses = suits["witnesses"] if witnesses is None else witnesses
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
     original = copy.deepcopy(model)
     convert_(model, sites, to, only=only, skip=skip, per_channel=per_channel, witnesses=witnesses)
     try:
-        calibrate_(model, fit)
+        calibrate_(model, fit, lean=suits["lean"])
         if refine:
             refine_(model, fit, steps=refine)
         if distill:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dynorm.arguments import check_not_negative, check_positive
+from dynorm.distill.convert_model import ENCODER, LANGUAGE
 from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.pretrained import (
     Checkpoint,
@@ -56,9 +57,6 @@ _DOCSTRINGS = "docstrings of the standard library"
 _COMPARED = 2
 # Blocks in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be left after that.
 CALIBRATION_BLOCKS = 2
-# What a recipe leaves open: for an encoder, and for a language model. The latter's were measured on SmolLM2-135M.
-_ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
-_LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class Recipe:
 
     def filled(self, language_model: bool) -> Recipe:
         """Return the recipe with what suits the kind of model in the place of None."""
-        suits: dict[str, Any] = _LANGUAGE if language_model else _ENCODER
+        suits: dict[str, Any] = LANGUAGE if language_model else ENCODER
         return replace(self, **{name: value for name, value in suits.items() if getattr(self, name) is None})
 
 
