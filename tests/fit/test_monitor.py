@@ -107,7 +107,7 @@ class TestMonitor:
 
 class TestCallback:
     def test_the_figures_reach_the_reports_the_history_and_the_line(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         transformers = pytest.importorskip("transformers")
         from transformers.integrations import integration_utils
@@ -144,3 +144,5 @@ class TestCallback:
         assert [names <= set(entry) for entry in entries] == [True, True]
         assert reported[1]["drift/norm"] != reported[0]["drift/norm"]
         assert not trainer.model.norm._forward_hooks
+        lines = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
+        assert ["saturated" in line for line in lines] == [True, True]

@@ -39,6 +39,9 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         """Watch the model; a run that an error broke off is watched no more."""
         self.on_train_end(args, state, control)
         self._monitor = Monitor(model, self._warn_at)
+        # Before the callback that prints the loss, which the Trainer had first.
+        callbacks = self._trainer.callback_handler.callbacks
+        callbacks.sort(key=lambda callback: callback is not self)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave it alone again."""
@@ -47,7 +50,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             self._monitor = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Hand the figures to the services that the Trainer reports to, which have had their own logs already."""
+        """Hand the figures to the services that the Trainer reports to, besides their own logs."""
         figures = self._monitor.read() if self._monitor is not None else {}
         if not figures:
             return
