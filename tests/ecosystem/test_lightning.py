@@ -26,7 +26,8 @@ START, LENGTH, STEPS = 6, 3, 12
 
 def callback() -> Any:
     """The class of the page, with a schedule that fits a short run."""
-    (lines,) = re.findall(r"```python\n(class Anneal\(lightning.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    example = r"```python\nimport lightning\n+(class Anneal\(lightning.*?)```"
+    (lines,) = re.findall(example, PAGE.read_text("utf-8"), re.DOTALL)
     short = lines.replace("start=600, length=300", f"start={START}, length={LENGTH}")
     assert short != lines
     names: dict[str, Any] = {"lightning": lightning, "dynorm": dynorm}
