@@ -380,3 +380,23 @@ def test_a_folded_model_in_its_own_class_generates_as_before_and_normalizes_nowh
     fold_(partly, untie=True, **given)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"'model.layers.1.input_layernorm' is there still"):
         dynorm.as_stock(partly, **given)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_in_place_does_not_write_into_the_stream_in_training(inplace: bool) -> None:
+    def run(m: Any, x: Tensor) -> Any:
+        y = m.e(x)
+        return m.g(m.d(m.n(y))) + y
+
+    model, x = net(run, d=nn.Dropout(0.5, inplace=inplace)), example()
+    # What is constant goes past the dropout, which would drop it in training.
+    model.n.center = model.n.bias = None
+
+    def trained() -> Tensor:
+        torch.manual_seed(1)
+        return model.train()(x).detach()  # type: ignore[no-any-return]
+
+    exact = trained()
+    report = fold_(model.eval(), x, add_bias=True)
+    assert relative_error([trained()], [exact]) <= 1e-12
+    assert ("in place" in why(report)) is inplace

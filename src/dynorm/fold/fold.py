@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from dynorm.errors import ArgumentError, DynormError, ModelError
 from dynorm.find.probe import find_norms
@@ -116,7 +117,7 @@ def fold_(
         # A norm that cannot be folded is traced as it is.
         norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
         graph = capture(model, norms, example, untie)
-        folds, parts = _planned(graph, folds, affine, constants, add_bias)
+        folds, parts = _planned(model, graph, folds, affine, constants, add_bias)
         if center:
             fold_means(graph, folds)
         if constants:
@@ -153,11 +154,14 @@ def fold_(
 
 
 def _planned(
-    graph: Graph, found: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool
+    model: nn.Module, graph: Graph, found: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool
 ) -> tuple[list[SiteFold], list[Part]]:
     """Decide where weights, biases and whole linear layers go; one that cannot go gives what any other layer would."""
-    goes = {i for i, fold in enumerate(found) if affine and constants and fold.is_linear}
-    stays: dict[int, str] = {}
+    linear = {i for i, fold in enumerate(found) if affine and constants and fold.is_linear}
+    # An identity gives its input on, which such a dropout would write into, in training alone.
+    in_place = any(isinstance(module, _DropoutNd) and module.inplace for module in model.modules())
+    goes = set() if in_place else linear
+    stays = dict.fromkeys(linear - goes, "a dropout of the model works in place")
     while True:
         folds = [
             replace(fold, calls=graph.calls.get(i, []), reads=[], goes=i in goes, left_because=stays.get(i, ""))
