@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import json
 import random
 import re
@@ -23,6 +24,7 @@ from benchmarks.subjects import BATCH, HELD_OUT, Row, Subject, add_rows, encoder
 from dynorm.distill import AnnealCallback
 from dynorm.distill.distill import distill_, distillation_rate
 from dynorm.distill.pretrained import ShuffledBatches, make_batches
+from dynorm.distill.texts import read_texts
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 
@@ -33,25 +35,30 @@ class Recipe:
 
     Args:
         to: the layer.
+        witnesses: channels that a layer may read.
         per_channel: one constant per channel, or one per layer.
         rate: the highest learning rate over that of ``dynorm convert``.
         anneal: anneal from the norm during this share of the steps, instead of a fit before the first.
     """
 
     to: str = "dyisru"
+    witnesses: int = 4
     per_channel: bool = True
     rate: float = 1.0
     anneal: float | None = None
 
 
 RECIPES = {
-    "DyISRU": Recipe(),
-    "linear (control)": Recipe("linear"),
-    "scaled DyT": Recipe("dyt"),
-    "scaled Derf": Recipe("derf"),
-    "DyISRU, one constant per layer": Recipe(per_channel=False),
-    "DyISRU, annealed": Recipe("annealed", anneal=0.6),
-    "DyISRU, twice the rate": Recipe(rate=2.0),
+    "DyISRU, four witnesses": Recipe(),
+    "linear (control), four witnesses": Recipe("linear"),
+    "scaled DyT, four witnesses": Recipe("dyt"),
+    "scaled Derf, four witnesses": Recipe("derf"),
+    "DyISRU, two witnesses": Recipe(witnesses=2),
+    "DyISRU": Recipe(witnesses=0),
+    "linear (control)": Recipe("linear", 0),
+    "scaled DyT": Recipe("dyt", 0),
+    "DyISRU, annealed": Recipe("annealed", 0, anneal=0.6),
+    "DyISRU, twice the rate": Recipe(witnesses=0, rate=2.0),
 }
 MODELS = {
     "encoder": "all-MiniLM-L6-v2, 13 LayerNorms",
@@ -60,6 +67,10 @@ MODELS = {
 KEY = ("recipe", "model", "steps", "seed")
 # Lines of a function that make a text, and modules whose functions are taken.
 LINES, MODULES = 8, ("json", "email", "asyncio", "http", "xml", "logging", "importlib", "concurrent", "tkinter")
+
+
+# Libraries whose docstrings are texts of their own.
+LIBRARIES = ("torch.nn", "numpy", "sympy")
 
 
 def code() -> list[str]:
@@ -84,18 +95,26 @@ def reference() -> list[str]:
     return sample([text for text in dict.fromkeys(paragraphs) if len(text) >= 60])
 
 
+def docstrings(library: str) -> list[str]:
+    """Return first paragraphs of a library's docstrings."""
+    spec = importlib.util.find_spec(library)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return sample(read_texts(spec.submodule_search_locations))
+
+
 def sample(texts: list[str]) -> list[str]:
     """Return as many texts as are held out, at random."""
     return random.Random(0).sample(texts, HELD_OUT)
 
 
-def distilled(recipe: Recipe, model: str, steps: int, seed: int) -> Subject:
+def distilled(recipe: Recipe, model: str, steps: int, seed: int, bf16: bool) -> Subject:
     """Return the model after all of a recipe."""
     subject = encoder(seed) if model == "encoder" else language_model()
     pretrained = subject.pretrained
     callbacks = []
     if recipe.anneal is None:
-        for _ in fitted(subject, recipe.to, seed, per_channel=recipe.per_channel):
+        for _ in fitted(subject, recipe.to, seed, per_channel=recipe.per_channel, witnesses=recipe.witnesses):
             pass
     else:
         (probe,) = make_batches(pretrained, subject.encoded[:BATCH], BATCH)
@@ -105,22 +124,28 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int) -> Subject:
     distill_(
         pretrained.model, ShuffledBatches(pretrained, subject.encoded, BATCH, seed), teacher=subject.original,
         steps=steps, seed=seed, quiet=True, lr=recipe.rate * distillation_rate(pretrained.model), callbacks=callbacks,
+        bf16=bf16,
     )  # fmt: skip
     if recipe.anneal is not None:
         dynorm.finalize_(pretrained.model)
     return subject
 
 
-def measured(name: str, model: str, steps: int, seed: int) -> Row:
+def measured(name: str, model: str, steps: int, seed: int, bf16: bool) -> Row:
     """Return the figures of one recipe."""
     started = time.perf_counter()
-    subject = distilled(RECIPES[name], model, steps, seed)
+    subject = distilled(RECIPES[name], model, steps, seed, bf16)
     seconds = time.perf_counter() - started
-    row: Row = {"recipe": name, "model": model, "steps": steps, "seed": seed}
-    row["docstrings"] = subject.figures()
-    for kind, texts in {"code": code(), "reference": reference()}.items():
-        row[kind] = subject.figures(subject.batches(texts))
-    return row | {"seconds": round(seconds, 1)}
+    row: Row = {"recipe": name, "model": model, "steps": steps, "seed": seed, "bf16": bf16}
+    return row | on_all_kinds(subject) | {"seconds": round(seconds, 1)}
+
+
+def on_all_kinds(subject: Subject) -> dict[str, dict[str, float]]:
+    """Return the figures on the held-out docstrings, and on kinds of text that no stage has seen."""
+    kinds = {"code": code(), "reference": reference()} | {name: docstrings(name) for name in LIBRARIES}
+    return {"docstrings": subject.figures()} | {
+        kind: subject.figures(subject.batches(texts)) for kind, texts in kinds.items()
+    }
 
 
 def main() -> None:
@@ -130,12 +155,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="distillation steps of 32 texts")
     parser.add_argument("--seed", type=int, default=0, help="of the split (the encoder's), the order and the training")
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="which")
+    parser.add_argument("--bf16", action="store_true", help="distil in bfloat16, where the processor knows it")
     arguments = parser.parse_args()
     for name in arguments.recipes:
         key = (name, arguments.model, arguments.steps, arguments.seed)
         if any(tuple(row[part] for part in KEY) == key for row in rows_so_far(RESULTS)):
             continue
-        row = measured(*key)
+        row = measured(*key, arguments.bf16)
         print(json.dumps(row), flush=True)
         add_rows(RESULTS, {"models": MODELS, "batch": BATCH, "texts": HELD_OUT}, [row])
 

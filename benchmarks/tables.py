@@ -17,10 +17,10 @@ NAMES = {"dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf", "linear
 STAGES = ("calibrated", "refined")
 RETRIEVED = {
     "original": "the original",
-    "calibrated": "calibrated and refined, no training (`dynorm convert --witnesses 2`)",
-    "demo": "five minutes of distillation",
+    "calibrated": "calibrated and refined, no training (`dynorm convert`)",
+    "demo": "and distilled for five minutes (`make demo`)",
 }
-DISTILLATION_STEPS = 400
+DISTILLATION_STEPS = 1200
 
 
 def load(name: str) -> dict[str, Any]:
@@ -41,21 +41,23 @@ def cell(rows: list[dict[str, Any]]) -> str:
 
 def quality_table() -> str:
     """One row per layer, one column per stage; the third is that of benchmarks/distillation.py."""
-    rows = [row for row in load("quality")["rows"] if not row.get("witnesses")]
+    rows = load("quality")["rows"]
     trained = [
         row for row in load("distillation")["rows"] if (row["model"], row["steps"]) == ("encoder", DISTILLATION_STEPS)
     ]
     lines = [
         "| all 13 norms replaced by | calibrated, no training | constants refined together | "
-        f"{DISTILLATION_STEPS} steps of distillation |",
+        f"{DISTILLATION_STEPS:,} steps of distillation |",
         "|---|---|---|---|",
     ]
-    for layer, per_channel in dict.fromkeys((row["layer"], row["per_channel"]) for row in rows):
-        name = NAMES[layer] + ("" if per_channel else ", one constant per layer")
-        mine = [row for row in rows if (row["layer"], row["per_channel"]) == (layer, per_channel)]
-        cells = [cell([row for row in mine if row["stage"] == stage]) for stage in STAGES]
-        cells.append(cell([row["docstrings"] for row in trained if row["recipe"] == name]))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for witnesses, words in ((4, ", four witnesses"), (0, "")):
+        alike = [row for row in rows if row.get("witnesses", 0) == witnesses]
+        for layer, per_channel in dict.fromkeys((row["layer"], row["per_channel"]) for row in alike):
+            name = NAMES[layer] + words + ("" if per_channel else ", one constant per layer")
+            mine = [row for row in alike if (row["layer"], row["per_channel"]) == (layer, per_channel)]
+            cells = [cell([row for row in mine if row["stage"] == stage]) for stage in STAGES]
+            cells.append(cell([row["docstrings"] for row in trained if row["recipe"] == name]))
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -114,16 +116,20 @@ def _with_worst(rows: list[dict[str, Any]]) -> str:
 def distillation_tables() -> str:
     """One table per model and number of steps, one row per recipe, one column per kind of text."""
     document = load("distillation")
-    kinds = ("docstrings", "code", "reference")
+    titles = {kind: kind for kind in ("docstrings", "code", "reference")}
+    titles |= {library: f"docstrings of {library}" for library in ("torch.nn", "numpy", "sympy")}
     blocks = []
     for model, steps in sorted({(row["model"], row["steps"]) for row in document["rows"]}):
         mine = [row for row in document["rows"] if (row["model"], row["steps"]) == (model, steps)]
         lines = [f"**{document['models'][model]}; {steps:,} steps**", ""]
-        lines += [f"| recipe | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-        show = cell if model == "encoder" else _nats
+        kinds = [kind for kind in titles if any(kind in row for row in mine)]
+        lines += [f"| recipe | {' | '.join(titles[kind] for kind in kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+        show = _with_worst if model == "encoder" else _nats
         for recipe in dict.fromkeys(row["recipe"] for row in mine):
             rows = [row for row in mine if row["recipe"] == recipe]
-            lines.append(f"| {recipe} | {' | '.join(show([row[kind] for row in rows]) for kind in kinds)} |")
+            lines.append(
+                f"| {recipe} | {' | '.join(show([row[kind] for row in rows if kind in row]) for kind in kinds)} |"
+            )
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

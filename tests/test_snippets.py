@@ -25,7 +25,13 @@ held_out, batch, example = batches[4:], batches[0], (batches[0]["input_ids"],)
 """
 BEFORE = {
     "docs/guide.md": GPT,
-    "docs/fold.md": GPT,
+    # The last of the page is for a model with RMSNorms.
+    "docs/fold.md": GPT
+    + """
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(config).eval()
+""",
     "docs/witnesses.md": GPT + "sites = dynorm.find_norms(model, **batch)",
     "docs/anneal.md": GPT
     + """
