@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from dynorm.distill.texts import standard_library_docstrings
+from dynorm.distill.texts import read_texts
 
-TEXTS = standard_library_docstrings()[:160]
+# Files of the standard library: all of it takes seconds to read, in each process that collects the tests.
+FILES = (
+    "__future__", "_aix_support", "_bootsubprocess", "_collections_abc", "_compression", "_markupbase", "_osx_support",
+    "_py_abc", "_pydecimal",
+)  # fmt: skip
+TEXTS = read_texts(Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in FILES)[:160]
 # The words and marks of the texts that are most common: a text of unknown words is refused.
 WORDS = [word for word, _ in Counter(re.findall(r"\w+|[^\w\s]+", " ".join(TEXTS))).most_common(250)]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]"}

@@ -21,10 +21,9 @@ from dynorm.cli.application import tracked
 from dynorm.distill.fold import fold_pretrained
 from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
 from dynorm.distill.pretrained import load_pretrained
-from dynorm.distill.texts import standard_library_docstrings
 from dynorm.errors import DataError, DynormError, StorageError
+from tests.distill.conftest import TEXTS
 
-TEXTS = standard_library_docstrings()
 QUICK = Recipe(refine=0, held_out=16, max_length=16)
 NORM = "encoder.layer.1.output.LayerNorm"
 

@@ -8,6 +8,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from dynorm.errors import ArgumentError, DataError
@@ -59,10 +60,16 @@ def standard_library_docstrings(*, whole: bool = False) -> list[str]:
         >>> len(standard_library_docstrings()) > 1000
         True
     """
+    return list(_standard_library(whole))
+
+
+# They take five seconds to read.
+@cache
+def _standard_library(whole: bool) -> tuple[str, ...]:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     files = (file for file in sorted(root.rglob("*.py")) if not left_out & set(file.relative_to(root).parts))
-    return list(dict.fromkeys(text for file in files for text in _texts_of(file, whole)))
+    return tuple(dict.fromkeys(text for file in files for text in _texts_of(file, whole)))
 
 
 def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
