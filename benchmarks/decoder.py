@@ -17,10 +17,11 @@ from transformers import TrainerCallback
 
 import dynorm
 from benchmarks.distillation import reference
-from benchmarks.subjects import Batches, Row, add_rows, compared
+from benchmarks.subjects import Batches, Row, add_rows
 from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
 from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, greedy, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
+from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "decoder.json"
@@ -32,7 +33,7 @@ PROMPTS, GIVEN, ASKED = 16, 32, 64
 
 def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
     """Return the loss over the original's and what goes with it, over all batches."""
-    out = compared(model, original, tests)
+    out = compare(model, original, tests)
     return {name: round(getattr(out, name), 4) for name in FIGURES}
 
 

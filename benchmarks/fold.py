@@ -58,7 +58,7 @@ def row_of(name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name}
     for mode, options in (("default", {}), ("allowed", {"untie": True, "add_bias": True})):
         model = _double(name)
-        report = fold_(model, **options, **inputs(name, model))  # type: ignore[arg-type]
+        report = fold_(model, **options, **inputs(name, model))
         row[mode] = {
             "sites": len(report.sites),
             "affine": [report.count("affine"), _asked(report, "affine")],
@@ -79,7 +79,7 @@ def linear_row(name: str) -> dict[str, Any]:
     given = inputs(name, model)
     linear_(model, **given)
     try:
-        report = fold_(model, untie=True, add_bias=True, **given)  # type: ignore[arg-type]
+        report = fold_(model, untie=True, add_bias=True, **given)
     except ModelError as error:
         return {"gone": 0, "error": None, "reasons": [str(error).split("; everything")[0]]}
     stay = [site for site in report.sites if site.becomes != "Identity"]
@@ -135,7 +135,7 @@ def measured(name: str, make: Callable[[], tuple[nn.Module, dict[str, Tensor]]],
     torch.manual_seed(0)
     folded, _ = make()
     folded.load_state_dict(model.state_dict())
-    report = fold_(folded.eval(), untie=True, add_bias=True, **given)  # type: ignore[arg-type]
+    report = fold_(folded.eval(), untie=True, add_bias=True, **given)
     row: dict[str, Any] = {
         "model": name,
         "affine": report.count("affine"),

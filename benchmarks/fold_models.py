@@ -212,7 +212,7 @@ def linear_(model: nn.Module, skip: str | None = None, **given: Tensor) -> nn.Mo
     return model
 
 
-def inputs(name: str, model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
+def inputs(name: str, model: nn.Module, seed: int = 1) -> dict[str, Any]:
     """Return the keyword arguments of one call of a model that :func:`build` made."""
     generator = torch.Generator().manual_seed(seed)
     dtype = next(model.parameters()).dtype

@@ -26,7 +26,7 @@ import dynorm
 from dynorm.distill.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.files import write_text
-from dynorm.report.output import OutputComparison, OutputReport
+from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ class Subject:
     def figures(self, tests: Batches | None = None) -> dict[str, float]:
         """Return how far the outputs on batches, the held-out ones by default, are from the original's."""
         if self.pretrained.language_model:
-            out = compared(self.pretrained.model, self.original, tests or self.tests)
+            out = compare(self.pretrained.model, self.original, tests or self.tests)
             assert out.loss_original is not None
             assert out.loss_now is not None
             assert out.kl is not None
@@ -99,15 +99,6 @@ def fitted(subject: Subject, to: str, seed: int, **options: Any) -> Iterator[tup
 def _subject(pretrained: Pretrained, fit: list[str], held_out: list[str]) -> Subject:
     tests = make_batches(pretrained, encode(pretrained, held_out), BATCH)
     return Subject(pretrained, copy.deepcopy(pretrained.model), encode(pretrained, fit), tests)
-
-
-@torch.no_grad()
-def compared(model: Any, original: Any, tests: Batches) -> OutputReport:
-    """Return a model's output beside the original's, over all batches."""
-    found = OutputComparison()
-    for batch in tests:
-        found.add(batch, original.eval()(**batch), model.eval()(**batch), lambda changed: original(**changed))
-    return found.report()
 
 
 def trained(steps: int, texts: list[str]) -> Path:

@@ -66,15 +66,16 @@ def test_a_pooler_that_nothing_reads_may_be_missing(source: Path) -> None:
 
 @pytest.mark.parametrize("words", [
     ({"device": "nothing"}, "device must be one"),
+    ({"dtype": "int8"}, "dtype must be auto"),
     ({"recipe": Recipe(only=("nowhere.*",))}, "the glob 'nowhere.*' must match"),
     ({"texts": ["few.txt"]}, "texts must be at least 8"),
-], ids=["device", "glob", "texts"])  # fmt: skip
+], ids=["device", "dtype", "glob", "texts"])  # fmt: skip
 def test_cheap_checks_come_before_a_model_is_loaded(
     encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[dict[str, Any], str]
 ) -> None:
     (tmp_path / "few.txt").write_text("A text that is long enough to be one.\n" * 3)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dynorm.distill.pipeline.load_pretrained", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("dynorm.distill.pretrained.Checkpoint.load", lambda *_: pytest.fail("a model was loaded"))
     options, message = words
     with pytest.raises(DynormError, match=re.escape(message)):
         convert_pretrained(encoder, tmp_path / "out", **{"texts": [texts], **options})

@@ -112,11 +112,11 @@ class TestCallback:
         transformers = pytest.importorskip("transformers")
         from transformers.integrations import integration_utils
 
-        class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-            logs: list[dict[str, float]] = []  # noqa: RUF012
+        sent: list[dict[str, float]] = []
 
+        class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-                self.logs.append(dict(logs))
+                sent.append(dict(logs))
 
         monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "ours", Reporter)
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ class TestCallback:
         with pytest.warns(dynorm.CalibrationWarning, match="'norm' saturates"):
             trainer.train()
         names = {f"{name}/norm" for name in ("saturated", "size", "beta", "drift", "gradient")}
-        reported = [logs for logs in Reporter.logs if "size/norm" in logs]
+        reported = [logs for logs in sent if "size/norm" in logs]
         assert [set(logs) for logs in reported] == [names, names]
         entries = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert [names <= set(entry) for entry in entries] == [True, True]

@@ -292,7 +292,7 @@ def test_a_folded_model_is_saved_in_its_own_class_whose_norm_computes_the_identi
         with pytest.raises(ModelError, match=r"identities .* but not the layers"):
             dynorm.as_stock(model, **given)
         coarse = 0.1 if dtype is torch.bfloat16 else None
-        fold_(model, untie=True, tolerance=coarse, **given)  # type: ignore[arg-type]
+        fold_(model, untie=True, tolerance=coarse, **given)
         stock = dynorm.as_stock(model, tolerance=coarse or 0.0, **given)
         # A float64 model's own norms round to float32; the check of as_stock widens them.
         assert dtype is torch.float64 or torch.equal(stock(**given).logits, model(**given).logits)
@@ -323,7 +323,7 @@ def test_a_writer_is_given_a_bias_of_one_number_per_channel(per_channel: bool) -
 
 def test_where_some_owners_of_a_table_change_all_are_untied_and_loaded(tmp_path: Path) -> None:
     model = linear_(build("bart"), **(given := inputs("bart", build("bart"))))
-    report = fold_(model, untie=True, add_bias=True, **given)  # type: ignore[arg-type]
+    report = fold_(model, untie=True, add_bias=True, **given)
     assert set(becomes(report)) == {"Identity"}
     tables = [model.model.shared, model.model.encoder.embed_tokens, model.model.decoder.embed_tokens, model.lm_head]
     assert len({id(table.weight) for table in tables}) == 4
@@ -371,13 +371,13 @@ def test_a_folded_model_in_its_own_class_generates_as_before_and_normalizes_nowh
     given = inputs("llama", model)
     dynorm.convert_(model, dynorm.find_norms(model, **given), to="linear", center=False)
     partly = copy.deepcopy(model)
-    fold_(model, untie=True, **given)  # type: ignore[arg-type]
+    fold_(model, untie=True, **given)
     model.generation_config.eos_token_id = [2, 5]  # type: ignore[union-attr]
     assert dynorm.as_stock(model, **given).generation_config.eos_token_id == [2, 5]  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="float16"):
         dynorm.as_stock(model.half(), **given)
     dynorm.restore_(partly.model.layers[1])  # type: ignore[arg-type,union-attr,index]
-    fold_(partly, untie=True, **given)  # type: ignore[arg-type]
+    fold_(partly, untie=True, **given)
     with pytest.raises(ModelError, match=r"'model.layers.1.input_layernorm' is there still"):
         dynorm.as_stock(partly, **given)
 

@@ -25,9 +25,8 @@ from dynorm.distill.pretrained import (
     encode,
     greedy,
     library_versions,
-    load_pretrained,
     make_batches,
-    require_device,
+    require_place,
     within_positions,
 )
 from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
@@ -264,7 +263,7 @@ class _Job:
         track: Track,
     ) -> _Job:
         # What costs little comes first.
-        require_device(device)
+        require_place(device, dtype)
         checkpoint = Checkpoint(Path(source))
         checkpoint.require_modules((*recipe.only, *recipe.skip))
         # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
@@ -272,7 +271,7 @@ class _Job:
         found = read_texts(texts, whole=whole) if texts else standard_library_docstrings(whole=whole)
         parts = split_texts(found, recipe.held_out, recipe.seed)
         filled: Any = recipe.filled(whole)
-        pretrained = load_pretrained(source, device, dtype)
+        pretrained = checkpoint.load(device, dtype)
         filled = replace(filled, max_length=within_positions(pretrained, filled.max_length))
         fit, held_out = (encode(pretrained, part, filled.max_length) for part in parts)
         return _Job(pretrained, filled, texts, fit, held_out, say, track)

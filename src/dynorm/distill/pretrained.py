@@ -63,26 +63,15 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
         Traceback (most recent call last):
         dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has none: ...
     """
-    source = Path(source)
+    require_place(device, dtype)
+    return Checkpoint(Path(source)).load(device, dtype)
+
+
+def require_place(device: str, dtype: str) -> None:
+    """Check that torch knows a dtype and can use a device, or raise ArgumentError."""
     found = getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ArgumentError(f"dtype must be auto or a floating point dtype of torch, such as float32, got {dtype!r}")
-    require_device(device)
-    checkpoint = Checkpoint(source)
-    tokenizer = checkpoint.tokenizer()
-    model, remarks = checkpoint.model(checkpoint.auto, dtype)
-    if tokenizer.pad_token is None:
-        # Any token will do: the mask hides it.
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    if checkpoint.gguf:
-        # Dequantized, yet transformers takes it for quantized still, and would not save it.
-        model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
-        vars(model.config).pop("quantization_config", None)
-    return Pretrained(model.to(device), tokenizer, checkpoint.language_model, source, remarks)
-
-
-def require_device(device: str) -> None:
-    """Check that torch can use a device, or raise ArgumentError."""
     try:
         torch.empty(0, device=device)
     # What torch raises for a device that it does not know, was not built for, or does not find.
@@ -114,6 +103,19 @@ class Checkpoint:
         names = self.config.architectures or ["ForCausalLM" if self.gguf else ""]
         self.language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
         self.auto = transformers.AutoModelForCausalLM if self.language_model else transformers.AutoModel
+
+    def load(self, device: str, dtype: str) -> Pretrained:
+        """Return the model and its tokenizer, ready for batches."""
+        tokenizer = self.tokenizer()
+        model, remarks = self.model(self.auto, dtype)
+        if tokenizer.pad_token is None:
+            # Any token will do: the mask hides it.
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+        if self.gguf:
+            # Dequantized, yet transformers takes it for quantized still, and would not save it.
+            model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+            vars(model.config).pop("quantization_config", None)
+        return Pretrained(model.to(device), tokenizer, self.language_model, self.source, remarks)
 
     def require_modules(self, globs: Iterable[str]) -> None:
         """Check that each glob matches a module of the model, which needs no weights for that."""

@@ -213,7 +213,7 @@ class Swap:
     def _strip(self, fold: SiteFold, affine: bool) -> None:
         """Take scale, and weight and bias where they were folded too, off a point-wise layer; a slope where it goes."""
         layer = fold.module
-        kept = None if fold.left is None else _parameter(fold.left, layer._parameters["log_beta"])  # type: ignore[arg-type]
+        kept = None if fold.left is None else _parameter(fold.left, layer.get_parameter("log_beta"))
         self._put(layer.__dict__, "scale", 1.0)
         if affine:
             self._put(layer._parameters, "weight", kept)

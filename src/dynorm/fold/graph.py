@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ def shape(node: Node) -> tuple[int, ...]:
     return tuple(size if isinstance(size, int) else -1 for size in node.meta["val"].shape)
 
 
-def is_tensor(node: Any) -> bool:
+def is_tensor(node: Any) -> TypeGuard[Node]:
     """Tell whether something is a node whose value is one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
 

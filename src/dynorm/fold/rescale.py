@@ -106,7 +106,8 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
         groups |= dict.fromkeys(groups[after], groups[before])
     for part in parts:
         for taker in part.takers:
-            taker.factor = part.factor * taker.factor  # type: ignore[operator]
+            assert taker.factor is not None
+            taker.factor = part.factor * taker.factor
     return [part for part in parts if not bool((part.factor == 1).all())]
 
 

@@ -66,6 +66,9 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
 class Walk:
     """The way from one value to all of its stream; a subclass says what else may write or read it."""
 
+    not_linear = "cannot be centred"
+    returned = ", with its mean"
+
     def __init__(self, graph: Graph, folds: Sequence[SiteFold], found: Stream) -> None:
         self.graph, self.folds, self.found = graph, folds, found
         self.todo: list[tuple[Node, int]] = []
@@ -156,9 +159,6 @@ class Walk:
         else:
             self.todo.append((user, to))
 
-    not_linear = "cannot be centred"
-    returned = ", with its mean"
-
     def require(self) -> None:
         """Check that what writes and reads the stream does nothing else."""
         require_writers(self.graph, self.found)
@@ -188,7 +188,7 @@ def _writes(graph: Graph, op: Node, axis: int) -> list[Write]:
     elif name == "aten.addmm" and axis == rank - 1 and not op.kwargs:
         parts = [(op.args[2], 1), (op.args[0], 0)]
     elif name in _PRODUCTS and axis == rank - 1 and is_tensor(op.args[1]):
-        parts = [(op.args[1], len(shape(op.args[1])) - 1)]  # type: ignore[arg-type]
+        parts = [(op.args[1], len(shape(op.args[1])) - 1)]
     elif name == "aten.embedding" and axis == rank - 1:
         parts = [(op.args[0], 1)]
     elif name in CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
@@ -249,10 +249,10 @@ def bias_before(graph: Graph, fold: SiteFold, add_bias: bool) -> Write:
             continue
         (op, _), axis = producer(made[0]), made[1]
         if packet(op) == "aten.add" and not op.kwargs and op.args[0] is not op.args[1]:
-            ranks = [(part, len(shape(part))) for part in op.args[:2] if is_tensor(part)]  # type: ignore[arg-type]
+            ranks = [(part, len(shape(part))) for part in op.args[:2] if is_tensor(part)]
             # One number for all channels has no room for a centre.
             places = [(part, axis - len(shape(op)) + rank) for part, rank in ranks]
-            todo += [(part, at) for part, at in places if at >= 0 and shape(part)[at] == shape(op)[axis]]  # type: ignore[arg-type,misc]
+            todo += [(part, at) for part, at in places if at >= 0 and shape(part)[at] == shape(op)[axis]]
             continue
         biased = packet(op) in ("aten.linear", "aten.addmm", "aten.embedding", *CONVOLUTIONS)
         bias = argument(op, 0 if packet(op) in ("aten.addmm", "aten.embedding") else 2) if biased else None
