@@ -397,10 +397,8 @@ _ToldBy = tuple[Tensor | None, Tensor | None]
 class _Told(NamedTuple):
     """What the witnesses tell of each token, in a unit in which neither sums nor their gradients leave float32."""
 
-    total: Tensor
-    """``sum_k g_k (u_k / unit)**2``."""
-    unit: Tensor
-    """Only of large tokens other than 1."""
+    total: Tensor  # ``sum_k g_k (u_k / unit)**2``
+    unit: Tensor  # only of large tokens other than 1
 
 
 def _sloped(

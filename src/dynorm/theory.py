@@ -327,14 +327,10 @@ class _Rest(NamedTuple):
     """The token without its outlier, the channel farthest from the mean."""
 
     channels: int
-    mean: Tensor
-    """Mean of the other channels."""
-    deviation: Tensor
-    """How far each channel, the outlier too, lies above that mean."""
-    square_sum: Tensor
-    """Sum of the squared deviations of the other channels."""
-    peak: Tensor
-    """The outlier's deviation."""
+    mean: Tensor  # mean of the other channels
+    deviation: Tensor  # how far each channel, the outlier too, lies above that mean
+    square_sum: Tensor  # sum of the squared deviations of the other channels
+    peak: Tensor  # the outlier's deviation
 
 
 def _without_outlier(z: Tensor, axes: tuple[int, ...]) -> _Rest:

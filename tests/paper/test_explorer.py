@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 from dynorm import cli, theory
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.functional import derf, dyisru, dyisru_general, layer_norm, scaled_dyt
-from dynorm.paper.explorer import build_page, save_page
-from dynorm.paper.explorer.page import SCRIPTS
+from dynorm.paper.explorer import SCRIPTS, build_page, save_page
 from dynorm.paper.fits import fit
 from dynorm.paper.simulation import simulate
 from tests.pages import Page

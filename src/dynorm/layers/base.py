@@ -103,7 +103,8 @@ class PointwiseNorm(nn.Module):
         for name in self.constants:
             self.register_parameter(name, empty(constant_shape))
         self.register_parameter("center", empty(constant_shape) if center else None)
-        self._register_witnesses(check_witnesses(witnesses, self.channels), empty)
+        channels = check_witnesses(witnesses, self.channels)
+        self._register_witnesses(channels, empty((len(channels),)) if channels else None)
         self.register_parameter("weight", empty(self.normalized_shape) if elementwise_affine else None)
         self.register_parameter("bias", empty(self.normalized_shape) if elementwise_affine and bias else None)
         self.reset_parameters()
@@ -167,22 +168,19 @@ class PointwiseNorm(nn.Module):
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``, whose sizes have been checked: by a fused kernel, or by its definition."""
-        own, first = self._parameters, self.constants[0]
-        shift = None
+        own, first, others = self._parameters, self.constants[0], self.constants[1:]
         try:
             # A tenth of the time of attributes, which nn.Module looks up in three dictionaries.
             constant, center, weight, bias = own[first], own["center"], own["weight"], own["bias"]
-            if len(self.constants) > 1:
-                shift = own[self.constants[1]]
+            shift = own[others[0]] if others else None
         except KeyError:
             # A parametrization keeps a parameter elsewhere.
             constant, center, weight, bias = getattr(self, first), self.center, self.weight, self.bias
-            if len(self.constants) > 1:
-                shift = getattr(self, self.constants[1])
+            shift = getattr(self, others[0]) if others else None
         assert constant is not None
         parameters: kernels.Parameters = (constant, shift, center, weight, bias)
         if self.witness_channels:
-            parameters = (constant, shift, center, weight, bias, self.log_gain)
+            parameters = (*parameters[:5], self.log_gain)
         y = kernels.pointwise(
             self.kernel,
             x,
@@ -251,7 +249,17 @@ class PointwiseNorm(nn.Module):
         Raises:
             ArgumentError: ``beta`` is not positive and finite, or does not broadcast.
         """
-        self.fill_slope_(_check_beta(beta, getattr(self, self.constants[0])))
+        constant: Tensor = getattr(self, self.constants[0])
+        value = beta if isinstance(beta, Tensor) else torch.tensor(beta, dtype=torch.float64)
+        value = value.to(torch.promote_types(value.dtype, upcast(constant).dtype))
+        trailing = zip(reversed(value.shape), reversed(constant.shape), strict=False)
+        if value.ndim > constant.ndim or any(n not in (1, m) for n, m in trailing):
+            raise ArgumentError(
+                f"beta must broadcast to the constant's shape {tuple(constant.shape)}, got shape {tuple(value.shape)}"
+            )
+        if not value.is_meta and not bool((value.isfinite() & (value > 0)).all()):
+            raise ArgumentError(f"beta must be positive and finite, got {beta}")
+        self.fill_slope_(value)
 
     def fill_slope_(self, beta: Tensor) -> None:
         """Do what :meth:`set_slope_` does without its check, which makes the CPU wait for a GPU."""
@@ -291,21 +299,14 @@ class PointwiseNorm(nn.Module):
         if len(values) != len(channels):
             raise ArgumentError(f"each witness must have a gain, got {len(values)} gains for {len(channels)} witnesses")
         like = getattr(self, self.constants[0])
+        gain = torch.tensor(values, dtype=torch.float64).log().to(like.device, like.dtype)
+        self._register_witnesses(channels, nn.Parameter(gain, like.requires_grad) if channels else None)
 
-        def stored(shape: tuple[int, ...]) -> nn.Parameter:
-            value = torch.tensor(values, dtype=torch.float64).log().reshape(shape)
-            return nn.Parameter(value.to(like.device, like.dtype), like.requires_grad)
-
-        self._register_witnesses(channels, stored)
-
-    def _register_witnesses(
-        self, channels: tuple[int, ...], log_gain: Callable[[tuple[int, ...]], nn.Parameter]
-    ) -> None:
+    def _register_witnesses(self, channels: tuple[int, ...], log_gain: nn.Parameter | None) -> None:
         self.witness_channels = channels
-        gain = log_gain((len(channels),)) if channels else None
-        self.register_parameter("log_gain", gain)
+        self.register_parameter("log_gain", log_gain)
         # In the state dict, so that a checkpoint says which channels its gains belong to.
-        self.register_buffer("witnesses", None if gain is None else torch.tensor(channels, device=gain.device))
+        self.register_buffer("witnesses", None if log_gain is None else torch.tensor(channels, device=log_gain.device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> PointwiseNorm:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -461,17 +462,3 @@ def gathered(value: Tensor) -> Tensor:
     """Return all of a tensor, where a rank holds a part of it (a DTensor): a collective then, on every rank."""
     full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full
-
-
-def _check_beta(beta: Tensor | float, constant: Tensor) -> Tensor:
-    """Return ``beta`` as a tensor of at least float32 and the constant's precision, a number in float64."""
-    value = beta if isinstance(beta, Tensor) else torch.tensor(beta, dtype=torch.float64)
-    value = value.to(torch.promote_types(value.dtype, upcast(constant).dtype))
-    trailing = zip(reversed(value.shape), reversed(constant.shape), strict=False)
-    if value.ndim > constant.ndim or any(n not in (1, m) for n, m in trailing):
-        raise ArgumentError(
-            f"beta must broadcast to the constant's shape {tuple(constant.shape)}, got shape {tuple(value.shape)}"
-        )
-    if not value.is_meta and not bool((value.isfinite() & (value > 0)).all()):
-        raise ArgumentError(f"beta must be positive and finite, got {beta}")
-    return value

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
-_NO_STUDY = "fig5 shows the study over many samples, but a seed means one sample alone: leave out the seed"
 COLORS = {function.title: function.color for function in FAMILY.values()} | {"closed form": "#000000"}
 _DASHES = {"Derf": (0, (5, 1.5)), "linear": (0, (1, 1.2))}
 _MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
@@ -56,7 +55,12 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
     """
     check_figures([name], with_study=reproduction.generality is not None)
     with _styled():
-        figure = FIGURES[name](reproduction)
+        # Without pyplot, which would keep it and choose a window.
+        from matplotlib.figure import Figure
+
+        drawing, size = FIGURES[name]
+        figure = Figure(figsize=size, layout="constrained")
+        drawing(figure, reproduction)
         # Once is enough, and takes as long as drawing: else every file would compute the layout anew.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
@@ -64,11 +68,7 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
 
 
 def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
-    """Return a figure as the bytes of a png or svg file, the same in every run; ``dpi`` is for a png.
-
-    Raises:
-        ArgumentError: If the format is another.
-    """
+    """Return a figure as the bytes of a png or svg file, the same in every run; ``dpi`` is for a png."""
     if format not in FORMATS:
         raise ArgumentError(f"format must be one of {', '.join(FORMATS)}, got {format!r}: give one of those")
     buffer = io.BytesIO()
@@ -83,14 +83,9 @@ def check_figures(names: Sequence[str], *, with_study: bool) -> None:
         if name not in FIGURES:
             raise ArgumentError(f"a figure must be one of {', '.join(FIGURES)}, got {name!r}: give one of those")
         if name == "fig5" and not with_study:
-            raise ArgumentError(_NO_STUDY)
-
-
-def _empty(width: float, height: float) -> Figure:
-    """Return an empty figure of a size in inches; without pyplot, which would keep it and choose a window."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
+            raise ArgumentError(
+                "fig5 shows the study over many samples, but a seed means one sample alone: leave out the seed"
+            )
 
 
 def _draw_bounds(axes: Axes, scale: float, *, both: bool = False) -> None:
@@ -128,23 +123,19 @@ def with_mean(name: str, mean: float) -> str:
 
 def _padded(x: Array, y: Array) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the ranges of x and y with a margin."""
-    ranges = [(float(v.min()), float(v.max())) for v in (x, y)]
-    (a, b), (c, d) = [(low - 0.05 * (high - low), high + 0.05 * (high - low)) for low, high in ranges]
-    return (a, b), (c, d)
+    (a, b), (c, d) = ((float(v.min()), float(v.max())) for v in (x, y))
+    return (a - 0.05 * (b - a), b + 0.05 * (b - a)), (c - 0.05 * (d - c), d + 0.05 * (d - c))
 
 
 def _label_decades(axis: Axis) -> None:
     """Write the powers of ten of a logarithmic axis as plain text, which is drawn in a tenth of the time."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
     superscripts = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-    axis.set_major_formatter(FuncFormatter(lambda v, _: "10" + str(round(math.log10(v))).translate(superscripts)))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(lambda value, _: "10" + str(round(math.log10(value))).translate(superscripts))
+    axis.set_minor_formatter("")
 
 
-def _figure_1(_: Reproduction) -> Figure:
-    """DyT and DyISRU with two constants each, at C = 50."""
-    figure = _empty(5.6, 3.6)
+def _draw_functions(figure: Figure, _: Reproduction) -> None:
+    """Draw DyT and DyISRU with two constants each, at C = 50."""
     axes, scale = figure.add_subplot(), math.sqrt(50 - 1)
     x = torch.linspace(-60, 60, 601, dtype=torch.float64)
     for name, function, constant, values in (
@@ -157,12 +148,11 @@ def _figure_1(_: Reproduction) -> Figure:
     _draw_bounds(axes, scale, both=True)
     axes.set(xlabel="$x$", ylabel="$y$", xlim=(-60, 60), ylim=(-8, 8))
     axes.legend(loc="upper left", bbox_to_anchor=(0.01, 0.92))
-    return figure
 
 
-def _figure_2(reproduction: Reproduction) -> Figure:
-    """The sample, and the same with its largest element raised by one, two and all steps."""
-    simulation, figure = reproduction.simulation, _empty(7.0, 5.4)
+def _draw_samples(figure: Figure, reproduction: Reproduction) -> None:
+    """Draw the sample, and the same with its largest element raised by one, two and all steps."""
+    simulation = reproduction.simulation
     shown = sorted({0, min(1, simulation.steps), min(2, simulation.steps), simulation.steps})
     panels = figure.subplots(2, 2).flat
     near = _padded(simulation.tokens[: shown[-2] + 1], simulation.normalized[: shown[-2] + 1])
@@ -173,7 +163,6 @@ def _figure_2(reproduction: Reproduction) -> Figure:
         x_range, y_range = far if step == simulation.steps else near
         axes.set(xlabel="$x$", ylabel="$y$", xlim=x_range, ylim=y_range)
         axes.legend(loc="lower right", handlelength=1.4)
-    return figure
 
 
 def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
@@ -195,16 +184,15 @@ def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
     _draw_outliers(axes, simulation, step)
 
 
-def _figure_3(reproduction: Reproduction) -> Figure:
-    """The fitted functions over the data, and their residuals."""
-    simulation, figure = reproduction.simulation, _empty(6.0, 5.6)
+def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
+    """Draw the fitted functions over the data, and their residuals."""
+    simulation, bound = reproduction.simulation, math.sqrt(reproduction.simulation.channels - 1)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2.1, 1))
     (low, high), y_range = _padded(simulation.tokens, simulation.normalized)
     x = np.linspace(low, high, 400)
-    _draw_bounds(top, math.sqrt(simulation.channels - 1))
-    _draw_circles(
-        top, simulation.tokens[-1, :-1], simulation.normalized[-1, :-1], f"other channels, $S = {simulation.steps}$"
-    )
+    _draw_bounds(top, bound)
+    others = simulation.tokens[-1, :-1], simulation.normalized[-1, :-1]
+    _draw_circles(top, *others, f"other channels, $S = {simulation.steps}$")
     bottom.axhline(0, color=GREY, linewidth=0.8)
     for name in ("DyT", "DyISRU"):
         fit = reproduction.fits[name]
@@ -212,22 +200,18 @@ def _figure_3(reproduction: Reproduction) -> Figure:
         top.plot(x, fit.function(x), color=COLORS[name], label=label)
         _draw_residuals(bottom, name, simulation.outliers, fit.residuals, fit.mean_absolute_residual)
     _draw_outliers(top, simulation, simulation.steps)
-    top.set(
-        ylabel="$y$", xlim=(low, high), ylim=(y_range[0], max(y_range[1], math.sqrt(simulation.channels - 1) * 1.06))
-    )
+    top.set(ylabel="$y$", xlim=(low, high), ylim=(y_range[0], max(y_range[1], bound * 1.06)))
     top.legend(loc="lower right")
     bottom.set(xlabel="$x$", ylabel="residual")
     bottom.margins(y=0.12)
     _residuals_legend(bottom, loc="upper left")
     for axes in (top, bottom):
         axes.yaxis.set_label_coords(-0.085, 0.5)
-    return figure
 
 
-def _figure_4(reproduction: Reproduction) -> Figure:
-    """The size of every residual on one scale, down to the closed form's, which is rounding."""
-    simulation, figure = reproduction.simulation, _empty(6.0, 4.0)
-    axes, floor = figure.add_subplot(), 1e-17
+def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
+    """Draw the size of every residual on one scale, down to the closed form's, which is rounding."""
+    simulation, axes, floor = reproduction.simulation, figure.add_subplot(), 1e-17
     residuals = {name: reproduction.fits[name].residuals for name in ("linear", "Derf", "DyT", "DyISRU")}
     residuals["closed form"] = reproduction.closed.residuals
     axes.axhspan(floor / 50, float(np.spacing(simulation.outputs.max())), color="#EDEDED", linewidth=0)
@@ -241,36 +225,37 @@ def _figure_4(reproduction: Reproduction) -> Figure:
     note = "last digit of float64; a residual of 0 is drawn at $10^{-17}$"
     axes.annotate(note, (0.015, 0.012), xycoords="axes fraction", fontsize=8, color="#505050")
     _residuals_legend(axes, loc="center left", bbox_to_anchor=(0.0, 0.5))
-    return figure
 
 
 def _residuals_legend(axes: Axes, **place: Any) -> None:
     axes.legend(title="mean absolute residual", title_fontsize=8.5, alignment="left", **place)
 
 
-def _figure_5(reproduction: Reproduction) -> Figure:
-    """The residuals over many samples, over C, over sigma and over the mean."""
-    if reproduction.generality is None:
-        raise ArgumentError(_NO_STUDY)
-    generality = reproduction.generality
-    base, figure = generality.base, _empty(7.4, 6.0)
+def _draw_study(figure: Figure, reproduction: Reproduction) -> None:
+    """Draw the residuals over many samples, over C, over sigma and over the mean."""
+    from matplotlib.ticker import LogLocator
+
+    assert reproduction.generality is not None
+    base, studies = reproduction.generality.base, reproduction.generality.axes
     samples, over_channels, over_sigma, over_mean = figure.subplots(2, 2).flat
     channels, sigma = f"$C = {base.channels}$", rf"$\sigma = {base.sigma:g}$"
     _draw_histogram(samples, base)
     samples.set_title(f"(a)  {len(base.seeds):,} samples, {channels}, {sigma}", loc="left")
-    _draw_axis(over_channels, generality.over_channels, lambda study: study.channels)
-    _scale_log(over_channels)
+    _draw_axis(over_channels, studies["channels"], lambda study: study.channels)
     over_channels.set_xlabel("channels $C$")
     over_channels.set_title(f"(b)  over $C$, {sigma}: median, 5 to 95 %", loc="left")
     over_channels.legend(loc="lower right", handlelength=1.6)
-    _draw_axis(over_sigma, generality.over_sigma, lambda study: study.sigma)
-    _scale_log(over_sigma)
+    _draw_axis(over_sigma, studies["sigma"], lambda study: study.sigma)
     over_sigma.set_xlabel(rf"$\sigma$ (a step of the outlier is {STEP:g})")
     over_sigma.set_title(rf"(c)  over $\sigma$, {channels}", loc="left")
-    _draw_axis(over_mean, generality.over_mean, lambda study: study.offset)
+    for axes in (over_channels, over_sigma):
+        axes.set_xscale("log", base=4)
+        axes.xaxis.set_minor_locator(LogLocator(base=2))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+    _draw_axis(over_mean, studies["mean"], lambda study: study.offset)
     over_mean.set_xlabel(r"mean $\mu / \sigma$")
     over_mean.set_title(rf"(d)  over $\mu$, {channels}, {sigma}", loc="left")
-    return figure
 
 
 def _draw_histogram(axes: Axes, base: Study) -> None:
@@ -308,17 +293,11 @@ def _draw_axis(axes: Axes, studies: Sequence[Study], place: Callable[[Study], fl
         axes.set_title("samples won by DyT", loc="right", **small)
 
 
-def _scale_log(axes: Axes) -> None:
-    """Scale x by powers of 4, written out."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=4))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(LogLocator(base=2))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-FIGURES: dict[str, Callable[[Reproduction], Figure]] = {
-    f"fig{i}": figure for i, figure in enumerate((_figure_1, _figure_2, _figure_3, _figure_4, _figure_5), start=1)
+FIGURES: dict[str, tuple[Callable[[Figure, Reproduction], None], tuple[float, float]]] = {
+    "fig1": (_draw_functions, (5.6, 3.6)),
+    "fig2": (_draw_samples, (7.0, 5.4)),
+    "fig3": (_draw_fits, (6.0, 5.6)),
+    "fig4": (_draw_sizes, (6.0, 4.0)),
+    "fig5": (_draw_study, (7.4, 6.0)),
 }
+"""What each figure shows, and its size in inches."""

@@ -30,12 +30,10 @@ class Family:
     name: str
     constant: str
     power: int
+    # The function of :mod:`dynorm.functional`: of x, the constant and the keyword scale, sqrt(C - 1).
     curve: Callable[..., Tensor]
-    """The function of :mod:`dynorm.functional`: of x, the constant and the keyword scale, sqrt(C - 1)."""
-    slope: Callable[[Tensor], Tensor]
-    """f'."""
-    inverse: Callable[[Tensor], Tensor]
-    """The inverse of f."""
+    slope: Callable[[Tensor], Tensor]  # f'
+    inverse: Callable[[Tensor], Tensor]  # the inverse of f
 
 
 FAMILIES = {
@@ -55,15 +53,11 @@ FITTED = (*FAMILIES, "linear")
 class Fit:
     """A function with its fitted constant, and how far it is from the points that it was fitted on."""
 
-    name: str
-    """DyT, Derf, DyISRU or linear."""
-    constant: str
-    """What the constant is called: alpha, beta or slope."""
+    name: str  # DyT, Derf, DyISRU or linear
+    constant: str  # what the constant is called: alpha, beta or slope
     value: float
-    residuals: Array
-    """Function minus y, at each x."""
-    function: Callable[[ArrayLike], Array]
-    """The fitted function, of an array of any shape."""
+    residuals: Array  # function minus y, at each x
+    function: Callable[[ArrayLike], Array]  # the fitted function, of an array of any shape
 
     @property
     def mean_absolute_residual(self) -> float:
@@ -92,7 +86,9 @@ def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
     (value,) = fit_many(name, inputs.numpy()[None], outputs.numpy()[None], channels).tolist()
 
     def function(z: ArrayLike) -> Array:
-        return outputs_of(name, torch.from_numpy(_copied(z, at_least=1)), value, channels).reshape(np.shape(z))
+        # A copy: torch refuses read-only and reversed arrays.
+        copied = torch.from_numpy(np.array(z, dtype=np.float64, order="C", ndmin=1))
+        return outputs_of(name, copied, value, channels).reshape(np.shape(z))
 
     label = FAMILIES[name].constant if name in FAMILIES else "slope"
     return Fit(name, label, value, function(inputs.numpy()) - outputs.numpy(), function)
@@ -151,7 +147,7 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
 
 def _points(x: ArrayLike, y: ArrayLike, channels: int, dimensions: int = 1) -> tuple[Tensor, Tensor]:
     """Return the points as tensors, refusing those to which no such function comes near."""
-    inputs, outputs = _copied(x), _copied(y)
+    inputs, outputs = (np.array(values, dtype=np.float64, order="C") for values in (x, y))
     if inputs.shape != outputs.shape or inputs.ndim != dimensions or inputs.size == 0 or channels < 2:
         shape = "(n,)" if dimensions == 1 else "(sets, n)"
         raise ArgumentError(
@@ -171,8 +167,3 @@ def _points(x: ArrayLike, y: ArrayLike, channels: int, dimensions: int = 1) -> t
             f"{outputs.max():g}: no constant fits these; take more than 2 channels, or less extreme outliers"
         )
     return torch.from_numpy(inputs), torch.from_numpy(outputs)
-
-
-def _copied(values: ArrayLike, at_least: int = 0) -> Array:
-    """Return a copy that torch accepts, which refuses read-only and reversed arrays."""
-    return np.array(values, dtype=np.float64, order="C", ndmin=at_least)

@@ -37,18 +37,13 @@ class Study:
     sigma: float
     mean: float
     seeds: NDArray[np.int64]
+    # Samples left out because x_o is not positive after the first step: no function through 0 can be fitted.
     skipped: int
-    """Samples left out because x_o is not positive after the first step: no function through 0 can be fitted."""
-    residuals: dict[str, Array]
-    """Mean absolute residuals of DyT, Derf, DyISRU and linear."""
-    betas: Array
-    """DyISRU's fitted beta."""
-    centers: Array
-    """m_o, the mean of the other channels."""
-    closed_betas: Array
-    """C v_o, which the closed form has for beta."""
-    closed_residuals: Array
-    """Mean absolute residuals of the closed form."""
+    residuals: dict[str, Array]  # mean absolute residuals of DyT, Derf, DyISRU and linear
+    betas: Array  # DyISRU's fitted beta
+    centers: Array  # m_o, the mean of the other channels
+    closed_betas: Array  # C v_o, which the closed form has for beta
+    closed_residuals: Array  # mean absolute residuals of the closed form
 
     @property
     def offset(self) -> float:
@@ -226,11 +221,9 @@ class Reproduction:
     """What ``dynorm paper`` shows."""
 
     simulation: Simulation
-    fits: Mapping[str, Fit]
-    """DyT, Derf, DyISRU and linear, by name."""
+    fits: Mapping[str, Fit]  # DyT, Derf, DyISRU and linear, by name
     closed: ClosedForm
-    generality: Generality | None = None
-    """None for one sample alone."""
+    generality: Generality | None = None  # None for one sample alone
 
 
 def reproduce(

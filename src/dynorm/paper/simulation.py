@@ -55,12 +55,9 @@ class Simulation:
 class ClosedForm(NamedTuple):
     """LayerNorm's function of the outlier, whose two constants are known without a fit."""
 
-    center: float
-    """m_o, the mean of the other channels."""
-    beta: float
-    """C v_o, where v_o is the biased variance of the other channels."""
-    residuals: Array
-    """Closed form minus LayerNorm for S = 1, 2, ..., of shape (steps,)."""
+    center: float  # m_o, the mean of the other channels
+    beta: float  # C v_o, where v_o is the biased variance of the other channels
+    residuals: Array  # closed form minus LayerNorm for S = 1, 2, ..., of shape (steps,)
 
 
 def simulate(

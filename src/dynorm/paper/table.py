@@ -24,11 +24,11 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
     functions = {
         name: {
             constant: value,
-            "mean_absolute_residual": _mean(residuals),
+            "mean_absolute_residual": mean,
             "outputs": (residuals + simulation.outputs).tolist(),
             "residuals": residuals.tolist(),
         }
-        for name, constant, value, residuals in _functions(reproduction)
+        for name, constant, value, mean, residuals in _functions(reproduction)
     }
     closed = {"center": reproduction.closed.center, **functions.pop(CLOSED)}
     found: dict[str, Any] = {
@@ -56,9 +56,8 @@ def outliers_csv(reproduction: Reproduction) -> str:
         'function,constant,value,mean_absolute_residual,S,x,layer_norm,output,residual'
     """
     simulation, rows = reproduction.simulation, []
-    for name, constant, value, residuals in _functions(reproduction):
+    for name, constant, value, mean, residuals in _functions(reproduction):
         numbers = zip(simulation.outliers, simulation.outputs, residuals + simulation.outputs, residuals, strict=True)
-        mean = _mean(residuals)
         rows += [[name, constant, value, mean, s, *map(float, row)] for s, row in enumerate(numbers, start=1)]
     header = ["function", "constant", "value", "mean_absolute_residual", "S", "x", "layer_norm", "output", "residual"]
     return _csv(header, rows)
@@ -89,16 +88,16 @@ def printed(reproduction: Reproduction) -> Iterator[str]:
     """Yield what the terminal shows, part by part."""
     simulation = reproduction.simulation
     title = f"C = {simulation.channels}, sigma = {simulation.sigma:g}, mean {simulation.mean:g}, seed {simulation.seed}"
-    mean = Column("mean |residual|", lambda value: f"{value:.6g}" if value > 1e-9 else f"{value:.2g}")
+    means = Column("mean |residual|", lambda value: f"{value:.6g}" if value > 1e-9 else f"{value:.2g}")
     # The paper gives figures for one setting only.
     paper = PAPER if (simulation.channels, simulation.sigma) == (100, 2.0) else {}
     rows, columns = [], {}
-    for name, constant, value, residuals in _functions(reproduction):
+    for name, constant, value, mean, residuals in _functions(reproduction):
         columns[name] = residuals
         named = f"{constant} = C v_o" if name == CLOSED else constant
         printed_value, printed_mean = paper.get(name, ("", ""))
-        rows.append((name, named, value, printed_value, _mean(residuals), printed_mean))
-    yield f"{Table(['function', 'constant', Column('value', '.8g'), 'paper', mean, 'paper'], rows, title=title)}\n"
+        rows.append((name, named, value, printed_value, mean, printed_mean))
+    yield f"{Table(['function', 'constant', Column('value', '.8g'), 'paper', means, 'paper'], rows, title=title)}\n"
     x, y = simulation.outliers, simulation.outputs
     yield _outlier_table("outputs", x, {"LayerNorm": y} | {name: r + y for name, r in columns.items()}, ".4f")
     yield _outlier_table("residuals (function - LayerNorm)", x, columns, ".2g")
@@ -136,15 +135,12 @@ def _settings(generality: Generality) -> Iterator[tuple[str, Study]]:
         yield from ((axis, study) for study in studies)
 
 
-def _functions(reproduction: Reproduction) -> Iterator[tuple[str, str, float, Array]]:
-    """Yield each function's name, with its constant's name and value and its residuals; the closed form is the last."""
+def _functions(reproduction: Reproduction) -> Iterator[tuple[str, str, float, float, Array]]:
+    """Yield each function's name, its constant's name and value, its mean absolute residual, and its residuals."""
     for name, fit in reproduction.fits.items():
-        yield name, fit.constant, fit.value, fit.residuals
-    yield CLOSED, "beta", reproduction.closed.beta, reproduction.closed.residuals
-
-
-def _mean(residuals: Array) -> float:
-    return float(np.abs(residuals).mean())
+        yield name, fit.constant, fit.value, fit.mean_absolute_residual, fit.residuals
+    closed = reproduction.closed
+    yield CLOSED, "beta", closed.beta, float(np.abs(closed.residuals).mean()), closed.residuals
 
 
 def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

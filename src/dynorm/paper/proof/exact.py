@@ -66,10 +66,8 @@ _GIVES_UP = (NotReducibleError, NotImplementedError, ValueError, TypeError, Zero
 class Verdict:
     """What algebra says of a step."""
 
-    outcome: Outcome
-    """False where a token was found for which the step does not hold; undecided is no proof."""
-    difference: Expr = ""
-    """Of both sides; or words, where there is none, and nothing when proven."""
+    outcome: Outcome  # "false" where a token was found for which the step does not hold; "undecided" is no proof
+    difference: Expr = ""  # of both sides; or words, where there is none, and nothing when proven
 
     @cached_property
     def remains(self) -> str:

@@ -17,10 +17,12 @@ for a formula of their own.
 from __future__ import annotations
 
 import ast
+import operator
 import re
+import tomllib
 from functools import lru_cache
 from html import escape
-from types import CodeType
+from pathlib import Path
 from typing import Any
 
 from dynorm.errors import ArgumentError
@@ -31,8 +33,9 @@ ARITIES = {**dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1), "diff": 2, "limit": 2}
 """For each function, how many arguments it takes."""
 
 _INDEXED = re.compile(r"(?:(x|gamma|bias|g)_|delta_([ijkl]))([ijkl])")
-_SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
-_ALLOWED = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, ast.USub, *_SIGNS)
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATORS |= {ast.Pow: operator.pow}
+_ALLOWED = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, ast.USub, *_OPERATORS)
 
 
 @lru_cache(maxsize=4096)
@@ -81,42 +84,29 @@ class Reading:
 
     def read(self, text: str) -> Any:
         """Return what a formula means."""
-        return eval(_code(text), {"__builtins__": {}, "reading": self})
+        return self._read(parse(text))
+
+    def _read(self: Any, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return self.number(value)
+            case ast.Name(id=name):
+                return self.name(name)
+            case ast.UnaryOp(operand=operand):
+                return -self._read(operand)
+            case ast.BinOp(left=left, op=op, right=right):
+                return _OPERATORS[type(op)](self._read(left), self._read(right))
+            case ast.Call(func=ast.Name(id=name), args=[body]) if name in ELEMENTARY:
+                return self.function(name, self._read(body))
+            case ast.Call(func=ast.Name(id=name), args=[body]) if name in SUMS:
+                return self.total(name, lambda: self._read(body))
+            case ast.Call(func=ast.Name(id=name), args=[body, *variable]):
+                return getattr(self, name)(lambda: self._read(body), *map(ast.unparse, variable))
+        raise AssertionError(ast.dump(node))
 
 
-@lru_cache(maxsize=4096)
-def _code(text: str) -> CodeType:
-    return compile(_asking(parse(text)), "<formula>", "eval")
-
-
-def _asking(node: ast.expr) -> str:
-    """Return Python code that asks a reading for each part of a formula."""
-    match node:
-        case ast.Constant(value=value):
-            return f"reading.number({value!r})"
-        case ast.Name(id=name):
-            return f"reading.name({name!r})"
-        case ast.UnaryOp(operand=operand):
-            return f"(-{_asking(operand)})"
-        case ast.BinOp(left=left, op=op, right=right):
-            return f"({_asking(left)} {_SIGNS[type(op)]} {_asking(right)})"
-        case ast.Call(func=ast.Name(id=name), args=[body, *variable]):
-            if name in ELEMENTARY:
-                return f"reading.function({name!r}, {_asking(body)})"
-            if name in SUMS:
-                return f"reading.total({name!r}, lambda: {_asking(body)})"
-            return f"reading.{name}(lambda: {_asking(body)}{''.join(f', {ast.unparse(v)!r}' for v in variable)})"
-    raise AssertionError(ast.dump(node))
-
-
-SYMBOLS = {
-    "mu": r"\mu", "sigma": r"\sigma", "sigma_others": r"\sigma_{\neq i}", "alpha": r"\alpha", "gamma": r"\gamma",
-    "beta": r"\beta", "beta_0": r"\beta_0", "beta_t": r"\beta_t", "beta_i": r"\beta_i", "eps": r"\varepsilon",
-    "bias": r"\mathrm{bias}", "Y": r"\tilde{y}", "Y_i": r"\tilde{y}_i", "c_i": "c(x)_i",
-    "c_lhs": r"c^{\mathrm{LHS}}", "c_rhs": r"c^{\mathrm{RHS}}", "Dy": r"\frac{dy}{dx}", "dy_du": r"\frac{dy}{du}",
-    "MS": r"\mathrm{MS}", "MS_c": r"\mathrm{MS}(c(x))", "Var": r"\mathrm{Var}", "RMS_i": r"\mathrm{RMS}(x)_i",
-}  # fmt: skip
-"""How names are shown, as LaTeX; others as they are written."""
+_SIGNS = tomllib.loads(Path(__file__).with_name("signs.toml").read_text(encoding="utf-8"))
+SYMBOLS: dict[str, str] = _SIGNS["symbols"]
 
 # How strongly a construct binds.
 _SUM, _PRODUCT, _PREFIX, _POWER, _ATOM = range(1, 6)
@@ -229,13 +219,6 @@ def _is_fraction(node: ast.expr) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
 
 
-# What LaTeX's commands look like as text.
-_COMMANDS = {
-    "mu": "μ", "sigma": "σ", "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "varepsilon": "ε",
-    "sum": "Σ", "neq": "≠", "geq": "≥", "leq": "≤", "gg": "≫", "pm": "±", "cdot": "·", "to": "→", "prime": "′",
-    "Rightarrow": "⇒", "Leftrightarrow": "⇔", "top": "⊤", "in": "∈", "|": "‖", ",": " ", "log": "log",
-    "tanh": "tanh", "left": "", "right": "",
-}  # fmt: skip
 _SPACED = ("neq", "geq", "leq", "gg", "to", "log", "Rightarrow", "Leftrightarrow", "in", "|", ",")
 _LOW = dict(zip("0123456789ijklnt=+-", "₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₗₙₜ₌₊₋", strict=True)) | {"≠": "≠", " ": ""}
 _HIGH = dict(zip("0123456789+-⊤", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⊤", strict=True)) | {"′": "′"}
@@ -272,7 +255,7 @@ def mathml(latex: str, *, display: bool = False) -> str:
 
 def _text(latex: str) -> str:
     # The space that ends the name of a command is kept only beside what is set apart anyhow.
-    text = _COMMAND.sub(lambda m: _COMMANDS[m[1]] + (m[2] or "") * (m[1] in _SPACED), latex)
+    text = _COMMAND.sub(lambda m: _SIGNS["commands"][m[1]] + (m[2] or "") * (m[1] in _SPACED), latex)
 
     def script(match: re.Match[str]) -> str:
         tilde, name, mark, group, letter = match.groups(default="")

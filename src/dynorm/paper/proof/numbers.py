@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,14 +49,11 @@ class Token(Reading):
         mpf('-2.0')
     """
 
-    vectors: Mapping[str, Sequence[Number]]
-    """x, and weight, bias and gains, by name; each with one number per channel."""
-    place: int
-    """The channel i, from 0."""
+    vectors: Mapping[str, Sequence[Number]]  # x, and weight, bias and gains, by name; each with one number per channel
+    place: int  # the channel i, from 0
     numbers: Mapping[str, Number]
     definitions: Mapping[str, str]
-    indices: Mapping[str, int] = field(default_factory=dict)
-    """Where the indices besides i stand."""
+    indices: Mapping[str, int] = field(default_factory=dict)  # where the indices besides i stand
 
     number = staticmethod(mpf)
 
@@ -152,10 +148,9 @@ def _random_token(statement: Statement, channels: int, draw: random.Random) -> T
 class Measured:
     """What numbers say of a step."""
 
-    holds: bool
-    """Whether it holds for all tokens, to 50 digits; of ``!=``: whether some token tells both sides apart."""
+    holds: bool  # whether it holds for all tokens, to 50 digits; of ``!=``: whether some token tells both sides apart
+    # Largest difference of both sides, relative to the larger or to 1; None where they need not be equal.
     error: float | None
-    """Largest difference of both sides, relative to the larger or to 1; None where they need not be equal."""
 
 
 def measure(step: Step, tokens: list[Token]) -> Measured:
@@ -190,7 +185,10 @@ def autograd_error(statement: Statement, tokens: list[Token]) -> float:
         free = {name: float(value) for name, value in token.numbers.items()}
         known = vars(functional) | vars(theory) | globals() | vectors | free | {"C": len(x)}
         for formula, code in statement.compared.items():
-            function = partial(_computed, code, known)
+
+            def function(x: Tensor, code: str = code, known: dict[str, Any] = known) -> Any:
+                return eval(code, known, {"x": x}).expand_as(x)
+
             slopes, values = torch.func.jacrev(function)(x), function(x)
             for place in {0, token.place, len(x) - 1}:
                 here = replace(token, place=place)
@@ -199,8 +197,3 @@ def autograd_error(statement: Statement, tokens: list[Token]) -> float:
                         got, want = float(tensor), here.read(text)
                         errors.append(float(abs(got - want) / max(1, abs(got), abs(want))))
     return max(error if math.isfinite(error) else float("inf") for error in errors)
-
-
-def _computed(code: str, known: dict[str, Any], x: Tensor) -> Tensor:
-    y: Tensor = eval(code, known, {"x": x})
-    return y.expand_as(x)

@@ -42,8 +42,7 @@ class CheckedStatement:
 
     statement: Statement
     steps: tuple[CheckedStep, ...]
-    autograd: float
-    """Largest relative error against dynorm and automatic differentiation, in float64."""
+    autograd: float  # largest relative error against dynorm and automatic differentiation, in float64
     seconds: float
 
     @property

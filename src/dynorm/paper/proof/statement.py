@@ -19,45 +19,35 @@ Domain = Literal["positive", "nonnegative", "real"]
 class Step:
     """One link of a proof: two formulas, as :mod:`dynorm.paper.proof.formula` reads them, and how they are related."""
 
-    reason: str
-    """Why it holds, in words; a formula between dollar signs is LaTeX."""
+    reason: str  # why it holds, in words; a formula between dollar signs is LaTeX
     left: str
     right: str
     relation: Relation = "="
-    tag: str = ""
-    """The equation's number in the source, if it has one."""
-    follows: bool = False
-    """Whether ``left`` is the ``right`` of the step before, so that it need not be shown again."""
+    tag: str = ""  # the equation's number in the source, if it has one
+    follows: bool = False  # whether ``left`` is the ``right`` of the step before, so that it need not be shown again
+    # Whether sympy's own symbolic sums prove it. All other steps use the rules that these steps prove.
     by_sums: bool = False
-    """Whether sympy's own symbolic sums prove it. All other steps use the rules that these steps prove."""
 
 
 @dataclass(frozen=True)
 class Statement:
     """A theorem, an equation or an identity, with its proof; the words may hold LaTeX between dollar signs."""
 
-    name: str
-    """Short, for the command line."""
+    name: str  # short, for the command line
     title: str
     source: str
-    equations: str
-    """Numbers of the equations that it covers, as the source counts them."""
+    equations: str  # numbers of the equations that it covers, as the source counts them
     claim: str
-    assumes: str
-    """Where it holds."""
+    assumes: str  # where it holds
     steps: tuple[Step, ...]
-    definitions: Mapping[str, str] = field(default_factory=dict)
-    """Names that stand for formulas."""
+    definitions: Mapping[str, str] = field(default_factory=dict)  # names that stand for formulas
+    # Free numbers and where they lie; those not named here are real.
     numbers: Mapping[str, Domain] = field(default_factory=dict)
-    """Free numbers and where they lie; those not named here are real."""
-    remarks: tuple[str, ...] = ()
-    """What a reader should know besides."""
-    misprint: bool = False
-    """Whether it is about a mistake in a text, and shows what was meant."""
+    remarks: tuple[str, ...] = ()  # what a reader should know besides
+    misprint: bool = False  # whether it is about a mistake in a text, and shows what was meant
+    # Formulas, each with Python code of dynorm's functions that computes it for all channels of a token x.
     compared: Mapping[str, str] = field(default_factory=dict)
-    """Formulas, each with Python code of dynorm's functions that computes it for all channels of a token x."""
-    least_channels: int = 2
-    """The smallest C for which it is meant."""
+    least_channels: int = 2  # the smallest C for which it is meant
 
 
 _LINE = re.compile(r"(.*?) ?(=|!=|>=|>) (.*?)(?: \[(\d+)\])?(?: +:: (.*))?")
