@@ -1048,15 +1048,15 @@ assert "dynorm" not in sys.modules
 def test_a_model_that_another_process_puts_there_is_read_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new, read = converted(), converted(), plain.require_weights
+    old, new, read = converted(), converted(), contents.require_weights
     save(old, tmp_path / "m")
 
     def exchanged(*arguments: Any) -> None:
-        monkeypatch.setattr(plain, "require_weights", read)
+        monkeypatch.setattr(contents, "require_weights", read)
         save(new, tmp_path / "m", overwrite=True)
         read(*arguments)
 
-    monkeypatch.setattr(plain, "require_weights", exchanged)
+    monkeypatch.setattr(contents, "require_weights", exchanged)
     assert same_state(load(tmp_path / "m", build()), new)
 
 

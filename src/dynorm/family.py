@@ -11,19 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynorm import layers
 from dynorm.errors import ArgumentError
-from dynorm.layers import (
-    AnnealedDerf,
-    AnnealedDyISRU,
-    AnnealedDyT,
-    AnnealedLinear,
-    AnnealedNorm,
-    Derf,
-    DyISRU,
-    DyT,
-    LinearControl,
-    PointwiseNorm,
-)
 
 
 @dataclass(frozen=True)
@@ -32,29 +21,29 @@ class Function:
 
     name: str  # in code, in saved folders and on the command line
     title: str  # in prose, tables and pictures
-    layer: type[PointwiseNorm]
-    annealed: type[AnnealedNorm]  # begins as a norm and ends as that layer
+    layer: type[layers.PointwiseNorm]
+    annealed: type[layers.AnnealedNorm]  # begins as a norm and ends as that layer
     color: str  # of its curve on white; Okabe and Ito's palette, which the colour-blind can tell apart
     night: str  # the same on black
 
     @property
     def annealed_name(self) -> str:
         """Return the name of the annealed layer; DyISRU's is the short one."""
-        return "annealed" if self.layer is DyISRU else f"annealed_{self.name}"
+        return "annealed" if self.layer is layers.DyISRU else f"annealed_{self.name}"
 
 
 FAMILY: dict[str, Function] = {
     row.name: row
     for row in (
-        Function("dyisru", "DyISRU", DyISRU, AnnealedDyISRU, "#0072B2", "#3F9FE0"),
-        Function("dyt", "DyT", DyT, AnnealedDyT, "#D55E00", "#FF8B3D"),
-        Function("derf", "Derf", Derf, AnnealedDerf, "#009E73", "#2CC597"),
-        Function("linear", "linear", LinearControl, AnnealedLinear, "#CC79A7", "#E68FC4"),
+        Function("dyisru", "DyISRU", layers.DyISRU, layers.AnnealedDyISRU, "#0072B2", "#3F9FE0"),
+        Function("dyt", "DyT", layers.DyT, layers.AnnealedDyT, "#D55E00", "#FF8B3D"),
+        Function("derf", "Derf", layers.Derf, layers.AnnealedDerf, "#009E73", "#2CC597"),
+        Function("linear", "linear", layers.LinearControl, layers.AnnealedLinear, "#CC79A7", "#E68FC4"),
     )
 }
 """The functions by name."""
 
-LAYERS: dict[str, type[PointwiseNorm]] = {row.name: row.layer for row in FAMILY.values()} | {
+LAYERS: dict[str, type[layers.PointwiseNorm]] = {row.name: row.layer for row in FAMILY.values()} | {
     row.annealed_name: row.annealed for row in FAMILY.values()
 }
 """The layers by the name that ``convert_`` takes and that saved folders hold."""
@@ -63,12 +52,8 @@ NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}
 """The names of :data:`LAYERS` by layer."""
 
 
-def layer_class(name: str | type) -> type[PointwiseNorm]:
-    """Return the layer of a name, or the layer itself.
-
-    Raises:
-        ArgumentError: no layer has that name.
-    """
+def layer_class(name: str | type) -> type[layers.PointwiseNorm]:
+    """Return the layer of a name, or the layer itself; ArgumentError where no layer has that name."""
     name = NAMES.get(name, str(name)) if isinstance(name, type) else name
     if not isinstance(name, str) or name not in LAYERS:
         raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")

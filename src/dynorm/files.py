@@ -33,10 +33,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file in a folder that exists, whole or not at all; an old one is replaced.
-
-    Raises:
-        StorageError: the file cannot be written; an old one stands untouched.
+    """Write a file in a folder that exists, whole or not at all: after a StorageError an old one stands untouched.
 
     Example:
         >>> write_bytes(getfixture("tmp_path") / "a.png", b"...")
@@ -64,9 +61,6 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 def require_writable(path: str | os.PathLike[str]) -> None:
     """Make the folder of a file that is to be written, or refuse the path now, before hours of work are lost for it.
-
-    Raises:
-        StorageError: it is a folder, or its folder cannot be made or written to.
 
     Example:
         >>> require_writable(getfixture("tmp_path") / "new" / "a.txt")
@@ -100,17 +94,10 @@ def replaced_directory(
     name.) Nothing else is left behind, whatever happens in the block. Only a process that is killed leaves a hidden
     ``.dynorm-*.tmp`` beside the target, safe to delete.
 
-    Args:
-        directory: the target; its parent must exist.
-        overwrite: allow it to exist, as a saved model or empty.
-        keep_others: keep those of its files that no save writes (a tokenizer's, a report), unless the block writes
-            them. False where the block writes all files of the model: another model's must not stay among them.
-
-    Yields:
-        The new directory, empty.
-
-    Raises:
-        StorageError: the target exists, or is no saved model; it cannot be written; the disk is full.
+    The target's parent must exist; ``overwrite`` allows a target that is a saved model or empty. ``keep_others`` keeps
+    those of its files that no save writes (a tokenizer's, a report), unless the block writes them. It is False where
+    the block writes all files of the model: another model's must not stay among them. What cannot be done is a
+    StorageError.
 
     Example:
         >>> target = getfixture("tmp_path") / "model"

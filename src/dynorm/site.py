@@ -78,10 +78,7 @@ def select_sites(
 
     A glob is compared with every path of a site, aliases too; `*` also spans dots. Refused sites stay refused: they are
     chosen like the others, so that a report can name them. None for `only` chooses all; `filter_fn` is called with each
-    remaining site.
-
-    Raises:
-        ArgumentError: If a glob matches no site.
+    remaining site. A glob that matches no site is an ArgumentError.
 
     Example:
         >>> sites = [NormSite("layers.0.norm"), NormSite("layers.1.norm"), NormSite("head.norm")]

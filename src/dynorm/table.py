@@ -21,24 +21,16 @@ _ASCII = str.maketrans(
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
-
-    Args:
-        title: its head.
-        form: turns a value into text: a format specification like ".3f", or a function. None always becomes a dash.
-        note: its meaning, said below the table; that of a group's first column stands there for the group.
-        group: a head above neighbouring columns that are compared; a page marks the least value of each row.
-        page_only: whether to leave it out of plain text, which has no room for all.
-    """
+    """One column of a table, with its head, and how it turns a value into text."""
 
     title: str
-    form: str | Callable[[Any], str] = ""
-    note: str = ""
-    group: str = ""
-    page_only: bool = False
+    form: str | Callable[[Any], str] = ""  # a format specification like ".3f", or a function
+    note: str = ""  # its meaning, said below the table; that of a group's first column stands there for the group
+    group: str = ""  # a head above neighbouring columns that are compared; a page marks the least value of each row
+    page_only: bool = False  # whether to leave it out of plain text, which has no room for all
 
     def text(self, value: Any) -> str:
-        """Return the text of a value."""
+        """Return the text of a value; None is a dash."""
         if value is None:
             return "–"
         return self.form(value) if callable(self.form) else format(value, self.form)
@@ -49,13 +41,7 @@ class Table:
     """Rows under columns, with a title above and notes below; ``str`` gives plain text of 80 columns.
 
     Numbers stand right. Where a line would be too long, the words of its first cell are shortened, as in
-    "e.l.0.a.LayerNorm", and at last cut.
-
-    Args:
-        columns: each a :class:`Column`, or its title alone.
-        rows: one value for each column.
-        notes: lines below the table.
-        title: lines above it. Long lines are wrapped, here as there.
+    "e.l.0.a.LayerNorm", and at last cut. Long lines of title and notes are wrapped.
 
     Example:
         >>> print(Table(["site", Column("beta", ".3g")], [("block.0.norm", 12.3456), ("head", None)], title="2 sites"))
@@ -66,8 +52,8 @@ class Table:
         head             -
     """
 
-    columns: Sequence[str | Column]
-    rows: Sequence[Sequence[Any]]
+    columns: Sequence[str | Column]  # a string is a title alone
+    rows: Sequence[Sequence[Any]]  # one value for each column
     notes: Sequence[str] = ()
     title: str = ""
 

@@ -14,20 +14,7 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.fold.apply import give_bias_, untie_
-from dynorm.hub.contents import (
-    FORMAT_VERSION,
-    Contents,
-    checksum,
-    is_list_of_str,
-    listed,
-    read_json,
-    read_layers,
-    require_checksum,
-    require_version,
-    require_weights,
-    require_witnesses,
-    weights_entry,
-)
+from dynorm.hub import contents
 from dynorm.replace.specs import apply_specs_
 from dynorm.watch import unchanged_on_error
 
@@ -35,38 +22,38 @@ CONFIG = "dynorm.json"
 WEIGHTS = "model.safetensors"
 
 
-def write_plain(model: nn.Module, contents: Contents, folder: Path) -> None:
+def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> None:
     """Write a model into an empty directory; ModelError where it has a tensor that safetensors cannot hold."""
     from dynorm import __version__
 
     tensors, aliases = _unique(model.state_dict(keep_vars=True))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
-        "format_version": FORMAT_VERSION,
+        "format_version": contents.FORMAT_VERSION,
         "dynorm_version": __version__,
         "model_class": _class_name(type(model)),
-        "weights": weights_entry(folder / WEIGHTS),
+        "weights": contents.weights_entry(folder / WEIGHTS),
         "aliases": aliases,
-        "layers": [spec.to_dict() for spec in contents.layers],
-        "biases": contents.biases,
-        "untied": contents.untied,
+        "layers": [spec.to_dict() for spec in changes.layers],
+        "biases": changes.biases,
+        "untied": changes.untied,
     }
-    values["sha256"] = checksum(values)
+    values["sha256"] = contents.checksum(values)
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     """Load a directory that :func:`write_plain` wrote into ``model``, which an error leaves as it was."""
     where = str(folder / CONFIG)
-    values = read_json(folder / CONFIG)
-    require_version(values, where)
-    require_checksum(values, where)
+    values = contents.read_json(folder / CONFIG)
+    contents.require_version(values, where)
+    contents.require_checksum(values, where)
     model = _require_class(model, values.get("model_class"), folder)
     biases, untied = values.get("biases", []), values.get("untied", [])
     for key, names in (("biases", biases), ("untied", untied)):
-        if not is_list_of_str(names):
+        if not contents.is_list_of_str(names):
             raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
-    specs = read_layers(values.get("layers"), where, allow_none=bool(biases))
+    specs = contents.read_layers(values.get("layers"), where, allow_none=bool(biases))
     tensors = _read_weights(folder, values)
     with unchanged_on_error(model.modules(), values=False):
         before = dict(model.named_modules(remove_duplicate=False))
@@ -138,7 +125,7 @@ def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
     path, aliases = folder / WEIGHTS, values.get("aliases")
     if not isinstance(aliases, dict):
         raise StorageError(f"the aliases in {folder / CONFIG} must be an object, got {aliases!r}")
-    require_weights(path, values.get("weights"), folder / CONFIG)
+    contents.require_weights(path, values.get("weights"), folder / CONFIG)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -154,7 +141,8 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
     for names, what in ((own.keys() - tensors.keys(), "lacks"), (tensors.keys() - own.keys(), "has beyond them")):
         if names:
             raise StorageError(
-                f"{folder / WEIGHTS} must hold the tensors of {type(model).__name__}, but {what} {listed(names)}"
+                f"{folder / WEIGHTS} must hold the tensors of {type(model).__name__}, "
+                f"but {what} {contents.listed(names)}"
             )
     first: dict[int, str] = {}
     for name, tensor in own.items():
@@ -169,7 +157,7 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
                 f"{other!r} and {name!r} must be two tensors as in the saved model, but {type(model).__name__} "
                 "shares them: untie them before loading"
             )
-    require_witnesses(model, tensors, folder / WEIGHTS, CONFIG)
+    contents.require_witnesses(model, tensors, folder / WEIGHTS, CONFIG)
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
             buffer = module._buffers.get(name)

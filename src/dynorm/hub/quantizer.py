@@ -14,15 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynorm.errors import ModelError, StorageError
 from dynorm.fold.apply import give_bias_
-from dynorm.hub.contents import (
-    checksum,
-    is_list_of_str,
-    listed,
-    read_layers,
-    require_version,
-    require_weights,
-    require_witnesses,
-)
+from dynorm.hub import contents
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, apply_specs_, dynorm_layers
@@ -71,24 +63,24 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.model_dtype = model_dtype
         self.layers = layers
         self.biases, self.biases_outside = (list(b) if isinstance(b, tuple) else b for b in (biases, biases_outside))
-        if not (is_list_of_str(self.biases) and is_list_of_str(self.biases_outside)):
+        if not (contents.is_list_of_str(self.biases) and contents.is_list_of_str(self.biases_outside)):
             raise StorageError(f"the biases in the quantization_config must be paths, got {biases!s:.80}")
-        require_version(vars(self), "the quantization_config")
+        contents.require_version(vars(self), "the quantization_config")
         self.specs()
         self.weights = weights
-        self.layers_sha256 = checksum([list(layers), self.biases, self.biases_outside])
+        self.layers_sha256 = contents.checksum([list(layers), self.biases, self.biases_outside])
         if layers_sha256 not in (None, self.layers_sha256):
             raise StorageError("the layers in the quantization_config must be as dynorm wrote them, but were changed")
 
     def specs(self) -> list[tuple[LayerSpec, list[str], dict[str, str]]]:
         """Return each layer's spec, its paths outside of the base model, and its parameters' own dtypes."""
         where = "the quantization_config"
-        specs = read_layers(self.layers, where, allow_none=bool(self.biases or self.biases_outside))
+        specs = contents.read_layers(self.layers, where, allow_none=bool(self.biases or self.biases_outside))
         found = []
         for spec, entry in zip(specs, self.layers, strict=True):
             outside, dtypes = entry.get("outside", []), entry.get("dtypes", {})
             known = isinstance(dtypes, dict) and all(_dtype(name) for name in dtypes.values())
-            if not is_list_of_str(outside) or not known:
+            if not contents.is_list_of_str(outside) or not known:
                 raise StorageError(f"{where}: outside must be a list, dtypes name dtypes; got {outside!r}, {dtypes!r}")
             found.append((spec, outside, dtypes))
         return found
@@ -120,7 +112,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         for file in map(Path, checkpoint_files or ()):
             if isinstance(config.weights, Mapping) and file.name in config.weights:
-                require_weights(file, config.weights[file.name], "the quantization_config")
+                contents.require_weights(file, config.weights[file.name], "the quantization_config")
         layers = [(spec, _places(model, spec.paths, outside), dtypes) for spec, outside, dtypes in config.specs()]
         found = [(replace(spec, paths=tuple(paths)), dtypes) for spec, paths, dtypes in layers if paths]
         if config.layers and not found:
@@ -235,9 +227,9 @@ def _require_loaded(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
     if missing:
         raise StorageError(
             "the parameters of the point-wise layers must be in the checkpoint, in their shape, but it lacks "
-            f"{listed(missing)}"
+            f"{contents.listed(missing)}"
         )
-    require_witnesses(model, model.state_dict(), "the checkpoint", "config.json")
+    contents.require_witnesses(model, model.state_dict(), "the checkpoint", "config.json")
 
 
 def _dtype(name: object) -> torch.dtype | None:

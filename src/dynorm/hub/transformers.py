@@ -25,18 +25,7 @@ from transformers.quantizers import auto
 from dynorm.errors import DynormError, ModelError, StorageError
 from dynorm.family import LAYERS
 from dynorm.files import write_text
-from dynorm.hub.contents import (
-    FORMAT_VERSION,
-    Contents,
-    checksum,
-    contents_of,
-    is_changed,
-    is_list_of_str,
-    listed,
-    read_json,
-    require_checksum,
-    weights_entry,
-)
+from dynorm.hub import contents
 from dynorm.hub.quantizer import ADVICE, BARRIER, METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
 from dynorm.replace.specs import dynorm_layers, replaced_by
 
@@ -59,10 +48,10 @@ def register() -> None:
     @wraps(save_pretrained)
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Looked up each time: it makes no difference what was converted, restored or loaded before.
-        contents = contents_of(self) if is_changed(self) else None
-        with described(self, contents):
+        changes = contents.contents_of(self) if contents.is_changed(self) else None
+        with described(self, changes):
             written = save_pretrained(self, *args, **kwargs)
-        if contents is not None:
+        if changes is not None:
             _seal(Path(kwargs["save_directory"] if "save_directory" in kwargs else args[0]))
         return written
 
@@ -90,13 +79,13 @@ def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
     lost = [p for p in places if any(f".{p}".endswith(norm) or norm.endswith(f".{p}") for norm in norms)]
     if lost:
         raise StorageError(
-            f"the config must name the point-wise layers of the checkpoint, but it leaves norms at {listed(lost)}: "
-            "load without config=, or with the config that stands beside the weights"
+            "the config must name the point-wise layers of the checkpoint, but it leaves norms at "
+            f"{contents.listed(lost)}: load without config=, or with the config that stands beside the weights"
         )
 
 
 @contextmanager
-def described(model: Any, contents: Contents | None) -> Iterator[None]:
+def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
     """Let the model's config name its contents, for as long as it is written."""
     config = getattr(model.config, "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
@@ -104,8 +93,8 @@ def described(model: Any, contents: Contents | None) -> Iterator[None]:
     if method not in (None, METHOD):
         if any(replaced_by(layer) is not None for layer in dynorm_layers(model).values()):
             raise ModelError(f"the model must be converted or quantized, but is both ({method}): config.json names one")
-        contents = None
-    shared = [model.get_submodule(spec.paths[0]) for spec in contents.layers if spec.paths[1:]] if contents else []
+        changes = None
+    shared = [model.get_submodule(spec.paths[0]) for spec in changes.layers if spec.paths[1:]] if changes else []
     with ExitStack() as stack:
         stack.enter_context(_put_back(model.config, "quantization_config"))
         stack.enter_context(_put_back(model.config, "to_json_file"))
@@ -113,12 +102,12 @@ def described(model: Any, contents: Contents | None) -> Iterator[None]:
         for layer in shared:
             # Under each name: transformers ties parameters only.
             stack.callback(layer.register_state_dict_post_hook(_copy_buffers).remove)
-        if contents is not None:
+        if changes is not None:
             # A dict, as in a file: transformers cannot load with a config that holds the object.
-            model.config.quantization_config = _config_of(model, contents).to_dict()
+            model.config.quantization_config = _config_of(model, changes).to_dict()
             vars(model.config)["to_json_file"] = partial(_write_with_barrier, model.config)
             # transformers writes a tensor of two names only if the model declares one of them to be tied.
-            aliases = {f"^{re.escape(a)}$": name for a, name in aliases_of(model, contents.layers).items()}
+            aliases = {f"^{re.escape(a)}$": name for a, name in aliases_of(model, changes.layers).items()}
             if aliases:
                 model._tied_weights_keys = dict(model._tied_weights_keys or {}) | aliases
         elif method == METHOD:
@@ -139,10 +128,10 @@ def _seal(folder: Path) -> None:
     files = _weight_files(folder)
     if not (files and (folder / CONFIG).is_file()):
         return
-    config = read_json(folder / CONFIG)
+    config = contents.read_json(folder / CONFIG)
     described = config["quantization_config"]
-    described["weights"] = {file.name: weights_entry(file) for file in files}
-    described["sha256"] = checksum(config)
+    described["weights"] = {file.name: contents.weights_entry(file) for file in files}
+    described["sha256"] = contents.checksum(config)
     write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -152,13 +141,13 @@ def _copy_buffers(layer: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 def read_transformers(folder: Path) -> nn.Module:
     """Load a directory into the class that its config.json names, or raise as :func:`dynorm.load` does."""
-    config = read_json(folder / CONFIG)
+    config = contents.read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         raise StorageError(f"{folder / CONFIG} must name dynorm's layers, but does not: use from_pretrained for it")
     DynormConfig(**quantization)
     names = config.get("architectures")
-    if not is_list_of_str(names) or len(names) != 1:
+    if not contents.is_list_of_str(names) or len(names) != 1:
         raise StorageError(f"the architectures in {folder / CONFIG} must name one class, got {names!r}")
     cls = getattr(transformers, names[0], None)
     if not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
@@ -169,7 +158,7 @@ def read_transformers(folder: Path) -> nn.Module:
     # The checksum stands in a part of what it is of.
     parts = {name: part for name, part in quantization.items() if name != "sha256"}
     sealed = config | {"quantization_config": parts, "sha256": quantization.get("sha256")}
-    require_checksum(sealed, f"{folder / CONFIG} (which from_pretrained takes as it is)")
+    contents.require_checksum(sealed, f"{folder / CONFIG} (which from_pretrained takes as it is)")
     require_whole_weights(folder)
     try:
         model, info = cls.from_pretrained(  # type: ignore[attr-defined]
@@ -186,21 +175,18 @@ def read_transformers(folder: Path) -> nn.Module:
     # transformers raises whatever its files make it raise.
     except Exception as error:
         raise StorageError(f"{folder} must hold a {cls.__name__}, but {type(error).__name__}: {error}") from error
-    for key, what in (
-        ("missing_keys", "lack"),
-        ("unexpected_keys", "have beyond them"),
-        ("mismatched_keys", "have in another shape"),
-    ):
-        found = [name if isinstance(name, str) else name[0] for name in info.get(key) or ()]
+    kinds = {"missing": "lack", "unexpected": "have beyond them", "mismatched": "have in another shape"}
+    for kind, what in kinds.items():
+        found = [name if isinstance(name, str) else name[0] for name in info.get(f"{kind}_keys") or ()]
         if found:
             raise StorageError(
-                f"the weights in {folder} must be the tensors of {cls.__name__}, but {what} {listed(found)}"
+                f"the weights in {folder} must be the tensors of {cls.__name__}, but {what} {contents.listed(found)}"
             )
     assert isinstance(model, nn.Module)
     return model
 
 
-def _config_of(model: Any, contents: Contents) -> DynormConfig:
+def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
     from dynorm import __version__
 
     prefix = base_prefix(model)
@@ -210,7 +196,7 @@ def _config_of(model: Any, contents: Contents) -> DynormConfig:
         return inside, [path for path in paths if not path.startswith(prefix)]
 
     entries = []
-    for spec in contents.layers:
+    for spec in changes.layers:
         inside, outside = split(spec.paths)
         parameters = model.get_submodule(spec.paths[0]).named_parameters()
         entry = spec.to_dict() | {
@@ -219,8 +205,8 @@ def _config_of(model: Any, contents: Contents) -> DynormConfig:
             "dtypes": {name: _name(p.dtype) for name, p in parameters if p.dtype != model.dtype},
         }
         entries.append({key: value for key, value in entry.items() if value or key in ("layer", "paths", "config")})
-    inside, outside = split(contents.biases)
-    return DynormConfig(entries, _name(model.dtype), FORMAT_VERSION, __version__, biases=inside, biases_outside=outside)
+    versions = contents.FORMAT_VERSION, __version__
+    return DynormConfig(entries, _name(model.dtype), *versions, *split(changes.biases))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -228,8 +214,8 @@ def _weight_files(folder: Path) -> list[Path]:
     found = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if found is None or found.suffix != ".json":
         return [found] if found else []
-    shards = read_json(found).get("weight_map")
-    if not isinstance(shards, dict) or not is_list_of_str(list(shards.values())):
+    shards = contents.read_json(found).get("weight_map")
+    if not isinstance(shards, dict) or not contents.is_list_of_str(list(shards.values())):
         raise StorageError(f"the weight_map in {found} must name a file per tensor, got {json.dumps(shards):.80}")
     return sorted({folder / Path(name).name for name in shards.values()})
 

@@ -82,11 +82,7 @@ class OutputComparison:
         self._predicted = torch.zeros(6, dtype=torch.float64)
 
     def add(self, batch: Any, original: Any, now: Any, run_again: Callable[[Any], Any]) -> None:
-        """Add a batch with both outputs; the original is run again once, on a batch in which a token was exchanged.
-
-        Raises:
-            DataError: an output is not finite, or there is no tensor in it.
-        """
+        """Add a batch with both outputs; the original is run again once, on a batch in which a token was exchanged."""
         first = self._tensor(original)
         second = self._tensor(now).to(first.device)
         if first.shape != second.shape:
@@ -142,15 +138,16 @@ class OutputComparison:
             fits = isinstance(ids, Tensor) and ids.ndim == 2 and tensor.ndim == 3 and ids.shape == tensor.shape[:2]
             return "language" if fits and self._is_causal(batch, ids, tensor, run_again) else "tensor"
         is_hidden = self._pick is None and tensor is _named(output, "last_hidden_state")
-        return "encoder" if tensor.ndim == 3 and (is_hidden or _valid(tensor, batch) is not None) else "tensor"
+        is_masked = any(mask.shape == tensor.shape[:2] for mask in token_masks(batch))
+        return "encoder" if tensor.ndim == 3 and (is_hidden or is_masked) else "tensor"
 
     def _is_causal(self, batch: Any, ids: Tensor, logits: Tensor, run_again: Callable[[Any], Any]) -> bool:
         """Return whether another last token leaves the logits before it as they were."""
         place = torch.arange(ids.shape[1], device=ids.device)
-        last = (_valid_or_ones(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
+        last = (_valid(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
         other = torch.where(place == last, (ids + 1) % logits.shape[-1], ids)
         again = self._tensor(run_again({**batch, "input_ids": other}))
-        before = (_valid_or_ones(logits, batch).to(ids.device) & (place < last)).to(logits.device)
+        before = (_valid(logits, batch).to(ids.device) & (place < last)).to(logits.device)
         if again.shape != logits.shape or not before.any():
             return False
         change = (again[before] - logits[before]).abs().max()
@@ -158,7 +155,7 @@ class OutputComparison:
 
     def _add_predictions(self, batch: Any, original: Tensor, now: Tensor) -> None:
         """Add the loss of each model, the divergence and the hits; sample after sample, for logits are large."""
-        valid = _valid_or_ones(original, batch)
+        valid = _valid(original, batch)
         ids = batch["input_ids"].to(original.device)
         for sample, target, p, q in zip(valid, ids, original, now, strict=True):
             known = sample[:-1] & sample[1:]
@@ -173,9 +170,6 @@ class OutputComparison:
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
     """Return Spearman's rank correlation, ties with their average rank; None where one of the two does not vary.
-
-    Raises:
-        ArgumentError: the two do not hold the same number of values.
 
     Example:
         >>> round(spearman(torch.tensor([1.0, 2.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 2.0, 9.0])), 4)
@@ -222,11 +216,7 @@ def pair_spearman(a: Tensor, b: Tensor) -> float | None:
 
 
 def output_tensor(output: Any) -> tuple[str | None, Tensor]:
-    """Return the tensor of a model's output that is compared, with its name: its logits, hidden state, or first.
-
-    Raises:
-        DataError: there is none, or it is not of floating point.
-    """
+    """Return the tensor of a model's output that is compared, with its name: its logits, hidden state, or first."""
     found = [(name, _named(output, name)) for name in ("logits", "last_hidden_state")]
     values = output.values() if isinstance(output, Mapping) else output
     rest = values if isinstance(output, (Mapping, tuple, list)) else [output]
@@ -247,15 +237,10 @@ def _floating(tensor: Any) -> Tensor:
     return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor
 
 
-def _valid(tensor: Tensor, batch: Any) -> Tensor | None:
-    """Return where the first two axes hold a token, or None where no mask fits; the decoder's mask goes first."""
-    masks = [mask for mask in token_masks(batch) if tensor.ndim == 3 and mask.shape == tensor.shape[:2]]
-    return masks[-1].to(tensor.device) if masks else None
-
-
-def _valid_or_ones(tensor: Tensor, batch: Any) -> Tensor:
-    valid = _valid(tensor, batch)
-    return torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device) if valid is None else valid
+def _valid(tensor: Tensor, batch: Any) -> Tensor:
+    """Return where the first two axes hold a token: everywhere where no mask fits; the decoder's mask goes first."""
+    masks = [mask for mask in token_masks(batch) if mask.shape == tensor.shape[:2]]
+    return (masks or [torch.ones(tensor.shape[:2], dtype=torch.bool)])[-1].to(tensor.device)
 
 
 def sample_vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
@@ -263,7 +248,7 @@ def sample_vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
     tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
     if tensor.ndim != 3:
         return tensor.reshape(len(tensor), -1)
-    valid = _valid_or_ones(tensor, batch)
+    valid = _valid(tensor, batch)
     tensor = torch.where(valid[:, :, None], tensor, 0)[valid.any(1)]
     if not pooled:
         return tensor.flatten(1)

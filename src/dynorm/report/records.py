@@ -218,19 +218,12 @@ class SiteReport(MeasuredSite):
 
 @dataclass(frozen=True)
 class Continuation:
-    """A held-out text, as the original and the converted model go on with it, token by likeliest token.
+    """A held-out text, as the original and the converted model go on with it, token by likeliest token."""
 
-    Args:
-        prompt: the tokens that both were given.
-        original: the original's continuation.
-        now: the converted model's.
-        same: the share of places where both have the same token.
-    """
-
-    prompt: str
-    original: str
-    now: str
-    same: float
+    prompt: str  # the tokens that both were given
+    original: str  # the original's continuation
+    now: str  # the converted model's
+    same: float  # the share of places where both have the same token
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -23,12 +23,7 @@ _RELATIONS = {"=": "=", "!=": "≠", ">=": "≥", ">": ">"}
 
 
 def prepare(path: str | os.PathLike[str]) -> None:
-    """Make sure, before the long work, that :func:`save` can make a page and write it there; its folder is made.
-
-    Raises:
-        ArgumentError: If latex2mathml is not installed.
-        StorageError: If the folder cannot be made or written to, or the path is a folder.
-    """
+    """Make sure, before the long work, that :func:`save` can make a page and write it there; its folder is made."""
     require_library("latex2mathml", "the page of proofs", "paper")
     require_writable(path)
 
