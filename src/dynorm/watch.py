@@ -205,14 +205,14 @@ def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, g
 
 @contextmanager
 def unchanged_on_error(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[None]:
-    """Give modules their state back where an error is raised inside: what they hold, and the parameters' values.
+    """Give modules their state back where an error is raised inside: what they hold, and the tensors' values.
 
-    ``values`` is False where nothing writes into a parameter, so that no copy is needed.
+    ``values`` is False where nothing writes into a tensor, so that no copy is needed.
     """
     tables = ("_modules", "_parameters", "_buffers")
     held = [(m, {name: copy.copy(v) if name in tables else v for name, v in vars(m).items()}) for m in modules]
-    parameters = {p for module, _ in held for p in module.parameters()} if values else ()
-    before = {parameter: parameter.detach().clone() for parameter in parameters}
+    tensors = {t for module, _ in held for t in (*module.parameters(), *module.buffers())} if values else ()
+    before = {tensor: tensor.detach().clone() for tensor in tensors}
     try:
         yield
     except BaseException:
@@ -220,8 +220,8 @@ def unchanged_on_error(modules: Iterable[nn.Module], *, values: bool = True) -> 
             vars(module).clear()
             vars(module).update(state)
         with torch.no_grad():
-            for parameter, value in before.items():
-                parameter.copy_(value)
+            for tensor, value in before.items():
+                tensor.copy_(value)
         raise
 
 

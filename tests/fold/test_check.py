@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.fold import apply
 from dynorm.fold import fold as fold_module
 from dynorm.fold import fold_
 from dynorm.fold.check import Check, copied, fresh, tensors_in
@@ -255,7 +256,8 @@ def test_what_applying_raises_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise RuntimeError("out of paper")
 
-    monkeypatch.setattr(fold_module.Swap, "_put", fail)
+    # The last step: all tensors are changed by then.
+    monkeypatch.setattr(apply, "swap_", fail)
     assert isinstance(unchanged(net(), x_of(), match="out of paper").__cause__, RuntimeError)
 
 

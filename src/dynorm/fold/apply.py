@@ -1,8 +1,8 @@
-"""Put a fold into a model: all new values are computed first, then put in at once, and can be taken out exactly."""
+"""Put a fold into a model: all new values are computed first, then put in at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from dynorm.fold.rescale import Part
 from dynorm.fold.site_fold import SiteFold, along, held
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.replace.specs import identity, take_over_
+from dynorm.replace.specs import identity, swap_, take_over_
 
 # Attributes of the modules that a fold gave a parameter of their own.
 ADDED_BIAS = "_dynorm_added_bias"
 UNTIED = "_dynorm_untied"
-_NOTHING = object()
 
 
 def added_biases(model: nn.Module) -> list[str]:
@@ -109,134 +108,92 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[dict[S
     return values, added
 
 
-class Swap:
-    """A change of a model that can be undone to the bit: the same parameters, modules and attributes as before."""
+@torch.no_grad()
+def apply_(
+    model: nn.Module,
+    folds: Sequence[SiteFold],
+    values: dict[Slot, Tensor],
+    added: dict[Slot, Tensor],
+    drop_affine: bool,
+    parts: Sequence[Part],
+) -> None:
+    """Put new values, biases (by the weight of their layer) and layers into a model.
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+    With ``drop_affine`` the point-wise layers that gave their scale away gave weight and bias too.
+    """
+    for norm, factor in [(norm, part.factor) for part in parts for norm in part.norms]:
+        for (tensor, _), offset in zip(norm.own(), (norm.site.weight_offset, 0.0), strict=False):
+            value = (tensor.detach().double().flatten() + offset) / factor.to(tensor.device) - offset
+            tensor.copy_(value.view(tensor.shape))
+        # The norm that a point-wise layer replaced wrote another stream.
+        norm.module.__dict__.pop("replaced", None)
+    layers: dict[nn.Module, nn.Module] = {}
+    for fold in (fold for fold in folds if fold.becomes_rms or fold.is_gone):
+        layers[fold.module] = identity() if fold.is_gone else _rms_for(fold)
+        take_over_(layers[fold.module], fold.module, None)
+    by_tensor: dict[Tensor, dict[tuple[nn.Module, str], Tensor]] = {}
+    for slot, value in values.items():
+        of_owner = {(owner.module, owner.name): value for owner in slot.owners}
+        by_tensor.setdefault(slot.tensor, {}).update(of_owner)
+    for tensor, of_owner in by_tensor.items():
+        _set_values(model, tensor, of_owner)
+    for slot, value in added.items():
+        layer = slot.owners[0].module
+        layer._parameters["bias"] = _parameter(value, slot.tensor)
+        layer.__dict__[ADDED_BIAS] = True
+    for fold in folds:
+        # One that is replaced too: the model may call it through a list of its own as well.
+        if (fold.is_given or fold.through) and isinstance(fold.module, PointwiseNorm):
+            _strip(fold.module, fold, drop_affine)
+        elif fold.is_given:
+            for tensor, neutral in fold.own():
+                tensor.fill_(neutral)
+        if fold.center_into is not None and not fold.through:
+            fold.module._parameters["center"] = None
+            fold.module.__dict__.pop("replaced", None)
+    swap_(model, layers)
 
-    def undo(self) -> None:
-        """Put everything back, the last change first."""
-        while self._undo:
-            self._undo.pop()()
 
-    def apply(
-        self,
-        model: nn.Module,
-        folds: Sequence[SiteFold],
-        values: dict[Slot, Tensor],
-        added: dict[Slot, Tensor],
-        drop_affine: bool,
-        parts: Sequence[Part] = (),
-    ) -> None:
-        """Put new values, biases (by the weight of their layer) and layers into a model.
+def _set_values(model: nn.Module, tensor: Tensor, new: dict[tuple[nn.Module, str], Tensor]) -> None:
+    """Give a parameter its new value; where its owners' values differ, all are untied: a config says all or none.
 
-        With ``drop_affine`` the point-wise layers that gave their scale away gave weight and bias too.
-        """
-        for norm, factor in [(norm, part.factor) for part in parts for norm in part.norms]:
-            for (tensor, _), offset in zip(norm.own(), (norm.site.weight_offset, 0.0), strict=False):
-                value = (tensor.detach().double().flatten() + offset) / factor.to(tensor.device) - offset
-                self._fill(tensor, value.view(tensor.shape))
-            # The norm that a point-wise layer replaced wrote another stream.
-            self._put(norm.module.__dict__, "replaced", _NOTHING)
-        layers: list[tuple[nn.Module, nn.Module]] = []
-        for fold in (fold for fold in folds if fold.becomes_rms or fold.is_gone):
-            layers.append((fold.module, identity() if fold.is_gone else _rms_for(fold)))
-            take_over_(layers[-1][1], fold.module, None)
-        by_tensor: dict[Tensor, dict[tuple[nn.Module, str], Tensor]] = {}
-        for slot, value in values.items():
-            of_owner = {(owner.module, owner.name): value for owner in slot.owners}
-            by_tensor[slot.tensor] = by_tensor.get(slot.tensor, {}) | of_owner
-        for tensor, of_owner in by_tensor.items():
-            self._set_values(model, tensor, of_owner)
-        if untied(model):
-            self._untie_config(model)
-        for slot, value in added.items():
-            layer = slot.owners[0].module
-            self._put(layer._parameters, "bias", _parameter(value, slot.tensor))
-            self._put(layer.__dict__, ADDED_BIAS, True)
-        for fold in folds:
-            # One that is replaced too: the model may call it through a list of its own as well.
-            if (fold.is_given or fold.through) and isinstance(fold.module, PointwiseNorm):
-                self._strip(fold, drop_affine)
-            elif fold.is_given:
-                for tensor, neutral in fold.own():
-                    self._fill(tensor, tensor.detach().new_full(tensor.shape, neutral))
-            if fold.center_into is not None and not fold.through:
-                self._put(fold.module._parameters, "center", None)
-                self._put(fold.module.__dict__, "replaced", _NOTHING)
-        for old, new in layers:
-            for parent in list(model.modules()):
-                for name in [name for name, child in parent._modules.items() if child is old]:
-                    self._put(parent._modules, name, new)
-
-    def _set_values(self, model: nn.Module, tensor: Tensor, new: dict[tuple[nn.Module, str], Tensor]) -> None:
-        """Give a parameter its new value; where its owners' values differ, all are untied: a config says all or none.
-
-        An owner that does not change keeps the parameter as it is, else the first one does.
-        """
-        tables = [(m, table) for m in model.modules() for table in (m._parameters, m._buffers)]
-        held = {(m, name): table for m, table in tables for name, own in table.items() if own is tensor}
-        first = next((owner for owner in held if owner not in new), next(iter(held)))
-        value = new.get(first)
-        if value is None or not all(owner in new and new[owner].equal(value) for owner in held):
-            for (module, name), table in held.items():
-                if (module, name) != first:
-                    own = new.get((module, name), tensor.detach().clone())
-                    self._put(table, name, _parameter(own, tensor))
-                    self._put(module.__dict__, UNTIED, (*module.__dict__.get(UNTIED, ()), name))
-        if value is not None:
-            self._fill(tensor, value)
-
-    @torch.no_grad()
-    def _fill(self, tensor: Tensor, value: Tensor) -> None:
-        """Give a parameter new values; it stays the object it is, of its dtype, on its device."""
-        before = tensor.detach().clone()
-
-        @torch.no_grad()
-        def undo() -> None:
-            tensor.copy_(before)
-
-        self._undo.append(undo)
+    An owner that does not change keeps the parameter as it is, else the first one does.
+    """
+    tables = [(m, table) for m in model.modules() for table in (m._parameters, m._buffers)]
+    held = {(m, name): table for m, table in tables for name, own in table.items() if own is tensor}
+    first = next((owner for owner in held if owner not in new), next(iter(held)))
+    value = new.get(first)
+    if value is None or not all(owner in new and new[owner].equal(value) for owner in held):
+        for (module, name), table in held.items():
+            if (module, name) != first:
+                table[name] = _parameter(new.get((module, name), tensor.detach().clone()), tensor)
+                module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), name)
+    if value is not None:
+        # It stays the object it is, of its dtype, on its device.
         tensor.copy_(value)
 
-    def _untie_config(self, model: nn.Module) -> None:
-        """Let a transformers model say that its weights are no longer tied, where saying so changes nothing else."""
-        config: Any = getattr(model, "config", None)
-        if not hasattr(config, "to_dict") or config.__dict__.get("tie_word_embeddings") is not True:
-            return
+
+def _strip(layer: PointwiseNorm, fold: SiteFold, affine: bool) -> None:
+    """Take scale, and weight and bias where they were folded too, off a point-wise layer; a slope where it goes."""
+    kept = None if fold.left is None else _parameter(fold.left, layer.get_parameter("log_beta"))
+    layer.scale = 1.0
+    if affine:
+        layer._parameters.update(weight=kept, bias=None)
+        layer.elementwise_affine = kept is not None
+    if fold.goes:
+        slope = layer.get_parameter("log_beta")
+        layer._parameters.update(center=None, log_beta=_parameter(torch.zeros_like(slope), slope))
+    layer.__dict__.pop("replaced", None)
+
+
+def untie_config_(model: nn.Module) -> None:
+    """Let a transformers model say that its weights are no longer tied, where saying so changes nothing else."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True:
         told = config.to_dict() | {"tie_word_embeddings": False}
         # Some classes read more from it when they are loaded: T5 how it scales its output.
         if type(config).from_dict(dict(told)).to_dict() == told:
-            self._put(config.__dict__, "tie_word_embeddings", False)
-
-    def _strip(self, fold: SiteFold, affine: bool) -> None:
-        """Take scale, and weight and bias where they were folded too, off a point-wise layer; a slope where it goes."""
-        layer = fold.module
-        kept = None if fold.left is None else _parameter(fold.left, layer.get_parameter("log_beta"))
-        self._put(layer.__dict__, "scale", 1.0)
-        if affine:
-            self._put(layer._parameters, "weight", kept)
-            self._put(layer._parameters, "bias", None)
-            self._put(layer.__dict__, "elementwise_affine", kept is not None)
-        if fold.goes:
-            self._put(layer._parameters, "center", None)
-            slope = layer.get_parameter("log_beta")
-            self._put(layer._parameters, "log_beta", _parameter(torch.zeros_like(slope), slope))
-        self._put(layer.__dict__, "replaced", _NOTHING)
-
-    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
-        """Give an entry of a module's tables a value, or delete it for ``_NOTHING``."""
-        before = table.get(name, _NOTHING)
-
-        def put(value: Any) -> None:
-            if value is _NOTHING:
-                table.pop(name, None)
-            else:
-                table[name] = value
-
-        self._undo.append(lambda: put(before))
-        put(value)
+            config.tie_word_embeddings = False
 
 
 def _rms_for(fold: SiteFold) -> RMSNorm:

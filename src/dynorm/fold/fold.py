@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dynorm.errors import ArgumentError, DynormError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fold.affine import fold_affine
-from dynorm.fold.apply import Swap, added_biases, new_values, untied
+from dynorm.fold.apply import added_biases, apply_, new_values, untie_config_, untied
 from dynorm.fold.capture import capture
 from dynorm.fold.check import Check, attributes_kept, copied
 from dynorm.fold.graph import Graph
@@ -26,7 +26,7 @@ from dynorm.fold.stream import fold_centers, fold_means
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import is_ours
 from dynorm.site import NormSite, select_sites
-from dynorm.watch import undisturbed
+from dynorm.watch import unchanged_on_error, undisturbed
 
 Globs = str | Iterable[str] | None
 
@@ -112,7 +112,7 @@ def fold_(
     example = copied((args, kwargs))
     with attributes_kept(model):
         folds = _find_folds(model, *copied(example), only, skip)
-    swap, before, error = Swap(), None, None
+    before, error = None, None
     try:
         # A norm that cannot be folded is traced as it is.
         norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
@@ -125,23 +125,25 @@ def fold_(
         values, added = new_values(folds, parts)
         if any(fold.is_given or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
             before = Check(model, *example, tolerance) if check else None
-            swap.apply(model, folds, values, added, affine, parts)
-            if before is not None:
-                error = before.require_same(model)
-            else:
-                with attributes_kept(model), undisturbed(model, example):
-                    args, kwargs = copied(example)
-                    model(*args, **kwargs)
-    except BaseException as problem:
-        swap.undo()
-        if isinstance(problem, DynormError) or not isinstance(problem, Exception):
-            raise
+            with unchanged_on_error(model.modules()):
+                apply_(model, folds, values, added, affine, parts)
+                if before is not None:
+                    error = before.require_same(model)
+                else:
+                    with attributes_kept(model), undisturbed(model, example):
+                        args, kwargs = copied(example)
+                        model(*args, **kwargs)
+    except DynormError:
+        raise
+    except Exception as problem:
         raise ModelError(
             f"the model must compute as before when it is folded, but {type(problem).__name__} was raised: {problem}; "
             "everything was put back. Its code may use tensors that a norm or a layer holds: only= and skip= help to "
             "find which"
         ) from problem
     biases, free = added_biases(model), untied(model)
+    if free:
+        untie_config_(model)
     # transformers does not tie tensors that were saved apart; other classes do.
     ours = bool(biases or (free and not hasattr(model, "save_pretrained"))) or any(map(is_ours, model.modules()))
     rows = [fold.row(affine, center, constants) for fold in folds]
