@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fold import apply
+from dynorm.fold import apply, fold_
 from dynorm.fold import fold as fold_module
-from dynorm.fold import fold_
 from dynorm.fold.check import Check, copied, fresh, tensors_in
 
 C = 8

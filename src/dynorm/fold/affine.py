@@ -19,7 +19,6 @@ from dynorm.fold.graph import (
     factor_of,
     held_at,
     is_move,
-    is_norm,
     is_tensor,
     packet,
     shape,
@@ -80,7 +79,7 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
             continue
         seen.add((value, axis))
         # Other norms come last: they are the least telling reason why an affine map stays.
-        for user in sorted(users(value), key=is_norm):
+        for user in sorted(users(value), key=graph.norms.__contains__):
             if user.op == "output":
                 raise RefusedError("the model returns it")
             to = carried(user, value, axis)
@@ -172,9 +171,8 @@ def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
     weight, transposed = argument(node, 1), packet(node) in _TRANSPOSED
     if not is_tensor(weight) or len(shape(weight)) != rank or axis != 1:
         raise RefusedError(f"read by {graph.where(node)}, which does not take the channels at axis 1")
-    groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
-    padding: Any = argument(node, 4) or 0
-    assert isinstance(groups, int)
+    groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
+    padding = argument(node, 4) or 0
     no_shift = None
     if transposed:
         if groups != 1:
@@ -189,18 +187,16 @@ def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
 
 
 def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
-    equation, operands = node.args[0], node.args[1]
+    equation, operands = argument(node, 0), argument(node, 1)
     refusal = RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         raise refusal
-    assert isinstance(operands, (list, tuple))
     inputs, output = equation.replace(" ", "").split("->")
     letters = inputs.split(",")
     if len(operands) != 2 or not all(is_tensor(operand) for operand in operands):
         raise refusal
     mine = 0 if operands[0] is value else 1
     weight = operands[1 - mine]
-    assert isinstance(weight, Node)
     channel, names = letters[mine][axis], letters[1 - mine]
     if channel in output or names.count(channel) != 1 or letters[mine].count(channel) != 1:
         raise refusal

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
-from dynorm.fold.graph import Slot
+from dynorm.fold.graph import Slot, along
 from dynorm.fold.rescale import Part
-from dynorm.fold.site_fold import SiteFold, along, held
+from dynorm.fold.site_fold import SiteFold, held
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import identity, swap_, take_over_
@@ -86,7 +86,7 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[dict[S
             else:
                 values[slot] = value(slot) - along(center, fold.center_into.axis, slot.tensor.ndim)
     # Then the writers. A gain (LayerScale) goes into them first, for the mean is that of the scaled outputs.
-    streams = dict.fromkeys(stream for fold in folds if fold.becomes_rms for stream in fold.streams or ())
+    streams = dict.fromkeys(stream for fold in folds if fold.becomes_rms for stream in fold.streams)
     writes = {write.slot: write for stream in streams for write in stream.writes}
     for slot, write in writes.items():
         new, own = value(slot), added.get(slot)

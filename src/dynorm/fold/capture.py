@@ -8,7 +8,7 @@ import operator
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -50,9 +50,13 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
             if tensor is not None:
                 owners.setdefault(tensor, []).append(Owner(module, name, path))
     apart = _overlapping(model)
-    tied = [held_by for tensor, held_by in owners.items() if tensor not in apart]
     try:
-        with attributes_kept(model), undisturbed(model), _silent(), _untied(tied):
+        with attributes_kept(model), undisturbed(model), _silent():
+            # Each owner holds a tensor of its own, in the same memory: the graph then shows whose use is whose.
+            for tensor, held_by in owners.items():
+                for owner in held_by[1:] if tensor not in apart else ():
+                    alias, is_parameter = tensor.detach(), isinstance(tensor, nn.Parameter)
+                    owner.table[owner.name] = nn.Parameter(alias, tensor.requires_grad) if is_parameter else alias
             for index, norm in norms.items():
                 # An instance attribute is found before the class's method.
                 norm.__dict__["forward"] = lambda x, index=index: torch.ops.dynorm.fold_site(x, index)
@@ -84,14 +88,13 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None
     }
     modules = dict(model.named_modules(remove_duplicate=False))
-    nodes = list(program.graph.nodes)
-    held: dict[tuple[nn.Module, str], list[Node]] = {}
-    for node in (node for node in nodes if node.op == "placeholder" and node.name in targets):
+    read: dict[tuple[nn.Module, str], list[Node]] = {}
+    for node in (node for node in program.graph.nodes if node.op == "placeholder" and node.name in targets):
         path, _, name = targets[node.name]
-        held.setdefault((modules[path], name), []).append(node)
+        read.setdefault((modules[path], name), []).append(node)
     slots = []
     for tensor, held_by in owners.items():
-        each = [Slot(tensor, [owner], nodes=held.get((owner.module, owner.name), [])) for owner in held_by]
+        each = [Slot(tensor, [owner], nodes=read.get((owner.module, owner.name), [])) for owner in held_by]
         slots += _joined(each, untie, tensor in apart)
     inside = {part for norm in norms.values() for part in norm.modules()}
     for slot in slots:
@@ -99,7 +102,7 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
         hidden = next((owner for owner in slot.owners if owner.module in inside), None)
         if hidden is not None:
             slot.fixed = slot.fixed or f"{hidden} is part of a norm"
-    return Graph(model, nodes, slots)
+    return Graph(model, program.graph.nodes, slots)
 
 
 def _is_functional(node: Node) -> bool:
@@ -145,20 +148,6 @@ class _Flat(nn.Module):
         given = {id(held): tensor for held, tensor in zip(self.tensors, tensors, strict=True)}
         args, kwargs = mapped(self.inputs, lambda tensor: given[id(tensor)])
         return tuple(tensors_in(self.model(*args, **kwargs)))
-
-
-@contextmanager
-def _untied(tied: Iterable[Sequence[Owner]]) -> Iterator[None]:
-    """Let each owner of a tensor hold one of its own, in the same memory: the graph then shows whose use is whose."""
-    before = [(owner.table, owner.name, owner.table[owner.name]) for owners in tied for owner in owners[1:]]
-    try:
-        for table, name, held in before:
-            alias = held.detach()
-            table[name] = nn.Parameter(alias, held.requires_grad) if isinstance(held, nn.Parameter) else alias
-        yield
-    finally:
-        for table, name, held in before:
-            table[name] = held
 
 
 def _overlapping(model: nn.Module) -> set[Tensor]:

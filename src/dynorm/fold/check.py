@@ -187,16 +187,15 @@ class Check:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put the plain attributes of all modules back: only the caller's own calls may leave something on ``self``."""
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    """Put all that modules hold back: only the caller's own calls may leave something on ``self``."""
+    tables = [t for module in model.modules() for t in (vars(module), module._parameters, module._buffers)]
+    before = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for module, state in before:
-            now = module.__dict__
-            for name in now.keys() - state.keys():
-                del now[name]
-            now |= state
+        for table, held in before:
+            table.clear()
+            table.update(held)
 
 
 def relative_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

@@ -159,16 +159,15 @@ def _planned(
     model: nn.Module, graph: Graph, found: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool
 ) -> tuple[list[SiteFold], list[Part]]:
     """Decide where weights, biases and whole linear layers go; one that cannot go gives what any other layer would."""
+    for call, i in graph.norms.items():
+        found[i].calls.append(call)
     linear = {i for i, fold in enumerate(found) if affine and constants and fold.is_linear}
     # An identity gives its input on, which such a dropout would write into, in training alone.
     in_place = any(isinstance(module, _DropoutNd) and module.inplace for module in model.modules())
     goes = set() if in_place else linear
     stays = dict.fromkeys(linear - goes, "a dropout of the model works in place")
     while True:
-        folds = [
-            replace(fold, calls=graph.calls.get(i, []), reads=[], goes=i in goes, left_because=stays.get(i, ""))
-            for i, fold in enumerate(found)
-        ]
+        folds = [replace(fold, reads=[], goes=i in goes, left_because=stays.get(i, "")) for i, fold in enumerate(found)]
         fold_affine(graph, folds, affine, constants, add_bias)
         parts = fold_through(graph, folds, add_bias)
         kept = {i: folds[i].kept or "" for i in goes if not (folds[i].is_given or folds[i].through)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -32,6 +32,8 @@ _DROPOUT = {"dropout", "feature_dropout", "alpha_dropout"}
 
 Leaf = tuple[Node, Node]
 """A use of a parameter: the operator, and the value, the parameter or a view of it, that it takes."""
+Step = Callable[[Node, Node, int], int | None]
+"""What gives the channel axis of an operator's value, from that of its source."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,10 @@ class Slot:
 class Graph:
     """The traced graph of a model, with all its parameters and buffers."""
 
-    def __init__(self, model: nn.Module, nodes: Sequence[Node], slots: Sequence[Slot]) -> None:
+    def __init__(self, model: nn.Module, nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
         self.slots = {node: slot for slot in slots for node in slot.nodes}
-        self.calls: dict[int, list[Node]] = {}
-        for node in nodes:
-            if is_norm(node):
-                self.calls.setdefault(site_of(node), []).append(node)
+        # The calls of norms, with the index of each.
+        self.norms: dict[Node, Any] = {node: node.args[1] for node in nodes if packet(node) == "dynorm.fold_site"}
         self._slots = slots
         self._modules: Mapping[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
 
@@ -109,7 +109,7 @@ class Graph:
         name = packet(node) or str(node.target)
         if not paths or not paths[-1]:
             return name
-        return f"the norm {paths[-1]}" if is_norm(node) else f"{name} in {paths[-1]}"
+        return f"the norm {paths[-1]}" if node in self.norms else f"{name} in {paths[-1]}"
 
 
 def _paths_of(node: Node) -> list[str]:
@@ -130,8 +130,7 @@ def is_tensor(node: Any) -> TypeGuard[Node]:
 
 def width(node: Node) -> int:
     """Return the bytes of one number of a node's value."""
-    size: int = node.meta["val"].dtype.itemsize
-    return size
+    return int(node.meta["val"].dtype.itemsize)
 
 
 def packet(node: Node) -> str:
@@ -161,23 +160,8 @@ def users(node: Node) -> Iterator[Node]:
 def producer(node: Node) -> tuple[Node, int | None]:
     """Return the operator behind a value, and which of its results the value is."""
     if node.target is operator.getitem:
-        source, index = node.args
-        assert isinstance(source, Node)
-        assert isinstance(index, int)
-        return source, index
+        return node.all_input_nodes[0], argument(node, 1)
     return node, None
-
-
-def is_norm(node: Node) -> bool:
-    """Tell whether a node stands for a call of a norm."""
-    return packet(node) == "dynorm.fold_site"
-
-
-def site_of(node: Node) -> int:
-    """Return the index of the norm that a ``fold_site`` node stands for."""
-    index = node.args[1]
-    assert isinstance(index, int)
-    return index
 
 
 def carried(node: Node, value: Node, axis: int) -> int | None:
@@ -227,14 +211,11 @@ def is_move(node: Node, source: Node) -> bool:
     return bool(op.args) and op.args[0] is source and (_is_same(op) or _name(op) in _MOVES)
 
 
-def came_from(node: Node, axis: int) -> tuple[Node, int] | None:
-    """Return the value that ``node`` was moved from, and its channel axis there; None where it was computed."""
-    op, _ = producer(node)
-    source = op.args[0] if op.args else None
-    if not isinstance(source, Node) or not is_tensor(source):
-        return None
-    candidates = [a for a, size in enumerate(shape(source)) if size == shape(node)[axis]]
-    return next(((source, a) for a in candidates if moved(node, source, a) == axis), None)
+def came_from(node: Node, axis: int, step: Step = moved) -> tuple[Node, int] | None:
+    """Return the value that ``node`` was moved (or carried) from, and its channel axis there; None if computed."""
+    sources = [arg for arg in producer(node)[0].args[:2] if is_tensor(arg)]
+    places = [(arg, a) for arg in sources for a, size in enumerate(shape(arg)) if size == shape(node)[axis]]
+    return next(((arg, a) for arg, a in places if step(node, arg, a) == axis), None)
 
 
 def made_by(node: Node, axis: int) -> tuple[Node, int] | None:
@@ -311,12 +292,12 @@ def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
     It does if such an axis changes sides with the channels, or if it did so by a permutation and is then merged away.
     """
     sizes, views = shape(source), shape(node)
-    lost = (sizes[:axis].count(1) > views[:to].count(1), sizes[axis + 1 :].count(1) > views[to + 1 :].count(1))
-    gained = (sizes[:axis].count(1) < views[:to].count(1), sizes[axis + 1 :].count(1) < views[to + 1 :].count(1))
-    if (lost[0] and gained[1]) or (lost[1] and gained[0]):
+    before = views[:to].count(1) - sizes[:axis].count(1)
+    after = views[to + 1 :].count(1) - sizes[axis + 1 :].count(1)
+    if before * after < 0:
         return True
-    crossed = _crossed(source, axis) if any(lost) else (False, False)
-    return (lost[0] and crossed[0]) or (lost[1] and crossed[1])
+    crossed = _crossed(source, axis) if min(before, after) < 0 else (False, False)
+    return (before < 0 and crossed[0]) or (after < 0 and crossed[1])
 
 
 def _crossed(value: Node, axis: int) -> tuple[bool, bool]:
@@ -344,6 +325,11 @@ def _crossed(value: Node, axis: int) -> tuple[bool, bool]:
 
 def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:
     """Return a tensor that holds the channel of each element."""
-    view = [1] * len(sizes)
+    return along(torch.arange(sizes[axis]), axis, len(sizes)).expand(sizes).contiguous()
+
+
+def along(vector: Tensor, axis: int, rank: int) -> Tensor:
+    """Return a vector as a tensor of ``rank`` axes that lies along one of them."""
+    view = [1] * rank
     view[axis] = -1
-    return torch.arange(sizes[axis]).view(view).expand(sizes).contiguous()
+    return vector.view(view)

@@ -14,8 +14,8 @@ from dynorm.errors import ModelError
 from dynorm.find.recover import NotANormError
 from dynorm.find.tokens import CannotProbeError, plain_arithmetic, plain_copy
 from dynorm.fold.check import Wide, relative_error
-from dynorm.fold.graph import Graph, Leaf, Slot, width
-from dynorm.fold.site_fold import Read, SiteFold, Stream, along
+from dynorm.fold.graph import Graph, Leaf, Slot, along, width
+from dynorm.fold.site_fold import Read, SiteFold, Stream
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.site import NormSite
 from dynorm.watch import require_plain_model

@@ -92,8 +92,7 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
 
     for fold in (fold for fold in folds if fold.through):
         assert fold.weight is not None
-        source = fold.calls[0].args[0]
-        assert isinstance(source, Node)
+        source = fold.calls[0].all_input_nodes[0]
         before, after = part_of(source, fold), part_of(fold.calls[0], fold)
         ratio = fold.weight * before.factor / after.factor
         pins = [next((part.refused for part in groups[end] if part.refused), None) for end in (before, after)]

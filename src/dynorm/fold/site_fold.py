@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.find.tokens import named_tensors
-from dynorm.fold.graph import Leaf, Slot, shape
+from dynorm.fold.graph import Leaf, Slot, along, shape
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
 from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.site import NormSite
@@ -44,13 +44,6 @@ class Read:
         assert self.out is not None
         product = self.scaled(weight, shift)
         return product.sum([axis for axis in range(product.ndim) if axis != self.out])
-
-
-def along(vector: Tensor, axis: int, rank: int) -> Tensor:
-    """Return a vector as a tensor of ``rank`` axes that lies along one of them."""
-    view = [1] * rank
-    view[axis] = -1
-    return vector.view(view)
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class SiteFold:
     shift: Tensor | None = None  # the part of the bias that does; None for 0
     reads: list[Read] = field(default_factory=list)  # everything that reads it
     kept: str | None = None  # why factor and shift stay
-    streams: list[Stream] | None = None  # those that a LayerNorm is called on; None if they were not looked for
+    streams: list[Stream] = field(default_factory=list)  # those that a LayerNorm is called on
     center: Tensor | None = None  # the learned centre of a point-wise layer, where it is to be folded
     center_into: Write | None = None  # the bias, or the table, that takes the centre
     center_kept: str | None = None  # why the centre stays
@@ -145,7 +138,7 @@ class SiteFold:
     @property
     def stream_refused(self) -> str | None:
         """Return why a LayerNorm stays one: a stream that it is called on must keep its mean."""
-        return next((stream.refused for stream in self.streams or () if stream.refused is not None), None)
+        return next((stream.refused for stream in self.streams if stream.refused is not None), None)
 
     @property
     def becomes_rms(self) -> bool:
@@ -196,7 +189,7 @@ class SiteFold:
         if not self.becomes_rms:
             uncalled = self.refused or "never called while the model was traced"
             return Rewrite(REFUSED, reason=self.stream_refused or uncalled)
-        writes = (write.slot.name for stream in self.streams or () for write in stream.writes)
+        writes = (write.slot.name for stream in self.streams for write in stream.writes)
         return Rewrite(FOLDED, tuple(dict.fromkeys(writes)))
 
     def _constants_row(self) -> Rewrite:

@@ -18,18 +18,14 @@ from dynorm.fold.graph import (
     CONVOLUTIONS,
     Graph,
     argument,
-    averaged,
     came_from,
     carried,
-    factor_of,
     held_at,
-    is_norm,
     is_tensor,
     made_by,
     packet,
     producer,
     shape,
-    site_of,
     users,
 )
 from dynorm.fold.refusals import RefusedError, is_exact, require_new_bias, require_writers
@@ -46,10 +42,8 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
     found: list[Stream] = []
     layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
     for fold in layernorms:
-        fold.streams = []
         for call in fold.calls:
-            source = call.args[0]
-            assert isinstance(source, Node)
+            source = call.all_input_nodes[0]
             stream = next((stream for stream in found if source in stream.values), None)
             if stream is None:
                 stream = Walk(graph, folds, Stream()).stream(source, fold.axis(len(shape(source))))
@@ -57,7 +51,6 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
             if stream not in fold.streams:
                 fold.streams.append(stream)
     for fold in layernorms:
-        assert fold.streams is not None
         if any(stream.refused is None for stream in fold.streams) and not is_exact(fold, as_rms=True):
             for stream in fold.streams:
                 stream.refused = stream.refused or f"{fold.path} is no LayerNorm to the last digits"
@@ -113,25 +106,15 @@ class Walk:
                     raise RefusedError(f"written by {graph.where(op)}, in parts or one number for all channels")
                 self.todo.append((part, at))
             return
-        for source in (a for a in op.args[:2] if is_tensor(a)):
-            assert isinstance(source, Node)
-            rank = len(shape(source))
-            if factor_of(op, source, axis - len(shape(value)) + rank):
-                self.todo.append((source, axis))
-                return
-            before = next((a for a in range(rank) if averaged(op, source, a) == axis), None)
-            if before is not None:
-                self.todo.append((source, before))
-                return
-        moved_from = came_from(value, axis)
-        if moved_from is not None:
-            self.todo.append(moved_from)
+        source = came_from(value, axis, carried)
+        if source is not None:
+            self.todo.append(source)
             return
         written = _writes(graph, op, axis)
         if not written and op.op == "placeholder":
             raise RefusedError(f"written by {op.name}, which the model is given")
-        if not written and is_norm(op):
-            norm = self.folds[site_of(op)]
+        if not written and op in graph.norms:
+            norm = self.folds[graph.norms[op]]
             self.norm_writes(norm, norm.axis(len(shape(value))) == axis)
         elif not written:
             raise RefusedError(f"written by {graph.where(op)}, which {self.not_linear}")
@@ -143,17 +126,15 @@ class Walk:
             raise RefusedError(f"the model returns it{self.returned}")
         op, _ = producer(user)
         name = packet(op)
-        if is_norm(op):
-            norm = self.folds[site_of(op)]
+        if op in self.graph.norms:
+            norm = self.folds[self.graph.norms[op]]
             self.norm_reads(norm, norm.axis(len(shape(value))) == axis)
             return
         to = carried(user, value, axis)
         if to is None and name in _SUMS:
             to = axis - len(shape(value)) + len(shape(user))
         if to is None and name == "aten.cat":
-            dim = op.args[1] if len(op.args) > 1 else 0
-            assert isinstance(dim, int)
-            to = axis if dim % len(shape(user)) != axis else None
+            to = axis if (argument(op, 1) or 0) % len(shape(user)) != axis else None
         if to is None:
             self.reads(user, value, axis)
         else:
@@ -204,12 +185,10 @@ def _writes(graph: Graph, op: Node, axis: int) -> list[Write]:
 
 def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
     """Return the writes of a linear operator times a parameter (LayerScale), which can go into its weight and bias."""
-    if len(op.args) != 2 or op.kwargs or not all(is_tensor(arg) for arg in op.args):
+    inputs, from_end = op.all_input_nodes, len(shape(op)) - axis
+    if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
         return []
-    from_end = len(shape(op)) - axis
-    for gain, value in (op.args, op.args[::-1]):
-        assert isinstance(gain, Node)
-        assert isinstance(value, Node)
+    for gain, value in (inputs, inputs[::-1]):
         held = held_at(graph, gain, len(shape(gain)) - from_end) if len(shape(gain)) >= from_end else None
         if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
             continue
@@ -238,8 +217,7 @@ def bias_before(graph: Graph, fold: SiteFold, add_bias: bool) -> Write:
     """Return the bias, or the table, that adds to all of a site's input and to nothing else; RefusedError if none."""
     if len(fold.calls) != 1:
         raise RefusedError("the layer is called several times")
-    value = fold.calls[0].args[0]
-    assert isinstance(value, Node)
+    value = fold.calls[0].all_input_nodes[0]
     todo, refusals = [(value, fold.axis(len(shape(value))))], list[str]()
     while todo:
         value, axis = todo.pop()
