@@ -1,35 +1,29 @@
-"""Rewrite (a): weight and bias of a norm into everything that reads it, W' = W diag(weight), b' = b + W bias."""
+"""Rewrites (a) and (d): weight and bias of a norm into everything that reads it, or through the stream that it writes.
+
+(a) W' = W diag(weight), b' = b + W bias, in each linear reader. (d) is for linear layers on a residual stream,
+y = a x + b with a number a per channel, by rescaling the stream.
+
+Where a layer's output is the stream too (post-norm), its readers cannot take a and b alone. But if every value v of the
+stream is kept as v / d, the readers multiply by d, the writers divide by it, and the layer is the identity where
+d after it is a times d before it. b - a c goes into a bias before the layer, as b / a - c. Each d follows from the
+last one. Where the model is given the stream and returns it too, the product of all a stays at one layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from dynorm.fold.graph import (
-    CONVOLUTIONS,
-    Graph,
-    Leaf,
-    Slot,
-    argument,
-    carried,
-    factor_of,
-    held_at,
-    is_move,
-    is_tensor,
-    packet,
-    shape,
-    users,
-    width,
-)
-from dynorm.fold.refusals import RefusedError, require_readers
-from dynorm.fold.site_fold import Read, SiteFold
-
-_TRANSPOSED = {"aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d"}
-_PRODUCTS = {"aten.mm", "aten.matmul", "aten.bmm", "aten._grouped_mm", "transformers.grouped_mm_fallback"}
+from dynorm.fold.graph import Graph, carried, factor_of, is_move, shape, users, width
+from dynorm.fold.operators import read
+from dynorm.fold.refusals import RefusedError, is_exact, require_free, require_own, require_readers
+from dynorm.fold.site_fold import Read, SiteFold, Stream
+from dynorm.fold.stream import Walk, bias_before
+from dynorm.layers import PointwiseNorm
 
 
 def fold_affine(graph: Graph, folds: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool) -> None:
@@ -102,136 +96,99 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
         raise RefusedError("scaled token by token before it is read, and its bias with it")
 
 
-@dataclass(frozen=True)
-class _Product:
-    """An operator's weight, and how it is used."""
+@dataclass(eq=False)
+class Part(Stream):
+    """A stream between two linear layers: its values are ``factor`` times those of the folded model."""
 
-    weight: Node
-    contracted: int  # the axis that is summed over
-    out: int | None  # that of the outputs
-    bias: Any = None
-    rank: int = 2  # of one weight alone
-    groups: int = 1
-    no_shift: str | None = None  # why a constant in the input cannot become a bias
-    added: bool = False  # a sum after it may be its bias
+    reads: list[Read] = field(default_factory=list)
+    norms: list[SiteFold] = field(default_factory=list)  # those that write into it with a weight and a bias
+    takers: list[SiteFold] = field(default_factory=list)  # linear layers that give all they are to their readers
+    factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
 
 
-def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
-    """Find how an operator reads the channels of a value, which lie along an axis; RefusedError if not linearly."""
-    name = packet(node)
-    parts = [p for arg in node.args for p in (arg if isinstance(arg, (list, tuple)) else [arg])]
-    if sum(part is value for part in parts) != 1:
-        raise RefusedError(f"read by {graph.where(node)}, which is not linear")
-    if name in CONVOLUTIONS | _TRANSPOSED and node.args[0] is value:
-        product = _convolution(graph, node, len(shape(value)), axis)
-    else:
-        product = (_einsum if name == "aten.einsum" else _matrices)(graph, node, value, axis)
-    weight, no_shift = product.weight, product.no_shift
-    held = held_at(graph, weight, product.contracted)
-    if held is None:
-        raise RefusedError(f"read by {graph.where(node)}, whose weight is computed and no parameter")
-    slot, at = held
-    out = None if product.out is None else held_at(graph, weight, product.out)
-    part = weight not in graph.slots and out is not None and _is_stacked(slot, at, out[1])
-    if out is None or len(shape(weight)) != product.rank or part:
-        no_shift = no_shift or f"{graph.where(node)} has several weights in one, or none for a bias to belong to"
-    bias = None
-    try:
-        outputs = None if product.out is None else shape(weight)[product.out]
-        bias = _bias(graph, node, product.bias, outputs, product.added)
-    except RefusedError as refusal:
-        no_shift = no_shift or str(refusal)
-    return Read(node, (node, weight), slot, at, None if out is None else out[1], product.groups, bias, no_shift)
+class _Walk(Walk):
+    """The way from one value to all that must be rescaled with it."""
+
+    found: Part
+    not_linear = "is not linear"
+    returned = ""
+
+    def norm_writes(self, norm: SiteFold, along: bool) -> None:
+        is_plain = isinstance(norm.module, PointwiseNorm) or is_exact(norm)
+        if not along or norm.weight is None or norm.is_given or not norm.chosen or not is_plain:
+            raise RefusedError(f"written by the norm {norm.path}, which has no weight of its own to take a factor")
+        if not norm.through:
+            require_own(self.graph, norm)
+            self.found.norms += [norm] * (norm not in self.found.norms)
+
+    def norm_reads(self, norm: SiteFold, along: bool) -> None:
+        if not along or not norm.goes:
+            raise RefusedError(f"read by {norm.path}, which stays")
+        self.found.takers += [norm] * (not norm.through and norm not in self.found.takers)
+
+    def reads(self, user: Node, value: Node, axis: int) -> None:
+        found = read(self.graph, user, value, axis)
+        self.found.reads += [found] * (found not in self.found.reads)
+
+    def require(self) -> None:
+        super().require()
+        part = self.found
+        require_free(self.graph, part.reads, {found.leaf: found for found in part.reads})
+        for norm in (*part.norms, *part.takers):
+            if any((call if norm in part.norms else call.args[0]) not in part.values for call in norm.calls):
+                raise RefusedError(f"{norm.path} is called on other values too")
+            if any(found.weight.leaves - {other.leaf for other in norm.reads} for found in norm.reads):
+                raise RefusedError(f"a reader of {norm.path} reads another norm too")
 
 
-def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
-    name, rank = packet(node), len(shape(value))
-    # The weight, the bias, and the weight's contracted axis, from the end.
-    weight: Any
-    bias: Any = None
-    if name == "aten.linear" and node.args[0] is value and axis == rank - 1:
-        weight, bias, from_end = argument(node, 1), argument(node, 2), -1
-    elif name == "aten.addmm" and node.args[1] is value and axis == 1 and not node.kwargs:
-        weight, bias, from_end = node.args[2], node.args[0], -2
-    elif name in _PRODUCTS and node.args[0] is value and axis == rank - 1:
-        weight, from_end = node.args[1], -2
-    elif name in _PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0) and "grouped" not in name:
-        weight, from_end = node.args[0], -1
-    else:
-        raise RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
-    if not is_tensor(weight) or sum(arg is weight for arg in node.args) != 1:
-        raise RefusedError(f"read by {graph.where(node)}, whose weight is no tensor, or its bias too")
-    size = len(shape(weight))
-    contracted, out = (0, None) if size == 1 else (size + from_end, size - 2 if from_end == -1 else size - 1)
-    # The outputs of a weight on the left do not come last: a vector added to them is no bias.
-    return _Product(weight, contracted, out, bias, added=weight is not node.args[0])
+def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> list[Part]:
+    """Let the linear layers go that cannot give all they are to their readers, and return the parts to rescale."""
+    for fold in folds:
+        if fold.goes and not fold.is_given and fold.calls:
+            try:
+                _require_inverse(fold)
+                fold.center_into = None if fold.center is None else bias_before(graph, fold, add_bias)
+                fold.through = True
+            except RefusedError as refusal:
+                fold.kept = f"{fold.kept}; {refusal}"
+    parts: list[Part] = []
+    groups: dict[Part, list[Part]] = {}
+
+    def part_of(value: Node, fold: SiteFold) -> Part:
+        part = next((part for part in parts if value in part.values), None)
+        if part is None:
+            part = Part()
+            _Walk(graph, folds, part).stream(value, fold.axis(len(shape(value))))
+            parts.append(part)
+            groups[part] = [part]
+        return part
+
+    for fold in (fold for fold in folds if fold.through):
+        assert fold.weight is not None
+        source = fold.calls[0].all_input_nodes[0]
+        before, after = part_of(source, fold), part_of(fold.calls[0], fold)
+        ratio = fold.weight * before.factor / after.factor
+        pins = [next((part.refused for part in groups[end] if part.refused), None) for end in (before, after)]
+        if groups[before] is groups[after] or None not in pins:
+            fold.left, fold.left_because = ratio, "; ".join(dict.fromkeys(filter(None, pins))) or "it comes round"
+            continue
+        for part in groups[after] if pins[1] is None else groups[before]:
+            part.factor = part.factor * ratio if pins[1] is None else part.factor / ratio
+        groups[before] += groups[after]
+        groups |= dict.fromkeys(groups[after], groups[before])
+    for part in parts:
+        for taker in part.takers:
+            assert taker.factor is not None
+            taker.factor = part.factor * taker.factor
+    return [part for part in parts if not bool((part.factor == 1).all())]
 
 
-def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
-    weight, transposed = argument(node, 1), packet(node) in _TRANSPOSED
-    if not is_tensor(weight) or len(shape(weight)) != rank or axis != 1:
-        raise RefusedError(f"read by {graph.where(node)}, which does not take the channels at axis 1")
-    groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
-    padding = argument(node, 4) or 0
-    no_shift = None
-    if transposed:
-        if groups != 1:
-            raise RefusedError(f"read by {graph.where(node)}, a transposed convolution in groups")
-        no_shift = f"{graph.where(node)} is transposed: at its borders a constant does not stay one"
-    elif padding != "valid" and (any(padding) if isinstance(padding, (list, tuple)) else padding):
-        no_shift = f"{graph.where(node)} pads with zeros: at its borders a bias would be another"
-    contracted, out = (0, 1) if transposed else (1, 0)
-    if groups != 1 and weight not in graph.slots:
-        raise RefusedError(f"read by {graph.where(node)}, whose weight is computed and no parameter")
-    return _Product(weight, contracted, out, argument(node, 2), rank, groups, no_shift)
-
-
-def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
-    equation, operands = argument(node, 0), argument(node, 1)
-    refusal = RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
-        raise refusal
-    inputs, output = equation.replace(" ", "").split("->")
-    letters = inputs.split(",")
-    if len(operands) != 2 or not all(is_tensor(operand) for operand in operands):
-        raise refusal
-    mine = 0 if operands[0] is value else 1
-    weight = operands[1 - mine]
-    channel, names = letters[mine][axis], letters[1 - mine]
-    if channel in output or names.count(channel) != 1 or letters[mine].count(channel) != 1:
-        raise refusal
-    if shape(weight)[names.index(channel)] != shape(value)[axis]:
-        raise RefusedError(f"read by {graph.where(node)}, which repeats one weight over the channels")
-    outs = [i for i, letter in enumerate(names) if letter != channel]
-    out = None
-    # A sum over tokens would add a constant up as well.
-    if len(outs) == 1 and all(letter in output for letter in letters[mine] if letter != channel):
-        out = outs[0] if names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]]) else None
-    return _Product(weight, names.index(channel), out, added=True)
-
-
-def _bias(graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool) -> tuple[Leaf, Slot] | None:
-    """Find the bias of an operator: its argument, or, where its outputs come last, a parameter added to them."""
-    user = node
-    if not is_tensor(bias):
-        takers = list(users(node)) if added else []
-        if len(takers) != 1 or packet(takers[0]) != "aten.add" or takers[0].kwargs or len(takers[0].args) != 2:
-            return None
-        user = takers[0]
-        bias = next((a for a in user.args if a is not node), None)
-        if not is_tensor(bias) or shape(bias) != (outputs,) or held_at(graph, bias, 0) is None:
-            return None
-    if shape(bias) != (outputs,):
-        raise RefusedError(f"the bias of {graph.where(node)} is no vector of one number per output")
-    held = held_at(graph, bias, 0)
-    if held is None:
-        raise RefusedError(f"the bias of {graph.where(node)} is computed and no parameter")
-    slot, axis = held
-    if axis != slot.tensor.ndim - 1 or _is_stacked(slot, axis):
-        raise RefusedError(f"the bias of {graph.where(node)} is a part of a larger parameter")
-    return (user, bias), slot
-
-
-def _is_stacked(slot: Slot, *axes: int) -> bool:
-    """Tell whether a parameter has more in it than a reader takes: axes beside these, of more than one index."""
-    return any(size != 1 for axis, size in enumerate(slot.tensor.shape) if axis not in axes)
+def _require_inverse(fold: SiteFold) -> None:
+    """Find the constant that comes before a layer, b / a - c, with the sign of a centre."""
+    assert fold.weight is not None
+    zeros = (fold.weight == 0).nonzero().flatten().tolist()
+    if zeros:
+        raise RefusedError(f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes")
+    if len(fold.calls) != 1:
+        raise RefusedError("the layer is called several times")
+    fold.center = None if fold.bias is None else -fold.bias / fold.weight

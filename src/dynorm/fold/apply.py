@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
+from dynorm.fold.affine import Part
 from dynorm.fold.graph import Slot, along
-from dynorm.fold.rescale import Part
 from dynorm.fold.site_fold import SiteFold, held
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm

@@ -26,7 +26,6 @@ _MOVES = (
     | {"slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
     | {"tensor_split", "index", "index_select"}
 )
-CONVOLUTIONS = {"aten.conv1d", "aten.conv2d", "aten.conv3d"}
 _DROPOUT = {"dropout", "feature_dropout", "alpha_dropout"}
 
 

@@ -14,27 +14,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dynorm.fold.graph import (
-    CONVOLUTIONS,
-    Graph,
-    argument,
-    came_from,
-    carried,
-    held_at,
-    is_tensor,
-    made_by,
-    packet,
-    producer,
-    shape,
-    users,
-)
+from dynorm.fold.graph import Graph, argument, came_from, carried, is_tensor, made_by, packet, producer, shape, users
+from dynorm.fold.operators import CONVOLUTIONS, writes
 from dynorm.fold.refusals import RefusedError, is_exact, require_new_bias, require_writers
 from dynorm.fold.site_fold import SiteFold, Stream, Write
 from dynorm.layers import PointwiseNorm
 
 _ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
 _SUMS = {"aten.add", "aten.sub", "aten.rsub"}
-_PRODUCTS = {"aten.mm", "aten.matmul", "aten.bmm"}
 
 
 def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
@@ -110,12 +97,12 @@ class Walk:
         if source is not None:
             self.todo.append(source)
             return
-        written = _writes(graph, op, axis)
+        written = writes(graph, op, axis)
         if not written and op.op == "placeholder":
             raise RefusedError(f"written by {op.name}, which the model is given")
         if not written and op in graph.norms:
             norm = self.folds[graph.norms[op]]
-            self.norm_writes(norm, norm.axis(len(shape(value))) == axis)
+            self.normwrites(norm, norm.axis(len(shape(value))) == axis)
         elif not written:
             raise RefusedError(f"written by {graph.where(op)}, which {self.not_linear}")
         self.found.writes += written
@@ -144,7 +131,7 @@ class Walk:
         """Check that what writes and reads the stream does nothing else."""
         require_writers(self.graph, self.found)
 
-    def norm_writes(self, norm: SiteFold, along: bool) -> None:
+    def normwrites(self, norm: SiteFold, along: bool) -> None:
         """Refuse a norm that writes into the stream, or take note of it; ``along`` tells whether over its channels."""
         raise RefusedError(f"written by the norm {norm.path}, whose weight and bias give it a mean again (post-norm)")
 
@@ -156,48 +143,6 @@ class Walk:
     def reads(self, user: Node, value: Node, axis: int) -> None:
         """Refuse any other operator that reads the stream, or take note of it."""
         raise RefusedError(f"{self.graph.where(user)} sees its mean")
-
-
-def _writes(graph: Graph, op: Node, axis: int) -> list[Write]:
-    """Return the weight and bias, or the table, that a linear operator writes with; [] for any other operator."""
-    name, rank = packet(op), len(shape(op))
-    if name == "aten.mul":
-        return _gained(graph, op, axis)
-    parts: list[tuple[Any, int]] = []
-    if name == "aten.linear" and axis == rank - 1:
-        parts = [(op.args[1], 0), (argument(op, 2), 0)]
-    elif name == "aten.addmm" and axis == rank - 1 and not op.kwargs:
-        parts = [(op.args[2], 1), (op.args[0], 0)]
-    elif name in _PRODUCTS and axis == rank - 1 and is_tensor(op.args[1]):
-        parts = [(op.args[1], len(shape(op.args[1])) - 1)]
-    elif name == "aten.embedding" and axis == rank - 1:
-        parts = [(op.args[0], 1)]
-    elif name in CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
-        parts = [(op.args[1], 0), (argument(op, 2), 0)]
-    found = []
-    for part, at in (pair for pair in parts if pair[0] is not None):
-        held = held_at(graph, part, at)
-        if held is None or shape(part)[at] != shape(op)[axis] or sum(arg is part for arg in op.args) != 1:
-            return []
-        found.append(Write((op, part), *held))
-    return found
-
-
-def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
-    """Return the writes of a linear operator times a parameter (LayerScale), which can go into its weight and bias."""
-    inputs, from_end = op.all_input_nodes, len(shape(op)) - axis
-    if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
-        return []
-    for gain, value in (inputs, inputs[::-1]):
-        held = held_at(graph, gain, len(shape(gain)) - from_end) if len(shape(gain)) >= from_end else None
-        if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
-            continue
-        made = made_by(value, axis)
-        if made is None or packet(made[0]) == "aten.mul":
-            return []
-        written = _writes(graph, producer(made[0])[0], made[1])
-        return [Write(write.leaf, write.slot, write.axis, ((op, gain), held[0])) for write in written]
-    return []
 
 
 def fold_centers(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> None:
@@ -234,7 +179,7 @@ def bias_before(graph: Graph, fold: SiteFold, add_bias: bool) -> Write:
             continue
         biased = packet(op) in ("aten.linear", "aten.addmm", "aten.embedding", *CONVOLUTIONS)
         bias = argument(op, 0 if packet(op) in ("aten.addmm", "aten.embedding") else 2) if biased else None
-        written = _writes(graph, op, axis) if biased else []
+        written = writes(graph, op, axis) if biased else []
         if op in graph.slots:
             bias, written = op, [Write(leaf, graph.slots[op], axis) for leaf in graph.slots[op].leaves]
         found = next((write for write in written if op in graph.slots or bias in (None, write.leaf[1])), None)

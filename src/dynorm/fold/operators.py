@@ -1,0 +1,193 @@
+"""The linear operators of a graph: how one reads the channels of a value, and what it writes its own with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from dynorm.fold.graph import Graph, Leaf, Slot, argument, held_at, is_tensor, made_by, packet, producer, shape, users
+from dynorm.fold.refusals import RefusedError
+from dynorm.fold.site_fold import Read, Write
+
+CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
+_TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+_PRODUCTS = ("aten.mm", "aten.matmul", "aten.bmm", "aten._grouped_mm", "transformers.grouped_mm_fallback")
+
+
+@dataclass(frozen=True)
+class _Product:
+    """An operator's weight, and how it is used."""
+
+    weight: Node
+    contracted: int  # the axis that is summed over
+    out: int | None  # that of the outputs
+    bias: Any = None
+    rank: int = 2  # of one weight alone
+    groups: int = 1
+    no_shift: str | None = None  # why a constant in the input cannot become a bias
+    added: bool = False  # a sum after it may be its bias
+
+
+def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
+    """Find how an operator reads the channels of a value, which lie along an axis; RefusedError if not linearly."""
+    name = packet(node)
+    parts = [p for arg in node.args for p in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    if sum(part is value for part in parts) != 1:
+        raise RefusedError(f"read by {graph.where(node)}, which is not linear")
+    if name in CONVOLUTIONS + _TRANSPOSED and node.args[0] is value:
+        product = _convolution(graph, node, len(shape(value)), axis)
+    else:
+        product = (_einsum if name == "aten.einsum" else _matrices)(graph, node, value, axis)
+    weight, no_shift = product.weight, product.no_shift
+    held = held_at(graph, weight, product.contracted)
+    if held is None:
+        raise RefusedError(f"read by {graph.where(node)}, whose weight is computed and no parameter")
+    slot, at = held
+    out = None if product.out is None else held_at(graph, weight, product.out)
+    part = weight not in graph.slots and out is not None and _is_stacked(slot, at, out[1])
+    if out is None or len(shape(weight)) != product.rank or part:
+        no_shift = no_shift or f"{graph.where(node)} has several weights in one, or none for a bias to belong to"
+    bias = None
+    try:
+        outputs = None if product.out is None else shape(weight)[product.out]
+        bias = _bias(graph, node, product.bias, outputs, product.added)
+    except RefusedError as refusal:
+        no_shift = no_shift or str(refusal)
+    return Read(node, (node, weight), slot, at, None if out is None else out[1], product.groups, bias, no_shift)
+
+
+def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
+    name, rank = packet(node), len(shape(value))
+    # The weight, the bias, and the weight's contracted axis, from the end.
+    weight: Any
+    bias: Any = None
+    if name == "aten.linear" and node.args[0] is value and axis == rank - 1:
+        weight, bias, from_end = argument(node, 1), argument(node, 2), -1
+    elif name == "aten.addmm" and node.args[1] is value and axis == 1 and not node.kwargs:
+        weight, bias, from_end = node.args[2], node.args[0], -2
+    elif name in _PRODUCTS and node.args[0] is value and axis == rank - 1:
+        weight, from_end = node.args[1], -2
+    elif name in _PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0) and "grouped" not in name:
+        weight, from_end = node.args[0], -1
+    else:
+        raise RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
+    if not is_tensor(weight) or sum(arg is weight for arg in node.args) != 1:
+        raise RefusedError(f"read by {graph.where(node)}, whose weight is no tensor, or its bias too")
+    size = len(shape(weight))
+    contracted, out = (0, None) if size == 1 else (size + from_end, size - 2 if from_end == -1 else size - 1)
+    # The outputs of a weight on the left do not come last: a vector added to them is no bias.
+    return _Product(weight, contracted, out, bias, added=weight is not node.args[0])
+
+
+def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
+    weight, transposed = argument(node, 1), packet(node) in _TRANSPOSED
+    if not is_tensor(weight) or len(shape(weight)) != rank or axis != 1:
+        raise RefusedError(f"read by {graph.where(node)}, which does not take the channels at axis 1")
+    groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
+    padding = argument(node, 4) or 0
+    no_shift = None
+    if transposed:
+        if groups != 1:
+            raise RefusedError(f"read by {graph.where(node)}, a transposed convolution in groups")
+        no_shift = f"{graph.where(node)} is transposed: at its borders a constant does not stay one"
+    elif padding != "valid" and (any(padding) if isinstance(padding, (list, tuple)) else padding):
+        no_shift = f"{graph.where(node)} pads with zeros: at its borders a bias would be another"
+    contracted, out = (0, 1) if transposed else (1, 0)
+    if groups != 1 and weight not in graph.slots:
+        raise RefusedError(f"read by {graph.where(node)}, whose weight is computed and no parameter")
+    return _Product(weight, contracted, out, argument(node, 2), rank, groups, no_shift)
+
+
+def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
+    equation, operands = argument(node, 0), argument(node, 1)
+    refusal = RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        raise refusal
+    inputs, output = equation.replace(" ", "").split("->")
+    letters = inputs.split(",")
+    if len(operands) != 2 or not all(is_tensor(operand) for operand in operands):
+        raise refusal
+    mine = 0 if operands[0] is value else 1
+    weight = operands[1 - mine]
+    channel, names = letters[mine][axis], letters[1 - mine]
+    if channel in output or names.count(channel) != 1 or letters[mine].count(channel) != 1:
+        raise refusal
+    if shape(weight)[names.index(channel)] != shape(value)[axis]:
+        raise RefusedError(f"read by {graph.where(node)}, which repeats one weight over the channels")
+    outs = [i for i, letter in enumerate(names) if letter != channel]
+    out = None
+    # A sum over tokens would add a constant up as well.
+    if len(outs) == 1 and all(letter in output for letter in letters[mine] if letter != channel):
+        out = outs[0] if names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]]) else None
+    return _Product(weight, names.index(channel), out, added=True)
+
+
+def _bias(graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool) -> tuple[Leaf, Slot] | None:
+    """Find the bias of an operator: its argument, or, where its outputs come last, a parameter added to them."""
+    user = node
+    if not is_tensor(bias):
+        takers = list(users(node)) if added else []
+        if len(takers) != 1 or packet(takers[0]) != "aten.add" or takers[0].kwargs or len(takers[0].args) != 2:
+            return None
+        user = takers[0]
+        bias = next((a for a in user.args if a is not node), None)
+        if not is_tensor(bias) or shape(bias) != (outputs,) or held_at(graph, bias, 0) is None:
+            return None
+    if shape(bias) != (outputs,):
+        raise RefusedError(f"the bias of {graph.where(node)} is no vector of one number per output")
+    held = held_at(graph, bias, 0)
+    if held is None:
+        raise RefusedError(f"the bias of {graph.where(node)} is computed and no parameter")
+    slot, axis = held
+    if axis != slot.tensor.ndim - 1 or _is_stacked(slot, axis):
+        raise RefusedError(f"the bias of {graph.where(node)} is a part of a larger parameter")
+    return (user, bias), slot
+
+
+def _is_stacked(slot: Slot, *axes: int) -> bool:
+    """Tell whether a parameter has more in it than a reader takes: axes beside these, of more than one index."""
+    return any(size != 1 for axis, size in enumerate(slot.tensor.shape) if axis not in axes)
+
+
+def writes(graph: Graph, op: Node, axis: int) -> list[Write]:
+    """Return the weight and bias, or the table, that a linear operator writes with; [] for any other operator."""
+    name, rank = packet(op), len(shape(op))
+    if name == "aten.mul":
+        return _gained(graph, op, axis)
+    parts: list[tuple[Any, int]] = []
+    if name == "aten.linear" and axis == rank - 1:
+        parts = [(op.args[1], 0), (argument(op, 2), 0)]
+    elif name == "aten.addmm" and axis == rank - 1 and not op.kwargs:
+        parts = [(op.args[2], 1), (op.args[0], 0)]
+    elif name in _PRODUCTS[:3] and axis == rank - 1 and is_tensor(op.args[1]):
+        parts = [(op.args[1], len(shape(op.args[1])) - 1)]
+    elif name == "aten.embedding" and axis == rank - 1:
+        parts = [(op.args[0], 1)]
+    elif name in CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
+        parts = [(op.args[1], 0), (argument(op, 2), 0)]
+    found = []
+    for part, at in (pair for pair in parts if pair[0] is not None):
+        held = held_at(graph, part, at)
+        if held is None or shape(part)[at] != shape(op)[axis] or sum(arg is part for arg in op.args) != 1:
+            return []
+        found.append(Write((op, part), *held))
+    return found
+
+
+def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
+    """Return the writes of a linear operator times a parameter (LayerScale), which can go into its weight and bias."""
+    inputs, from_end = op.all_input_nodes, len(shape(op)) - axis
+    if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
+        return []
+    for gain, value in (inputs, inputs[::-1]):
+        held = held_at(graph, gain, len(shape(gain)) - from_end) if len(shape(gain)) >= from_end else None
+        if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
+            continue
+        made = made_by(value, axis)
+        if made is None or packet(made[0]) == "aten.mul":
+            return []
+        written = writes(graph, producer(made[0])[0], made[1])
+        return [Write(write.leaf, write.slot, write.axis, ((op, gain), held[0])) for write in written]
+    return []
