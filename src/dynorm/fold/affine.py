@@ -63,12 +63,12 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
         # A weight without its scale would leave the multiplication where it is.
         ones = torch.ones(fold.site.normalized_shape, dtype=torch.float64)
         fold.factor = fold.scale * (ones if fold.factor is None else fold.factor)
-    # The value, its channel axis, whether each token was scaled on the way, and the fewest bytes of a number there.
-    todo = [(call, fold.axis(len(shape(call))), False, width(call)) for call in fold.calls]
+    # The value, its channel axis, and the fewest bytes of a number on the way.
+    todo = [(call, fold.axis(len(shape(call))), width(call)) for call in fold.calls]
     whole = min(width(call) for call in fold.calls)
-    seen, was_scaled = set(), False
+    seen, is_scaled = set(), False
     while todo:
-        value, axis, scaled, narrowest = todo.pop()
+        value, axis, narrowest = todo.pop()
         if (value, axis) in seen:
             continue
         seen.add((value, axis))
@@ -78,21 +78,20 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
                 raise RefusedError("the model returns it")
             to = carried(user, value, axis)
             if to is not None:
-                todo.append((user, to, scaled or factor_of(user, value, axis), min(narrowest, width(user))))
+                todo.append((user, to, min(narrowest, width(user))))
+                is_scaled |= factor_of(user, value, axis)
                 continue
             if is_move(user, value):
                 raise RefusedError(f"its channels are split or reordered by {graph.where(user)}")
             found = read(graph, user, value, axis)
             if narrowest < min(whole, found.weight.tensor.dtype.itemsize):
                 raise RefusedError(f"rounded to fewer digits than the weight has before {graph.where(user)} reads it")
-            if found not in fold.reads:
-                fold.reads.append(found)
-            was_scaled |= scaled
+            fold.reads += [found] * (found not in fold.reads)
     if not fold.chosen:
         raise RefusedError("not chosen")
     if not fold.reads:
         raise RefusedError("nothing reads it")
-    if was_scaled and fold.shift is not None:
+    if is_scaled and fold.shift is not None:
         raise RefusedError("scaled token by token before it is read, and its bias with it")
 
 

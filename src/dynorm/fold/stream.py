@@ -102,7 +102,7 @@ class Walk:
             raise RefusedError(f"written by {op.name}, which the model is given")
         if not written and op in graph.norms:
             norm = self.folds[graph.norms[op]]
-            self.normwrites(norm, norm.axis(len(shape(value))) == axis)
+            self.norm_writes(norm, norm.axis(len(shape(value))) == axis)
         elif not written:
             raise RefusedError(f"written by {graph.where(op)}, which {self.not_linear}")
         self.found.writes += written
@@ -131,7 +131,7 @@ class Walk:
         """Check that what writes and reads the stream does nothing else."""
         require_writers(self.graph, self.found)
 
-    def normwrites(self, norm: SiteFold, along: bool) -> None:
+    def norm_writes(self, norm: SiteFold, along: bool) -> None:
         """Refuse a norm that writes into the stream, or take note of it; ``along`` tells whether over its channels."""
         raise RefusedError(f"written by the norm {norm.path}, whose weight and bias give it a mean again (post-norm)")
 
