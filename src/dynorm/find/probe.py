@@ -300,23 +300,23 @@ class _Search:
                 site = _placed(self._recover(seen), seen)
                 if site.kind == "layernorm" and math.prod(site.normalized_shape) == 2:
                     raise NotANormError(_TWO_CHANNELS)
-                _require_agreement(seen, site)
-                if _is_unit_length(seen.module, site):
-                    return replace(site, refused=UNIT_LENGTH)
-                return site
+                weight, bias = affine_of(seen.module, site)
+                _require_agreement(seen, site, weight, bias)
+                is_unit = bias is None and weight is not None and _is_unit_length(seen.module, weight)
+                return replace(site, refused=UNIT_LENGTH) if is_unit else site
             except NotANormError as error:
                 reason = _family(seen.module) or str(error)
         return _placed(NormSite("", refused=reason), seen) if _is_named_norm(seen.module) else None
 
     def _recover(self, seen: Observation) -> NormSite:
         """Recover a norm once for all modules of its sort: the hundred norms of a large model are of two."""
-        sort = (seen.shapes[0], seen.dtype, seen.device, *_sort_of(seen.module))
-        if sort not in self._known:
-            try:
-                self._known[sort] = recover(seen.module, seen.shapes[0], seen.dtype, seen.device)
-            except NotANormError as error:
-                self._known[sort] = error
-        known = self._known[sort]
+        form = (seen.shapes[0], seen.dtype, seen.device)
+        sort = (*form, *_sort_of(seen.module))
+        try:
+            known = self._known[sort] if sort in self._known else recover(seen.module, *form)
+        except NotANormError as error:
+            known = error
+        self._known[sort] = known
         if isinstance(known, NotANormError):
             raise known
         return known
@@ -353,7 +353,7 @@ def _placed(site: NormSite, seen: Observation) -> NormSite:
     )
 
 
-def _require_agreement(seen: Observation, site: NormSite) -> None:
+def _require_agreement(seen: Observation, site: NormSite, weight: Tensor | None, bias: Tensor | None) -> None:
     """Require that the whole run agrees with the formula that was recovered from a copy."""
     dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
     for shape in seen.shapes:
@@ -366,7 +366,6 @@ def _require_agreement(seen: Observation, site: NormSite) -> None:
     packing = Packing(site.input_shape, axes)
     given, output = (packing.unpack(sample.cpu().double()) for sample in seen.samples[axes])
     expected = core(given, site.kind, site.eps)
-    weight, bias = affine_of(seen.module, site)
     expected = expected if weight is None else expected * weight.cpu().double().flatten()
     expected = expected if bias is None else expected + bias.cpu().double().flatten()
     error, size = float((output - expected).square().sum()), float(expected.square().sum())
@@ -375,14 +374,13 @@ def _require_agreement(seen: Observation, site: NormSite) -> None:
         raise NotANormError(_DIFFERS)
 
 
-def _is_unit_length(module: nn.Module, site: NormSite) -> bool:
+def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
     """Return whether a module without a scale per channel gives each token the length 1, or one that no norm gives."""
     parameters, named = list(module.parameters()), _is_named_norm(module)
     # ScaleNorm is a norm: it is named one, and learns the length.
     if any(p.numel() > 1 for p in parameters) or (parameters and named):
         return False
-    weight, bias = affine_of(module, site)
-    if weight is None or bias is not None or not torch.allclose(weight, weight.mean(), rtol=HALF_TOLERANCE):
+    if not torch.allclose(weight, weight.mean(), rtol=HALF_TOLERANCE):
         return False
     scale = abs(float(weight.double().mean()))
     unit = abs(scale * math.sqrt(weight.numel()) - 1) < HALF_TOLERANCE

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.errors import ModelError
-from dynorm.find.recover import NotANormError
-from dynorm.find.tokens import CannotProbeError, plain_arithmetic, plain_copy
+from dynorm.find.recover import core
+from dynorm.find.tokens import CannotProbeError, Packing, TokenFunction, plain_arithmetic, plain_copy
 from dynorm.fold.check import Wide, relative_error
-from dynorm.fold.graph import Graph, Leaf, Slot, along, width
+from dynorm.fold.graph import Graph, Leaf, Slot, width
 from dynorm.fold.site_fold import Read, SiteFold, Stream
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.site import NormSite
@@ -200,32 +200,26 @@ def require_writers(graph: Graph, stream: Stream) -> None:
 
 def is_exact(fold: SiteFold, as_rms: bool = False) -> bool:
     """Tell whether a norm is its neutral form, or an RMSNorm ``as_rms``, times weight plus bias, to the last digits."""
+    channels, rank = fold.site.normalized_shape[0], len(fold.site.input_shape)
+    axis = fold.axis(rank)
+    packing = Packing(tuple(channels if place == axis else 2 for place in range(rank)), (axis,))
+    tensors = (*fold.module.parameters(), *fold.module.buffers(), torch.empty(0))
     try:
-        module, neutral = plain_copy(fold.module, torch.float64), plain_copy(fold.module, torch.float64)
-    except (CannotProbeError, NotANormError, RuntimeError, TypeError):
+        norm, neutral = (
+            TokenFunction(plain_copy(fold.module, torch.float64), packing, torch.float64, tensors[0].device)
+            for _ in range(2)
+        )
+        for tensor, value in fold.own(neutral.module):
+            tensor.detach().fill_(value)
+        with plain_arithmetic(fold.module), Wide():
+            for scale in _SCALES:
+                tokens = norm.sample(scale, seed=0)
+                expected = core(tokens, "layernorm", fold.site.eps) if as_rms else neutral(tokens)
+                expected = expected if fold.weight is None else expected * fold.weight
+                expected = expected if fold.bias is None else expected + fold.bias
+                if not relative_error([norm(tokens)], [expected]) <= _EXACT:
+                    return False
+    # It has no copy in float64, or that raises.
+    except (CannotProbeError, RuntimeError, TypeError):
         return False
-    with torch.no_grad():
-        for tensor, value in fold.own(neutral):
-            tensor.fill_(value)
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-
-    def run(copy: nn.Module, x: Tensor) -> Tensor:
-        with plain_arithmetic(copy), Wide():
-            y: Tensor = copy(x.to(device)).to(x.device, x.dtype)
-        return y
-
-    sizes = [2] * len(fold.site.input_shape)
-    axis, generator = fold.axis(len(sizes)), torch.Generator().manual_seed(0)
-    sizes[axis] = fold.site.normalized_shape[0]
-    for scale in _SCALES:
-        x = scale * (torch.randn(sizes, generator=generator, dtype=torch.float64) + 0.5)
-        if as_rms:
-            centred = x - x.mean(axis, keepdim=True)
-            expected = centred * torch.rsqrt(centred.square().mean(axis, keepdim=True) + fold.site.eps)
-        else:
-            expected = run(neutral, x)
-        expected = expected if fold.weight is None else expected * along(fold.weight, axis, x.ndim)
-        expected = expected if fold.bias is None else expected + along(fold.bias, axis, x.ndim)
-        if not relative_error([run(module, x)], [expected]) <= _EXACT:
-            return False
     return True

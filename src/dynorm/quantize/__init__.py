@@ -6,7 +6,6 @@ imports torchao.
 """
 
 from dynorm.quantize.bounds import observed_ranges, output_bounds, output_range, static_scale
-from dynorm.quantize.int8 import quantize_
-from dynorm.quantize.readers import Reader, find_readers
+from dynorm.quantize.int8 import Reader, find_readers, quantize_
 
 __all__ = ["Reader", "find_readers", "observed_ranges", "output_bounds", "output_range", "quantize_", "static_scale"]
