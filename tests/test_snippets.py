@@ -47,6 +47,7 @@ def train_step(model, batch):
 ELSEWHERE = {
     "docs/parallel.md": "tests/parallel",
     "docs/deploy.md": "tests/export",
+    "docs/howto/processes.md": "tests/distill/test_ranks.py",
     "docs/howto/encoder.md": "tests/ecosystem/test_sentence_transformers.py",
 }
 SLOW = {"docs/tutorial.md", "docs/howto/from-scratch.md", "docs/guide.md", "docs/anneal.md"}

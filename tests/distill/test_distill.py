@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, get_cosine_schedule_with_warmup
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    TrainerCallback,
+    get_cosine_schedule_with_warmup,
+)
 
 import dynorm
 from dynorm.distill import distill_, output_loss
@@ -168,12 +175,47 @@ def test_in_bfloat16_the_weights_and_sites_stay_in_float32() -> None:
     assert apart(net, teacher) < 0.3 * before
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_of_other_processes_than_the_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import TrainingArguments
 
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(dynorm.ModelError, match="one process, but there are 2"):
+    with pytest.raises(dynorm.ModelError, match="the 1 processes of the group, but names 2: start them with torchrun"):
         distill_(classifier(), images(), steps=2, quiet=True)
+
+
+def test_weights_are_as_they_were_where_the_training_fails() -> None:
+    net = classifier()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(dynorm.DataError, match="got 5 for 6 steps"):
+        distill_(net, iter([*images(), *images()[:1]]), steps=6, lr=1e-2, quiet=True)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("act", [dynorm.refine_, distill_])
+def test_checkpointed_layers_are_recomputed_and_nothing_else_differs(act: Any) -> None:
+    """Of OPT, whose layers themselves drop values while they train."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=32, hidden_size=16, ffn_dim=16, num_hidden_layers=2, num_attention_heads=2, dropout=0.5,
+        word_embed_proj_dim=16, max_position_embeddings=16,
+    )  # fmt: skip
+    net = OPTForCausalLM(config).eval()
+    batches = [{"input_ids": torch.randint(0, 32, (2, 8))} for _ in range(3)]
+    dynorm.convert_(net, dynorm.find_norms(net, **batches[0]))
+    dynorm.calibrate_(net, batches)
+    twin, runs = copy.deepcopy(net), []
+    twin.activation_checkpointing_enable()
+    for model in (net, twin):
+        count = [0]
+        model.model.decoder.layers[0].fc1.register_forward_hook(
+            lambda *_, count=count: count.__setitem__(0, count[0] + 1)
+        )
+        options = {"quiet": True} if act is distill_ else {}
+        act(model, batches, steps=3, lr=1e-3, **options)
+        runs.append(count[0])
+    assert runs[1] == runs[0] + 3
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+    assert not any(module.training for module in twin.modules())
 
 
 def test_what_training_made_worse_is_put_back() -> None:

@@ -26,10 +26,11 @@ PATIENCE = 60
 Found = list[dict[str, Any]]
 
 
-def launch(module: str, processes: int, folder: Path, *cases: str, timeout: float = 300) -> Found:
+def launch(module: str, processes: int, folder: Path, *cases: str, timeout: float = 300, dead: bool = False) -> Found:
     """Run functions ``case(folder)`` of a module on so many gloo processes; return what each rank returned, by case.
 
-    A case that raises on a rank has {"error": class, "message": text, "trace": traceback} there.
+    A case that raises on a rank has {"error": class, "message": text, "trace": traceback} there. With ``dead``, a rank
+    ends in the last case, and has nothing of it.
     """
     words = [sys.executable, "-m", "tests.parallel.launch", module, str(processes), str(folder), *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -44,7 +45,7 @@ def launch(module: str, processes: int, folder: Path, *cases: str, timeout: floa
         # The group is the run and what it forked, nothing else.
         os.killpg(run.pid, signal.SIGKILL)
         raise
-    assert run.returncode == 0, f"{output[-2000:]}\n{errors[-4000:]}"
+    assert (run.returncode != 0) == dead, f"{output[-2000:]}\n{errors[-4000:]}"
     return [json.loads((folder / f"{processes}-{rank}.json").read_text("utf-8")) for rank in range(processes)]
 
 
@@ -77,14 +78,20 @@ def _work(rank: int, processes: int, folder: Path, cases: list[Callable[[Path], 
     store = f"file://{folder}/{processes}.store"
     patience = timedelta(seconds=PATIENCE)
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=patience)
-    found = {}
+    # As torchrun has it.
+    for name, value in {"RANK": rank, "WORLD_SIZE": processes}.items():
+        os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    found: dict[str, Any] = {}
+    results = folder / f"{processes}-{rank}.json"
+    results.write_text("{}")
     for case in cases:
         torch.manual_seed(0)
         found[case.__name__] = _run(case, folder)
+        results.write_text(json.dumps(found), encoding="utf-8")
         # The last case may have left the group.
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-    (folder / f"{processes}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

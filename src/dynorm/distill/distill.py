@@ -8,6 +8,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from dynorm.arguments import check_positive
+from dynorm.arguments import check_positive, upcast
 from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.fit.calibrate import CalibrationWarning
-from dynorm.fit.refine import joint_error, recorded, relative_error
+from dynorm.fit.ranks import BATCH, Ranks
+from dynorm.fit.refine import joint_error, recomputing, recorded, relative_error
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.replace import restore_
 from dynorm.replace.specs import require_layers
@@ -86,6 +88,7 @@ def distill_(
     lr: float | None = None,
     seed: int = 0,
     bf16: bool = False,
+    accumulate: int = 1,
     checkpoints: str | Path | None = None,
     quiet: bool = False,
     callbacks: Sequence[Any] = (),
@@ -96,6 +99,11 @@ def distill_(
     hidden-state loss), plus that of the outputs, :func:`output_loss`. Each batch is one step of the Trainer of
     transformers. Dropout is off in both models. Where the training made the loss of the first batches larger, the
     weights from before are put back.
+
+    Under ``torchrun`` or ``accelerate launch``, call it on every rank, each with its own share of the data. A step is
+    then one batch per rank, and its loss the mean over the ranks. The weights are those of one process that accumulates
+    the ranks' batches, in turn. A plain model is wrapped in DDP. For FSDP2, call ``fully_shard`` on the model and the
+    teacher first.
 
     Args:
         model: a converted and calibrated model.
@@ -111,6 +119,7 @@ def distill_(
         seed: of whatever the models or callbacks draw.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. Where the processor
             knows bfloat16, a step takes a third of the time.
+        accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
         checkpoints: a folder for the Trainer's checkpoints: ten in a run, of which the last is kept. Training goes on
             from one that is there. None keeps none.
         quiet: no progress bar.
@@ -120,11 +129,14 @@ def distill_(
         Steps, time, and the loss before and after.
 
     Raises:
-        ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or one, or ``lr``, is not positive and
-            finite, or steps no integer; or ``minutes`` with batches that can be gone through only once.
+        ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or one, or ``lr`` or ``accumulate``, is
+            not positive and finite, or steps or accumulate no integer; or ``minutes`` with batches that can be gone
+            through only once.
         DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
-            hold nothing to compare.
-        ModelError: the model has no point-wise layer that replaced a norm, or there are several processes.
+            hold nothing to compare; or another rank failed. The weights are then as they were, on every rank.
+        ModelError: the model has no point-wise layer that replaced a norm; or it is sharded and no teacher given; or
+            another rank's layers differ; or the environment does not name the processes of the group, as torchrun
+            makes it.
 
     Warns:
         CalibrationWarning: the weights from before are put back, or the minutes allow fewer than 20 steps.
@@ -137,47 +149,52 @@ def distill_(
         >>> dynorm.distill_(model, data, steps=8, quiet=True).steps
         8
     """
-    _check(steps, minutes, lr)
+    _check(steps, minutes, lr, accumulate)
     if minutes is not None and isinstance(batches, Iterator):
         raise ArgumentError("batches must be a list, or able to begin again, when minutes are given: some are timed")
     require_library("transformers", "its Trainer", "transformers")
     require_library("accelerate", "the Trainer of transformers", "transformers")
     rate = distillation_rate(model) if lr is None else lr
-    started = time.perf_counter()
-    teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
-    job = _Distillation(model, teacher.eval().requires_grad_(False), loss or output_loss, bf16)
-    if steps is None:
-        assert minutes is not None
-        steps = _steps_in(minutes * 60, job, batches)
-        if steps < FEW:
-            _warn(f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly help: give more time")
-    # A one-shot iterator keeps the batches that are looked at.
-    first = list(islice(iterate(batches), _MEASURED))
-    batches = chain(first, batches) if isinstance(batches, Iterator) else batches
-    annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
-    before = None if annealed else job.measure(first)
-    weights = None if annealed else {name: t.detach().clone() for name, t in model.state_dict().items()}
-    with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch, _bar(quiet) as progress:
-        arguments = _arguments(Path(checkpoints or scratch), steps, seed, checkpoints is not None)
-        arguments.use_cpu = next(model.parameters()).device.type == "cpu"
-        if arguments.world_size > 1:
-            raise ModelError(f"distill_ must run in one process, but there are {arguments.world_size}")
+    started, ranks = time.perf_counter(), Ranks()
+    with ranks.together():
+        job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
+        if steps is None:
+            assert minutes is not None
+            steps = _steps_in(minutes * 60, job, batches, accumulate)
+            if steps < FEW:
+                _warn(f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly help: give more time")
+        # A one-shot iterator keeps the batches that are looked at.
+        first = list(islice(iterate(batches), _MEASURED))
+        batches = chain(first, batches) if isinstance(batches, Iterator) else batches
+        annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
+        # A sharded model runs only where all ranks run it.
+        first = first[: min(ranks.all_say(len(first)))]
+        before = None if annealed else job.measure(first)
+    weights = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch, _bar(quiet or ranks.rank > 0) as progress:
+        arguments = _arguments(job, Path(checkpoints or scratch), steps, seed, accumulate, checkpoints is not None)
         until = None if minutes is None else started + 60 * minutes
-        trainer = _trainer(job, cycled(batches, steps), arguments, rate, until, callbacks, progress)
+        trainer = _trainer(job, cycled(batches, steps * accumulate), arguments, rate, until, callbacks, progress)
         found = checkpoints is not None and any(Path(checkpoints).glob("checkpoint-*"))
-        trainer.train(resume_from_checkpoint=found)
-    model.eval()
-    model.zero_grad(set_to_none=True)
+        try:
+            trainer.train(resume_from_checkpoint=found)
+        except BaseException:
+            model.load_state_dict(weights)
+            raise
+        finally:
+            model.eval()
+            model.zero_grad(set_to_none=True)
     done = int(trainer.state.global_step)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    after = None if annealed else job.measure(first)
+    with ranks.together():
+        after = None if annealed else job.measure(first)
     # Written so that NaN is worse.
     kept = before is None or after is None or after <= before
-    if weights is not None and not kept:
+    if not kept:
         model.load_state_dict(weights)
         _warn(f"{done} steps made the loss {after:.3f}, which was {before:.3f}: the weights from before are put back")
-    seconds = time.perf_counter() - started
-    return DistillationReport(done, rate, seconds, job.samples, losses[-1] if losses else None, before, after, kept)
+    seconds, samples = time.perf_counter() - started, ranks.total(job.samples)
+    return DistillationReport(done, rate, seconds, samples, losses[-1] if losses else None, before, after, kept)
 
 
 def _warn(message: str) -> None:
@@ -213,7 +230,7 @@ def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
     """
     (name, target), (_, found) = output_tensor(theirs), output_tensor(ours)
     if name == "logits" and target.dim() in (2, 3) and target.shape[-1] > 1:
-        p, q = (log_softmax(each.flatten(0, -2).float(), -1) for each in (target, found))
+        p, q = (log_softmax(upcast(each.flatten(0, -2)), -1) for each in (target, found))
         if (valid := valid_tokens(target.shape, (-1,), token_masks(batch))) is not None:
             p, q = p[valid], q[valid]
         return kl_div(q, p, log_target=True, reduction="batchmean")
@@ -223,35 +240,42 @@ def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
     return relative_error(f, y)
 
 
-def _check(steps: int | None, minutes: float | None, lr: float | None) -> None:
+def _check(steps: int | None, minutes: float | None, lr: float | None, accumulate: int) -> None:
     if (steps is None) == (minutes is None):
         raise ArgumentError(f"one of steps and minutes must be given, got steps={steps!r}, minutes={minutes!r}")
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
-        raise ArgumentError(f"steps must be a positive integer, got {steps!r}")
+    for name, count in (("steps", steps), ("accumulate", accumulate)):
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ArgumentError(f"{name} must be a positive integer, got {count!r}")
     for name, value in (("minutes", minutes), ("lr", lr)):
         if value is not None:
             check_positive(name, value)
 
 
-@dataclass
-class _Distillation:
+class _Distillation(nn.Module):
     """A model, its teacher, and their loss, with the course of the training: samples, last loss, share of the time."""
 
-    model: nn.Module
-    teacher: nn.Module
-    loss: Loss
-    bf16: bool
-    samples: int = 0
-    last: Tensor | None = None
-    gone: float = 0.0
+    def __init__(self, model: nn.Module, teacher: nn.Module | None, loss: Loss, bf16: bool, ranks: Ranks) -> None:
+        super().__init__()
+        layers = require_layers(model, with_norms=True)
+        # Known by the method of a DTensor. Where its parameters are sharded already, accelerate is not to wrap it.
+        self.sharded = self._is_accelerate_prepared = any(hasattr(p, "full_tensor") for p in model.parameters())
+        if teacher is None and self.sharded:
+            raise ModelError("a sharded model must be given its teacher, for a copy cannot be taken: shard that too")
+        if not self.sharded:
+            ranks.require_alike(layers.items())
+        teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
+        self.model, self.teacher = model, teacher.eval().requires_grad_(False)
+        self.loss, self.bf16, self.ranks = loss, bf16, ranks
+        self.samples, self.gone = 0, 0.0
+        self.last: Tensor | None = None
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Any]) -> float:
-        """Return the mean loss of some batches in eval mode."""
+        """Return the mean loss of some batches of every rank in eval mode."""
         self.model.eval()
-        return fmean(float(self(batch)) for batch in batches)
+        return self.ranks.mean(fmean(float(self(batch)) for batch in batches))
 
-    def __call__(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any) -> Tensor:
         """Return the hidden-state loss plus that of the outputs, of one batch."""
         layers = require_layers(self.model, with_norms=True)
         counterparts = {layer: self.teacher.get_submodule(path) for path, layer in layers.items()}
@@ -259,7 +283,7 @@ class _Distillation:
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
             with torch.no_grad(), recorded(counterparts) as wanted:
                 target = call(self.teacher, batch)
-            with recorded({layer: layer for layer in layers.values()}) as given:
+            with recomputing(self.model), recorded({layer: layer for layer in layers.values()}) as given:
                 output = call(self.model, batch)
         return joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
 
@@ -268,8 +292,8 @@ def _largest(batch: Any) -> Tensor:
     return max((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), key=Tensor.numel)
 
 
-def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any]) -> int:
-    """Return how many steps fit into the time, from the time of a few whose gradients are thrown away."""
+def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any], accumulate: int) -> int:
+    """Return how many steps fit into the time, from that of a few batches whose gradients are thrown away."""
     # A step's batches are alike in length: short in one, long in another.
     found = sorted(islice(iterate(batches), _LOOKED_AT), key=lambda batch: _largest(batch).numel())
     # The ones of middle size come first, for there may be time for few.
@@ -277,17 +301,18 @@ def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any]) -> int
     timed = [found[(2 * i + 1) * len(found) // (2 * _TIMED)] for i in places]
     begun = time.perf_counter()
     # The first is not counted: it allocates, and kernels are chosen.
-    job(timed[0]).backward()  # type: ignore[no-untyped-call]
+    job(timed[0]).backward()
     times = [time.perf_counter()]
     for batch in timed:
-        job(batch).backward()  # type: ignore[no-untyped-call]
+        job(batch).backward()
         times.append(time.perf_counter())
-        if times[-1] - begun > _SHARE * seconds:
+        # All ranks take as many, for of a sharded model none runs alone.
+        if any(job.ranks.all_say(times[-1] - begun > _SHARE * seconds)):
             break
     job.model.zero_grad(set_to_none=True)
-    step = (times[-1] - times[0]) / (len(times) - 1)
+    step = accumulate * (times[-1] - times[0]) / (len(times) - 1)
     # The optimizer's part and the Trainer's own work come on top of these steps.
-    return max(1, int((seconds - (times[-1] - begun)) / (1.15 * step)))
+    return min(job.ranks.all_say(max(1, int((seconds - (times[-1] - begun)) / (1.15 * step)))))
 
 
 def rate_factor(step: int, steps: int, gone: float = 0.0) -> float:
@@ -313,14 +338,15 @@ def _bar(quiet: bool) -> Any:
     return Progress(*columns, console=Console(stderr=True), disable=quiet)
 
 
-def _arguments(folder: Path, steps: int, seed: int, save: bool) -> Any:
+def _arguments(job: _Distillation, folder: Path, steps: int, seed: int, accumulate: int, save: bool) -> Any:
     from transformers import TrainingArguments
 
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         # Of our batches.
         per_device_train_batch_size=1,
+        gradient_accumulation_steps=accumulate,
         logging_steps=max(1, steps // 20),
         save_strategy="steps" if save else "no",
         save_steps=max(1, steps // 10),
@@ -329,8 +355,17 @@ def _arguments(folder: Path, steps: int, seed: int, save: bool) -> Any:
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
+        # They are alike on all ranks, as nothing is in training mode.
+        ddp_broadcast_buffers=False,
         seed=seed,
+        use_cpu=next(job.model.parameters()).device.type == "cpu",
     )
+    if arguments.world_size != job.ranks.size:
+        raise ModelError(
+            f"the environment must name the {job.ranks.size} processes of the group, but names {arguments.world_size}: "
+            "start them with torchrun or accelerate launch, and call torch.distributed.init_process_group first"
+        )
+    return arguments
 
 
 def _trainer(
@@ -342,19 +377,26 @@ def _trainer(
     callbacks: Sequence[Any],
     progress: Any,
 ) -> Any:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
     begun = time.perf_counter()
+    # A rank that fails inside a sharded model cannot tell the others, who wait for its shards: it goes, and they fail.
+    told: Any = nullcontext if job.sharded else job.ranks.together
 
     class Course(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # The callbacks after this one know the model that is trained, without its teacher.
+            trainer.callback_handler.model = job.model
             self.task = progress.add_task("distilling", total=state.max_steps, loss="")
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             loss = "" if job.last is None else f"loss {float(job.last):.3f}"
             progress.update(self.task, completed=state.global_step, loss=loss)
             if until is not None:
-                job.gone = (time.perf_counter() - begun) / max(until - begun, 1e-9)
+                job.gone = job.ranks.mean((time.perf_counter() - begun) / max(until - begun, 1e-9))
                 control.should_training_stop |= job.gone > 1
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -362,10 +404,16 @@ def _trainer(
             progress.update(self.task, total=state.global_step)
 
     class Distiller(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> DataLoader[Any]:
+            # Not prepared by accelerate, which would give each rank a part of a batch.
+            return DataLoader(Batches(), batch_size=None, pin_memory=arguments.dataloader_pin_memory)
+
         def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
             # The Trainer turns dropout on; here it would only be noise between teacher and student.
             model.eval()
-            loss = job(inputs["batch"])
+            with told():
+                loss: Tensor = model(inputs["batch"])
+            job.ranks.all_say(BATCH)
             job.samples += _largest(inputs["batch"]).shape[0]
             job.last = loss.detach()
             return loss
@@ -373,19 +421,43 @@ def _trainer(
         def floating_point_ops(self, inputs: dict[str, Any]) -> int:
             return 0
 
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            stored(save, output_dir)
+
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            """They are saved with the model."""
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+            held = stored(load, resume_from_checkpoint)
+            set_state_dict(job.model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+            schedule.load_state_dict(held["schedule"])
+
+    def stored(act: Any, folder: str | None) -> dict[str, Any]:
+        """Save or load all that is trained, by all ranks together; as many or others may load it."""
+        weights, moments = get_state_dict(job.model, optimizer)
+        held = {"model": weights, "optimizer": moments, "schedule": schedule.state_dict()}
+        with warnings.catch_warnings():
+            # It warns of one process, that it is one.
+            warnings.simplefilter("ignore")
+            act(held, checkpoint_id=folder)
+        return held
+
     class Batches(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
-            return ({"batch": batch} for batch in batches)
+            with told():
+                yield from ({"batch": batch} for batch in batches)
 
     # Fused, a step over 22 M parameters takes a twentieth of the time on a CPU.
     optimizer = torch.optim.AdamW(param_groups(job.model, lr=lr, constants_lr=lr), fused=True)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        # What no loss reaches gets its state too: a checkpoint is loaded into an optimizer that has all of it.
+        step = torch.zeros((), device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     schedule = LambdaLR(optimizer, lambda step: rate_factor(step, arguments.max_steps, job.gone))
-    job.teacher.to(arguments.device)
     trainer = Distiller(
-        model=job.model,
+        model=job,
         args=arguments,
         train_dataset=Batches(),
-        data_collator=lambda items: items[0],
         optimizers=(optimizer, schedule),
         callbacks=[Course(), *callbacks],
     )

@@ -42,6 +42,7 @@ class Ranks:
         backend = torch.distributed.get_backend(group) if there else ""
         # In a fake group, which serves to count collectives, nobody answers.
         self.size = torch.distributed.get_world_size(group) if there and backend != "fake" else 1
+        self.rank = torch.distributed.get_rank(group) if self.size > 1 else 0
         # Where small exchanges live: NCCL knows accelerators only.
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._group = group
@@ -68,6 +69,11 @@ class Ranks:
     def total(self, count: int) -> int:
         """Return the sum of a number over the ranks."""
         return int(self.summed(torch.tensor([count], device=self.device)))
+
+    def mean(self, value: float) -> float:
+        """Return the mean of a number over the ranks, when all have come to the end of a batch."""
+        self.all_say(END)
+        return float(self.summed(torch.tensor([value], dtype=torch.float64, device=self.device))) / self.size
 
     def all_say(self, word: int) -> list[int]:
         """Tell the others how far this rank is, and return how far each is.

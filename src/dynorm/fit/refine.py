@@ -7,16 +7,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dynorm import watch
 from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.fit.calibrate import Outputs, norm_outputs, warn_of_defaults
-from dynorm.fit.ranks import Ranks
+from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import require_layers
 from dynorm.table import Table
@@ -46,7 +49,9 @@ class RefinementReport:
         return str(Table((), (), title=f"{self.steps} steps of joint refinement: {errors}"))
 
 
-def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float = 3e-3) -> RefinementReport:
+def refine_(
+    model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float = 3e-3, accumulate: int = 1
+) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.
 
     :func:`calibrate_` fits one site at a time and cannot know the cost of an error further on. Here all sites are
@@ -55,22 +60,26 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
     weight moves and no label is needed, so this is still calibration. Each step costs a forward pass of the original
     and a forward and backward pass of the converted model.
 
+    Under torch.distributed with an initialized group, call it on every rank, each with its own share of the data. The
+    loss of a step is then the mean over the ranks, so all get the same constants: those of one process that
+    accumulates the ranks' batches, in turn.
+
     Args:
         model: a model that :func:`convert_` converted and :func:`calibrate_` calibrated.
         batches: tensors, tuples or dicts, as for :func:`calibrate_`; gone through again when ``steps`` asks for more.
         steps: how many gradient steps.
         lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a cosine.
+        accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
 
     Returns:
         The number of steps and the mean relative error before and after.
 
     Raises:
-        ArgumentError: ``steps`` is no positive integer, or ``lr`` not positive.
+        ArgumentError: ``steps`` or ``accumulate`` is no positive integer, or ``lr`` not positive.
         ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model), or one that is still
-            the norm (annealed, at t = 0), whose constants have no part in the outputs; or there are
-            several processes, each of which would find constants of its own.
+            the norm (annealed, at t = 0), whose constants have no part in the outputs; or another rank's layers differ.
         DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a loss that is not
-            finite. The parameters are then as they were.
+            finite; or another rank failed. The parameters are then as they were, on every rank.
 
     Warns:
         CalibrationWarning: layers have default constants.
@@ -83,27 +92,29 @@ def refine_(model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float =
         >>> dynorm.refine_(model, data, steps=8).steps
         8
     """
-    if not isinstance(steps, int) or steps < 1 or not (math.isfinite(lr) and lr > 0):
-        raise ArgumentError(f"steps must be an integer of at least 1 and lr positive, got steps={steps!r}, lr={lr!r}")
-    if (size := Ranks().size) > 1:
-        raise ModelError(
-            f"refine_ must run in one process, but the process group has {size}: call it before the group is "
-            "initialized, and hand the constants on as any weights"
+    if not all(isinstance(n, int) and n > 0 for n in (steps, accumulate)) or not (math.isfinite(lr) and lr > 0):
+        raise ArgumentError(
+            f"steps must be an integer of at least 1 and lr positive, got steps={steps!r}, lr={lr!r}"
+            + f", accumulate={accumulate!r}" * (accumulate != 1)
         )
-    watch.require_plain_model(model)
-    layers = list(require_layers(model, with_norms=True).values())
-    if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
-        raise ModelError(
-            "a layer must be point-wise for its constants to be refined, but some are annealed ones at t = 0, which is "
-            "the norm: convert_ to the layer they end as, or call set_anneal_ first"
-        )
-    warn_of_defaults(model)
-    with (
-        watch.unchanged_on_error(layers),
-        watch.undisturbed(model, evaluate=True, grad=True),
-        _only_trained(model, layers),
-    ):
-        errors = _descend(model, layers, batches, steps, lr)
+    ranks = Ranks()
+    with ranks.together():
+        watch.require_plain_model(model)
+        found = require_layers(model, with_norms=True)
+        layers = list(found.values())
+        if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
+            raise ModelError(
+                "a layer must be point-wise for its constants to be refined, but some are annealed ones at t = 0, "
+                "which is the norm: convert_ to the layer they end as, or call set_anneal_ first"
+            )
+        ranks.require_alike(found.items())
+        warn_of_defaults(model)
+        with (
+            watch.unchanged_on_error(layers),
+            watch.undisturbed(model, evaluate=True, grad=True),
+            _only_trained(model, layers),
+        ):
+            errors = _descend(model, layers, watch.cycled(batches, steps * accumulate), accumulate, steps, lr, ranks)
     return RefinementReport(steps, errors[0], errors[-1])
 
 
@@ -122,7 +133,13 @@ def _only_trained(model: nn.Module, layers: list[PointwiseNorm]) -> Iterator[Non
 
 
 def _descend(
-    model: nn.Module, layers: list[PointwiseNorm], batches: Iterable[Any], steps: int, lr: float
+    model: nn.Module,
+    layers: list[PointwiseNorm],
+    feed: Iterator[Any],
+    accumulate: int,
+    steps: int,
+    lr: float,
+    ranks: Ranks,
 ) -> list[float]:
     """Take the steps of Adam, and return the root of the loss before each."""
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
@@ -136,17 +153,16 @@ def _descend(
         optimizer, lambda k: min(1.0, (k + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * k / steps))
     )
     errors: list[float] = []
-    for batch in watch.cycled(batches, steps):
-        with torch.no_grad():
-            wanted = norm_outputs(model, batch)
-        with torch.enable_grad(), recorded({layer: layer for layer in wanted}) as given:
-            watch.call(model, batch)
-            loss = joint_error(wanted, given, watch.token_masks(batch))
-        _require_finite("loss", loss, len(errors))
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = None if gradient is None else gradient.to(master.dtype)
-        _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), len(errors))
+    for step in range(steps):
+        found = torch.stack([_gradients(model, parameters, batch, step) for batch in islice(feed, accumulate)])
+        ranks.all_say(BATCH)
+        mean = ranks.summed(found.sum(0)) / (accumulate * ranks.size)
+        loss, reached, values = torch.split(mean, [1, len(masters), len(mean) - 1 - len(masters)])
+        for master, there, value in zip(
+            masters, reached, torch.split(values, [m.numel() for m in masters]), strict=True
+        ):
+            master.grad = value.view_as(master).to(master.dtype) if there else None
+        _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), step)
         optimizer.step()
         schedule.step()
         with torch.no_grad():
@@ -154,6 +170,20 @@ def _descend(
                 parameter.copy_(master)
         errors.append(math.sqrt(loss.item()))
     return errors
+
+
+def _gradients(model: nn.Module, parameters: list[nn.Parameter], batch: Any, step: int) -> Tensor:
+    """Return the loss of a batch, of each parameter whether it has a part in it, and their gradients, one by one."""
+    with torch.no_grad():
+        wanted = norm_outputs(model, batch)
+    with torch.enable_grad(), recomputing(model), recorded({layer: layer for layer in wanted}) as given:
+        watch.call(model, batch)
+        loss = joint_error(wanted, given, watch.token_masks(batch))
+    _require_finite("loss", loss, step)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    reached = torch.tensor([each is not None for each in found], device=loss.device)
+    values = [torch.zeros_like(p) if each is None else each for p, each in zip(parameters, found, strict=True)]
+    return torch.cat([each.detach().flatten().to(loss.dtype) for each in (loss, reached, *values)])
 
 
 def _require_finite(what: str, value: Tensor, step: int) -> None:
@@ -175,6 +205,34 @@ def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
 
     with watch.hooked(layers, keep):
         yield outputs
+
+
+@contextmanager
+def recomputing(model: nn.Module) -> Iterator[None]:
+    """Have a model's layers recomputed where activation checkpointing is enabled, though it is in eval mode.
+
+    transformers does so in training mode only. The layers alone get it, and lose it again before they drop anything.
+    """
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+        and "GradientCheckpointingLayer" in (cls.__name__ for cls in type(module).__mro__)
+    ]
+    functions = [layer._gradient_checkpointing_func for layer in layers]
+
+    def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
+        layer.training = False
+        # Reentrant, what is recorded inside would have no gradient.
+        return checkpoint(forward, *args, use_reentrant=False)
+
+    try:
+        for layer in layers:
+            layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
+        yield
+    finally:
+        for layer, function in zip(layers, functions, strict=True):
+            layer.training, layer._gradient_checkpointing_func = False, function
 
 
 def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:

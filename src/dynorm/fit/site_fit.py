@@ -114,14 +114,15 @@ class SiteFit:
         if self._betas is None:
             return
         self._updates += 1
+        counts = self._ranks.all_say(len(x))
         if self._scales is not None:
-            self._scales.update(x - self._center)
+            # The tokens of one process in the order of the ranks.
+            self._scales.update(x - self._center, self.tokens + sum(counts[: self._ranks.rank]))
         # The first tokens, and powers of two: at least half of all tokens are in the last sums.
         if self._updates & (self._updates - 1) == 0:
             self._choose_(x, y)
-        count = self._ranks.total(len(x))
-        self.tokens += count
-        self._weight_sum += weight * count
+        self.tokens += sum(counts)
+        self._weight_sum += weight * sum(counts)
         sums = torch.zeros_like(self._sums)
         size = max(1, _CHUNK // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
         for some, wanted in zip(torch.split(x, size), torch.split(y, size), strict=True):

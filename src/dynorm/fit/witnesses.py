@@ -97,9 +97,12 @@ class TokenScales:
         self._sums = torch.zeros(2, size, size, dtype=torch.float64)
 
     @torch.no_grad()
-    def update(self, u: Tensor) -> None:
-        """Add tokens (tokens, C), their centre subtracted; one without a spread tells nothing and is left out."""
-        number = self._seen + torch.arange(len(u), device=u.device).double()
+    def update(self, u: Tensor, first: int | None = None) -> None:
+        """Add tokens (tokens, C), their centre subtracted; one without a spread tells nothing and is left out.
+
+        ``first`` is the number of the first token among those of all ranks; None counts this rank's alone.
+        """
+        number = (self._seen if first is None else first) + torch.arange(len(u), device=u.device).double()
         self._seen += len(u)
         square = u.double().square().mean(1)
         moment = square - u.double().mean(1).square() if self._kind == "layernorm" else square
