@@ -48,16 +48,24 @@ LAYERS: dict[str, type[layers.PointwiseNorm]] = {row.name: row.layer for row in 
 }
 """The layers by the name that ``convert_`` takes and that saved folders hold."""
 
+AUTO = "auto"
+"""What ``convert_`` takes where ``calibrate_`` is to choose the layer."""
+
 NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}
 """The names of :data:`LAYERS` by layer."""
 
 
 def layer_class(name: str | type) -> type[layers.PointwiseNorm]:
-    """Return the layer of a name, or the layer itself; ArgumentError where no layer has that name."""
+    """Return the layer of a name, or the layer itself; that of "auto" is DyISRU, until another one is chosen.
+
+    Raises:
+        ArgumentError: no layer has that name.
+    """
     name = NAMES.get(name, str(name)) if isinstance(name, type) else name
-    if not isinstance(name, str) or name not in LAYERS:
-        raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
-    return LAYERS[name]
+    known = LAYERS | {AUTO: layers.DyISRU}
+    if not isinstance(name, str) or name not in known:
+        raise ArgumentError(f"the layer must be one of {', '.join(known)}, got {name!r}")
+    return known[name]
 
 
 def css_colors() -> str:

@@ -43,6 +43,7 @@ class Function(StrEnum):
     dyt = "dyt"
     derf = "derf"
     linear = "linear"
+    auto = "auto"
 
 
 def _recipe_of(given: dict[str, Any], *left_out: str) -> tuple[Any, dict[str, Any]]:
@@ -58,7 +59,9 @@ def _recipe_of(given: dict[str, Any], *left_out: str) -> tuple[Any, dict[str, An
 def convert(
     model: Model,
     out: Annotated[Path, typer.Argument(help="New folder, for model/, report.json and report.html.")],
-    to: Annotated[Function, typer.Option(help="The layer that replaces the norms.")] = Function.dyisru,
+    to: Annotated[
+        Function, typer.Option(help="The layer that replaces the norms; auto: the simplest that holds.")
+    ] = Function.dyisru,
     texts: Texts = None,
     steps: Annotated[int | None, typer.Option(help="Distil for this many steps; by default not at all.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Distil for this long instead.")] = None,
@@ -84,6 +87,10 @@ def convert(
             "model; 0 makes it a function of one channel alone."
         ),
     ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(help="With --to auto: how far the error of a simpler layer may lie above the best one's."),
+    ] = 0.05,
     lr: Annotated[
         float | None, typer.Option(help="Highest learning rate of the distillation; by default it fits the width.")
     ] = None,

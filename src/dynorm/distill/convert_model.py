@@ -12,6 +12,7 @@ from dynorm.distill.distill import distill_
 from dynorm.errors import DataError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
+from dynorm.fit.choose import TOLERANCE
 from dynorm.replace import convert_, restore_
 from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure
@@ -32,6 +33,7 @@ def convert_model(
     skip: Globs = None,
     per_channel: bool | None = None,
     witnesses: int | None = None,
+    tolerance: float = TOLERANCE,
     refine: int = 50,
     distill: int = 0,
 ) -> ModelReport:
@@ -51,6 +53,7 @@ def convert_model(
             transformers that generates text.
         witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function. None takes 4,
             or 8 for a model that generates text.
+        tolerance: of :func:`calibrate_`, for ``to="auto"``.
         refine: steps that fit all constants together.
         distill: steps that train all weights; they need transformers.
 
@@ -85,7 +88,7 @@ def convert_model(
     original = copy.deepcopy(model)
     convert_(model, sites, to, only=only, skip=skip, per_channel=per_channel, witnesses=witnesses)
     try:
-        calibrate_(model, fit, lean=suits["lean"])
+        calibrate_(model, fit, lean=suits["lean"], tolerance=tolerance)
         if refine:
             refine_(model, fit, steps=refine)
         if distill:

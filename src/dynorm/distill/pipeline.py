@@ -32,9 +32,10 @@ from dynorm.distill.pretrained import (
 from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
 from dynorm.distill.write import folders_of_modules, require_output, write_model, write_out
 from dynorm.errors import ArgumentError, ModelError, require_library
-from dynorm.family import layer_class
+from dynorm.family import AUTO, layer_class
 from dynorm.find import find_norms
 from dynorm.fit import CalibrationWarning, calibrate_, refine_
+from dynorm.fit.choose import TOLERANCE
 from dynorm.hub.contents import is_changed
 from dynorm.layers import AnnealedNorm
 from dynorm.replace import convert_
@@ -76,6 +77,7 @@ class Recipe:
         lean: of :func:`calibrate_`, 0.7 or 0.
         per_channel: one constant per channel (an encoder), or one per layer (a language model).
         witnesses: how many channels each layer may read to tell a token's size, 4 or 8; 0 for the pure function.
+        tolerance: of :func:`calibrate_`, where ``to`` is "auto".
         seed: for the split, the order of texts and the training.
         lr: the highest learning rate of distillation; None takes ``distillation_rate``.
         bf16: distil under ``torch.autocast`` in bfloat16.
@@ -95,6 +97,7 @@ class Recipe:
     skip: Sequence[str] = ()
     per_channel: bool | None = None
     witnesses: int | None = None
+    tolerance: float = TOLERANCE
     seed: int = 0
     lr: float | None = None
     bf16: bool = False
@@ -122,6 +125,7 @@ class Recipe:
                 raise ArgumentError(f"{name} must be at least {least}, got {count}")
         if self.witnesses is not None and (type(self.witnesses) is not int or self.witnesses < 0):
             raise ArgumentError(f"witnesses must be a number of channels, 0 or more, got {self.witnesses!r}")
+        check_not_negative("tolerance", self.tolerance)
         if self.lr is not None:
             check_positive("lr", self.lr)
 
@@ -321,7 +325,10 @@ class _Job:
         self.details["refused"] = [site.to_dict() for site in done.refused]
         with self.stage("calibrate"):
             tracked = self.track(batches, f"calibrating on {len(batches)} batches")
-            self.details["calibrate"] = calibrate_(model, tracked, lean=recipe.lean).to_dict()
+            fitted = calibrate_(model, tracked, lean=recipe.lean, tolerance=recipe.tolerance)
+            self.details["calibrate"] = fitted.to_dict()
+        if recipe.to == AUTO:
+            self.say(str(fitted))
 
     def refine_(self) -> None:
         steps = self.recipe.refine

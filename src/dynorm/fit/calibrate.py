@@ -5,23 +5,25 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynorm import watch
+from dynorm.arguments import check_not_negative
 from dynorm.errors import ArgumentError
+from dynorm.family import NAMES
+from dynorm.fit.choose import TOLERANCE, SiteChoice
 from dynorm.fit.ranks import BATCH, OVER, Ranks
-from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import Witnesses
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers
+from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers, swap_
 from dynorm.table import Column, Table
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
-Fits = dict[PointwiseNorm, SiteFit]
+Fits = dict[PointwiseNorm, SiteChoice]
 # Best on all-MiniLM-L6-v2 (post-norm), with two witnesses too. On SmolLM2-135M (pre-norm) 0 is best by far.
 _LEAN = 0.7
 
@@ -40,6 +42,9 @@ class SiteCalibration:
         beta: its constant (the median of the channels' where there are many).
         error: root of the residual over the spread of the target, in the calibration data.
         witnesses: its witness channels, and how well they tell a token's scale; None for a layer that has none.
+        layer: its name, such as "dyisru".
+        errors: where ``to="auto"`` chose it: the errors on held-out tokens of all layers that it was chosen from, the
+            simplest one first.
     """
 
     path: str
@@ -47,6 +52,13 @@ class SiteCalibration:
     beta: float
     error: float
     witnesses: Witnesses | None = None
+    layer: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> str:
+        """Return the layer with the number of its witnesses, such as "linear +4"."""
+        return f"{self.layer} +{len(self.witnesses.channels)}" if self.witnesses else self.layer
 
 
 @dataclass(frozen=True)
@@ -58,11 +70,13 @@ class CalibrationReport:
         batches: how many batches were used, by all ranks.
         unreached: paths of the layers that kept their constants: no batch reached them, or only with inputs that
             are the same in every channel, to which nothing can be fitted.
+        tolerance: by how much the error of a layer that ``to="auto"`` chose may exceed the best one.
     """
 
     sites: list[SiteCalibration]
     batches: int
     unreached: list[str]
+    tolerance: float = TOLERANCE
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows."""
@@ -80,11 +94,19 @@ class CalibrationReport:
                 found = site.witnesses or Witnesses((), (), site.beta, (0.0,))
                 told = found.explained[min(len(found.channels), len(found.explained) - 1)]
                 row += [" ".join(map(str, found.channels)) or "none", told]
+        if any(site.errors for site in self.sites):
+            names = next(site.errors for site in self.sites if site.errors)
+            group = f"held-out errors; chosen: the first within {self.tolerance:g} of the least"
+            columns = ["site", "layer", *(Column(name.split(" ", 1)[-1], ".3f", group=group) for name in names)]
+            rows = [[site.path, site.chosen, *map(site.errors.get, names)] for site in self.sites]
+
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
         return str(Table(columns, rows, notes, title))
 
 
-def calibrate_(model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN) -> CalibrationReport:
+def calibrate_(
+    model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN, tolerance: float = TOLERANCE
+) -> CalibrationReport:
     """Set the constants, witnesses, weight and bias of every point-wise layer from batches of real inputs, in place.
 
     Each batch is run twice: once with the original norms, whose outputs are the targets, once with the
@@ -97,6 +119,11 @@ def calibrate_(model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN)
     A layer that :func:`convert_` allowed N witnesses gets at most N, chosen anew at each call, with their gains and the
     centre 0 (:class:`dynorm.fit.witnesses.TokenScales`; a matrix of 66 x 66 more per site). ``log_gain`` is then a new
     parameter: make the optimizer afterwards. Witnesses that were named keep their places and get their gains.
+
+    With ``to="auto"`` each site gets the first of linear, linear with witnesses, DyISRU, and DyISRU with witnesses
+    whose error on held-out tokens is at most ``tolerance`` above the best one's: a linear layer :func:`fold_` removes.
+    All are fitted side by side, in about twice the time, and each batch measures them before they see it. The layers
+    are new modules then: make the optimizer afterwards.
 
     Of an annealed layer only the constants are set: its weight and bias are the norm's, and are needed as they are
     until the annealing has begun.
@@ -117,11 +144,14 @@ def calibrate_(model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN)
             for a pre-norm decoder, whose errors add up in the residual stream: there a layer that repairs too much
             spoils the later ones.
 
+        tolerance: how much larger than the best one the error of a simpler layer may be, of those that ``to="auto"``
+            chooses from. An error is the root of the squared one over the target's spread.
+
     Returns:
         A report with one row per site.
 
     Raises:
-        ArgumentError: ``lean`` is not from 0 to 1.
+        ArgumentError: ``lean`` is not from 0 to 1, or ``tolerance`` negative.
         ModelError: the model has no point-wise layer, or one that replaced nothing (a loaded model), or another rank's
             layers differ.
         DataError: there is no batch, one is of the wrong kind, the model cannot run it, an activation is not finite
@@ -141,6 +171,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN)
     """
     if not 0 <= lean <= 1:
         raise ArgumentError(f"lean must be from 0 to 1, got {lean!r}")
+    check_not_negative("tolerance", tolerance)
     ranks = Ranks()
     with ranks.together():
         watch.require_plain_model(model)
@@ -148,12 +179,13 @@ def calibrate_(model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN)
         ranks.require_alike(layers.items())
         found = [(path, layer, replaced) for path, layer in layers.items() if (replaced := replaced_by(layer))]
         fits = {
-            layer: SiteFit(layer, norm, ranks, path, careful=lean == 0)
+            layer: SiteChoice(layer, norm, ranks, path, careful=lean == 0, tolerance=tolerance)
             for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
         }
         with watch.unchanged_on_error(fits), watch.undisturbed(model, evaluate=True):
             used = _stream(model, fits, batches, ranks, lean)
-    unreached = [fit.path for fit in fits.values() if not fit.tokens]
+    swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
+    unreached = [choice.path for choice in fits.values() if not choice.fit.tokens]
     if unreached:
         warnings.warn(
             f"kept the constants of {', '.join(unreached)}: no batch reached them, or only with inputs that are the "
@@ -161,12 +193,15 @@ def calibrate_(model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN)
             CalibrationWarning,
             stacklevel=2,
         )
-    sites = [
-        SiteCalibration(fit.path, fit.tokens, float(layer.beta().detach().median()), fit.error, fit.witnesses)
-        for layer, fit in fits.items()
-        if fit.tokens
-    ]
-    return CalibrationReport(sites, used, unreached)
+    sites = [_report(choice) for choice in fits.values() if choice.fit.tokens]
+    return CalibrationReport(sites, used, unreached, tolerance)
+
+
+def _report(choice: SiteChoice) -> SiteCalibration:
+    fit, beta = choice.fit, float(choice.fit.layer.beta().detach().median())
+    errors, name = choice.errors, NAMES.get(type(fit.layer), "")
+    tried = errors if len(errors) > 1 else {}
+    return SiteCalibration(fit.path, fit.tokens, beta, fit.error, fit.witnesses, name, tried)
 
 
 def warn_of_defaults(model: nn.Module) -> None:
@@ -219,9 +254,10 @@ def _fit_batch(
         ranks.meet(paths, site.path)
         counted = len(x) if counts else 0
         # The later a batch, the better the constants that fed it: its tokens count more.
+        site.judge(lambda each: watch.site_tokens(layer, each.forward(args[0]), masks)[:counted], y[:counted], number)
         site.update(x[:counted], y[:counted], weight=number)
         site.solve_()
-        return layer.forward(args[0])
+        return site.fit.layer.forward(args[0])
 
     with watch.hooked(fits, fit):
         watch.call(model, batch)

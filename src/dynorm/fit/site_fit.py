@@ -159,9 +159,13 @@ class SiteFit:
         """Return the root of residual over spread of the target, at the last solution; NaN before there is one."""
         if self.solution is None:
             return math.nan
+        return math.sqrt(float(self.solution.residual.sum()) / self.spread)
+
+    @property
+    def spread(self) -> float:
+        """Return the target's mean square over tokens, summed over channels; about its mean for a layer with a bias."""
         y, yy = self._sums[0, :2] / self._weight_sum
-        spread = (yy - y * y).sum() if self._has_bias else yy.sum()
-        return float((self.solution.residual.sum() / spread.clamp_min(_TINY)).sqrt())
+        return max(float(((yy - y * y) if self._has_bias else yy).sum()), _TINY)
 
     def _start(self, x: Tensor) -> None:
         """Choose centre and candidates by the first tokens that have a spread over their channels."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
-from dynorm.family import NAMES, layer_class
+from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.recover import affine_of
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
@@ -31,7 +31,7 @@ from dynorm.watch import require_plain_model
 
 Globs = str | Iterable[str] | None
 Target = (
-    Literal["dyisru", "dyt", "derf", "linear", "annealed", "annealed_dyt", "annealed_derf", "annealed_linear"]
+    Literal["dyisru", "dyt", "derf", "linear", "annealed", "annealed_dyt", "annealed_derf", "annealed_linear", "auto"]
     | type[PointwiseNorm]
 )
 
@@ -95,7 +95,8 @@ def convert_(
         sites: the result of :func:`find_norms` on this very model.
         to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed" (towards DyISRU),
             "annealed_dyt", "annealed_derf", "annealed_linear": the norm still, until :func:`set_anneal_` moves it.
-            The layer's class does as well.
+            The layer's class does as well. With "auto", :func:`calibrate_` gives each site the simplest of "linear" and
+            "dyisru", without witnesses or with them, that holds; until then it is a DyISRU.
         only: globs of the paths to convert; None means all. A head of unit length must be given by its whole path.
         skip: globs of the paths to leave alone.
         filter_fn: called with each remaining site; False leaves it alone.
@@ -125,8 +126,9 @@ def convert_(
     """
     kind = layer_class(to)
     most = int(witnesses) if isinstance(witnesses, Integral) else 0
-    if most < 0 or isinstance(witnesses, bool):
-        raise ArgumentError(f"witnesses must be a number of channels, 0 or more, or their positions, got {witnesses!r}")
+    if most < 0 or isinstance(witnesses, bool) or (to == AUTO and not isinstance(witnesses, Integral)):
+        positions = "" if to == AUTO else ", or their positions"
+        raise ArgumentError(f"witnesses must be a number of channels, 0 or more{positions}, got {witnesses!r}")
     require_plain_model(model)
     if isinstance(sites, str) or not all(isinstance(site, NormSite) for site in sites):
         raise ArgumentError(
@@ -147,7 +149,7 @@ def convert_(
         replace(site, refused=None) if site.refused == UNIT_LENGTH and paths & {site.path, *site.aliases} else site
         for site in chosen
     ]
-    willing = [site for site in chosen if site.refused is None]
+    willing, refused = ([site for site in chosen if (site.refused is None) == well] for well in (True, False))
     if not willing:
         reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in chosen) or "the filter left none"
         raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
@@ -160,13 +162,13 @@ def convert_(
         options["witnesses"] = () if isinstance(witnesses, Integral) else witnesses
         layer = kind(**options, device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
-        take_over_(layer, norm, Replaced(norm, site, most))
+        take_over_(layer, norm, Replaced(norm, site, most, to == AUTO))
         new[norm] = layer
     same = {own: copy for own, copy in copies.items() if torch.equal(own, copy)}
     _require_own(model, new, copies.keys() - same.keys())
     swap_(model, new)
     _share_(model, same)
-    return ConversionReport(NAMES[kind], willing, [site for site in chosen if site.refused is not None])
+    return ConversionReport(AUTO if to == AUTO else NAMES[kind], willing, refused)
 
 
 def restore_(model: nn.Module) -> nn.Module:

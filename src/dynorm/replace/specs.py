@@ -25,12 +25,15 @@ _NAMES: Mapping[type[nn.Module], str] = {**NAMES, RMSNorm: "rmsnorm", nn.Identit
 class Replaced(NamedTuple):
     """The norm that a layer stands for, untouched, with its site: kept on the layer so that it can come back.
 
-    ``witnesses`` is how many :func:`dynorm.calibrate_` may give the layer.
+    ``witnesses`` is how many :func:`dynorm.calibrate_` may give the layer. With ``auto`` it chooses the layer too, and
+    says ``why``.
     """
 
     module: nn.Module
     site: NormSite
     witnesses: int = 0
+    auto: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ class _Site:
         replaced = replaced_by(layer)
         assert replaced is not None
         self.path = path
-        self.layer = layer
+        self.layer, self.why = layer, replaced.why
         self.stats = SiteStats(replaced.site, seed + replaced.site.order, points)
         device = next(layer.parameters()).device
         self._seen, self._saturated, self._compared, self._residual = 0, 0.0, 0, 0.0
@@ -271,6 +271,7 @@ class _Site:
             witnesses=layer.witness_channels,
             gains=() if layer.log_gain is None else tuple(layer.log_gain.detach().double().exp().tolist()),
             told=max(1 - left / constant, 0.0) if constant > 0 else 0.0,
+            why=self.why,
             sums=self._drawn.points(),
             fit=fit,
         )

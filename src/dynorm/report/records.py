@@ -106,10 +106,12 @@ class Report:
         notes = [f"{path}  not reached" for path in self.unreached]
         notes += [f"{path}  left out: {reason}" for path, reason in refused.items()]
         known = tomllib.loads(files(__package__).joinpath("columns.toml").read_text("utf-8"))
-        columns = [column for column in known[self._template] if self.has_witnesses or not column.get("witnesses")]
+        columns = [
+            column for column in known[self._template] if not (need := column.get("only_with")) or self.has(need)
+        ]
         rows = [[_value(site, column["value"]) for column in columns] for site in self.sites]
         for column in columns:
-            for key in ("value", "witnesses"):
+            for key in ("value", "only_with"):
                 column.pop(key, None)
             column["form"] = _FORMS.get(form := column.get("form", ""), form)
         title = rendered(f"{self._template}.txt", report=self).rstrip()
@@ -161,10 +163,9 @@ class Report:
         """Return the model's name, or else its class."""
         return str(self.meta.get("model", self.model))
 
-    @property
-    def has_witnesses(self) -> bool:
-        """Return whether a layer of the report has witnesses."""
-        return any(getattr(site, "witnesses", ()) for site in self.sites)
+    def has(self, name: str) -> bool:
+        """Return whether a site of the report has something, such as witnesses."""
+        return any(getattr(site, name, ()) for site in self.sites)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,7 @@ class SiteReport(MeasuredSite):
         gains: the weight of each one's square.
         told: how much of the variation of the tokens' sums over a constant the layer's own ``beta + sum g u^2`` tells,
             up to a factor; 0 without witnesses, 1 is all.
+        why: why ``to="auto"`` chose the layer; empty where it was given.
         sums: ``beta + sum g u^2`` and the norm's own sum, of some of the tokens.
         fit: the constants that the three errors of the core belong to.
     """
@@ -203,6 +205,7 @@ class SiteReport(MeasuredSite):
     witnesses: tuple[int, ...]
     gains: tuple[float, ...]
     told: float
+    why: str
     sums: tuple[list[float], list[float]] = field(repr=False)
     fit: CoreFit = field(repr=False)
 

@@ -1,0 +1,137 @@
+"""Choose the simplest layer that holds at a site: linear or DyISRU, each without witnesses or with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dynorm.family import NAMES
+from dynorm.fit.ranks import Ranks
+from dynorm.fit.site_fit import SiteFit
+from dynorm.layers import DyISRU, LinearControl, PointwiseNorm
+from dynorm.replace.specs import Replaced, take_over_
+
+# From the simplest on. A linear layer folds away; with witnesses it leaves one number per token.
+_SIMPLEST_FIRST: tuple[tuple[str, type[PointwiseNorm], bool], ...] = (
+    ("linear", LinearControl, False),
+    ("linear with witnesses", LinearControl, True),
+    ("dyisru", DyISRU, False),
+    ("dyisru with witnesses", DyISRU, True),
+)
+# In units of the target's spread.
+TOLERANCE = 0.05
+
+
+class SiteChoice:
+    """Fits of the layers that a site may get, and their errors on tokens that they were not yet fitted to.
+
+    There is only one, the layer that stands there, unless the norm was replaced by "auto". Each batch measures the
+    constants that the batches before gave, so all tokens but the first batch's are held out once, and none is lost to
+    the fit.
+
+    Args:
+        layer: the layer that stands at the site until the choice is made, and all arguments of :class:`SiteFit`.
+        tolerance: by how much the error of the layer to choose may exceed the best one, in units of the target's
+            spread.
+    """
+
+    def __init__(
+        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, path: str, *, careful: bool, tolerance: float
+    ) -> None:
+        self.path = path
+        self._place, self._norm, self._ranks, self._tolerance = layer, norm, ranks, tolerance
+        candidates = {NAMES.get(type(layer), ""): (layer, norm)}
+        if norm.auto:
+            candidates = {
+                name: (_alike(layer, kind), norm._replace(witnesses=norm.witnesses * witnessed))
+                for name, kind, witnessed in _SIMPLEST_FIRST
+                if norm.witnesses or not witnessed
+            }
+        self._fits = {
+            name: SiteFit(each, allowed, ranks, path, careful=careful) for name, (each, allowed) in candidates.items()
+        }
+        self._squares = torch.zeros(len(self._fits), dtype=torch.float64)
+        self._weight_sum = 0.0
+
+    @property
+    def fit(self) -> SiteFit:
+        """Return the fit of the simplest layer that holds so far."""
+        return self._fits[self.name]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the simplest layer that holds so far."""
+        errors = self.errors
+        most = min(errors.values()) + self._tolerance
+        # Before there is a fit all errors are NaN.
+        return next((name for name, error in errors.items() if error <= most), next(iter(errors)))
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Return each layer's root of squared error over spread of the target, on held-out tokens if there are any."""
+        if not self._weight_sum:
+            return {name: fit.error for name, fit in self._fits.items()}
+        # The sums of witnessed layers may have started anew; the first one's are of all tokens.
+        spread = next(iter(self._fits.values())).spread
+        return dict(zip(self._fits, (self._squares / self._weight_sum / spread).sqrt().tolist(), strict=True))
+
+    @torch.no_grad()
+    def judge(self, run: Callable[[PointwiseNorm], Tensor], y: Tensor, weight: float) -> None:
+        """Add the squared errors of all layers, as they are, on tokens that they were not fitted to.
+
+        Args:
+            run: returns a layer's output for these tokens, (tokens, C).
+            y: the outputs that it should return.
+            weight: how much these tokens count.
+        """
+        if self.fit.solution is None or len(self._fits) == 1:
+            return
+        errors = [(run(fit.layer) - y).double().square().sum() for fit in self._fits.values()]
+        sums = self._ranks.summed(torch.stack([*errors, errors[0].new_tensor(len(y))])).cpu()
+        self._squares += weight * sums[:-1]
+        self._weight_sum += weight * float(sums[-1])
+
+    def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
+        """Add tokens to every fit."""
+        for fit in self._fits.values():
+            fit.update(x, y, weight)
+
+    def solve_(self) -> None:
+        """Set the constants of every layer that may be chosen."""
+        for fit in self._fits.values():
+            fit.solve_()
+
+    @torch.no_grad()
+    def settled(self) -> PointwiseNorm:
+        """Return the chosen layer, to stand for the one before with its weight and bias, hooks and mode."""
+        before, chosen = self._place, self.fit.layer
+        if chosen is before or not self.fit.tokens:
+            return before
+        for name in ("weight", "bias"):
+            own, fitted = getattr(before, name), getattr(chosen, name)
+            if own is not None:
+                # The same parameter, for another module may share it.
+                own.copy_(fitted)
+                setattr(chosen, name, own)
+        take_over_(chosen, before, self._norm._replace(why=self._why()))
+        return chosen
+
+    def _why(self) -> str:
+        """Return the reason of the choice in words."""
+        errors, name = self.errors, self.name
+        best = min(errors, key=lambda each: errors[each])
+        others = [each for each in dict.fromkeys(("linear", best)) if each != name]
+        return ", ".join([f"{name}: error {errors[name]:.3f}", *(f"{each} {errors[each]:.3f}" for each in others)])
+
+
+def _alike(layer: PointwiseNorm, kind: type[PointwiseNorm]) -> PointwiseNorm:
+    """Return a layer of another kind, without witnesses, with the same arguments, weight and bias."""
+    like = getattr(layer, layer.constants[0])
+    new = kind(**layer.config() | {"witnesses": ()}, device=like.device, dtype=like.dtype)
+    new.requires_grad_(like.requires_grad)
+    for name in ("weight", "bias"):
+        setattr(new, name, copy.deepcopy(getattr(layer, name)))
+    return new
