@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dynorm
+from dynorm.distill.pipeline import Recipe, convert_pretrained
+from dynorm.distill.pretrained import load_pretrained
 from tests.distill import ranks_cases as cases
-from tests.parallel.launch import Found, launch
+from tests.parallel.launch import ROOT, Found, launch
 from tests.parallel.test_data import equal_on_all_ranks, same
 
 TIGHT = {"rel": 1e-8, "abs": 1e-8}
 CASES = "tests.distill.ranks_cases"
+TORCHRUN = (
+    sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+    "--rdzv-endpoint", "localhost:0",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +102,31 @@ def test_a_rank_that_is_gone_stops_the_others(tmp_path: Path) -> None:
     assert "closed" in message.lower()
     assert unchanged
     assert second == {}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+def test_torchrun_converts_with_two_processes_and_one_of_them_writes(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
+    shape = {"steps": 4, "refine": 4, "held_out": 16, "max_length": 16, "batch": 8}
+    given = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = [*TORCHRUN, "-m", "dynorm", "convert", encoder, tmp_path / "two", "--texts", texts, *given, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}"}
+    run = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-4000:]
+    # Printed once.
+    two = json.loads(run.stdout)
+    assert two == json.loads((tmp_path / "two" / "report.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["model", "report.html", "report.json"]
+    recipe = Recipe(**shape, accumulate=2)
+    one = convert_pretrained(encoder, tmp_path / "one", recipe, texts=[texts], quiet=True).to_dict()
+    assert [site["path"] for site in two["sites"]] == [site["path"] for site in one["sites"]]
+    stages, alone = two["meta"]["stages"], one["meta"]["stages"]
+    for stage, name in (("calibrate", "batches"), ("refine", "steps"), ("distill", "steps"), ("distill", "samples")):
+        assert stages[stage][name] == alone[stage][name]
+    assert two["output"]["cosine_mean"] == pytest.approx(one["output"]["cosine_mean"], abs=0.02)
+    assert load_pretrained(tmp_path / "two" / "model").model.config.hidden_size == 32
 
 
 def test_an_accumulated_step_is_the_mean_of_its_batches() -> None:

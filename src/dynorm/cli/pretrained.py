@@ -97,6 +97,9 @@ def convert(
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Distil in bfloat16: up to three times as fast where the processor knows it.")
     ] = False,
+    accumulate: Annotated[
+        int, typer.Option(help="Batches that make a step of distillation, on each process of torchrun.")
+    ] = 1,
     seed: Seed = 0,
     name: Name = None,
     device: Device = "cpu",
@@ -117,11 +120,15 @@ def convert(
     given = {name: value for name, value in locals().items() if value is not None}
     quiet_libraries()
     from dynorm.distill.pipeline import convert_pretrained
+    from dynorm.fit.ranks import joined
 
-    say, track = speaker(quiet=as_json)
-    quiet = as_json or not sys.stderr.isatty()
-    recipe, rest = _recipe_of(given, "model", "out", "as_json")
-    show(convert_pretrained(model, out, recipe, quiet=quiet, say=say, track=track, **rest), as_json)
+    with joined(device) as ranks:
+        say, track = speaker(quiet=as_json or ranks.rank > 0)
+        quiet = as_json or not sys.stderr.isatty()
+        recipe, rest = _recipe_of(given, "model", "out", "as_json")
+        report = convert_pretrained(model, out, recipe, quiet=quiet, say=say, track=track, **rest)
+        if not ranks.rank:
+            show(report, as_json)
 
 
 @app.command()

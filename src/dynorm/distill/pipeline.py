@@ -36,6 +36,7 @@ from dynorm.family import AUTO, layer_class
 from dynorm.find import find_norms
 from dynorm.fit import CalibrationWarning, calibrate_, refine_
 from dynorm.fit.choose import TOLERANCE
+from dynorm.fit.ranks import Ranks
 from dynorm.hub.contents import is_changed
 from dynorm.layers import AnnealedNorm
 from dynorm.replace import convert_
@@ -81,6 +82,7 @@ class Recipe:
         seed: for the split, the order of texts and the training.
         lr: the highest learning rate of distillation; None takes ``distillation_rate``.
         bf16: distil under ``torch.autocast`` in bfloat16.
+        accumulate: batches in a step of distillation, on each process.
         checkpoints: a folder for the Trainer's checkpoints, from which a stopped run goes on.
     """
 
@@ -101,6 +103,7 @@ class Recipe:
     seed: int = 0
     lr: float | None = None
     bf16: bool = False
+    accumulate: int = 1
     checkpoints: str | Path | None = None
 
     def check(self) -> None:
@@ -109,7 +112,7 @@ class Recipe:
             raise ArgumentError(
                 f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train it with AnnealCallback"
             )
-        for name in ("steps", "refine", "held_out", "max_length", "batch", "calibration", "seed"):
+        for name in ("steps", "refine", "held_out", "max_length", "batch", "calibration", "accumulate", "seed"):
             if (value := getattr(self, name)) is not None and type(value) is not int:
                 raise ArgumentError(f"{name} must be an integer, got {value!r}")
         if self.minutes is not None and type(self.minutes) not in (int, float):
@@ -120,7 +123,7 @@ class Recipe:
             raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
         for name in ("steps", "minutes", "refine"):
             check_not_negative(name, getattr(self, name) or 0)
-        for name, least in (("held_out", 2), ("max_length", 2), ("batch", 1), ("calibration", 1)):
+        for name, least in (("held_out", 2), ("max_length", 2), ("batch", 1), ("calibration", 1), ("accumulate", 1)):
             if (count := getattr(self, name)) is not None and count < least:
                 raise ArgumentError(f"{name} must be at least {least}, got {count}")
         if self.witnesses is not None and (type(self.witnesses) is not int or self.witnesses < 0):
@@ -151,6 +154,8 @@ def convert_pretrained(
     track: Track = lambda batches, description: batches,
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report, in a folder.
+
+    On several processes of torchrun, each fits to its share of the texts, and the first one writes.
 
     Args:
         source: the folder of a transformers model with its tokenizer, or a GGUF file.
@@ -199,6 +204,8 @@ def convert_pretrained(
     if recipe.steps or recipe.minutes:
         job.distill_(quiet)
     report = job.measure(name)
+    if job.ranks.rank:
+        return report
     write_out(model, Path(source), out, overwrite, report, template="conversion.md", remarks=remarks)
     if keep_original:
         write_model(job.original, Path(source), out / "original", overwrite)
@@ -253,6 +260,7 @@ class _Job:
     say: Callable[[str], None]
     track: Track
     original: Any = None
+    ranks: Ranks = field(default_factory=Ranks)
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -324,7 +332,7 @@ class _Job:
         self.say(str(done))
         self.details["refused"] = [site.to_dict() for site in done.refused]
         with self.stage("calibrate"):
-            tracked = self.track(batches, f"calibrating on {len(batches)} batches")
+            tracked = self.track(self.ranks.share(batches), f"calibrating on {len(batches)} batches")
             fitted = calibrate_(model, tracked, lean=recipe.lean, tolerance=recipe.tolerance)
             self.details["calibrate"] = fitted.to_dict()
         if recipe.to == AUTO:
@@ -335,8 +343,8 @@ class _Job:
         with self.stage("refine"):
             # Other texts than those of the calibration, where there are enough.
             first = len(self.calibration)
-            rest = self.fit[first : first + steps * self.recipe.batch] or self.fit
-            batches = list(islice(cycle(self.batches(rest, self.recipe.seed)), steps))
+            rest = self.fit[first : first + steps * self.recipe.batch * self.ranks.size] or self.fit
+            batches = list(islice(cycle(self.ranks.share(self.batches(rest, self.recipe.seed))), steps))
             tracked = self.track(batches, f"refining all constants together, {steps} steps")
             self.details["refine"] = refine_(self.pretrained.model, tracked, steps=steps).to_dict()
 
@@ -349,12 +357,12 @@ class _Job:
         with self.stage("distill"):
             self.details["distill"] = distill_(
                 self.pretrained.model,
-                ShuffledBatches(self.pretrained, self.fit, recipe.batch, recipe.seed),
+                ShuffledBatches(self.pretrained, self.ranks.share(self.fit), recipe.batch, recipe.seed),
                 teacher=self.original,
                 steps=recipe.steps or None,
                 minutes=recipe.minutes or None,
                 quiet=quiet,
-                **{name: getattr(recipe, name) for name in ("lr", "seed", "bf16", "checkpoints")},
+                **{name: getattr(recipe, name) for name in ("lr", "seed", "bf16", "accumulate", "checkpoints")},
             ).to_dict()
 
     def measure(self, name: str | None) -> ModelReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,23 @@ if TYPE_CHECKING:
 # Said instead of the number of the layer that a rank has reached.
 BATCH, OVER, END, FAILED = -1, -2, -3, -4
 _WORDS = {BATCH: "a new batch", OVER: "the end of its batches", END: "the end of a batch", FAILED: "an error"}
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """Join the other processes that torchrun started, if it did, until the work inside is done.
+
+    With "cuda" each process computes on its own GPU.
+    """
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch.distributed.is_initialized()
+    if not alone:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    yield Ranks()
+    # After an error it may wait for the others, who wait for nobody.
+    if not alone:
+        torch.distributed.destroy_process_group()
 
 
 class Ranks:
@@ -65,6 +83,10 @@ class Ranks:
         if self.size > 1:
             self._exchange(torch.distributed.all_reduce, values)
         return values
+
+    def share(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """Return this rank's part: every so manieth, from the one of its own number."""
+        return samples[self.rank :: self.size]
 
     def total(self, count: int) -> int:
         """Return the sum of a number over the ranks."""
