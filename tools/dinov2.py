@@ -16,7 +16,6 @@ import torch
 from onnx.numpy_helper import to_array
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Dinov2Config, Dinov2Model
 
 from dynorm.cli.application import quiet_libraries
 
@@ -36,6 +35,8 @@ _FEATURES = "/backbone/layernorm/Add_1_output_0"
 def rebuild(file: Path, folder: Path) -> None:
     """Write a folder with the model of an ONNX file and its image processor; whole, or not at all."""
     quiet_libraries()
+    from transformers import Dinov2Config
+
     graph, new = onnx.load(file), folder.with_name(f"{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     # The token that stands for masked patches is of use in training alone.
@@ -68,6 +69,7 @@ def weights(graph: Any) -> dict[str, Tensor]:
 def distance(graph: Any, folder: Path) -> float:
     """Return the largest distance of the features of the model in a folder from those that onnxruntime computes."""
     import onnxruntime
+    from transformers import Dinov2Model
 
     graph.graph.output.append(onnx.ValueInfoProto(name=_FEATURES))
     session = onnxruntime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -104,7 +104,7 @@ class TestPage:
 
     def test_an_encoder_and_a_language_model_have_their_cards(self, tmp_path: Path) -> None:
         outputs = {
-            "of sentence embeddings": OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, spearman=0.123),
+            "of embeddings": OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, spearman=0.123),
             "nats per token: 2.000 to 2.500": OutputReport(
                 "language", 8, 0.9, 0.8, 0.85, 0.92, None, 70, 2.0, 2.5, 0.5, 0.6
             ),
@@ -127,14 +127,14 @@ class TestPage:
             "calibrate": {"batches": 3, "output": {"samples": 8, "cosine_mean": 0.9111, "cosine_min": 0.7}},
             "distill": {"samples": 1920, "steps": 60, "kept": False, "output": {"cosine_mean": 0.9222}},
         }
-        meta = {"stages": stages, "seconds": {"calibrate": 3.2, "distill": 59.7}, "worst_text": "a <b> sad one"}
+        meta = {"stages": stages, "seconds": {"calibrate": 3.2, "distill": 59.7}, "worst_sample": "a <b> sad one"}
         meta["recipe"] = {"to": "dyisru", "held_out": 60, "only": [], "lr": None}
         report = replace(odd_report(), meta=meta, output=OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, 0.7))
         report.to_html(tmp_path / "page.html")
         page = Page((tmp_path / "page.html").read_text("utf-8"))
         said = " ".join(" ".join(page.texts).split())
         assert "Much was lost: the mean cosine of an embedding to the original's is 0.900" in said
-        assert 'has 0.800: "a <b> sad one". Next: distil again with more texts or a lower rate' in said
+        assert 'has 0.800: "a <b> sad one". Next: distil again with more data or a lower rate' in said
         assert "calibrated, site by site 0.911 0.700 3 batches 3" in said
         assert "distilled, all weights, but not kept 0.922 – 1,920 samples, 60 steps 60" in said
         assert "to dyisru, held out 60" in said

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,10 @@ MaxLength = Annotated[
         help="Cut texts to this many tokens, or join them to blocks of as many for a language model; by default 128 "
         "or 256."
     ),
+]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(help="Image file or folder, for a model that takes images. Repeatable."),
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the model in the report; by default the folder's.")]
 Only = Annotated[list[str] | None, typer.Option(help="Take only norms whose path matches this glob. Repeatable.")]

@@ -13,6 +13,7 @@ import typer
 from dynorm.cli.application import (
     AsJson,
     Device,
+    Images,
     MaxLength,
     Name,
     Only,
@@ -26,7 +27,9 @@ from dynorm.cli.application import (
 )
 from dynorm.files import require_writable
 
-Model = Annotated[Path, typer.Argument(help="Folder of a transformers model with its tokenizer, or a .gguf file.")]
+Model = Annotated[
+    Path, typer.Argument(help="Folder of a transformers model with its tokenizer or image processor, or a .gguf file.")
+]
 Texts = Annotated[
     list[Path] | None,
     typer.Option(
@@ -63,15 +66,17 @@ def convert(
         Function, typer.Option(help="The layer that replaces the norms; auto: the simplest that holds.")
     ] = Function.dyisru,
     texts: Texts = None,
+    images: Images = None,
     steps: Annotated[int | None, typer.Option(help="Distil for this many steps; by default not at all.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Distil for this long instead.")] = None,
     refine: Annotated[int, typer.Option(help="Steps that refine the constants of all layers together.")] = 50,
     only: Only = None,
     skip: Skip = None,
-    held_out: Annotated[int, typer.Option(help="Texts to keep aside for measuring, of few texts a quarter.")] = 512,
+    held_out: Annotated[int, typer.Option(help="Texts or images to keep aside for measuring, of few a quarter.")] = 512,
     max_length: MaxLength = None,
     batch: Annotated[
-        int | None, typer.Option(help="Texts per step, or blocks of a language model; by default 32 or 4.")
+        int | None,
+        typer.Option(help="Texts per step, or blocks of a language model, or images; by default 32, 4 or 16."),
     ] = None,
     per_channel: Annotated[
         bool | None,
@@ -113,7 +118,7 @@ def convert(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replace the norms of a pretrained model, set their constants from texts, measure, and save.
+    """Replace the norms of a pretrained model, set their constants from texts or images, measure, and save.
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
@@ -135,6 +140,7 @@ def convert(
 def inspect(
     model: Model,
     texts: Texts = None,
+    images: Images = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with a picture of each norm to this file.")] = None,
     samples: Annotated[int, typer.Option(help="Texts to fit on, and as many others to measure on.")] = 256,
     max_length: MaxLength = None,

@@ -217,8 +217,8 @@ def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
     """Return how far an output is from the teacher's; :func:`distill_` has it where no other loss is given.
 
     Logits (B, classes) or (B, T, classes): the Kullback-Leibler divergence of the distributions, in nats per row or
-    token. A ``last_hidden_state`` (B, T, D): one minus the mean cosine of the mean-pooled embeddings. Any other tensor:
-    ``|f - y|^2 / |y - mean y|^2``. Padding is left out.
+    token. A ``last_hidden_state`` (B, T, D): one minus the mean cosine of the mean-pooled embeddings. Any other tensor,
+    or the class token of images: ``|f - y|^2 / |y - mean y|^2``. Padding is left out.
 
     Args:
         ours: the model's output.
@@ -228,7 +228,7 @@ def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
     Raises:
         DataError: there is no floating point tensor in the output.
     """
-    (name, target), (_, found) = output_tensor(theirs), output_tensor(ours)
+    (name, target), (_, found) = (output_tensor(output, batch) for output in (theirs, ours))
     if name == "logits" and target.dim() in (2, 3) and target.shape[-1] > 1:
         p, q = (log_softmax(upcast(each.flatten(0, -2)), -1) for each in (target, found))
         if (valid := valid_tokens(target.shape, (-1,), token_masks(batch))) is not None:

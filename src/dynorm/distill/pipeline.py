@@ -8,24 +8,22 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dynorm.arguments import check_not_negative, check_positive
-from dynorm.distill.convert_model import ENCODER, LANGUAGE
+from dynorm.distill.convert_model import ENCODER, IMAGES, LANGUAGE
 from dynorm.distill.distill import FEW, distill_
+from dynorm.distill.images import find_images
+from dynorm.distill.inputs import Batches, Images, Texts
 from dynorm.distill.pretrained import (
     Checkpoint,
     Pretrained,
     ShuffledBatches,
-    encode,
     greedy,
     library_versions,
-    make_batches,
     require_place,
     within_positions,
 )
@@ -37,7 +35,7 @@ from dynorm.find import find_norms
 from dynorm.fit import CalibrationWarning, calibrate_, refine_
 from dynorm.fit.choose import TOLERANCE
 from dynorm.fit.ranks import Ranks
-from dynorm.hub.contents import is_changed
+from dynorm.hub.contents import is_changed, listed
 from dynorm.layers import AnnealedNorm
 from dynorm.replace import convert_
 from dynorm.report import Continuation, InspectionReport, ModelReport, inspect_norms, measure
@@ -45,9 +43,8 @@ from dynorm.report.conversion import compare
 from dynorm.site import select_sites
 from dynorm.watch import arguments
 
-Batches = Sequence[dict[str, Tensor]]
 Paths = Sequence[str | Path]
-Track = Callable[[Batches, str], Iterable[dict[str, Tensor]]]
+Track = Callable[[Sequence[Any], str], Iterable[Any]]
 
 # Held-out blocks that are continued, the tokens of each that are given, and those that are asked for.
 _CONTINUED, _GIVEN, _ASKED = 16, 32, 64
@@ -62,19 +59,19 @@ CALIBRATION_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert a model. None stands for what suits its kind: an encoder or a language model.
+    """How to convert a model. None stands for what suits its kind: a language model, or an encoder of texts or images.
 
     Args:
         to: the layer that replaces the norms; not one that still is a norm at first.
         steps: distillation steps, 0 for none; or
         minutes: the time for distillation.
         refine: steps of joint refinement of the constants, 0 for none.
-        held_out: how many texts to keep for measuring.
+        held_out: how many texts or image files to keep for measuring.
         max_length: the longest text in tokens, 128; for a language model, the size of a block of joined texts, 256.
-        batch: texts per step, 32; or blocks, 4.
+        batch: texts per step, 32; or blocks, 4; or images, 16.
         only: globs of the paths to convert.
         skip: globs of the paths to leave alone.
-        calibration: how many texts, 256, or blocks, 24, the constants are fitted to, site by site.
+        calibration: how many texts or images, 256, or blocks, 24, the constants are fitted to, site by site.
         lean: of :func:`calibrate_`, 0.7 or 0.
         per_channel: one constant per channel (an encoder), or one per layer (a language model).
         witnesses: how many channels each layer may read to tell a token's size, 4 or 8; 0 for the pure function.
@@ -132,9 +129,9 @@ class Recipe:
         if self.lr is not None:
             check_positive("lr", self.lr)
 
-    def filled(self, language_model: bool) -> Recipe:
+    def filled(self, language_model: bool, images: bool = False) -> Recipe:
         """Return the recipe with what suits the kind of model in the place of None."""
-        suits: dict[str, Any] = LANGUAGE if language_model else ENCODER
+        suits: dict[str, Any] = LANGUAGE if language_model else IMAGES if images else ENCODER
         return replace(self, **{name: value for name, value in suits.items() if getattr(self, name) is None})
 
 
@@ -144,6 +141,7 @@ def convert_pretrained(
     recipe: Recipe | None = None,
     *,
     texts: Paths = (),
+    images: Paths = (),
     name: str | None = None,
     device: str = "cpu",
     dtype: str = "float32",
@@ -158,10 +156,12 @@ def convert_pretrained(
     On several processes of torchrun, each fits to its share of the texts, and the first one writes.
 
     Args:
-        source: the folder of a transformers model with its tokenizer, or a GGUF file.
+        source: the folder of a transformers model with its tokenizer or image processor, or a GGUF file.
         out: the new folder; ``model`` (loadable), ``report.json`` and ``report.html`` go there.
         recipe: how to do it; the demo's way by default.
         texts: files and folders of texts; the docstrings of Python's standard library by default.
+        images: files and folders of images, for a model that takes these. Those that cannot be read are left out, and
+            named in the report.
         name: the model's name in the report; the folder's by default.
         device: "cpu", "cuda", ...
         dtype: of the weights, or "auto" for the checkpoint's own.
@@ -172,10 +172,10 @@ def convert_pretrained(
         track: wraps the batches of a stage, to show a progress bar; given them and a description.
 
     Returns:
-        The report on held-out texts.
+        The report on held-out texts or images.
 
     Raises:
-        DynormError: bad arguments, texts, model or folder; nothing is written then.
+        DynormError: bad arguments, texts, images, model or folder; nothing is written then.
     """
     recipe, out = recipe or Recipe(), Path(out)
     recipe.check()
@@ -192,9 +192,11 @@ def convert_pretrained(
         require_output(checkpoints, checkpoints, (), overwrite=True)
     if Path(source).is_dir():
         folders_of_modules(Path(source))
-    job = _Job.load(source, texts, recipe, device, dtype, say, track)
+    job = _Job.load(source, texts, images, recipe, device, dtype, say, track)
     model, remarks, recipe = job.pretrained.model, job.pretrained.remarks, job.recipe
-    say(f"{type(model).__name__} from {source}: {len(job.fit)} texts to fit on, {len(job.held_out)} held out")
+    noun, facts = job.inputs.noun, job.inputs.facts(job.fit)
+    counts = f"{facts[f'{noun}_to_fit']} {noun} to fit on, {len(job.held_out)} held out"
+    say(f"{type(model).__name__} from {source}: {counts}")
     for remark in remarks:
         say(remark)
     job.original = copy.deepcopy(model)
@@ -219,44 +221,47 @@ def inspect_pretrained(
     recipe: Recipe | None = None,
     *,
     texts: Paths = (),
+    images: Paths = (),
     samples: int = 256,
     name: str | None = None,
     device: str = "cpu",
     track: Track = lambda batches, description: batches,
 ) -> InspectionReport:
-    """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts.
+    """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts or images.
 
     The arguments are those of :func:`convert_pretrained`, and ``samples``: how many texts (of a language model: blocks)
-    to fit on at most, and how many texts to measure on.
+    or images to fit on at most, and how many to measure on.
 
     Raises:
-        DynormError: bad arguments, texts, model or folder.
+        DynormError: bad arguments, texts, images, model or folder.
     """
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
-    job = _Job.load(source, texts, replace(recipe, held_out=samples), device, "float32", print, track)
+    job = _Job.load(source, texts, images, replace(recipe, held_out=samples), device, "float32", print, track)
     fitted, measured = (job.batches(part[:samples]) for part in (job.fit, job.held_out))
-    model, decode = job.pretrained.model, job.pretrained.tokenizer.convert_ids_to_tokens
+    model, decode = job.pretrained.model, getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None)
     sites = find_norms(model, **arguments(model, fitted[0])[1])
     sites, seed = select_sites(sites, recipe.only or None, recipe.skip or None), recipe.seed
     meta = job.meta(name) | {"max_length": job.recipe.max_length, "seed": seed}
-    meta["texts_held_out"] = len(job.held_out[:samples])
+    meta[f"{job.inputs.noun}_held_out"] = len(job.held_out[:samples])
     fit_on, tests = track(fitted, "fitting"), track(measured, "measuring")
     return inspect_norms(model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode)
 
 
 @dataclass
 class _Job:
-    """A pretrained model with encoded texts to fit on, and others held out; its stages note results and times."""
+    """A pretrained model with samples to fit on, and others held out; its stages note results and times."""
 
     pretrained: Pretrained
     # A Recipe that is filled: nothing in it is None that suits the kind of model.
     recipe: Any
-    texts: Paths
-    fit: list[list[int]]
-    held_out: list[list[int]]
+    inputs: Texts | Images
+    fit: list[Any]
+    held_out: list[Any]
+    # Of the inputs: where they come from, and what could not be read.
+    meta_inputs: dict[str, Any]
     say: Callable[[str], None]
     track: Track
     original: Any = None
@@ -268,6 +273,7 @@ class _Job:
     def load(
         source: str | Path,
         texts: Paths,
+        images: Paths,
         recipe: Recipe,
         device: str,
         dtype: str,
@@ -278,29 +284,42 @@ class _Job:
         require_place(device, dtype)
         checkpoint = Checkpoint(Path(source))
         checkpoint.require_modules((*recipe.only, *recipe.skip))
-        # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
-        whole = checkpoint.language_model
-        found = read_texts(texts, whole=whole) if texts else standard_library_docstrings(whole=whole)
-        parts = split_texts(found, recipe.held_out, recipe.seed)
-        filled: Any = recipe.filled(whole)
+        noun, whole = checkpoint.require_kind(texts=texts, images=images), checkpoint.language_model
+        meta: dict[str, Any] = {noun: [str(path) for path in texts or images] or _DOCSTRINGS}
+        found: list[Any]
+        if noun == "images":
+            if recipe.max_length is not None:
+                raise ArgumentError(f"max_length must be left out for a model of images, got {recipe.max_length}")
+            found, damaged = find_images(images)
+            if damaged:
+                meta["images_that_cannot_be_read"] = damaged
+                say(f"left out, for they cannot be read: {len(damaged)} images: {listed(damaged)}")
+        else:
+            # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
+            found = read_texts(texts, whole=whole) if texts else standard_library_docstrings(whole=whole)
+        parts = split_texts(found, recipe.held_out, recipe.seed, noun)
         pretrained = checkpoint.load(device, dtype)
-        filled = replace(filled, max_length=within_positions(pretrained, filled.max_length))
-        fit, held_out = (encode(pretrained, part, filled.max_length) for part in parts)
-        return _Job(pretrained, filled, texts, fit, held_out, say, track)
+        filled: Any = recipe.filled(whole, noun == "images")
+        inputs: Texts | Images = Images(pretrained)
+        if noun == "texts":
+            filled = replace(filled, max_length=within_positions(pretrained, filled.max_length))
+            inputs = Texts(pretrained, filled.max_length)
+        fit, held_out = (inputs.samples(part, fit=part is parts[0]) for part in parts)
+        return _Job(pretrained, filled, inputs, fit, held_out, meta, say, track)
 
     @property
-    def calibration(self) -> list[list[int]]:
-        """Texts that the constants are fitted to, site by site."""
+    def calibration(self) -> list[Any]:
+        """Samples that the constants are fitted to, site by site."""
         return self.fit[: self.recipe.calibration]
 
-    def batches(self, encoded: Sequence[list[int]], seed: int | None = None, size: int | None = None) -> Batches:
-        return make_batches(self.pretrained, encoded, size or self.recipe.batch, seed)
+    def batches(self, samples: Sequence[Any], seed: int | None = None, size: int | None = None) -> Batches:
+        return self.inputs.batches(samples, size or self.recipe.batch, seed)
 
     def meta(self, name: str | None) -> dict[str, Any]:
         return {
             "model": name or self.pretrained.source.stem,
-            "texts": [str(path) for path in self.texts] or _DOCSTRINGS,
-            "texts_held_out": len(self.held_out),
+            **self.meta_inputs,
+            f"{self.inputs.noun}_held_out": len(self.held_out),
             "versions": library_versions(),
             **({"remarks": list(self.pretrained.remarks)} if self.pretrained.remarks else {}),
         }
@@ -344,9 +363,10 @@ class _Job:
             # Other texts than those of the calibration, where there are enough.
             first = len(self.calibration)
             rest = self.fit[first : first + steps * self.recipe.batch * self.ranks.size] or self.fit
-            batches = list(islice(cycle(self.ranks.share(self.batches(rest, self.recipe.seed))), steps))
-            tracked = self.track(batches, f"refining all constants together, {steps} steps")
-            self.details["refine"] = refine_(self.pretrained.model, tracked, steps=steps).to_dict()
+            batches = self.ranks.share(self.batches(rest, self.recipe.seed))
+            places = self.track(range(steps), f"refining all constants together, {steps} steps")
+            taken = (batches[place % len(batches)] for place in places)
+            self.details["refine"] = refine_(self.pretrained.model, taken, steps=steps).to_dict()
 
     def distill_(self, quiet: bool) -> None:
         recipe = self.recipe
@@ -357,7 +377,7 @@ class _Job:
         with self.stage("distill"):
             self.details["distill"] = distill_(
                 self.pretrained.model,
-                ShuffledBatches(self.pretrained, self.ranks.share(self.fit), recipe.batch, recipe.seed),
+                ShuffledBatches(self.inputs.batches, self.ranks.share(self.fit), recipe.batch, recipe.seed),
                 teacher=self.original,
                 steps=recipe.steps or None,
                 minutes=recipe.minutes or None,
@@ -366,17 +386,16 @@ class _Job:
             ).to_dict()
 
     def measure(self, name: str | None) -> ModelReport:
-        """Return the report on the held-out texts."""
-        model, seed = self.pretrained.model, self.recipe.seed
+        """Return the report on the held-out samples."""
+        model, seed, noun = self.pretrained.model, self.recipe.seed, self.inputs.noun
         meta = self.meta(name) | {
             "recipe": asdict(self.recipe),
-            "texts_to_fit": len(self.fit),
-            "tokens_to_fit": sum(map(len, self.fit)),
+            **self.inputs.facts(self.fit),
             "device": str(next(model.parameters()).device),
             "threads": torch.get_num_threads(),
         }
         with self.stage("measure"):
-            tests = self.track(self.batches(self.held_out), f"measuring on {len(self.held_out)} held-out texts")
+            tests = self.track(self.batches(self.held_out), f"measuring on {len(self.held_out)} held-out {noun}")
             fit_on = self.batches(self.calibration)
             report = measure(model, tests, original=self.original, fit_on=fit_on, seed=seed, meta=meta)
         if self.pretrained.language_model:
@@ -384,9 +403,7 @@ class _Job:
                 report = replace(report, continuations=self.continuations())
         report.meta["seconds"], report.meta["stages"] = self.seconds, self.details
         if report.output.worst is not None:
-            # The order of the batches.
-            text = sorted(self.held_out, key=len)[report.output.worst]
-            report.meta["worst_text"] = self.pretrained.tokenizer.decode(text, skip_special_tokens=True)
+            report.meta["worst_sample"] = self.inputs.name(self.held_out, report.output.worst)
         return report
 
     def continuations(self) -> list[Continuation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,11 @@ _TOKENIZER = re.compile(r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model with the tokenizer that turns texts into its inputs.
+    """A model with the tokenizer that turns texts into its inputs, or the processor that does so with images.
 
     Args:
         model: the model, in eval mode.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer, or image processor.
         language_model: whether it predicts the next token; else it is taken for an encoder.
         source: the folder or file it came from.
         remarks: a sentence for each part of the checkpoint that is not in the model, or of the model that is not in it.
@@ -42,7 +42,7 @@ class Pretrained:
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
-    """Load a transformers model and its tokenizer from a folder or a GGUF file, without the network.
+    """Load a transformers model from a folder or a GGUF file, with its tokenizer or image processor; no network.
 
     Args:
         source: a folder as ``save_pretrained`` writes it, or a ``.gguf`` file, whose weights are dequantized.
@@ -51,12 +51,13 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
             distillation are lost in 16 bits.
 
     Returns:
-        The model, as the causal language model that its config names, else as the bare encoder.
+        The model, as the causal language model or the classifier of images that its config names, else as the bare
+        encoder.
 
     Raises:
         ArgumentError: torch cannot use the device, there is no such dtype, or a GGUF file needs the library gguf.
-        StorageError: the source does not exist, holds no model and tokenizer that transformers can read, or lacks
-            weights of the model, or has layers that its config does not.
+        StorageError: the source does not exist, holds no model and tokenizer or image processor that transformers can
+            read, or lacks weights of the model, or has layers that its config does not.
 
     Example:
         >>> load_pretrained("/nowhere")
@@ -102,13 +103,21 @@ class Checkpoint:
         self.config = self._read(transformers.AutoConfig)
         names = self.config.architectures or ["ForCausalLM" if self.gguf else ""]
         self.language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-        self.auto = transformers.AutoModelForCausalLM if self.language_model else transformers.AutoModel
+        classifier = any(name.endswith("ForImageClassification") for name in names)
+        self.auto = (
+            transformers.AutoModelForCausalLM if self.language_model
+            else transformers.AutoModelForImageClassification if classifier
+            else transformers.AutoModel
+        )  # fmt: skip
+        known = transformers.MODEL_MAPPING.get(type(self.config), None)
+        self.takes: str = getattr(known[0] if isinstance(known, tuple) else known, "main_input_name", "input_ids")
 
     def load(self, device: str, dtype: str) -> Pretrained:
-        """Return the model and its tokenizer, ready for batches."""
-        tokenizer = self.tokenizer()
+        """Return the model and its tokenizer or image processor, ready for batches."""
+        images = self.takes == "pixel_values"
+        tokenizer = self.image_processor() if images else self.tokenizer()
         model, remarks = self.model(self.auto, dtype)
-        if tokenizer.pad_token is None:
+        if not images and tokenizer.pad_token is None:
             # Any token will do: the mask hides it.
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
         if self.gguf:
@@ -116,6 +125,21 @@ class Checkpoint:
             model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
             vars(model.config).pop("quantization_config", None)
         return Pretrained(model.to(device), tokenizer, self.language_model, self.source, remarks)
+
+    def require_kind(self, **given: Sequence[Any]) -> str:
+        """Check that the texts or images that are given are of the model's kind, and return which of the two it is."""
+        kinds = {"input_ids": "texts", "pixel_values": "images"}
+        name = (self.config.architectures or [type(self.config).__name__])[0]
+        if (kind := kinds.get(self.takes)) is None:
+            raise ArgumentError(
+                f"the model must take input_ids or pixel_values, but {name} takes {self.takes}: convert it in Python, "
+                "with dynorm.convert_model"
+            )
+        others = [other for other in kinds.values() if other != kind and given[other]]
+        # Texts there are with every Python.
+        if others or (kind == "images" and not given[kind]):
+            raise ArgumentError(f"{kind} must be given for {name}, got {others[0] if others else 'none'}")
+        return kind
 
     def require_modules(self, globs: Iterable[str]) -> None:
         """Check that each glob matches a module of the model, which needs no weights for that."""
@@ -132,7 +156,11 @@ class Checkpoint:
     def model(self, cls: Any, dtype: str) -> tuple[Any, tuple[str, ...]]:
         """Return the model in eval mode, and the remarks of :class:`Pretrained`; refuse one that lacks weights."""
         model, info = self._read(cls, dtype=dtype, output_loading_info=True)
-        return model.eval(), _require_same_parts(self.source, model, info)
+        remarks = _require_same_parts(self.source, model, info)
+        if self.takes == "pixel_values" and any("pooler" in key for key in info["missing_keys"]):
+            # Random, it would come between the class token and the figures.
+            model.pooler = None
+        return model.eval(), remarks
 
     def tokenizer(self) -> Any:
         """Return the tokenizer, or raise StorageError where there is none of the model's own."""
@@ -141,8 +169,8 @@ class Checkpoint:
         missing = f"{self.source} must hold the model's tokenizer, but has none of"
         if not (self.gguf or any(_TOKENIZER.match(file.name) for file in self.source.iterdir())):
             raise StorageError(
-                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there; convert a model of images or "
-                "audio in Python, with dynorm.find_norms and convert_"
+                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there; convert a model of audio in "
+                "Python, with dynorm.convert_model"
             )
         tokenizer = self._read(AutoTokenizer, f"the tokenizer in {self.source}")
         # Of characters or bytes it needs no vocabulary; without the file of one, transformers makes one up.
@@ -151,6 +179,17 @@ class Checkpoint:
         if not (own or any((self.source / name).is_file() for name in names)):
             raise StorageError(f"{missing} {listed(names)}: copy them there")
         return tokenizer
+
+    def image_processor(self) -> Any:
+        """Return the image processor, or raise StorageError where there is none."""
+        from transformers import AutoImageProcessor
+
+        names = ("preprocessor_config.json", "processor_config.json")
+        if not any((self.source / name).is_file() for name in names):
+            raise StorageError(
+                f"{self.source} must hold the model's image processor, but has none of {listed(names)}: copy it there"
+            )
+        return self._read(AutoImageProcessor, f"the image processor in {self.source}")
 
     def _read(self, cls: Any, what: str | None = None, **options: Any) -> Any:
         place, more = (self.source.parent, {"gguf_file": self.source.name}) if self.gguf else (self.source, {})
@@ -281,18 +320,25 @@ def make_batches(
 
 @dataclass
 class ShuffledBatches:
-    """The batches of :func:`make_batches`, of other texts and in another order at each pass; the first has ``seed``."""
+    """Batches of other samples and in another order at each pass, as ``make`` returns them; the first has ``seed``.
 
-    pretrained: Pretrained
-    encoded: Sequence[list[int]]
+    Args:
+        make: takes samples, the size of a batch and a seed, as :func:`make_batches` does after the model.
+        samples: all of them.
+        batch_size: how many make a batch.
+        seed: of the next pass.
+    """
+
+    make: Callable[[Sequence[Any], int, int], Sequence[dict[str, Tensor]]]
+    samples: Sequence[Any]
     batch_size: int
     seed: int
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Begin the next pass."""
-        texts = random.Random(self.seed).sample(self.encoded, len(self.encoded))
+        samples = random.Random(self.seed).sample(self.samples, len(self.samples))
         self.seed += 1
-        return iter(make_batches(self.pretrained, texts, self.batch_size, self.seed))
+        return iter(self.make(samples, self.batch_size, self.seed))
 
 
 @torch.no_grad()

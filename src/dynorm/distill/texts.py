@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from dynorm.errors import ArgumentError, DataError
 
@@ -72,8 +73,8 @@ def _standard_library(whole: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for file in files for text in _texts_of(file, whole)))
 
 
-def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Shuffle texts and put some aside, to be used for measuring only.
+def split_texts(texts: list[Any], held_out: int, seed: int = 0, noun: str = "texts") -> tuple[list[Any], list[Any]]:
+    """Shuffle texts, or whatever the ``noun`` says, and put some aside, to be used for measuring only.
 
     Of fewer than twice ``held_out`` texts a quarter is put aside. Returned are those to fit on, and those held out.
 
@@ -89,7 +90,9 @@ def split_texts(texts: list[str], held_out: int, seed: int = 0) -> tuple[list[st
     if held_out < 1:
         raise ArgumentError(f"held_out must be at least 1, got {held_out}")
     if len(texts) < _FEWEST:
-        raise DataError(f"texts must be at least {_FEWEST}, to hold some out (--held-out), got {len(texts)}: give more")
+        raise DataError(
+            f"{noun} must be at least {_FEWEST}, to hold some out (--held-out), got {len(texts)}: give more"
+        )
     held_out = held_out if len(texts) >= 2 * held_out else len(texts) // 4
     shuffled = random.Random(seed).sample(texts, len(texts))
     return shuffled[held_out:], shuffled[:held_out]

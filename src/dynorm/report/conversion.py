@@ -51,8 +51,9 @@ def measure(
         batches: held-out tensors, tuples or dicts, as for :func:`calibrate_`; read once.
         output: finds the tensor to compare in the model's output. None takes its ``logits``, else its
             ``last_hidden_state``, else its first tensor. A ``last_hidden_state`` (B, T, D), or any such tensor with a
-            mask in the batch, is compared as sentence embeddings; logits of each of ``input_ids``, where no token
-            changes the logits before it, as a language model's; all else as one vector a sample.
+            mask in the batch, is compared as sentence embeddings, or where the batch has ``pixel_values`` by its class
+            token, pooled or first; logits of each of ``input_ids``, where no token changes the logits before it, as a
+            language model's; all else as one vector a sample.
         original: the untouched model, where training has changed other weights too; None takes the same model with
             its original norms.
         fit_on: batches to fit the functions of :class:`SiteReport` on, before their errors are measured on

@@ -1,7 +1,8 @@
-"""How far the outputs of two models lie apart: sentence embeddings, next-token losses, or plain tensors."""
+"""How far the outputs of two models lie apart: embeddings, next-token losses, or plain tensors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,8 +27,9 @@ class OutputReport:
     """The output of a converted model beside the original's; None where a figure does not apply.
 
     Args:
-        kind: "encoder" (samples are compared by their mask-mean-pooled, L2-normalized embeddings), "language" (by their
-            logits, and as next-token predictors) or "tensor" (by their flattened outputs, padding left out).
+        kind: "encoder" (samples are compared by their L2-normalized embeddings: the mean over a text's tokens, or the
+            class token of an image), "language" (by their logits, and as next-token predictors) or "tensor" (by their
+            flattened outputs, padding left out).
         samples: how many were compared.
         cosine_mean: mean cosine of a sample's two outputs.
         cosine_min: the worst.
@@ -41,9 +43,10 @@ class OutputReport:
         kl: mean Kullback-Leibler divergence of the converted model's prediction from the original's, in nats per token.
         accuracy_original: how often the original's likeliest next token is the right one.
         accuracy_now: the same of the converted model.
-        agreement: how often both have the same likeliest token.
+        agreement: how often both have the same likeliest token, or class.
         error: of a "tensor", the distance to the original's over their spread; 1 is as bad as a constant.
         worst: the place of the sample with the least cosine, counted from 0; samples of padding alone do not count.
+        neighbours: how often a sample's nearest neighbour, among 2,000 at most, is the same in both models.
     """
 
     kind: Kind
@@ -63,12 +66,13 @@ class OutputReport:
     agreement: float | None = None
     error: float | None = None
     worst: int | None = None
+    neighbours: float | None = None
 
 
 class OutputComparison:
     """Compares two models' outputs batch by batch; of an encoder, the N x D embeddings are kept.
 
-    ``pick`` finds the tensor to compare; None takes the output's ``logits``, ``last_hidden_state``, or first tensor.
+    ``pick`` finds the tensor to compare; None takes that of :func:`output_tensor`.
     """
 
     def __init__(self, pick: Callable[[Any], Tensor] | None = None) -> None:
@@ -80,16 +84,17 @@ class OutputComparison:
         self._sums: dict[int, Tensor] = {}
         self._tokens = 0
         self._predicted = torch.zeros(6, dtype=torch.float64)
+        self._same_class: list[Tensor] = []
 
     def add(self, batch: Any, original: Any, now: Any, run_again: Callable[[Any], Any]) -> None:
         """Add a batch with both outputs; the original is run again once, on a batch in which a token was exchanged."""
-        first = self._tensor(original)
-        second = self._tensor(now).to(first.device)
+        (name, first), (_, second) = (self._named_tensor(output, batch) for output in (original, now))
+        second = second.to(first.device)
         if first.shape != second.shape:
             shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
             raise DataError(f"both models must give outputs of one shape, got {shapes}: is `original` the same model?")
         if self.kind is None:
-            self.kind = self._kind(batch, original, first, run_again)
+            self.kind = self._kind(batch, name, first, run_again)
         a, b = (sample_vectors(t, batch, pooled=self.kind == "encoder") for t in (first, second))
         for vectors, which in ((a, "original"), (b, "converted")):
             if not vectors.isfinite().all():
@@ -102,6 +107,8 @@ class OutputComparison:
         elif self.kind == "language":
             self._add_predictions(batch, first, second)
         else:
+            if name == "logits" and first.ndim == 2 and first.shape[1] > 1:
+                self._same_class.append((first.argmax(1) == second.argmax(1)).cpu())
             a, b = a.cpu().double(), b.cpu().double()
             new = torch.stack([(b - a).square().sum(0), a.sum(0), a.square().sum(0)])
             self._sums[a.shape[1]] = self._sums.get(a.shape[1], 0) + new
@@ -115,7 +122,10 @@ class OutputComparison:
         least, worst = cosines.min(0)
         found = OutputReport(kind, len(cosines), float(cosines.mean()), float(least), low, median, worst=int(worst))
         if self._kept:
-            found = replace(found, spearman=pair_spearman(*(torch.cat(e) for e in zip(*self._kept, strict=True))))
+            first, second = (torch.cat(each) for each in zip(*self._kept, strict=True))
+            found = replace(found, spearman=pair_spearman(first, second), neighbours=same_neighbours(first, second))
+        if self._same_class:
+            found = replace(found, agreement=float(torch.cat(self._same_class).double().mean()))
         if len(self._sums) == 1:
             ((distance, y, yy),) = self._sums.values()
             spread = (yy - y * y / len(cosines)).sum()
@@ -128,25 +138,24 @@ class OutputComparison:
         difference = figures["loss_now"] - figures["loss_original"]
         return replace(found, tokens=self._tokens, loss_difference=difference, **figures)
 
-    def _tensor(self, output: Any) -> Tensor:
-        return output_tensor(output)[1] if self._pick is None else _floating(self._pick(output))
+    def _named_tensor(self, output: Any, batch: Any) -> tuple[str | None, Tensor]:
+        return output_tensor(output, batch) if self._pick is None else (None, _floating(self._pick(output)))
 
-    def _kind(self, batch: Any, output: Any, tensor: Tensor, run_again: Callable[[Any], Any]) -> Kind:
-        is_logits = self._pick is None and tensor is _named(output, "logits")
-        if is_logits:
+    def _kind(self, batch: Any, name: str | None, tensor: Tensor, run_again: Callable[[Any], Any]) -> Kind:
+        if name == "logits":
             ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
             fits = isinstance(ids, Tensor) and ids.ndim == 2 and tensor.ndim == 3 and ids.shape == tensor.shape[:2]
             return "language" if fits and self._is_causal(batch, ids, tensor, run_again) else "tensor"
-        is_hidden = self._pick is None and tensor is _named(output, "last_hidden_state")
         is_masked = any(mask.shape == tensor.shape[:2] for mask in token_masks(batch))
-        return "encoder" if tensor.ndim == 3 and (is_hidden or is_masked) else "tensor"
+        is_tokens = tensor.ndim == 3 and (name == "last_hidden_state" or is_masked)
+        return "encoder" if name == "class_token" or is_tokens else "tensor"
 
     def _is_causal(self, batch: Any, ids: Tensor, logits: Tensor, run_again: Callable[[Any], Any]) -> bool:
         """Return whether another last token leaves the logits before it as they were."""
         place = torch.arange(ids.shape[1], device=ids.device)
         last = (_valid(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
         other = torch.where(place == last, (ids + 1) % logits.shape[-1], ids)
-        again = self._tensor(run_again({**batch, "input_ids": other}))
+        _, again = self._named_tensor(run_again({**batch, "input_ids": other}), batch)
         before = (_valid(logits, batch).to(ids.device) & (place < last)).to(logits.device)
         if again.shape != logits.shape or not before.any():
             return False
@@ -207,23 +216,60 @@ def pair_spearman(a: Tensor, b: Tensor) -> float | None:
         >>> round(pair_spearman(a, a), 6)
         1.0
     """
-    if len(a) > _MOST_PAIRED:
-        chosen = torch.linspace(0, len(a) - 1, _MOST_PAIRED, dtype=torch.float64).long()
-        a, b = a[chosen], b[chosen]
-    rows, columns = torch.triu_indices(len(a), len(a), 1)
-    a, b = a.double(), b.double()
-    return spearman((a @ a.T)[rows, columns], (b @ b.T)[rows, columns])
+    rows, columns = torch.triu_indices(min(len(a), _MOST_PAIRED), min(len(a), _MOST_PAIRED), 1)
+    first, second = (_similarities(each)[rows, columns] for each in (a, b))
+    return spearman(first, second)
 
 
-def output_tensor(output: Any) -> tuple[str | None, Tensor]:
-    """Return the tensor of a model's output that is compared, with its name: its logits, hidden state, or first."""
-    found = [(name, _named(output, name)) for name in ("logits", "last_hidden_state")]
+def same_neighbours(a: Tensor, b: Tensor) -> float | None:
+    """Return how often a sample has the same nearest neighbour in both of its embeddings (N, D), as a share.
+
+    The rows have length 1. None for fewer than 3; of more than 2,000, an even choice of 2,000 is compared.
+
+    Example:
+        >>> a = normalize(torch.eye(4) + 0.1 * torch.arange(16.0).reshape(4, 4), dim=1)
+        >>> same_neighbours(a, a)
+        1.0
+    """
+    if len(a) < 3:
+        return None
+    first, second = (_similarities(each).fill_diagonal_(-math.inf).argmax(1) for each in (a, b))
+    return float((first == second).double().mean())
+
+
+def _similarities(rows: Tensor) -> Tensor:
+    if len(rows) > _MOST_PAIRED:
+        rows = rows[torch.linspace(0, len(rows) - 1, _MOST_PAIRED, dtype=torch.float64).long()]
+    return rows.double() @ rows.double().T
+
+
+def output_tensor(output: Any, batch: Any = None) -> tuple[str | None, Tensor]:
+    """Return the tensor of a model's output that is compared, with its name.
+
+    It is the "logits", else of a ``batch`` of images the "class_token", else the "last_hidden_state", or first tensor.
+    """
+    found = [
+        ("logits", _named(output, "logits")),
+        ("class_token", _class_token(output, batch)),
+        ("last_hidden_state", _named(output, "last_hidden_state")),
+    ]
     values = output.values() if isinstance(output, Mapping) else output
     rest = values if isinstance(output, (Mapping, tuple, list)) else [output]
     for name, tensor in [*found, *((None, value) for value in rest)]:
         if isinstance(tensor, Tensor):
             return name, _floating(tensor)
     return None, _floating(output)
+
+
+def _class_token(output: Any, batch: Any) -> Tensor | None:
+    """Return one vector per image, (B, D): as the model pools it, or else its first token."""
+    pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
+    if not isinstance(pixels, Tensor) or pixels.ndim != 4:
+        return None
+    pooled, hidden = (_named(output, name) for name in ("pooler_output", "last_hidden_state"))
+    if isinstance(pooled, Tensor):
+        return pooled.flatten(1)
+    return hidden[:, 0] if isinstance(hidden, Tensor) and hidden.ndim == 3 else None
 
 
 def _named(output: Any, name: str) -> Any:
@@ -247,7 +293,7 @@ def sample_vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
     """Return one vector per sample, (B, D), without padding; samples of nothing but padding are left out."""
     tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
     if tensor.ndim != 3:
-        return tensor.reshape(len(tensor), -1)
+        return normalize(tensor, dim=-1) if pooled else tensor.reshape(len(tensor), -1)
     valid = _valid(tensor, batch)
     tensor = torch.where(valid[:, :, None], tensor, 0)[valid.any(1)]
     if not pooled:
