@@ -34,18 +34,18 @@ STEPS, SAMPLES = 300, 256
 
 def save_picture(report: dynorm.InspectionReport, path: Path) -> None:
     """Draw all norms of a model: its outliers, and the functions fitted to them."""
-    columns = 5 if len(report.sites) > 9 else 3
-    rows = math.ceil(len(report.sites) / columns)
-    figure = Figure(figsize=(2.6 * columns, 2.4 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    # Three in a row are legible at the width of a page.
+    rows = math.ceil(len(report.sites) / 3)
+    figure = Figure(figsize=(9, 2.5 * rows), layout="constrained")
+    panels = figure.subplots(rows, 3, squeeze=False).flatten()
     for axes, site in zip(panels, report.sites, strict=False):
         draw(axes, site.outliers.fit, site.picture, site.outliers.points)
         residuals = site.outliers.residuals
         figures = "  ".join(f"{short} {residuals[name]:.2f}" for name, short in LABELS.items())
-        axes.set_title(f"{shortened(site.path, 34)}\n{figures}", fontsize=7.5)
-        axes.tick_params(labelsize=7)
-        axes.set_xlabel(axes.get_xlabel(), fontsize=8)
-        axes.set_ylabel(axes.get_ylabel(), fontsize=8)
+        axes.set_title(f"{shortened(site.path, 34)}\n{figures}", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.set_xlabel(axes.get_xlabel(), fontsize=9)
+        axes.set_ylabel(axes.get_ylabel(), fontsize=9)
     for axes in panels[len(report.sites) :]:
         axes.axis("off")
     add_legend(figure)
@@ -67,7 +67,8 @@ def add_legend(figure: Figure) -> None:
         Line2D([], [], color=DAYLIGHT[n], marker="o", linestyle="", markersize=4, label=label)
         for n, label in (("outlier", "outlier of a token"), ("point", "other channels"))
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    handles.append(Line2D([], [], color=DAYLIGHT["soft"], linewidth=0.8, linestyle="--", label="the norm's bounds"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False, fontsize=9)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -65,7 +66,7 @@ def retrieval_table() -> str:
     """One row per model: means over the draws of packages, and the most that a draw has lost to the original."""
     first, *others = load("retrieval")["rows"]
     lines = [
-        "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | most lost in a draw |",
+        "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | of it lost, worst draw |",
         "|---|---|---|---|",
     ]
     for row in (first, *others):
@@ -153,8 +154,10 @@ def paper_table() -> str:
 
 def generality() -> str:
     """What a thousand samples say, in the words of ``dynorm paper``."""
-    verdict: str = load("paper")["generality"]["verdict"]
-    return "\n".join(wrap(verdict, 118, break_on_hyphens=False))
+    sentences = re.split(r"(?<=[.:]) (?=[A-Z])", load("paper")["generality"]["verdict"])
+    return "\n".join(
+        "\n".join(wrap(f"- {each}", 118, break_on_hyphens=False, subsequent_indent="  ")) for each in sentences
+    )
 
 
 def inspection_table() -> str:

@@ -24,6 +24,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 highlight_language = "none"
 html_theme = "furo"
 html_title = f"dynorm {release}"
+html_show_copyright = False
 # The notebook is committed with its outputs; a test runs its cells.
 nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath", "deflist"]

@@ -67,8 +67,11 @@ class Table:
         for column in self.head():
             if column.note and self.rows and not column.page_only:
                 meanings.setdefault(column.group or column.title, column.note)
+        lines = "\n".join(self._lines())
+        if any(self.head()[0].text(row[0]).translate(_ASCII) not in lines for row in self.rows):
+            meanings = {self.head()[0].title: "shortened, a letter for a word"} | meanings
         below = _wrapped([f"{name}: {note}" for name, note in meanings.items()])
-        parts = (_wrapped(self.title.splitlines()), "\n".join(self._lines()), _wrapped(self.notes), below)
+        parts = (_wrapped(self.title.splitlines()), lines, _wrapped(self.notes), below)
         return "\n\n".join(part for part in parts if part)
 
     def _lines(self) -> list[str]:

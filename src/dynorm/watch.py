@@ -81,7 +81,14 @@ def call(model: nn.Module, batch: Any) -> Any:
         raise
     # The model's code may raise anything: it was given the batch.
     except Exception as error:
-        raise DataError(f"the model must run on each batch, but {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"the model must run on each batch, but {type(error).__name__}: {error}{labels_hint(args)}"
+        ) from error
+
+
+def labels_hint(args: tuple[Any, ...]) -> str:
+    """Return what to try where a model does not take several arguments."""
+    return "" if len(args) < 2 else " (a tuple holds a call's arguments: leave labels out, [x for x, y in loader])"
 
 
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -67,6 +67,9 @@ def test_steps_of_distillation_train_the_weights() -> None:
     [
         ({"batches": data(1)}, DataError),
         ({"batches": []}, DataError),
+        # A single tensor is no list of batches, though its rows could be read as such.
+        ({"batches": torch.randn(32, 16)}, DataError),
+        ({"held_out": data(1)[0]}, DataError),
         ({"to": "nothing"}, ArgumentError),
         ({"to": nn.Linear}, ArgumentError),
         ({"only": "5"}, ArgumentError),
@@ -94,3 +97,13 @@ def test_a_layer_may_be_given_by_its_class() -> None:
     done = dynorm.convert_(model, dynorm.find_norms(model, data()[0]), dynorm.Derf)
     assert done.to == "derf"
     assert isinstance(model[1], dynorm.Derf)
+
+
+def test_labels_in_a_batch_are_told_from_inputs() -> None:
+    labelled = [(x, torch.zeros(len(x))) for x in data(4)]
+    with pytest.raises(DataError, match="leave labels out"):
+        dynorm.convert_model(model_of(), labelled)
+    model = model_of()
+    dynorm.convert_(model, dynorm.find_norms(model, data(1)[0]))
+    with pytest.raises(DataError, match="leave labels out"):
+        dynorm.calibrate_(model, labelled)

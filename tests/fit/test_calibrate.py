@@ -634,7 +634,7 @@ def loaded() -> nn.Module:
     ("build", "match"),
     [
         (lambda: transformer(1), r"has none: call dynorm\.convert_"),
-        (loaded, r"the layer '0' must have replaced a norm .* calibrate right after convert_"),
+        (loaded, r"the layer '0' must have replaced a norm .* convert the original again"),
         (lambda: torch.compile(loaded(), backend="eager"), r"compiled: pass model\._orig_mod"),
         (lambda: loaded().to("meta"), "meta device"),
     ],

@@ -16,7 +16,7 @@ from dynorm.fit.choose import TOLERANCE
 from dynorm.replace import convert_, restore_
 from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure
-from dynorm.watch import arguments
+from dynorm.watch import arguments, iterate
 
 # What a recipe leaves open: for an encoder of texts, one of images, and a language model. The last two's were measured
 # on DINOv2-small and SmolLM2-135M.
@@ -46,7 +46,8 @@ def convert_model(
 
     Args:
         model: any module; plain, neither compiled nor wrapped.
-        batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``; padding is left out.
+        batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``, without labels; padding is
+            left out.
         to: the layer, as for :func:`convert_`.
         held_out: batches to measure on; by default every fourth of ``batches``, which the fit then does not see.
         only: globs of the paths to convert; None means all.
@@ -73,15 +74,13 @@ def convert_model(
         >>> report.output.cosine_mean > 0.9
         True
     """
-    fit, tests = list(batches), list(held_out or ())
+    fit, tests = list(iterate(batches)), [] if held_out is None else list(iterate(held_out, "held_out"))
     if held_out is None:
         apart = set(range(3, len(fit), 4)) or {len(fit) - 1}
         tests = [batch for k, batch in enumerate(fit) if k in apart]
         fit = [batch for k, batch in enumerate(fit) if k not in apart]
-    if not (fit and tests):
-        raise DataError(
-            f"there must be batches to fit on and others to measure on, got {len(fit)} and {len(tests)}: give more"
-        )
+    if not fit:
+        raise DataError("there must be batches to fit on and others to measure on, got 1: give more, or held_out=")
     suits: dict[str, Any] = LANGUAGE if getattr(model, "can_generate", bool)() else ENCODER
     per_channel = suits["per_channel"] if per_channel is None else per_channel
     witnesses = suits["witnesses"] if witnesses is None else witnesses

@@ -23,7 +23,7 @@ from dynorm.errors import DataError
 from dynorm.find.recover import HALF_TOLERANCE, NotANormError, affine_of, candidate_axes, channel_axes, core, recover
 from dynorm.find.tokens import Packing, plain_arithmetic
 from dynorm.site import UNIT_LENGTH, NormSite
-from dynorm.watch import arguments, require_plain_model, undisturbed
+from dynorm.watch import arguments, labels_hint, require_plain_model, undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 OTHER_ARGUMENTS = "other arguments: a point-wise layer takes one tensor, by position"
@@ -159,7 +159,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     except Exception as error:
         raise DataError(
             "the model could not be run on the example, which must be what its forward takes: "
-            f"it raised {type(error).__name__}: {error}"
+            f"it raised {type(error).__name__}: {error}{labels_hint(args)}"
         ) from error
     finally:
         for handle in handles:

@@ -110,8 +110,8 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
     for path, layer in layers.items():
         if with_norms and replaced_by(layer) is None:
             raise ModelError(
-                f"the layer {path!r} must have replaced a norm to be fitted to it, but it was loaded or built so: "
-                "calibrate right after convert_, before saving"
+                f"the layer {path!r} must have replaced a norm to be compared with it, but it was loaded or built so: "
+                "convert the original again, and calibrate, refine, distil and measure before saving"
             )
     return layers
 

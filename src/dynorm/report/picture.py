@@ -144,5 +144,5 @@ def _scale(axes: Axes, letter: str, low: float, high: float, knee: float) -> Non
     axes.set(**{f"{letter}lim": (knee * math.sinh(low), knee * math.sinh(high))})
     axis = getattr(axes, f"{letter}axis")
     # A base of 0 rounds the ticks to one digit.
-    axis.set_major_locator(AsinhLocator(knee, numticks=9, base=0))
+    axis.set_major_locator(AsinhLocator(knee, numticks=7, base=0))
     axis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))

@@ -151,7 +151,9 @@ class Report:
 
     def __repr__(self) -> str:
         """Return the report in a few words."""
-        return f"<{type(self).__name__} of {self.name}: {len(self.sites)} sites, {self.batches} batches>"
+        sites, batches = len(self.sites), self.batches
+        counted = f"{sites} site{'s' * (sites != 1)}, {batches} batch{'es' * (batches != 1)}"
+        return f"<{type(self).__name__} of {self.name}: {counted}>"
 
     def _repr_html_(self) -> str:
         """Return the table as a notebook shows it."""
