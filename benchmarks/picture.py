@@ -103,8 +103,8 @@ def draw_witness(x: Tensor) -> None:
     axes[1].plot(ends, ends, color="0.5", lw=0.8, ls="--", label="exact")
     axes[1].set_title(f"four tell {four.explained[4]:.1%}, a constant none", fontsize=11)
     axes[1].set_xlabel("told by the layer")
-    for axis in axes:
-        axis.legend(frameon=False, loc="upper left", markerscale=3)
+    for axis, place in zip(axes, ("upper left", "lower right"), strict=True):
+        axis.legend(frameon=False, loc=place, markerscale=3)
         axis.set(xscale="log", yscale="log")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("the token's own sum")
