@@ -17,7 +17,7 @@ OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 MINUTES ?= $(if $(filter minilm,$(MODEL)),5,9)
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo models test architectures lint docs bench fold wire deploy quality retrieval distillation paper activations study sanitize wheel clean
+.PHONY: setup demo models test architectures lint docs bench fold gone wire deploy quality retrieval distillation paper activations study sanitize wheel clean
 
 KERNELS := src/dynorm/kernels/_native.abi3.so
 
@@ -104,6 +104,13 @@ bench: setup
 fold: setup
 	$(BIN)/python -m benchmarks.fold
 	$(BIN)/python -m benchmarks.fold --timings
+
+# How many norms of a real encoder become lines, and what a norm costs under encryption: a few minutes.
+gone: setup
+	$(PIP) --editable '.[encrypted]'
+	$(BIN)/python -m benchmarks.auto
+	$(BIN)/python -m benchmarks.encrypted
+	$(BIN)/python -m benchmarks.tables
 
 # What goes over the wire when a model is sharded: counted, in under a minute.
 wire: setup
