@@ -22,11 +22,7 @@ Order = Literal["together", "last_first", "first_last"]
 
 
 def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
-    """Return the annealed layers of a model by their first path, in call order.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the annealed layers of a model by their first path, in call order; ModelError if there is none."""
     found = {path: layer for path, layer in dynorm_layers(model).items() if isinstance(layer, AnnealedNorm)}
     if not found:
         raise ModelError(
@@ -148,7 +144,6 @@ class AnnealSchedule:
     order: Order = "together"
 
     def __post_init__(self) -> None:
-        """Check the parts that do not depend on the run."""
         if not (_is_steps(self.start) and _is_steps(self.length) and self.length > 0):
             raise ArgumentError(
                 "start and length must be steps (integers) or shares of the run (floats from 0 to 1), and length "
@@ -202,7 +197,6 @@ class AnnealSchedule:
 
 
 def _is_steps(value: object) -> bool:
-    """Return whether it is a number of steps, or a share of a run."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return float(value) >= 0 if isinstance(value, Integral) else 0 <= float(value) <= 1

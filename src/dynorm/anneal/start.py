@@ -79,11 +79,9 @@ class AnnealStart:
                 ]
 
     def __enter__(self) -> AnnealStart:
-        """Watch until the context is left."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Set the constants, or, where there was an error, leave them."""
         if kind is None:
             self.finish_()
         else:
@@ -164,25 +162,19 @@ class AnnealStart:
 
 
 def require_same_anneal(model: nn.Module) -> None:
-    """Check that every rank has the same annealed layers, with the same t and the same constants.
-
-    Raises:
-        ModelError: on every rank, if one differs.
-    """
+    """Check that every rank has the same annealed layers, t and constants; ModelError on every rank if one differs."""
     ranks = Ranks(error=ModelError)
     if ranks.size == 1:
         return
     with ranks.together():
         layers = annealed_layers(model)
-        forms = [
-            (path, type(layer).__name__, [tuple(p.shape) for p in layer.constant_parameters()])
-            for path, layer in layers.items()
-        ]
+        values = [value for layer in layers.values() for value in layer.constant_parameters()]
+        forms = [*((path, type(layer).__name__) for path, layer in layers.items()), *(value.shape for value in values)]
         # Forms first: sharded values are gathered, which only ranks of the same shapes can do.
         ranks.require_same(hashlib.sha256(repr(forms).encode()).digest())
         # set_to and not the buffer t, which DistributedDataParallel has made the same on all ranks.
         seen = hashlib.sha256(repr([layer.set_to for layer in layers.values()]).encode())
-        for value in (value for layer in layers.values() for value in layer.constant_parameters()):
+        for value in values:
             seen.update(gathered(value.detach()).double().cpu().contiguous().numpy().tobytes())
         ranks.require_same(seen.digest(), "t and the same constants")
 

@@ -81,10 +81,8 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
     """Find out which norm a module is, by trying a copy of it.
 
     The vectors of the copy are filled with random numbers first. What then scales and shifts the channels tells which
-    tensor is the weight, and whether it is w or 1 + w, where the initial ones and zeros would tell nothing.
-
-    Returns:
-        A site without a path.
+    tensor is the weight, and whether it is w or 1 + w, where the initial ones and zeros would tell nothing. The site
+    has no path.
     """
     tried: list[TokenFunction] = []
     failure = CannotProbeError("it has no axis of two channels or more")
@@ -96,10 +94,9 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
             formula = _closest(function)
             if formula.error <= _tolerance(function):
                 return _complete(given, function, formula)
+            tried.append(function)
         except CannotProbeError as error:
             failure = error
-            continue
-        tried.append(function)
     raise NotANormError(_explain(tried) if tried else f"cannot be probed: {failure}")
 
 

@@ -16,6 +16,7 @@ from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import identity, swap_, take_over_
 
+Values = dict[Slot, Tensor]
 # Attributes of the modules that a fold gave a parameter of their own.
 ADDED_BIAS = "_dynorm_added_bias"
 UNTIED = "_dynorm_untied"
@@ -59,10 +60,10 @@ def untie_(model: nn.Module, name: str) -> None:
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), leaf)
 
 
-def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[dict[Slot, Tensor], dict[Slot, Tensor]]:
+def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[Values, Values]:
     """Return the new values of all parameters that a fold changes, in float64, and the biases to add, by the weight."""
-    values: dict[Slot, Tensor] = {}
-    added: dict[Slot, Tensor] = {}
+    values: Values = {}
+    added: Values = {}
 
     def value(slot: Slot) -> Tensor:
         return values[slot] if slot in values else slot.double()
@@ -110,12 +111,7 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[dict[S
 
 @torch.no_grad()
 def apply_(
-    model: nn.Module,
-    folds: Sequence[SiteFold],
-    values: dict[Slot, Tensor],
-    added: dict[Slot, Tensor],
-    drop_affine: bool,
-    parts: Sequence[Part],
+    model: nn.Module, folds: Sequence[SiteFold], parts: Sequence[Part], values: Values, added: Values, drop_affine: bool
 ) -> None:
     """Put new values, biases (by the weight of their layer) and layers into a model.
 
@@ -133,8 +129,7 @@ def apply_(
         take_over_(layers[fold.module], fold.module, None)
     by_tensor: dict[Tensor, dict[tuple[nn.Module, str], Tensor]] = {}
     for slot, value in values.items():
-        of_owner = {(owner.module, owner.name): value for owner in slot.owners}
-        by_tensor.setdefault(slot.tensor, {}).update(of_owner)
+        by_tensor.setdefault(slot.tensor, {}).update({(owner.module, owner.name): value for owner in slot.owners})
     for tensor, of_owner in by_tensor.items():
         _set_values(model, tensor, of_owner)
     for slot, value in added.items():

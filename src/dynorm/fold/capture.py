@@ -102,7 +102,7 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
         hidden = next((owner for owner in slot.owners if owner.module in inside), None)
         if hidden is not None:
             slot.fixed = slot.fixed or f"{hidden} is part of a norm"
-    return Graph(model, program.graph.nodes, slots)
+    return Graph(modules, program.graph.nodes, slots)
 
 
 def _is_functional(node: Node) -> bool:
@@ -139,9 +139,7 @@ class _Flat(nn.Module):
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         super().__init__()
-        self.model = model
-        self.inputs = inputs
-        self.tensors = held_tensors(inputs)
+        self.model, self.inputs, self.tensors = model, inputs, held_tensors(inputs)
         self.eval()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:

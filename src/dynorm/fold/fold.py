@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -25,11 +25,11 @@ from dynorm.fold.report import FoldReport
 from dynorm.fold.site_fold import SiteFold
 from dynorm.fold.stream import fold_centers, fold_means
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.convert import Globs
 from dynorm.replace.specs import is_ours
 from dynorm.site import NormSite, select_sites
 from dynorm.watch import unchanged_on_error, undisturbed
 
-Globs = str | Iterable[str] | None
 # A power of two, and so is its root: neither rounds a number.
 _EPS = 2.0**80
 
@@ -129,7 +129,7 @@ def fold_(
         if any(fold.is_given or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
             before = Check(model, *example, tolerance) if check else None
             with unchanged_on_error(model.modules()):
-                apply_(model, folds, values, added, affine, parts)
+                apply_(model, folds, parts, values, added, affine)
                 if before is not None:
                     error = before.require_same(model)
                 else:
@@ -151,11 +151,9 @@ def fold_(
     ours = bool(biases or (free and not hasattr(model, "save_pretrained"))) or any(map(is_ours, model.modules()))
     rows = [fold.row(affine, center, constants) for fold in folds]
     report = FoldReport(rows, biases, free, error, loads_with="dynorm" if ours else "stock")
-    return (
-        report
-        if before is None
-        else replace(report, tolerance=before.tolerance, noise=before.noise, fresh=before.fresh)
-    )
+    if before is not None:
+        report = replace(report, tolerance=before.tolerance, noise=before.noise, fresh=before.fresh)
+    return report
 
 
 def _planned(

@@ -49,7 +49,6 @@ class Owner:
         return self.module._parameters if self.name in self.module._parameters else self.module._buffers
 
     def __str__(self) -> str:
-        """Return the parameter's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
 
@@ -84,34 +83,25 @@ class Slot:
 class Graph:
     """The traced graph of a model, with all its parameters and buffers."""
 
-    def __init__(self, model: nn.Module, nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
+        self.modules, self.all_slots = modules, slots
         self.slots = {node: slot for slot in slots for node in slot.nodes}
         # The calls of norms, with the index of each.
         self.norms: dict[Node, Any] = {node: node.args[1] for node in nodes if packet(node) == "dynorm.fold_site"}
-        self._slots = slots
-        self._modules: Mapping[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-
-    def slots_of(self, tensor: Tensor) -> list[Slot]:
-        """Return the slots of a parameter: several if it may be untied."""
-        return [slot for slot in self._slots if slot.tensor is tensor]
-
-    def modules_of(self, node: Node) -> list[nn.Module]:
-        """Return the modules whose forward a node belongs to, the innermost last."""
-        return [self._modules[path] for path in _paths_of(node) if path in self._modules]
 
     def where(self, node: Node) -> str:
         """Name an operator and its place for a message."""
         if node.op == "output":
             return "the model's output"
         node, _ = producer(node)
-        paths = _paths_of(node)
-        name = packet(node) or str(node.target)
-        if not paths or not paths[-1]:
+        name, path = packet(node) or str(node.target), (paths_of(node) or [""])[-1]
+        if not path:
             return name
-        return f"the norm {paths[-1]}" if node in self.norms else f"{name} in {paths[-1]}"
+        return f"the norm {path}" if node in self.norms else f"{name} in {path}"
 
 
-def _paths_of(node: Node) -> list[str]:
+def paths_of(node: Node) -> list[str]:
+    """Return the paths of the modules whose forward a node belongs to, the innermost last."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values()]
     return [path.removeprefix("model").removeprefix(".") for path in paths if path]

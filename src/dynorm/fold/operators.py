@@ -60,17 +60,16 @@ def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
 
 def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
     name, rank = packet(node), len(shape(value))
+    bias = None
     # The weight, the bias, and the weight's contracted axis, from the end.
-    weight: Any
-    bias: Any = None
     if name == "aten.linear" and node.args[0] is value and axis == rank - 1:
         weight, bias, from_end = argument(node, 1), argument(node, 2), -1
     elif name == "aten.addmm" and node.args[1] is value and axis == 1 and not node.kwargs:
-        weight, bias, from_end = node.args[2], node.args[0], -2
+        weight, bias, from_end = argument(node, 2), argument(node, 0), -2
     elif name in _PRODUCTS and node.args[0] is value and axis == rank - 1:
-        weight, from_end = node.args[1], -2
+        weight, from_end = argument(node, 1), -2
     elif name in _PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0) and "grouped" not in name:
-        weight, from_end = node.args[0], -1
+        weight, from_end = argument(node, 0), -1
     else:
         raise RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
     if not is_tensor(weight) or sum(arg is weight for arg in node.args) != 1:

@@ -14,7 +14,7 @@ from dynorm.errors import ModelError
 from dynorm.find.recover import core
 from dynorm.find.tokens import CannotProbeError, Packing, TokenFunction, plain_arithmetic, plain_copy
 from dynorm.fold.check import Wide, relative_error
-from dynorm.fold.graph import Graph, Leaf, Slot, width
+from dynorm.fold.graph import Graph, Leaf, Slot, paths_of, width
 from dynorm.fold.site_fold import Read, SiteFold, Stream
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.site import NormSite
@@ -104,7 +104,7 @@ def require_free(graph: Graph, reads: Sequence[Read], uses: Mapping[Leaf, Read])
 def require_own(graph: Graph, fold: SiteFold) -> None:
     """Check that a norm's weight and bias are saved, and its own alone."""
     for tensor, _ in fold.own():
-        slots = graph.slots_of(tensor)
+        slots = [slot for slot in graph.all_slots if slot.tensor is tensor]
         if not slots[0].is_saved:
             raise RefusedError(f"{slots[0].name} is not saved with the model: it would come back when it is loaded")
         if len(slots) > 1 or len(slots[0].owners) > 1 or slots[0].leaves or slots[0].is_shared:
@@ -136,7 +136,7 @@ def require_new_bias(graph: Graph, slot: Slot, node: Node) -> None:
     """Check that a weight is that of one linear layer, which can be given a bias."""
     owner = slot.owners[0].module
     # Code that takes the weight without calling the layer would not add its bias.
-    called = len(slot.owners) == 1 and owner in graph.modules_of(node)
+    called = len(slot.owners) == 1 and owner in map(graph.modules.get, paths_of(node))
     if not called or not _takes_bias(owner):
         raise RefusedError(f"no bias can be added to {slot.name}: it is not the weight of one linear layer")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.recover import affine_of
+from dynorm.find.tokens import named_tensors
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
     Replaced,
@@ -272,7 +273,7 @@ def _fill_(layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[T
 
 def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
     """Return the tensors that hold a norm's weight and bias."""
-    tensors = dict(norm.named_buffers()) | dict(norm.named_parameters())
+    tensors = named_tensors(norm)
     return {"weight": tensors.get(site.weight_name or ""), "bias": tensors.get(site.bias_name or "")}
 
 

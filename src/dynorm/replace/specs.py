@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,32 +23,22 @@ _NAMES: Mapping[type[nn.Module], str] = {**NAMES, RMSNorm: "rmsnorm", nn.Identit
 
 
 class Replaced(NamedTuple):
-    """The norm that a layer stands for, untouched, with its site: kept on the layer so that it can come back.
-
-    ``witnesses`` is how many :func:`dynorm.calibrate_` may give the layer. With ``auto`` it chooses the layer too, and
-    says ``why``.
-    """
+    """The norm that a layer stands for, untouched, with its site: kept on the layer so that it can come back."""
 
     module: nn.Module
     site: NormSite
-    witnesses: int = 0
-    auto: bool = False
-    why: str = ""
+    witnesses: int = 0  # how many calibrate_ may give the layer
+    auto: bool = False  # it chooses the layer too
+    why: str = ""  # the reason of that choice
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One point-wise layer of a model, or what a fold left, as plain values: where it stands, how to build it empty.
+    """One point-wise layer of a model, or what a fold left, as plain values: where it stands, how to build it empty."""
 
-    Args:
-        layer: a name of :data:`dynorm.family.LAYERS`, "rmsnorm" or "identity".
-        config: the constructor's arguments.
-        paths: every path of the layer, the first one leading.
-    """
-
-    layer: str
-    config: Mapping[str, Any]
-    paths: tuple[str, ...] = field(default_factory=tuple)
+    layer: str  # a name of dynorm.family.LAYERS, "rmsnorm" or "identity"
+    config: Mapping[str, Any]  # the constructor's arguments
+    paths: tuple[str, ...] = ()  # every path of the layer, the first one leading
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as plain values that JSON knows."""
@@ -80,11 +70,9 @@ class LayerSpec:
 
 
 def identity() -> nn.Identity:
-    """Return what stands where a norm was folded away.
-
-    It has an eps, as ``nn.TransformerEncoderLayer`` compares those of its norms; NaN is equal to none.
-    """
+    """Return what stands where a norm was folded away."""
     module = nn.Identity()
+    # nn.TransformerEncoderLayer compares the eps of its norms; NaN is equal to none.
     module.eps = math.nan  # type: ignore[assignment]
     return module
 
