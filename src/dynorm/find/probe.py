@@ -26,9 +26,6 @@ from dynorm.site import UNIT_LENGTH, NormSite
 from dynorm.watch import arguments, labels_hint, require_plain_model, undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
-OTHER_ARGUMENTS = "other arguments: a point-wise layer takes one tensor, by position"
-NOT_ONE_TENSOR = "not tensor to tensor: it does not take and return one floating-point tensor"
-OTHER_SHAPE = "another shape: its output is not shaped as its input"
 
 _FUNCTIONS: dict[Any, str] = {
     functional.layer_norm: "F.layer_norm",
@@ -37,9 +34,6 @@ _FUNCTIONS: dict[Any, str] = {
     torch.native_layer_norm: "torch.native_layer_norm",
     torch.rms_norm: "torch.rms_norm",
 }
-
-# How much is kept of every axis but the channels', for the last check.
-_KEPT = 2
 
 
 @dataclass
@@ -88,7 +82,8 @@ class Observation:
         self.output_dtype = given.dtype if autocast else output.dtype
         self.rounded = bool(halves) or autocast
         for axes in candidate_axes(self.module, tuple(given.shape)) if self.is_light() else []:
-            part = tuple(slice(None) if axis in axes else slice(_KEPT) for axis in range(given.ndim))
+            # Two of every axis but the channels' will do for the last check.
+            part = tuple(slice(None) if axis in axes else slice(2) for axis in range(given.ndim))
             # Cloned at once: later parts of the model may write into either of them.
             self.samples[axes] = (given[part].detach().clone(), output[part].detach().clone())
 
@@ -98,10 +93,10 @@ def _problem(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> str 
     if args and any(isinstance(leaf, Tensor) for leaf in tree_leaves(extras)):
         return ANOTHER_TENSOR
     if extras or not args:
-        return OTHER_ARGUMENTS
+        return "other arguments: a point-wise layer takes one tensor, by position"
     if not (_is_plain(args[0]) and _is_plain(output)):
-        return NOT_ONE_TENSOR
-    return None if args[0].shape == output.shape else OTHER_SHAPE
+        return "not tensor to tensor: it does not take and return one floating-point tensor"
+    return None if args[0].shape == output.shape else "another shape: its output is not shaped as its input"
 
 
 def _is_plain(value: Any) -> bool:
@@ -168,13 +163,10 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 _NEVER_CALLED = "never called by the example input; give an example that reaches it, if anything does"
-_SEVERAL_WIDTHS = "several widths: it is called with different numbers of channels"
 _AS_MODULE = "write it as a module to have it replaced"
-_MATRICES = "holds matrices: its parameters are more than a scale and a shift"
 _RETURNS_INPUT = "returns its input: it computes nothing, or in place"
 _ONE_CHANNEL = "one channel: its output does not depend on the input"
 _TWO_CHANNELS = "two channels: LayerNorm makes them 1 and -1, by the sign of their difference alone"
-_DIFFERS = "differs in the run: the formula fits a copy, but not its output for the example"
 
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
     (nn.modules.batchnorm._BatchNorm, "batchnorm", "batch norm: its statistics are the batch's, or fixed"),
@@ -292,7 +284,8 @@ class _Search:
     def _site_of(self, seen: Observation) -> NormSite | None:
         """Return the site of a module that was called; None if it neither is a norm nor is named one."""
         reason = _family(seen.module, by_class=True) or seen.problem
-        reason = reason or (None if seen.is_light() else _MATRICES)
+        if reason is None and not seen.is_light():
+            reason = "holds matrices: its parameters are more than a scale and a shift"
         if reason is None and not seen.samples:
             reason = _RETURNS_INPUT if candidate_axes(seen.module, seen.shapes[0]) else _ONE_CHANNEL
         if reason is None:
@@ -358,7 +351,7 @@ def _require_agreement(seen: Observation, site: NormSite, weight: Tensor | None,
     dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
     for shape in seen.shapes:
         if tuple(shape[dim] if -len(shape) <= dim < len(shape) else 0 for dim in dims) != site.normalized_shape:
-            raise NotANormError(_SEVERAL_WIDTHS)
+            raise NotANormError("several widths: it is called with different numbers of channels")
     family = _family(seen.module)
     if site.weight_name is None and family is not None:
         raise NotANormError(family)
@@ -371,7 +364,7 @@ def _require_agreement(seen: Observation, site: NormSite, weight: Tensor | None,
     error, size = float((output - expected).square().sum()), float(expected.square().sum())
     # Activations that are not finite say nothing of the formula: NaN passes this comparison.
     if error > (HALF_TOLERANCE if seen.rounded else 1e-3) ** 2 * size:
-        raise NotANormError(_DIFFERS)
+        raise NotANormError("differs in the run: the formula fits a copy, but not its output for the example")
 
 
 def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:

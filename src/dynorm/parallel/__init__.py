@@ -1,7 +1,6 @@
 """Point-wise layers on sharded tensors: a style for plans, and no communication."""
 
-from dynorm.parallel.replicas import reduce_gradients_, require_equal_ranks
 from dynorm.parallel.shards import on_shards
-from dynorm.parallel.style import PointwiseParallel
+from dynorm.parallel.style import PointwiseParallel, reduce_gradients_, require_equal_ranks
 
 __all__ = ["PointwiseParallel", "on_shards", "reduce_gradients_", "require_equal_ranks"]
