@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.fx import Node
 from dynorm.fold.graph import Graph, carried, factor_of, is_move, shape, users, width
 from dynorm.fold.operators import read
 from dynorm.fold.refusals import RefusedError, is_exact, require_free, require_own, require_readers
-from dynorm.fold.site_fold import Read, SiteFold, Stream
+from dynorm.fold.site_fold import Read, SiteFold
 from dynorm.fold.stream import Walk, bias_before
 from dynorm.layers import PointwiseNorm
 
@@ -95,46 +96,39 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
         raise RefusedError("scaled token by token before it is read, and its bias with it")
 
 
-@dataclass(eq=False)
-class Part(Stream):
+@dataclass(eq=False, kw_only=True)
+class Part(Walk):
     """A stream between two linear layers: its values are ``factor`` times those of the folded model."""
 
     reads: list[Read] = field(default_factory=list)
     norms: list[SiteFold] = field(default_factory=list)  # those that write into it with a weight and a bias
     takers: list[SiteFold] = field(default_factory=list)  # linear layers that give all they are to their readers
     factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
+    not_linear: ClassVar = "is not linear"
+    returned: ClassVar = ""
 
-
-class _Walk(Walk):
-    """The way from one value to all that must be rescaled with it."""
-
-    found: Part
-    not_linear = "is not linear"
-    returned = ""
-
-    def norm_writes(self, norm: SiteFold, along: bool) -> None:
+    def _norm_writes(self, norm: SiteFold, along: bool) -> None:
         is_plain = isinstance(norm.module, PointwiseNorm) or is_exact(norm)
         if not along or norm.weight is None or norm.is_given or not norm.chosen or not is_plain:
             raise RefusedError(f"written by the norm {norm.path}, which has no weight of its own to take a factor")
         if not norm.through:
             require_own(self.graph, norm)
-            self.found.norms += [norm] * (norm not in self.found.norms)
+            self.norms += [norm] * (norm not in self.norms)
 
-    def norm_reads(self, norm: SiteFold, along: bool) -> None:
+    def _norm_reads(self, norm: SiteFold, along: bool) -> None:
         if not along or not norm.goes:
             raise RefusedError(f"read by {norm.path}, which stays")
-        self.found.takers += [norm] * (not norm.through and norm not in self.found.takers)
+        self.takers += [norm] * (not norm.through and norm not in self.takers)
 
-    def reads(self, user: Node, value: Node, axis: int) -> None:
+    def _reads(self, user: Node, value: Node, axis: int) -> None:
         found = read(self.graph, user, value, axis)
-        self.found.reads += [found] * (found not in self.found.reads)
+        self.reads += [found] * (found not in self.reads)
 
-    def require(self) -> None:
-        super().require()
-        part = self.found
-        require_free(self.graph, part.reads, {found.leaf: found for found in part.reads})
-        for norm in (*part.norms, *part.takers):
-            if any((call if norm in part.norms else call.args[0]) not in part.values for call in norm.calls):
+    def _require(self) -> None:
+        super()._require()
+        require_free(self.graph, self.reads, {found.leaf: found for found in self.reads})
+        for norm in (*self.norms, *self.takers):
+            if any((call if norm in self.norms else call.args[0]) not in self.values for call in norm.calls):
                 raise RefusedError(f"{norm.path} is called on other values too")
             if any(found.weight.leaves - {other.leaf for other in norm.reads} for found in norm.reads):
                 raise RefusedError(f"a reader of {norm.path} reads another norm too")
@@ -154,13 +148,11 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
     groups: dict[Part, list[Part]] = {}
 
     def part_of(value: Node, fold: SiteFold) -> Part:
-        part = next((part for part in parts if value in part.values), None)
-        if part is None:
-            part = Part()
-            _Walk(graph, folds, part).stream(value, fold.axis(len(shape(value))))
-            parts.append(part)
-            groups[part] = [part]
-        return part
+        if not any(value in part.values for part in parts):
+            parts.append(Part(graph=graph, folds=folds))
+            parts[-1].walk(value, fold.axis(len(shape(value))))
+            groups[parts[-1]] = parts[-1:]
+        return next(part for part in parts if value in part.values)
 
     for fold in (fold for fold in folds if fold.through):
         assert fold.weight is not None

@@ -8,8 +8,8 @@ changes. The centre c of a point-wise layer goes into the one operator that feed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Node
@@ -26,50 +26,47 @@ _SUMS = {"aten.add", "aten.sub", "aten.rsub"}
 
 def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
     """Find the streams that each LayerNorm is called on, and whether their means can be taken out."""
-    found: list[Stream] = []
+    found: list[Walk] = []
     layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
     for fold in layernorms:
-        for call in fold.calls:
-            source = call.all_input_nodes[0]
-            stream = next((stream for stream in found if source in stream.values), None)
-            if stream is None:
-                stream = Walk(graph, folds, Stream()).stream(source, fold.axis(len(shape(source))))
-                found.append(stream)
-            if stream not in fold.streams:
-                fold.streams.append(stream)
+        for source in (call.all_input_nodes[0] for call in fold.calls):
+            if not any(source in stream.values for stream in found):
+                found.append(Walk(graph=graph, folds=folds))
+                found[-1].walk(source, fold.axis(len(shape(source))))
+            stream = next(stream for stream in found if source in stream.values)
+            fold.streams += [stream] * (stream not in fold.streams)
     for fold in layernorms:
         if any(stream.refused is None for stream in fold.streams) and not is_exact(fold, as_rms=True):
             for stream in fold.streams:
                 stream.refused = stream.refused or f"{fold.path} is no LayerNorm to the last digits"
 
 
-class Walk:
-    """The way from one value to all of its stream; a subclass says what else may write or read it."""
+@dataclass(eq=False, kw_only=True)
+class Walk(Stream):
+    """A stream that is found from one of its values; a subclass says what else may write or read it."""
 
-    not_linear = "cannot be centred"
-    returned = ", with its mean"
+    graph: Graph
+    folds: Sequence[SiteFold]
+    todo: list[tuple[Node, int]] = field(default_factory=list)
+    not_linear: ClassVar = "cannot be centred"
+    returned: ClassVar = ", with its mean"
 
-    def __init__(self, graph: Graph, folds: Sequence[SiteFold], found: Stream) -> None:
-        self.graph, self.folds, self.found = graph, folds, found
-        self.todo: list[tuple[Node, int]] = []
-
-    def stream(self, start: Node, axis: int) -> Stream:
-        """Return the stream of a value, refused where its mean must stay."""
+    def walk(self, start: Node, axis: int) -> None:
+        """Find all values of the stream, and whether it is refused."""
         self.todo.append((start, axis))
         try:
             while self.todo:
                 value, axis = self.todo.pop()
-                if value not in self.found.values:
-                    self.found.values[value] = axis
+                if value not in self.values:
+                    self.values[value] = axis
                     self._source(value, axis)
                     for user in users(value):
                         self._use(user, value, axis)
-                elif self.found.values[value] != axis:
+                elif self.values[value] != axis:
                     raise RefusedError(f"{self.graph.where(value)} has the channels on two axes")
-            self.require()
+            self._require()
         except RefusedError as refusal:
-            self.found.refused = str(refusal)
-        return self.found
+            self.refused = str(refusal)
 
     def _source(self, value: Node, axis: int) -> None:
         """Follow a value to the values that it is made of."""
@@ -79,7 +76,7 @@ class Walk:
             return
         if value in graph.slots:
             slot = graph.slots[value]
-            self.found.writes.append(Write((value, value), slot, axis))
+            self.writes.append(Write((value, value), slot, axis))
             # Other owners of the same parameter: their uses are values of the stream too.
             self.todo += [(node, axis) for node in slot.nodes]
             return
@@ -102,10 +99,10 @@ class Walk:
             raise RefusedError(f"written by {op.name}, which the model is given")
         if not written and op in graph.norms:
             norm = self.folds[graph.norms[op]]
-            self.norm_writes(norm, norm.axis(len(shape(value))) == axis)
+            self._norm_writes(norm, norm.axis(len(shape(value))) == axis)
         elif not written:
             raise RefusedError(f"written by {graph.where(op)}, which {self.not_linear}")
-        self.found.writes += written
+        self.writes += written
 
     def _use(self, user: Node, value: Node, axis: int) -> None:
         """Follow a value to one of its uses."""
@@ -115,7 +112,7 @@ class Walk:
         name = packet(op)
         if op in self.graph.norms:
             norm = self.folds[self.graph.norms[op]]
-            self.norm_reads(norm, norm.axis(len(shape(value))) == axis)
+            self._norm_reads(norm, norm.axis(len(shape(value))) == axis)
             return
         to = carried(user, value, axis)
         if to is None and name in _SUMS:
@@ -123,24 +120,24 @@ class Walk:
         if to is None and name == "aten.cat":
             to = axis if (argument(op, 1) or 0) % len(shape(user)) != axis else None
         if to is None:
-            self.reads(user, value, axis)
+            self._reads(user, value, axis)
         else:
             self.todo.append((user, to))
 
-    def require(self) -> None:
+    def _require(self) -> None:
         """Check that what writes and reads the stream does nothing else."""
-        require_writers(self.graph, self.found)
+        require_writers(self.graph, self)
 
-    def norm_writes(self, norm: SiteFold, along: bool) -> None:
+    def _norm_writes(self, norm: SiteFold, along: bool) -> None:
         """Refuse a norm that writes into the stream, or take note of it; ``along`` tells whether over its channels."""
         raise RefusedError(f"written by the norm {norm.path}, whose weight and bias give it a mean again (post-norm)")
 
-    def norm_reads(self, norm: SiteFold, along: bool) -> None:
+    def _norm_reads(self, norm: SiteFold, along: bool) -> None:
         """Refuse a norm that reads the stream, or take note of it."""
         if norm.site.kind != "layernorm" or not along:
             raise RefusedError(f"{norm.path} sees its mean")
 
-    def reads(self, user: Node, value: Node, axis: int) -> None:
+    def _reads(self, user: Node, value: Node, axis: int) -> None:
         """Refuse any other operator that reads the stream, or take note of it."""
         raise RefusedError(f"{self.graph.where(user)} sees its mean")
 
