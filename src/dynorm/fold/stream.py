@@ -33,7 +33,7 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
             if not any(source in stream.values for stream in found):
                 found.append(Walk(graph=graph, folds=folds))
                 found[-1].walk(source, fold.axis(len(shape(source))))
-            stream = next(stream for stream in found if source in stream.values)
+            stream: Stream = next(stream for stream in found if source in stream.values)
             fold.streams += [stream] * (stream not in fold.streams)
     for fold in layernorms:
         if any(stream.refused is None for stream in fold.streams) and not is_exact(fold, as_rms=True):
