@@ -82,12 +82,14 @@ def call(model: nn.Module, batch: Any) -> Any:
     # The model's code may raise anything: it was given the batch.
     except Exception as error:
         raise DataError(
-            f"the model must run on each batch, but {type(error).__name__}: {error}{labels_hint(args)}"
+            f"the model must run on each batch, but {type(error).__name__}: {error}{call_hint(args)}"
         ) from error
 
 
-def labels_hint(args: tuple[Any, ...]) -> str:
-    """Return what to try where a model does not take several arguments."""
+def call_hint(args: tuple[Any, ...]) -> str:
+    """Return what to try where a model does not take these arguments."""
+    if args and isinstance(args[0], list):
+        return " (it takes one batch, not a list of them)"
     return "" if len(args) < 2 else " (a tuple holds a call's arguments: leave labels out, [x for x, y in loader])"
 
 

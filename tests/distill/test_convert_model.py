@@ -107,3 +107,8 @@ def test_labels_in_a_batch_are_told_from_inputs() -> None:
     dynorm.convert_(model, dynorm.find_norms(model, data(1)[0]))
     with pytest.raises(DataError, match="leave labels out"):
         dynorm.calibrate_(model, labelled)
+
+
+def test_find_norms_takes_one_batch() -> None:
+    with pytest.raises(DataError, match="one batch, not a list"):
+        dynorm.find_norms(model_of(), data(4))

@@ -23,7 +23,7 @@ from dynorm.errors import DataError
 from dynorm.find.recover import HALF_TOLERANCE, NotANormError, affine_of, candidate_axes, channel_axes, core, recover
 from dynorm.find.tokens import Packing, plain_arithmetic
 from dynorm.site import UNIT_LENGTH, NormSite
-from dynorm.watch import arguments, labels_hint, require_plain_model, undisturbed
+from dynorm.watch import arguments, call_hint, require_plain_model, undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 
@@ -154,7 +154,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     except Exception as error:
         raise DataError(
             "the model could not be run on the example, which must be what its forward takes: "
-            f"it raised {type(error).__name__}: {error}{labels_hint(args)}"
+            f"it raised {type(error).__name__}: {error}{call_hint(args)}"
         ) from error
     finally:
         for handle in handles:
