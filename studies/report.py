@@ -14,7 +14,7 @@ from dynorm.files import require_writable, write_bytes, write_text
 from studies.plan import LONG, PLAN, SMALL, Part
 from studies.runs import ROOT, RUNS, dumps, read_all, read_log
 from studies.summary import summarize
-from studies.tables import NOT_YET, answers, left, table
+from studies.tables import NOT_YET, answers, checkpoints, left, table
 from studies.train import main
 
 STUDY = ROOT / "studies" / "results" / "study.json"
@@ -46,9 +46,10 @@ def command(
     text = page.read_text("utf-8") if page.exists() else ""
     for file in (study, page, images / "study-rates.png"):
         require_writable(file)
-    found = summarize(read_all(runs))
+    log = partial(read_log, out=runs)
+    found = summarize(read_all(runs), log=log)
     renewed = with_parts(text, found)
-    pictures = draw(found, partial(read_log, out=runs))
+    pictures = draw(found, log)
     for name, picture in pictures.items():
         write_bytes(images / f"{name}.png", picture)
     write_text(study, dumps(found, indent=1) + "\n")
@@ -85,7 +86,7 @@ def parts(study: Mapping[str, Any]) -> dict[str, str]:
         there = drawn and (name != "study-constants" or has_constants(study))
         image = f"![{caption}](images/{name}.png)\n\n{caption}"
         found[name.removeprefix("study-")] = image if there else f"{NOT_YET.capitalize()}."
-    found["left"] = left(study)
+    found |= {"checkpoints": checkpoints(study), "left": left(study)}
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, mean, stdev
 from typing import Any
 
@@ -24,12 +24,17 @@ PAIRS = (
 Runs = list[tuple[Settings, Record]]
 
 
-def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> dict[str, Any]:
+def summarize(
+    results: Mapping[str, Record],
+    plan: tuple[Part, ...] = PLAN,
+    log: Callable[[str], list[Record]] = lambda name: [],
+) -> dict[str, Any]:
     """Return the study as plain values: a summary of each group of runs, and how many runs are left.
 
     Args:
         results: the runs by name.
         plan: the parts.
+        log: gives a run's log by its name; by default there are none.
     """
     groups: dict[str, Runs] = {}
     for record in results.values():
@@ -44,11 +49,13 @@ def summarize(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> d
             if found[norm]["best_lr"] is not None:
                 found[name]["level"] = level(found[name], found[norm])
     waiting = [item.part for item in missing(results, plan)]
+    finished = [(s, log(s.name)) for runs in groups.values() for s, r in runs if not r["diverged"]]
     return {
         "command": "python -m studies.report",
         "good_within_nats": GOOD,
         "groups": found,
         "pairs": {part.key: compared(groups, part) for part in plan},
+        "checkpoints": checkpoints(finished),
         "left": {part.title: waiting.count(part.title) for part in plan},
     }
 
@@ -141,6 +148,30 @@ def compared(groups: Mapping[str, Runs], part: Part) -> dict[str, Any]:
         if (said := against(runs, baseline)) is not None:
             found[f"{mine} against {other}"] = said
     return found
+
+
+def checkpoints(runs: Iterable[tuple[Settings, list[Record]]]) -> list[dict[str, Any]]:
+    """Return how far the last checkpoint's held-out loss is above the lowest on the way, for each kind of run.
+
+    Args:
+        runs: settings and logs; both losses are those of the log, over the same few items.
+
+    Returns:
+        For each kind how many runs there are, in how many the last is the lowest, and the most that it lies above, in
+        nats.
+    """
+    found: dict[tuple[str, int, str], list[float]] = {}
+    for settings, log in runs:
+        losses = [line["held_out"] for line in log if line.get("held_out") is not None]
+        if len(losses) > 1:
+            arm = settings.arm_spec
+            kind = "annealed" if arm.annealed else "point-wise" if arm.direct else "norm"
+            found.setdefault((settings.task, settings.steps, kind), []).append(losses[-1] - min(losses))
+    names = ("task", "steps", "kind")
+    return [
+        dict(zip(names, key, strict=True)) | {"runs": len(gaps), "last": gaps.count(0), "most": max(gaps)}
+        for key, gaps in sorted(found.items(), reverse=True)
+    ]
 
 
 def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:

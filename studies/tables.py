@@ -123,6 +123,18 @@ def answers(study: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def checkpoints(study: Mapping[str, Any]) -> str:
+    """Return how often an earlier checkpoint would have been better than the last, and by how much."""
+    rows = ["| data | steps | arms | runs | of these the last is the best | else the last is worse by at most |"]
+    rows += ["|---" * 6 + "|"]
+    for found in study["checkpoints"]:
+        most = f"{found['most']:.3f}" if found["last"] < found["runs"] else ""
+        rows.append(
+            f"| {found['task']} | {found['steps']:,} | {found['kind']} | {found['runs']} | {found['last']} | {most} |"
+        )
+    return "\n".join(rows) if study["checkpoints"] else f"{NOT_YET.capitalize()}."
+
+
 def left(study: Mapping[str, Any]) -> str:
     """Return a sentence that says what is missing."""
     waiting = [f"{title}: {count}" for title, count in study["left"].items() if count]

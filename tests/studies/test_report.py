@@ -78,6 +78,23 @@ def test_the_answers_say_what_diverged_and_what_was_not_run() -> None:
     assert "| scaled DyT from the first step against LayerNorm, 600 steps | not run yet |" in said
 
 
+def test_the_last_checkpoint_is_compared_with_the_best_on_the_way() -> None:
+    runs = sweep_of("layernorm", 2.1, 2.0, None) | sweep_of("dyisru", 1.62)
+    logs = {
+        Settings("layernorm", 1e-3).name: [2.5, None, 2.05, 2.1],
+        Settings("layernorm", 2e-3).name: [2.4, 2.0],
+        # It diverged, and says nothing of checkpoints.
+        Settings("layernorm", 4e-3).name: [2.4, 9.0],
+        Settings("dyisru", 1e-3).name: [1.8, 1.62],
+    }
+    study = summarize(runs, log=lambda name: [{"held_out": loss} for loss in logs[name]])
+    assert parts(study)["checkpoints"].splitlines()[2:] == [
+        "| text | 600 | point-wise | 1 | 1 |  |",
+        "| text | 600 | norm | 2 | 1 | 0.050 |",
+    ]
+    assert parts(summarize({}))["checkpoints"] == "Not run yet."
+
+
 def test_a_group_without_seed_0_has_no_best_yet() -> None:
     study = summarize(results((Settings("dyisru", 1e-3, seed=1), 1.5)))
     (row,) = [line for line in table(SMALL, study).splitlines() if line.startswith("| DyISRU |")]
