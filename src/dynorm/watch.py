@@ -235,9 +235,9 @@ def unchanged_on_error(modules: Iterable[nn.Module], *, values: bool = True) -> 
 
 
 @contextmanager
-def hooked(layers: Iterable[nn.Module], hook: Any) -> Iterator[None]:
+def hooked(layers: Iterable[nn.Module], hook: Any, **options: bool) -> Iterator[None]:
     """Give every layer a forward hook that runs before any other, for as long as the context lasts."""
-    handles = [layer.register_forward_hook(hook, prepend=True) for layer in layers]
+    handles = [layer.register_forward_hook(hook, prepend=True, **options) for layer in layers]
     try:
         yield
     finally:

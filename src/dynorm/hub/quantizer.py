@@ -31,30 +31,21 @@ _AFFINE = ("weight", "bias")
 class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The ``quantization_config`` of a config.json: which point-wise layers stand where.
 
-    Args:
-        layers: one dict per layer, as :meth:`LayerSpec.to_dict` returns it, with ``paths`` relative to the base model,
-            so that any head may be put on it; ``outside``, the paths that are not in the base model; and
-            ``dtypes``, those of the parameters that have another dtype than the model.
-        model_dtype: the model's dtype when it was saved.
-        format_version: the version of this dict.
-        dynorm_version: the version of dynorm that wrote it.
-        biases: the paths of linear layers that were given a bias, relative to the base model.
-        biases_outside: those that are not in the base model.
-        weights: size and checksum of each file of weights, to know them by.
-        layers_sha256: the checksum of layers and biases; made where there is none.
-        **unknown: ignored, such as the keys that transformers adds.
+    A path is relative to the base model, so that any head may be put on it, or ``outside`` of it.
     """
 
     def __init__(
         self,
+        # One dict per layer: that of its spec, with ``outside``, and ``dtypes`` of parameters that are not the model's.
         layers: Any = (),
         model_dtype: str | None = None,
-        format_version: int | None = None,
-        dynorm_version: str | None = None,
-        biases: Any = (),
+        format_version: int | None = None,  # of this dict
+        dynorm_version: str | None = None,  # of the version that wrote it
+        biases: Any = (),  # paths of linear layers that were given a bias
         biases_outside: Any = (),
-        weights: Any = None,
-        layers_sha256: str | None = None,
+        weights: Any = None,  # size and checksum of each file of weights, to know them by
+        layers_sha256: str | None = None,  # of layers and biases; made where there is none
+        # Ignored, such as the keys that transformers adds.
         **unknown: Any,
     ) -> None:
         self.quant_method = METHOD

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -88,9 +87,7 @@ def measure(
     watch.require_plain_model(model)
     warn_of_defaults(model)
     found = _Measurement(model, original, OutputComparison(output), seed, points)
-    with ExitStack() as stack:
-        for each in found.models:
-            stack.enter_context(watch.undisturbed(each, evaluate=True))
+    with watch.undisturbed(nn.ModuleList(found.models), evaluate=True):
         for batch in () if fit_on is None else watch.iterate(fit_on, "fit_on"):
             found.fit(batch)
         for batch in watch.iterate(batches):
@@ -118,10 +115,7 @@ class _Measurement:
         self.model, self.original, self.comparison = model, original, comparison
         self.models = [each for each in (model, original) if each is not None]
         self.sites = {layer: _Site(path, layer, seed, points) for path, layer in layers.items()}
-        # The modules whose outputs are the original's.
-        self.norms: dict[nn.Module, PointwiseNorm] = {layer: layer for layer in self.sites}
-        if original is not None:
-            self.norms = _norms_of(original, layers)
+        self.norms = _norms_of(original, layers)
 
     def run_original(self, batch: Any, see: See) -> Any:
         """Return the original's output; ``see`` gets each layer with its norm's input and output."""
@@ -192,8 +186,10 @@ class _Measurement:
         return tokens
 
 
-def _norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm]) -> dict[nn.Module, PointwiseNorm]:
-    """Return the layer that replaced each norm of the original."""
+def _norms_of(original: nn.Module | None, layers: Mapping[str, PointwiseNorm]) -> dict[nn.Module, PointwiseNorm]:
+    """Return the layer that replaced each norm of the original; without it, each layer runs its own norm."""
+    if original is None:
+        return {layer: layer for layer in layers.values()}
     watch.require_plain_model(original)
     norms: dict[nn.Module, PointwiseNorm] = {}
     for path, layer in layers.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -155,9 +154,7 @@ def _run(model: nn.Module, watched: Mapping[nn.Module, _Watched], batch: Any, fi
         x = args[0] if args else next(iter(kwargs.values()))
         entry.see(watch.site_tokens(entry.site, x, masks), fitted, token_places(entry.site, x, batch))
 
-    with watch.undisturbed(model, batch), ExitStack() as stack:
-        for module in watched:
-            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+    with watch.undisturbed(model, batch), watch.hooked(watched, hook, with_kwargs=True):
         watch.call(model, batch)
 
 
