@@ -51,16 +51,11 @@ LAYERS: dict[str, type[layers.PointwiseNorm]] = {row.name: row.layer for row in 
 AUTO = "auto"
 """What ``convert_`` takes where ``calibrate_`` is to choose the layer."""
 
-NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}
-"""The names of :data:`LAYERS` by layer."""
+NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}  # the names by layer
 
 
 def layer_class(name: str | type) -> type[layers.PointwiseNorm]:
-    """Return the layer of a name, or the layer itself; that of "auto" is DyISRU, until another one is chosen.
-
-    Raises:
-        ArgumentError: no layer has that name.
-    """
+    """Return the layer of a name, or the layer itself; that of "auto" is DyISRU, until another one is chosen."""
     name = NAMES.get(name, str(name)) if isinstance(name, type) else name
     known = LAYERS | {AUTO: layers.DyISRU}
     if not isinstance(name, str) or name not in known:

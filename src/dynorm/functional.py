@@ -390,8 +390,7 @@ def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     return d / torch.sqrt(beta + d * d)
 
 
-_ToldBy = tuple[Tensor | None, Tensor | None]
-"""Witnesses and their gains."""
+_ToldBy = tuple[Tensor | None, Tensor | None]  # witnesses and their gains
 
 
 class _Told(NamedTuple):

@@ -165,13 +165,8 @@ def _fits(rest: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
 def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, grad: bool = False) -> Iterator[None]:
     """Run a model so that nothing of it stays: random states, buffers and modes are put back, whatever happens inside.
 
-    ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling them.
-
-    Args:
-        model: the model whose buffers are watched, and whose devices' random states are.
-        inputs: further tensors, nested in tuples, lists or dicts, whose devices count too.
-        evaluate: put the model in eval mode; else every module keeps its mode.
-        grad: leave gradients as they are; else they are off.
+    ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling them. The devices of
+    ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, and ``grad`` leaves gradients on.
 
     Example:
         >>> model = nn.BatchNorm1d(3)

@@ -8,8 +8,7 @@ from dynorm.layers.dyt import DyT
 from dynorm.layers.groups import param_groups
 from dynorm.layers.linear import LinearControl
 
-ELN = DyISRU
-"""The name that the first version of the paper gives to DyISRU."""
+ELN = DyISRU  # the name in the first version of the paper
 
 __all__ = [
     "ELN",

@@ -41,6 +41,7 @@ class Derf(AlphaNorm):
 
     kernel = kernels.DERF
     function = staticmethod(functional.derf)
+    constant_from = staticmethod(theory.derf_alpha)
     constants = ("alpha", "shift")
     own_arguments = ("alpha_init", "shift_init")
     shift: nn.Parameter
@@ -67,11 +68,6 @@ class Derf(AlphaNorm):
     def beta(self) -> Tensor:
         """Return the DyISRU constant of the same slope at 0, for shift 0: ``pi / (4 alpha^2)``."""
         return math.pi / 4 * upcast(self.alpha) ** -2
-
-    @staticmethod
-    def constant_from(beta: Tensor) -> Tensor:
-        """Return the alpha of that slope."""
-        return theory.derf_alpha(beta)
 
     def _initial_constants(self) -> dict[str, float]:
         return super()._initial_constants() | {"shift": self.shift_init}

@@ -37,12 +37,8 @@ class DyT(AlphaNorm):
 
     kernel = kernels.DYT
     function = staticmethod(functional.dyt)
+    constant_from = staticmethod(theory.scaled_dyt_alpha)
 
     def beta(self) -> Tensor:
         """Return ``alpha ** -2``, the DyISRU constant of the same slope at 0."""
         return upcast(self.alpha) ** -2
-
-    @staticmethod
-    def constant_from(beta: Tensor) -> Tensor:
-        """Return the alpha of that slope."""
-        return theory.scaled_dyt_alpha(beta)

@@ -25,13 +25,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg")
 COLORS = {function.title: function.color for function in FAMILY.values()} | {"closed form": "#000000"}
+# Each function has its own dashes and marker too.
 _DASHES = {"Derf": (0, (5, 1.5)), "linear": (0, (1, 1.2))}
 _MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
-# Each function has its own dashes and marker too.
-LOOKS: dict[str, dict[str, Any]] = {
-    name: {"color": color, "linestyle": _DASHES.get(name, "-"), "marker": _MARKERS.get(name, "P")}
-    for name, color in COLORS.items()
-}
 GREY = "#8A8A8A"
 
 
@@ -110,9 +106,10 @@ def _draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
     axes.scatter(x, y, c=shades, s=30, zorder=3, edgecolors="white", linewidths=0.5, label=label)
 
 
-def _draw_residuals(axes: Axes, name: str, x: Array, y: Array, mean: float) -> None:
-    """Draw a function's residuals in its own colour, dashes and marker, their mean beside its name."""
-    axes.plot(x, y, **LOOKS[name], linewidth=1, markersize=4.5, label=with_mean(name, mean))
+def _draw_line(axes: Axes, name: str, x: Any, y: Array, **options: Any) -> None:
+    """Draw a function in its own colour, dashes and marker."""
+    dashes, marker = _DASHES.get(name, "-"), _MARKERS.get(name, "P")
+    axes.plot(x, y, color=COLORS[name], linestyle=dashes, marker=marker, **options)
 
 
 def with_mean(name: str, mean: float) -> str:
@@ -198,7 +195,8 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
         fit = reproduction.fits[name]
         label = rf"{name}, $\{fit.constant} = {fit.value:.4g}$"
         top.plot(x, fit.function(x), color=COLORS[name], label=label)
-        _draw_residuals(bottom, name, simulation.outliers, fit.residuals, fit.mean_absolute_residual)
+        mean = with_mean(name, fit.mean_absolute_residual)
+        _draw_line(bottom, name, simulation.outliers, fit.residuals, linewidth=1, markersize=4.5, label=mean)
     _draw_outliers(top, simulation, simulation.steps)
     top.set(ylabel="$y$", xlim=(low, high), ylim=(y_range[0], max(y_range[1], bound * 1.06)))
     top.legend(loc="lower right")
@@ -217,7 +215,8 @@ def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
     axes.axhspan(floor / 50, float(np.spacing(simulation.outputs.max())), color="#EDEDED", linewidth=0)
     for name, values in residuals.items():
         sizes = np.abs(values)
-        _draw_residuals(axes, name, simulation.outliers, np.maximum(sizes, floor), float(sizes.mean()))
+        mean, y = with_mean(name, float(sizes.mean())), np.maximum(sizes, floor)
+        _draw_line(axes, name, simulation.outliers, y, linewidth=1, markersize=4.5, label=mean)
     axes.set_yscale("log")
     axes.set(xlabel="outlier $x_o$", ylabel="|function − LayerNorm|", ylim=(floor / 50, 30))
     axes.set_yticks([10.0**k for k in range(-16, 1, 4)])
@@ -277,7 +276,7 @@ def _draw_axis(axes: Axes, studies: Sequence[Study], place: Callable[[Study], fl
     for name in ("DyT", "Derf", "DyISRU"):
         middle, low, high = np.maximum([study.middle(name) for study in studies], 1e-16).T
         axes.fill_between(places, low, high, color=COLORS[name], alpha=0.18, linewidth=0)
-        axes.plot(places, middle, **LOOKS[name], markersize=3.5, label=name)
+        _draw_line(axes, name, places, middle, markersize=3.5, label=name)
     axes.set_yscale("log")
     _label_decades(axes.yaxis)
     axes.set_ylabel("mean absolute residual")

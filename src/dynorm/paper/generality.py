@@ -21,8 +21,7 @@ Array = NDArray[np.float64]
 
 CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-MEANS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""In units of sigma."""
+MEANS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # in units of sigma
 QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 STEP, STEPS = 5.0, 9
 # Values that are held in memory at once, eight bytes each.
@@ -210,8 +209,7 @@ def _distribution(values: Array) -> dict[str, float]:
     return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
 
 
-PAPER_SEED = 1
-"""The seed of the published figures."""
+PAPER_SEED = 1  # the seed of the published figures
 PAPER: Mapping[str, tuple[str, str]] = {"DyT": ("0.049", "0.33"), "DyISRU": ("301.1", "< 0.01")}
 """The constants and mean absolute residuals as the paper prints them."""
 

@@ -24,8 +24,7 @@ from dynorm.paper.proof.formula import SUMS, Reading, indexed
 from dynorm.paper.proof.statement import Statement, Step
 
 Outcome = Literal["proven", "false", "undecided"]
-Expr = Any
-"""A sympy expression; sympy itself is not fully typed."""
+Expr = Any  # a sympy expression; sympy itself is not fully typed
 
 # Values are computed to 50 digits; what is smaller than this may be 0.
 _NOISE = sp.Float("1e-30")
@@ -45,8 +44,7 @@ _N = sp.Dummy("n", positive=True)
 _M, _E = (sp.Dummy(name, real=True) for name in "me")
 _V = sp.Dummy("v", nonnegative=True)
 _EVERY_TOKEN = {_X_I: _M + _E, _C: _N + 1}
-_OTHERS = (_N, _N * _M, _N * (_V + _M**2))
-"""The sums of 1, of the other channels and of their squares."""
+_OTHERS = (_N, _N * _M, _N * (_V + _M**2))  # sums of 1, of the other channels and of their squares
 
 # The same with gains as weights: their sum, and the weighted mean and variance of the other channels.
 _G, _VG = (sp.Dummy(name, nonnegative=True) for name in ("g", "w"))

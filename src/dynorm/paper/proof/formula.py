@@ -29,8 +29,7 @@ from dynorm.errors import ArgumentError
 
 SUMS = {"sum_k": "k", "sum_l": "l", "others": "k"}
 ELEMENTARY = ("sqrt", "log", "exp", "tanh")
-ARITIES = {**dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1), "diff": 2, "limit": 2}
-"""For each function, how many arguments it takes."""
+ARITIES = {**dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1), "diff": 2, "limit": 2}  # how many arguments
 
 _INDEXED = re.compile(r"(?:(x|gamma|bias|g)_|delta_([ijkl]))([ijkl])")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}

@@ -36,8 +36,7 @@ CHANNELS = (2, 3, 7, 100)
 # What is lost to cancellation, and by derivatives, is carried besides.
 _WORKING = DIGITS + 15
 
-Number = Any
-"""An mpmath number; mpmath is not typed."""
+Number = Any  # an mpmath number; mpmath is not typed
 
 
 @dataclass

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from dynorm.paper.proof.exact import Verdict
     from dynorm.paper.proof.numbers import Measured
 
-STATEMENTS: tuple[Statement, ...] = load()
-"""All statements, in the order in which they rest on each other."""
+STATEMENTS: tuple[Statement, ...] = load()  # in the order in which they rest on each other
 
 _ROUNDING = 1e-11
 

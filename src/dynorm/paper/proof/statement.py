@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Relation = Literal["=", "!=", ">=", ">"]
-"""What a step claims. Misprints use ``!=``: the two sides are not the same function."""
+Relation = Literal["=", "!=", ">=", ">"]  # misprints use !=: the two sides are not the same function
 
 Domain = Literal["positive", "nonnegative", "real"]
 
