@@ -1,7 +1,5 @@
 """Checks of arguments, one wording each, for the functions and the layers; nothing waits for a device."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Sequence

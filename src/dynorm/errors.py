@@ -1,7 +1,5 @@
 """The errors of dynorm: one family, each message saying what must hold, what came, and what to do."""
 
-from __future__ import annotations
-
 import importlib
 
 

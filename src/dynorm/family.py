@@ -7,8 +7,6 @@ docs/architecture.md lists the few other places that tell the functions apart. C
 and colours of reports read this table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dynorm import layers

@@ -1,7 +1,5 @@
 """Files and directories that appear whole or not at all."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

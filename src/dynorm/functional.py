@@ -26,8 +26,6 @@ pRMSNorm (arXiv 1910.07467).
 Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is centring, then RMSNorm, then the bias".
 """
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from typing import NamedTuple

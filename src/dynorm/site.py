@@ -1,7 +1,5 @@
 """Sites: the places of a model where a norm stands, and the choice among them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase

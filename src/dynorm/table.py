@@ -1,7 +1,5 @@
 """The one table that every report prints, shows in a page, or hands on as plain values."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

@@ -9,8 +9,6 @@ adds to its variance or mean of squares, not negative. Results have the shape an
 out takes at least two, and O(C); one huge channel costs no digits, at itself or elsewhere.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """Run a model on batches and watch it: nothing of the run stays. Models that cannot be worked on are refused first."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Wait for another library to be imported, without importing it."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence

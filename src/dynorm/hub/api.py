@@ -1,7 +1,5 @@
 """Save and load, whatever library the model comes from."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The part of a saved model that its class does not know: the layers, added biases and untied tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Plain torch models: ``model.safetensors`` beside ``dynorm.json``, loaded into a model that the caller built."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A quantization method to transformers: it puts the layers that config.json names into a model before weights load."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path

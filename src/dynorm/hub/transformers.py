@@ -4,8 +4,6 @@ To transformers, dynorm is a quantization method: the one extension point that c
 are loaded. Afterwards the model is an ordinary one, which may be cast, trained and saved as any other.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

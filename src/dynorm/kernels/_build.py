@@ -5,8 +5,6 @@ The module has Python's limited interface and is called with addresses, so that 
 the module, which ``DYNORM_NATIVE`` then names.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -10,8 +10,6 @@ rows (4096 elements of a run) and in float64 beyond; a piece's sums are rounded 
 added in float64, in order. They are the same for any number of threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import logging

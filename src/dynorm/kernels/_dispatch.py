@@ -5,8 +5,6 @@ straight to the kernel, because a trip through torch's dispatcher costs more tha
 kernel serves, the plain definition in ``dynorm.functional`` does, and it gives second derivatives everywhere.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """A kernel's call without its tensors, and the order of its parameters: what all kernels agree on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ What they compute and what they are given is that of :mod:`dynorm.kernels._cpu`.
 not with this file.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from functools import lru_cache

@@ -4,8 +4,6 @@ Triton's own autotuner keeps a call's arguments on itself, so that threads distu
 CUDA graph is being captured, which breaks the capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

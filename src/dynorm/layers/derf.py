@@ -1,7 +1,5 @@
 """Derf, dynamic error function (arXiv 2512.10938)."""
 
-from __future__ import annotations
-
 import math
 from typing import Unpack
 

@@ -1,7 +1,5 @@
 """DyISRU, also called ELN: the exact counterpart of LayerNorm (arXiv 2503.21708, eq. 15)."""
 
-from __future__ import annotations
-
 from dynorm import functional, kernels
 from dynorm.layers.base import LogBetaNorm
 

@@ -1,7 +1,5 @@
 """DyT, dynamic tanh (arXiv 2503.10622), and scaled DyT (arXiv 2503.21708, eq. 11): one layer, two scales."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dynorm import functional, kernels, theory

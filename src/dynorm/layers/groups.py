@@ -1,7 +1,5 @@
 """Optimizer groups: the constants of the point-wise layers have a rate of their own."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The linear control: DyISRU without its bound, so that a study can tell what the bound is worth."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dynorm import functional, kernels

@@ -1,7 +1,5 @@
 """RMSNorm with a bias and any channel axis: a LayerNorm whose input has no mean becomes it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -6,8 +6,6 @@ largest of theirs. In that bracket the root of the sum of squares' derivative is
 start to choose. The mirror images (-x, -y), which the paper fits along, double the sum and change no constant.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

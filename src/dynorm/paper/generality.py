@@ -1,7 +1,5 @@
 """Section 4, reproduced: one simulation with its fits, and the study of how general they are over many samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

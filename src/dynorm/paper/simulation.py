@@ -1,7 +1,5 @@
 """The simulation of section 4: one random token whose largest element is pushed away, step by step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

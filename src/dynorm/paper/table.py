@@ -1,7 +1,5 @@
 """The numbers behind the figures: as a document for JSON, as rows for CSV, printed, and in words."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Measure what a converted model lost, site by site and as a whole, on held-out data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

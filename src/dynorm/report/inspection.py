@@ -1,7 +1,5 @@
 """Section 4 on a real model: at every norm, outliers against the functions fitted to them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

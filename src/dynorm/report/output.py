@@ -1,7 +1,5 @@
 """How far the outputs of two models lie apart: embeddings, next-token losses, or plain tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

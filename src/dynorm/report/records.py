@@ -1,7 +1,5 @@
 """The reports, one record per site and one per model, with their words in a table and on a page."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence

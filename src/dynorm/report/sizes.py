@@ -1,7 +1,5 @@
 """The sizes of a site's tokens: the largest ones, where they stand, and the few channels that tell them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

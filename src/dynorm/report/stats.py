@@ -1,7 +1,5 @@
 """The statistics of one site: sums and histograms of fixed size, however many tokens go by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page to play with: one HTML file that draws LayerNorm, its point-wise rivals and the annealing between them."""
 
-from __future__ import annotations
-
 import os
 from importlib.resources import files
 from pathlib import Path

@@ -7,8 +7,6 @@ m, any e. In these all roots are of positive things, and two formulas are equal 
 difference is the zero polynomial.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator

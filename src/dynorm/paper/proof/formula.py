@@ -14,8 +14,6 @@ for a formula of their own.
 =================  =========================================================================
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -4,8 +4,6 @@ Sums are added up channel by channel and derivatives are taken by differences; n
 so a mistake there shows here. dynorm's functions and their automatic derivatives are compared with the same numbers.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The report in the terminal, and as one HTML page that needs no other file: browsers show its formulas, in MathML."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Claims and their proofs as data: statements made of steps. Nothing here computes."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping
