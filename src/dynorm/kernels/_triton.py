@@ -45,9 +45,6 @@ def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = 
     """Return ``y = weight * scale * f(x - center) + bias`` of contiguous x, in one pass; in ``out`` where it is given.
 
     It is computed in float32, in float64 for float64, and rounded once to the dtype of x.
-
-    Raises:
-        ArgumentError: sizes, layout or devices do not fit.
     """
     y = torch.empty_like(x) if out is None else out
     _check(form, x, y, parameters)
@@ -90,7 +87,7 @@ def backward(
 
     The sums ``(5, channels)``, over all but the channels, are of constant, shift, center, weight and bias (0 for a part
     that is None), in float32, or float64 for float64; the same bits at every call. With witnesses a sixth row begins
-    with log_gain's gradient. Errors are those of :func:`forward`.
+    with log_gain's gradient.
     """
     _check(form, x, grad, parameters)
     channels, inner = form.channels, form.inner
@@ -110,17 +107,12 @@ def backward(
     told = _told(form, parameters, x.device)
     count = len(form.witnesses)
     rows = torch.empty(blocks, outer, dtype=dtype, device=x.device) if count else None
+    options = {"FUNCTION": form.function, "WITNESSES": count, **per_channel(given), "num_warps": 4}
     with on_device(x):
         backward_kernel[(chunks * blocks,)](
             *(grad, x, *given[:4], *told, grad_x, partial, rows),
             *(outer, channels, inner, steps, all_steps, form.scale),
-            FUNCTION=form.function,
-            CHANNELS_LAST=inner == 1,
-            **per_channel(given),
-            WITNESSES=count,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns,
-            num_warps=4,
+            **options | {"CHANNELS_LAST": inner == 1, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns},
         )
         if count:
             height = max(_BACKWARD_TILE // 4 // power_of_2(count), 1)
@@ -130,21 +122,13 @@ def backward(
             witness_kernel[(len(of_witnesses),)](
                 *(grad, x, *given[:4], *told, grad_x, of_witnesses, rows),
                 *(outer, channels, blocks, steps, all_steps, form.scale),
-                FUNCTION=form.function,
-                **per_channel(given),
-                WITNESSES=count,
-                BLOCK_ROWS=height,
-                BLOCK_WITNESSES=power_of_2(count),
-                num_warps=4,
+                **options | {"BLOCK_ROWS": height, "BLOCK_WITNESSES": power_of_2(count)},
             )
         if partial is None:
             return grad_x, None
         sums = torch.empty(kinds, channels, dtype=dtype, device=x.device)
-        present = {
-            "WITH_SHIFT": shift is not None,
-            "WITH_CENTER": center is not None,
-            "WITH_WEIGHT": weight is not None,
-        }
+        parts = {"WITH_SHIFT": shift, "WITH_CENTER": center, "WITH_WEIGHT": weight}
+        present = {name: part is not None for name, part in parts.items()}
         reduce_kernel[(ceil_divide(channels, 64), 5)](
             partial, sums, chunks, channels, **present, BLOCK_CHUNKS=32, BLOCK_CHANNELS=64, num_warps=4
         )

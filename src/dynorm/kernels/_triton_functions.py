@@ -78,7 +78,8 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
 
 
 @triton.jit
-def told(
+def of_rows(
+    constant,
     x_ptr,
     row,
     rows,
@@ -92,8 +93,11 @@ def told(
     FUNCTION: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Compute T, the sum of ``g_k u_k**2``, for some rows of tokens; DyISRU leaves a witness out of its own."""
-    total = tl.zeros([1, 1], COMPUTE)
+    """Compute the constants of some rows, and what the functions of a slope have multiplied theirs by.
+
+    T is the sum of ``g_k u_k**2`` over the witnesses; DyISRU leaves a witness out of its own.
+    """
+    told, root = tl.zeros([1, 1], COMPUTE), 1.0
     for i in tl.static_range(WITNESSES):
         k = tl.load(witness_ptr + i)
         u = tl.load(x_ptr + row * channels + k, row < rows, other=0.0).to(COMPUTE)
@@ -104,14 +108,7 @@ def told(
         if FUNCTION == 0:
             # By where: a product with 0 would make NaN of infinity, a difference lose the others' digits.
             term = tl.where(channel == k, 0.0, term)
-        total = total + term
-    return total
-
-
-@triton.jit
-def effective(constant, told, FUNCTION: tl.constexpr):
-    """Compute the constants of rows with T, and what the functions of a slope have multiplied theirs by."""
-    root = 1.0
+        told = told + term
     if FUNCTION == 0:
         constant = constant + told
     else:

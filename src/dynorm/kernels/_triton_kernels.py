@@ -11,7 +11,7 @@ along one axis only: parameters are loaded once a tile, and nothing is divided p
 import triton
 import triton.language as tl
 
-from dynorm.kernels._triton_functions import by_told, clamped, derivatives, effective, limit, parameter, told, value
+from dynorm.kernels._triton_functions import by_told, clamped, derivatives, limit, of_rows, parameter, value
 
 
 @triton.jit
@@ -64,11 +64,10 @@ def forward_kernel(
     gain = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
     constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
     if WITNESSES > 0:
-        sums = told(
-            *(x_ptr, row, rows, columns, channel, center_ptr, witness_ptr, log_gain_ptr),
+        constant, _ = of_rows(
+            *(constant, x_ptr, row, rows, columns, channel, center_ptr, witness_ptr, log_gain_ptr),
             *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
         )
-        constant, _ = effective(constant, sums, FUNCTION)
         u = clamped(u)
     y = value(u, constant, shift, FUNCTION, NARROW) * gain
     if bias_ptr is not None:
@@ -147,11 +146,10 @@ def backward_kernel(
         u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
         # Anew from x, for f was not saved.
         if WITNESSES > 0:
-            sums = told(
-                *(x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
+            of_row, root = of_rows(
+                *(constant, x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
                 *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
             )
-            of_row, root = effective(constant, sums, FUNCTION)
             f, slope, by_constant, by_shift = derivatives(clamped(u), of_row, shift, FUNCTION, NARROW)
             slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
             by_row = grad * (gain * by_told(by_constant, of_row, FUNCTION))
@@ -246,11 +244,10 @@ def witness_kernel(
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
         u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
-        sums = told(
-            *(x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
+        of_row, _ = of_rows(
+            *(constant, x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
             *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
         )
-        of_row, _ = effective(constant, sums, FUNCTION)
         bounded = clamped(u)
         _, slope, by_constant, _ = derivatives(bounded, of_row, shift, FUNCTION, NARROW)
         own = grad * (factor * by_told(by_constant, of_row, FUNCTION))
