@@ -33,11 +33,7 @@ FILES = ("module", "plan", "kernels_portable")
 
 
 def build(target: Path = TARGET) -> Path:
-    """Compile and link, the files side by side, and return the module's path; it appears whole or not at all.
-
-    Raises:
-        RuntimeError: there is no compiler, or it failed; the message has what it said.
-    """
+    """Compile and link, the files side by side, and return the module's path; it appears whole or not at all."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
         raise RuntimeError("building the kernels needs a C++17 compiler: install g++, or name one in CXX")

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,14 +71,10 @@ def gradients(
         torch.empty_like(t) if t is not None and need else None
         for t, need in zip((x, *parameters), needed, strict=True)
     ]
+    numbers = [_numbers(gradient) for gradient in found]
     # The bias has no part in any gradient, so that it need not be read.
-    arguments = [*_problem(form, x, (*parameters[:4], None)), grad.data_ptr(), _numbers(found[0])[0]]
-    for gradient in found[1:6]:
-        arguments += _numbers(gradient)
-    arguments += _told(form, parameters)
-    for gradient in found[6:]:
-        arguments += _numbers(gradient)
-    _native().backward(*arguments)
+    given = (*_problem(form, x, (*parameters[:4], None)), grad.data_ptr(), numbers[0][0], *chain(*numbers[1:6]))
+    _native().backward(*given, *_told(form, parameters), *chain(*numbers[6:]))
     return found
 
 
@@ -124,10 +121,8 @@ def serve_gradients(
 def _problem(form: Form, x: Tensor, parameters: Sequence[Tensor | None]) -> list[Any]:
     """Return a call as the C++ side takes it (``read_problem`` in csrc/module.cpp)."""
     function, logarithmic, scale, channels, inner, _ = form
-    arguments = [function, logarithmic, DTYPES[x.dtype], x.numel(), channels, inner, scale, x.data_ptr()]
-    for p in parameters:
-        arguments += _numbers(p)
-    return arguments
+    sizes = (x.numel(), channels, inner)
+    return [function, logarithmic, DTYPES[x.dtype], *sizes, scale, x.data_ptr(), *chain(*map(_numbers, parameters))]
 
 
 def _told(form: Form, parameters: Parameters) -> tuple[Any, ...]:

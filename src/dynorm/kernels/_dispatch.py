@@ -65,10 +65,8 @@ def pointwise(
 
     That is under a tracer, a transform or a mode, for subclasses of Tensor, layouts with no kernel, more witnesses than
     kernels take, and for whatever the definition refuses. The sizes of x at ``dim``, an axis or several, are ``shape``,
-    over which witnesses are counted. The parameters are :data:`Parameters`; the rest is as in :class:`Form`.
-
-    Raises:
-        ArgumentError: x and the parameters are on different devices.
+    over which witnesses are counted. The parameters are :data:`Parameters`; the rest is as in :class:`Form`. An x on
+    another device than its parameters is an ArgumentError.
     """
     if not ENABLED or torch.compiler.is_compiling():
         return None

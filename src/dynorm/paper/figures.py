@@ -29,6 +29,7 @@ COLORS = {function.title: function.color for function in FAMILY.values()} | {"cl
 _DASHES = {"Derf": (0, (5, 1.5)), "linear": (0, (1, 1.2))}
 _MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
 GREY = "#8A8A8A"
+_BOUND: dict[str, Any] = {"color": GREY, "linewidth": 1, "linestyle": "--"}
 
 
 @contextmanager
@@ -84,13 +85,6 @@ def check_figures(names: Sequence[str], *, with_study: bool) -> None:
             )
 
 
-def _draw_bounds(axes: Axes, scale: float, *, both: bool = False) -> None:
-    """Draw LayerNorm's largest value, and the least too, as dashed lines."""
-    for sign in (1, -1) if both else (1,):
-        label = rf"$\pm\sqrt{{C - 1}} = \pm{scale:g}$" if both else r"bound $\sqrt{C - 1}$"
-        axes.axhline(sign * scale, color=GREY, linewidth=1, linestyle="--", label=label if sign == 1 else None)
-
-
 def _draw_circles(axes: Axes, x: Array, y: Array, label: str) -> None:
     """Draw channels that are no outliers."""
     axes.plot(x, y, "o", markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=0.7, markersize=4, label=label)
@@ -142,7 +136,8 @@ def _draw_functions(figure: Figure, _: Reproduction) -> None:
         for value, dashes in zip(values, ("-", (0, (5, 1.5))), strict=True):
             y, label = function(x, value, scale=scale), rf"{name}, $\{constant} = {value:g}$"
             axes.plot(x, y, color=COLORS[name], linestyle=dashes, label=label)
-    _draw_bounds(axes, scale, both=True)
+    for sign, named in ((1, rf"$\pm\sqrt{{C - 1}} = \pm{scale:g}$"), (-1, None)):
+        axes.axhline(sign * scale, **_BOUND, label=named)
     axes.set(xlabel="$x$", ylabel="$y$", xlim=(-60, 60), ylim=(-8, 8))
     axes.legend(loc="upper left", bbox_to_anchor=(0.01, 0.92))
 
@@ -187,7 +182,7 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2.1, 1))
     (low, high), y_range = _padded(simulation.tokens, simulation.normalized)
     x = np.linspace(low, high, 400)
-    _draw_bounds(top, bound)
+    top.axhline(bound, **_BOUND, label=r"bound $\sqrt{C - 1}$")
     others = simulation.tokens[-1, :-1], simulation.normalized[-1, :-1]
     _draw_circles(top, *others, f"other channels, $S = {simulation.steps}$")
     bottom.axhline(0, color=GREY, linewidth=0.8)
@@ -202,7 +197,7 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
     top.legend(loc="lower right")
     bottom.set(xlabel="$x$", ylabel="residual")
     bottom.margins(y=0.12)
-    _residuals_legend(bottom, loc="upper left")
+    bottom.legend(title="mean absolute residual", alignment="left", loc="upper left")
     for axes in (top, bottom):
         axes.yaxis.set_label_coords(-0.085, 0.5)
 
@@ -223,11 +218,7 @@ def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
     _label_decades(axes.yaxis)
     note = "last digit of float64; a residual of 0 is drawn at $10^{-17}$"
     axes.annotate(note, (0.015, 0.012), xycoords="axes fraction", fontsize=8, color="#505050")
-    _residuals_legend(axes, loc="center left", bbox_to_anchor=(0.0, 0.5))
-
-
-def _residuals_legend(axes: Axes, **place: Any) -> None:
-    axes.legend(title="mean absolute residual", title_fontsize=8.5, alignment="left", **place)
+    axes.legend(title="mean absolute residual", alignment="left", loc="center left", bbox_to_anchor=(0.0, 0.5))
 
 
 def _draw_study(figure: Figure, reproduction: Reproduction) -> None:
@@ -264,7 +255,7 @@ def _draw_histogram(axes: Axes, base: Study) -> None:
     bins = np.geomspace(every.min() / 1.2, every.max() * 1.2, 45).tolist()
     for name in names:
         axes.hist(values[name], bins, color=COLORS[name], alpha=0.75, label=name)
-    axes.axvline(0.01, color=GREY, linewidth=1, linestyle="--", label="0.01, the paper's\nbound for DyISRU")
+    axes.axvline(0.01, **_BOUND, label="0.01, the paper's\nbound for DyISRU")
     axes.set(xscale="log", xlabel="mean absolute residual", ylabel="samples")
     _label_decades(axes.xaxis)
     axes.legend(loc="upper left", handlelength=1.2)

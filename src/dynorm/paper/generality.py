@@ -106,14 +106,7 @@ class Generality:
     """A setting, and what changes when C, sigma or the mean does, the rest being held."""
 
     base: Study
-    over_channels: tuple[Study, ...]
-    over_sigma: tuple[Study, ...]
-    over_mean: tuple[Study, ...]
-
-    @property
-    def axes(self) -> dict[str, tuple[Study, ...]]:
-        """Return the studies by the quantity that varies in them."""
-        return {"channels": self.over_channels, "sigma": self.over_sigma, "mean": self.over_mean}
+    axes: Mapping[str, tuple[Study, ...]]  # by the quantity that varies in them: channels, sigma and mean
 
     def to_dict(self) -> dict[str, Any]:
         """Return every study as plain numbers."""
@@ -137,8 +130,8 @@ def study_all(
     for setting in wanted:
         check_settings(*setting, seed=0)
     done = {setting: study(*setting, samples) for setting in track(wanted)}
-    over = {axis: tuple(done[setting] for setting in chosen) for axis, chosen in settings.items()}
-    return Generality(over["base"][0], over["channels"], over["sigma"], over["mean"])
+    axes = {axis: tuple(done[setting] for setting in chosen) for axis, chosen in settings.items()}
+    return Generality(axes.pop("base")[0], axes)
 
 
 def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float, float]]]:

@@ -175,13 +175,13 @@ def _bounds(generality: Generality) -> tuple[str, str] | None:
     def kept(studies: Iterable[Study]) -> list[Study]:
         return list(takewhile(lambda study: not study.lost, studies))
 
-    sigmas, means = kept(generality.over_sigma), generality.over_mean
-    if generality.base.lost or any(study.lost for study in generality.over_channels) or not sigmas:
+    sigmas, means = kept(generality.axes["sigma"]), generality.axes["mean"]
+    if generality.base.lost or any(study.lost for study in generality.axes["channels"]) or not sigmas:
         return None
     left = kept(study for study in reversed(means) if study.mean <= 0)[-1]
     right = kept(study for study in means if study.mean >= 0)[-1]
     step = f"a step of the outlier is at least {STEP / sigmas[-1].sigma:.3g} sigma"
-    if sigmas[-1] is generality.over_sigma[-1]:
+    if sigmas[-1] is generality.axes["sigma"][-1]:
         step = "the steps of the outlier are among those looked at"
     ends = [("not below", left, means[0]), ("not above", right, means[-1])]
     named = [f"{words} {found.offset:g} sigma" for words, found, last in ends if found is not last]
