@@ -163,3 +163,19 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
         problem = f"{outside[0]} is out of range" if outside else "one is named twice"
         raise ArgumentError(f"witnesses must be different channels from 0 to {channels - 1}, but {problem}: {found}")
     return found
+
+
+def check_told(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
+    """Refuse witnesses and gains that are not as :func:`dynorm.functional.dyisru_general` says."""
+    if witnesses.ndim != 1 or witnesses.dtype not in (torch.int32, torch.int64) or len(witnesses) > channels:
+        raise ArgumentError(
+            f"witnesses must be an integer tensor (K,) with K at most the {channels} channels of x, got "
+            f"{witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of channels, each once"
+        )
+    # Their values cost nothing to look at on the CPU; a tracer or a transform has none.
+    if type(witnesses) is Tensor and witnesses.is_cpu and not watched():
+        check_witnesses(witnesses.tolist(), channels)
+    if gain is not None:
+        check_floating("gain", gain)
+        if gain.shape != witnesses.shape:
+            raise ArgumentError(f"gain must have the witnesses' shape ({len(witnesses)},), got {tuple(gain.shape)}")

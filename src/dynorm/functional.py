@@ -33,19 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynorm.arguments import (
-    Axes,
-    Constant,
-    along,
-    check_floating,
-    check_not_negative,
-    check_witnesses,
-    constant,
-    count,
-    parameter,
-    resolve,
-    watched,
-)
+from dynorm.arguments import Axes, Constant, along, check_not_negative, check_told, constant, count, parameter, resolve
 from dynorm.errors import ArgumentError
 
 __all__ = [
@@ -424,7 +412,7 @@ def _shifted(
             raise ArgumentError(f"gain must come with witnesses, got {tuple(gain.shape)} for none: give both")
         return u, None
     channels = count(z, axes)
-    _check_told_by(witnesses, gain, channels)
+    check_told(witnesses, gain, channels)
     u = u.clamp(-_limit(u), _limit(u))
     last = tuple(range(-len(axes), 0))
     chosen = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses)
@@ -440,22 +428,6 @@ def _shifted(
         position = along(position, z, axes)
         each = [torch.where(position == k, 0, term) for k, term in zip(witnesses.unbind(), each, strict=True)]
     return u, _Told(reduce(torch.add, each), unit.reshape(one_per_token))
-
-
-def _check_told_by(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
-    """Refuse witnesses and gains that are not as :func:`dyisru_general` says."""
-    if witnesses.ndim != 1 or witnesses.dtype not in (torch.int32, torch.int64) or len(witnesses) > channels:
-        raise ArgumentError(
-            f"witnesses must be an integer tensor (K,) with K at most the {channels} channels of x, got "
-            f"{witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of channels, each once"
-        )
-    # Their values cost nothing to look at on the CPU; a tracer or a transform has none.
-    if type(witnesses) is Tensor and witnesses.is_cpu and not watched():
-        check_witnesses(witnesses.tolist(), channels)
-    if gain is not None:
-        check_floating("gain", gain)
-        if gain.shape != witnesses.shape:
-            raise ArgumentError(f"gain must have the witnesses' shape ({len(witnesses)},), got {tuple(gain.shape)}")
 
 
 def _affine(
