@@ -141,12 +141,8 @@ class AnnealedNorm(PointwiseNorm):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return self.target_config() | {
-            "kind": self.kind,
-            "norm_eps": self.norm_eps,
-            "t": self.position,
-            "place": self.place,
-        }
+        own = {"kind": self.kind, "norm_eps": self.norm_eps, "t": self.position, "place": self.place}
+        return self.target_config() | own
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""

@@ -167,12 +167,12 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
     inputs, center, beta = (torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None]))
     constants = {name: fit_many(name, x, y, channels) for name in FITTED}
     residuals = {
-        name: _mean_absolute(outputs_of(name, inputs, torch.from_numpy(found)[:, None], channels) - y)
+        name: np.abs(outputs_of(name, inputs, torch.from_numpy(found)[:, None], channels) - y).mean(-1)
         for name, found in constants.items()
     }
-    closed = _mean_absolute(dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy() - y)
-    skipped = samples - len(x)
-    return Study(channels, sigma, mean, seeds[fitted], skipped, residuals, constants["DyISRU"], centers, betas, closed)
+    closed = dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy() - y
+    found = (residuals, constants["DyISRU"], centers, betas, np.abs(closed).mean(-1))
+    return Study(channels, sigma, mean, seeds[fitted], samples - len(x), *found)
 
 
 def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]) -> tuple[Array, Array, Array, Array]:
@@ -190,10 +190,6 @@ def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]
         x[:, -1] = outliers[:, s]
         outputs[:, s] = layer_norm(torch.from_numpy(x), eps=0.0)[:, -1].numpy()
     return outliers, outputs, centers, betas
-
-
-def _mean_absolute(residuals: Array) -> Array:
-    return np.asarray(np.abs(residuals).mean(-1))
 
 
 def _distribution(values: Array) -> dict[str, float]:

@@ -130,9 +130,8 @@ def closed_form(simulation: Simulation) -> ClosedForm:
     sample, outliers = torch.from_numpy(simulation.tokens[0]), torch.from_numpy(simulation.outliers)
     center, beta = float(leave_one_out_mean(sample)[-1]), float(leave_one_out_beta(sample)[-1])
     # A beta of 0, at C = 2, is refused as a float.
-    y = dyisru_general(
-        outliers, torch.tensor([beta], dtype=torch.float64), center, scale=math.sqrt(simulation.channels - 1)
-    )
+    constant, scale = torch.tensor([beta], dtype=torch.float64), math.sqrt(simulation.channels - 1)
+    y = dyisru_general(outliers, constant, center, scale=scale)
     return ClosedForm(center, beta, y.numpy() - simulation.outputs)
 
 

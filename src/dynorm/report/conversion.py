@@ -151,7 +151,8 @@ class _Measurement:
             assert isinstance(layer, PointwiseNorm)
             site, now = self.sites[layer], watch.site_tokens(layer, y, masks)
             self._tokens(layer, args[0], masks)
-            site.add_saturation(now)
+            site.saturated += float(saturated_share(layer, now)) * len(now)
+            site.seen += len(now)
             norms = wanted[layer].pop(0) if wanted[layer] else None
             if norms is not None and norms.shape == now.shape:
                 site.compare(now, norms)
@@ -213,7 +214,7 @@ class _Site:
         self.layer, self.why = layer, replaced.why
         self.stats = SiteStats(replaced.site, seed + replaced.site.order, points)
         device = next(layer.parameters()).device
-        self._seen, self._saturated, self._compared, self._residual = 0, 0.0, 0, 0.0
+        self.seen, self.saturated, self._compared, self._residual = 0, 0.0, 0, 0.0
         self._sums = torch.zeros(2, layer.channels, dtype=torch.float64, device=device)
         self._told = torch.zeros(5, dtype=torch.float64, device=device)
         self._drawn = Reservoir(_DRAWN, seed + replaced.site.order)
@@ -224,11 +225,6 @@ class _Site:
         self._compared += len(now)
         self._residual += float((now - wanted).square().sum())
         self._sums = self._sums + torch.stack([wanted.sum(0), wanted.square().sum(0)])
-
-    def add_saturation(self, y: Tensor) -> None:
-        """Count the outputs near the bound."""
-        self._saturated += float(saturated_share(self.layer, y)) * len(y)
-        self._seen += len(y)
 
     @torch.no_grad()
     def add_sums(self, x: Tensor) -> None:
@@ -262,7 +258,7 @@ class _Site:
             error_now=math.sqrt(self._residual / spread) if spread > 0 else None,
             beta=float(layer.beta().detach().median()),
             center=None if layer.center is None else float(layer.center.detach().median()),
-            saturated=self._saturated / self._seen if self._seen else None,
+            saturated=self.saturated / self.seen if self.seen else None,
             witnesses=layer.witness_channels,
             gains=() if layer.log_gain is None else tuple(layer.log_gain.detach().double().exp().tolist()),
             told=max(1 - left / constant, 0.0) if constant > 0 else 0.0,
