@@ -47,7 +47,7 @@ def distilled(report: dict[str, Any]) -> Row:
     recipe, sites = report["meta"]["recipe"], report["sites"]
     kinds = [(site["layer"] == "linear", bool(site["witnesses"])) for site in sites]
     names = ("to", "tolerance", "steps", "minutes", "bf16")
-    chosen = {name: recipe[name] for name in names if recipe["to"] == "auto" or name != "tolerance"}
+    chosen = {name: recipe[name] if recipe["to"] == "auto" or name != "tolerance" else None for name in names}
     return {**chosen, **counted(kinds), "spearman": report["output"]["spearman"]}
 
 

@@ -228,6 +228,48 @@ def steps_table() -> str:
     return "\n".join([*lines, "", *wrap(note, 118, break_on_hyphens=False)])
 
 
+def auto_table() -> str:
+    """What ``to="auto"`` leaves of the norms of a real encoder, and of the quality."""
+    document = load("auto")
+    lines = [
+        "| layers | lines | lines with witnesses | DyISRU | norms left | Spearman, calibrated | Spearman, distilled |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in document["calibrated"]:
+        tolerance = row["tolerance"]
+        name = "DyISRU, four witnesses" if tolerance is None else f"auto, tolerance {tolerance:g}"
+        alike = [
+            each for each in document["distilled"] if (each["to"], each.get("tolerance")) == (row["to"], tolerance)
+        ]
+        spans = (f"{each['steps']:,} steps" if each["steps"] else f"{each['minutes']:g} minutes" for each in alike)
+        trained = (f"{each['spearman']:.4f} ({span})" for each, span in zip(alike, spans, strict=True))
+        counts = [row[kind] for kind in ("linear", "linear with witnesses", "dyisru")]
+        cells = [name, *map(str, counts), str(sum(counts[1:])), f"{row['spearman']:.4f}"]
+        lines.append(f"| {' | '.join([*cells, ', '.join(trained) or 'not run'])} |")
+    return "\n".join(lines)
+
+
+def encrypted_table() -> str:
+    """Time, levels and error of what may stand at a norm under encryption."""
+    document = load("encrypted")
+    lines = [
+        "| site | function | levels | milliseconds, in the least ring | in one ring for all | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    words = {"norm": f"the norm, its root a polynomial of degree {document['degree']}"}
+    for row in document["rows"]:
+        site = row["site"].removeprefix("encoder.layer.1.").removesuffix(".LayerNorm")
+        times = f"{row['milliseconds']:,.1f} | {row['milliseconds_in_one_ring']:,.1f}"
+        name = words.get(row["function"], row["function"])
+        lines.append(f"| {site} | {name} | {row['levels']} | {times} | {row['error']:.4f} |")
+    most, load_ = max(row["error_of_encryption"] for row in document["rows"]), document["load"][0]
+    note = (
+        "The error is against the norm, over the spread of its outputs on held-out tokens. That of the encryption is at "
+        f"most {most:.1e}. Load average {load_:.1f}."
+    )
+    return "\n".join([*lines, "", *wrap(note, 118, break_on_hyphens=False)])
+
+
 def _markdown(table: speed.Rows) -> str:
     head, *rows = (f"| {' | '.join(cells)} |" for cells in (table.columns, *table.rows))
     note = "\n".join(wrap(table.note, 118, break_on_hyphens=False))
@@ -260,6 +302,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/witnesses.md": {"witnesses": witness_table, "decoder": decoder_table},
     "docs/anneal.md": {"steps": steps_table},
+    "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
     "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
 }
 """What each page shows between its marks."""

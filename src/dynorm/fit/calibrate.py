@@ -34,25 +34,15 @@ class CalibrationWarning(UserWarning):
 
 @dataclass(frozen=True)
 class SiteCalibration:
-    """How one layer was fitted.
-
-    Args:
-        path: where it stands.
-        tokens: how many tokens it saw, padding not counted.
-        beta: its constant (the median of the channels' where there are many).
-        error: root of the residual over the spread of the target, in the calibration data.
-        witnesses: its witness channels, and how well they tell a token's scale; None for a layer that has none.
-        layer: its name, such as "dyisru".
-        errors: where ``to="auto"`` chose it: the errors on held-out tokens of all layers that it was chosen from, the
-            simplest one first.
-    """
+    """How one layer was fitted."""
 
     path: str
-    tokens: int
-    beta: float
-    error: float
-    witnesses: Witnesses | None = None
-    layer: str = ""
+    tokens: int  # that it saw, padding not counted
+    beta: float  # its constant, the median of the channels' where there are many
+    error: float  # root of the residual over the spread of the target, in the calibration data
+    witnesses: Witnesses | None = None  # how well they tell a token's scale; None for a layer that has none
+    layer: str = ""  # its name, such as "dyisru"
+    # With ``to="auto"``: the errors on held-out tokens of all layers that it was chosen from, the simplest one first.
     errors: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -99,7 +89,6 @@ class CalibrationReport:
             group = f"held-out errors; chosen: the first within {self.tolerance:g} of the least"
             columns = ["site", "layer", *(Column(name.split(" ", 1)[-1], ".3f", group=group) for name in names)]
             rows = [[site.path, site.chosen, *map(site.errors.get, names)] for site in self.sites]
-
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
         return str(Table(columns, rows, notes, title))
 
@@ -254,9 +243,9 @@ def _fit_batch(
         ranks.meet(paths, site.path)
         counted = len(x) if counts else 0
         # The later a batch, the better the constants that fed it: its tokens count more.
-        site.judge(lambda each: watch.site_tokens(layer, each.forward(args[0]), masks)[:counted], y[:counted], number)
-        site.update(x[:counted], y[:counted], weight=number)
-        site.solve_()
+        site.fit_(
+            x[:counted], y[:counted], number, lambda it: watch.site_tokens(layer, it.forward(args[0]), masks)[:counted]
+        )
         return site.fit.layer.forward(args[0])
 
     with watch.hooked(fits, fit):

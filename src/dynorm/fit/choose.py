@@ -15,12 +15,11 @@ from dynorm.layers import DyISRU, LinearControl, PointwiseNorm
 from dynorm.replace.specs import Replaced, take_over_
 
 # From the simplest on. A linear layer folds away; with witnesses it leaves one number per token.
-_SIMPLEST_FIRST: tuple[tuple[str, type[PointwiseNorm], bool], ...] = (
-    ("linear", LinearControl, False),
-    ("linear with witnesses", LinearControl, True),
-    ("dyisru", DyISRU, False),
-    ("dyisru with witnesses", DyISRU, True),
-)
+_SIMPLEST_FIRST = [
+    (f"{NAMES[kind]}{words}", kind, bool(words))
+    for kind in (LinearControl, DyISRU)
+    for words in ("", " with witnesses")
+]
 # In units of the target's spread.
 TOLERANCE = 0.05
 
@@ -32,10 +31,8 @@ class SiteChoice:
     constants that the batches before gave, so all tokens but the first batch's are held out once, and none is lost to
     the fit.
 
-    Args:
-        layer: the layer that stands at the site until the choice is made, and all arguments of :class:`SiteFit`.
-        tolerance: by how much the error of the layer to choose may exceed the best one, in units of the target's
-            spread.
+    The arguments are those of :class:`SiteFit`, where ``layer`` stands at the site until the choice is made, and
+    ``tolerance``: by how much the error of the layer to choose may exceed the best one, over the target's spread.
     """
 
     def __init__(
@@ -79,29 +76,16 @@ class SiteChoice:
         return dict(zip(self._fits, (self._squares / self._weight_sum / spread).sqrt().tolist(), strict=True))
 
     @torch.no_grad()
-    def judge(self, run: Callable[[PointwiseNorm], Tensor], y: Tensor, weight: float) -> None:
-        """Add the squared errors of all layers, as they are, on tokens that they were not fitted to.
-
-        Args:
-            run: returns a layer's output for these tokens, (tokens, C).
-            y: the outputs that it should return.
-            weight: how much these tokens count.
-        """
-        if self.fit.solution is None or len(self._fits) == 1:
-            return
-        errors = [(run(fit.layer) - y).double().square().sum() for fit in self._fits.values()]
-        sums = self._ranks.summed(torch.stack([*errors, errors[0].new_tensor(len(y))])).cpu()
-        self._squares += weight * sums[:-1]
-        self._weight_sum += weight * float(sums[-1])
-
-    def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
-        """Add tokens to every fit."""
-        for fit in self._fits.values():
+    def fit_(self, x: Tensor, y: Tensor, weight: float, run: Callable[[PointwiseNorm], Tensor]) -> None:
+        """Measure all layers, as they are, on new tokens, whose outputs ``run`` returns; then fit them to these too."""
+        fits = self._fits.values()
+        if self.fit.tokens and len(fits) > 1:
+            errors = [(run(fit.layer) - y).double().square().sum() for fit in fits]
+            sums = self._ranks.summed(torch.stack([*errors, errors[0].new_tensor(len(y))])).cpu()
+            self._squares += weight * sums[:-1]
+            self._weight_sum += weight * float(sums[-1])
+        for fit in fits:
             fit.update(x, y, weight)
-
-    def solve_(self) -> None:
-        """Set the constants of every layer that may be chosen."""
-        for fit in self._fits.values():
             fit.solve_()
 
     @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,21 +37,11 @@ def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
     return (leave_one_out_beta if kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The best constants of one layer, one value per channel in float64."""
-
-    beta: Tensor  # DyISRU's; the same for all channels of a layer that has one for all
-    weight: Tensor  # the factor of the function
-    bias: Tensor
-    residual: Tensor  # the mean squared error that is left
-
-
 class SiteFit:
     r"""Running sums from which the constants of one layer follow in closed form.
 
-    :meth:`update` adds a batch to the sums, :meth:`solve` finds the constants that fit all tokens so far best, and
-    :meth:`solve_` also gives them to the layer.
+    :meth:`update` adds a batch to the sums, and :meth:`solve_` gives the layer the constants that fit all tokens so far
+    best.
 
     For each candidate beta of a grid and each channel, with f the layer's function without affine map and y the
     target, the sums of f, f^2, f y, y and y^2 are kept. From them follow, per channel, the weight and bias of
@@ -81,7 +70,7 @@ class SiteFit:
         self.layer, self.path = layer, path
         self.kind, self.eps = norm.site.kind, norm.site.eps
         self.tokens = 0
-        self.solution: Solution | None = None
+        self._residual = math.nan
         self._ranks = Ranks() if ranks is None else ranks
         self._function = layer.target if isinstance(layer, AnnealedNorm) else type(layer)
         weight = None if isinstance(layer, AnnealedNorm) else layer.weight
@@ -130,36 +119,28 @@ class SiteFit:
         self._sums += weight * self._ranks.summed(sums)
 
     @torch.no_grad()
-    def solve(self) -> Solution | None:
-        """Return the best constants for all tokens so far, or None where nothing could be fitted."""
+    def solve_(self) -> None:
+        """Set the layer's constants, weight and bias to the best for all tokens so far, where there are any."""
         if self._betas is None:
-            return None
+            return
         slope, offset, residual = self._least_squares()
         score = residual if self.layer.per_channel else residual.sum(1, keepdim=True).expand_as(residual)
         lowest, best = score.min(0)
         # The closed form's beta, where another is better by rounding alone.
         best = best.masked_fill(score[self._closed_form] <= lowest * (1 + 1e-6), self._closed_form)
         channel = torch.arange(residual.shape[1], device=residual.device)
-        return Solution(self._betas[best], *(each[best, channel] for each in (slope, offset, residual)))
-
-    @torch.no_grad()
-    def solve_(self) -> None:
-        """Set the layer's constants, weight and bias to the best for all tokens so far."""
-        found = self.solution = self.solve()
-        if found is None:
-            return
+        beta, (weight, bias, left) = self._betas[best], (each[best, channel] for each in (slope, offset, residual))
+        self._residual = float(left.sum())
         layer, shape = self.layer, self.layer.normalized_shape
-        layer.fill_slope_(found.beta.reshape(shape) if layer.per_channel else found.beta[:1])
-        for parameter, value in ((layer.weight, found.weight), (layer.bias, found.bias)):
+        layer.fill_slope_(beta.reshape(shape) if layer.per_channel else beta[:1])
+        for parameter, value in ((layer.weight, weight), (layer.bias, bias)):
             if self._weight is not None and parameter is not None:
                 parameter.copy_(value.reshape(shape))
 
     @property
     def error(self) -> float:
         """Return the root of residual over spread of the target, at the last solution; NaN before there is one."""
-        if self.solution is None:
-            return math.nan
-        return math.sqrt(float(self.solution.residual.sum()) / self.spread)
+        return math.sqrt(self._residual / self.spread) if self.tokens else math.nan
 
     @property
     def spread(self) -> float:

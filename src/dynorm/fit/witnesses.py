@@ -34,19 +34,13 @@ _GOLDEN, _HELD_OUT = 0.6180339887498949, 0.25
 
 @dataclass(frozen=True)
 class Witnesses:
-    """The witnesses of one site, and how well they tell a token's scale.
+    """The witnesses of one site, and how well they tell a token's scale."""
 
-    Args:
-        channels: their positions, the most telling one first.
-        gains: the weight of each one's square.
-        beta: the constant beside them, for the rest of the sum.
-        explained: how much of the scale's variation over held-out tokens 0, 1, 2, ... channels explain, at most 1; of
-            fixed channels none and all. Below 0, they tell less than a constant.
-    """
-
-    channels: tuple[int, ...]
-    gains: tuple[float, ...]
-    beta: float
+    channels: tuple[int, ...]  # their positions, the most telling one first
+    gains: tuple[float, ...]  # the weight of each one's square
+    beta: float  # the constant beside them, for the rest of the sum
+    # How much of the scale's variation over held-out tokens 0, 1, 2, ... channels explain, at most 1; of fixed channels
+    # none and all. Below 0, they tell less than a constant.
     explained: tuple[float, ...]
 
 
