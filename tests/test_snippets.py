@@ -25,6 +25,7 @@ held_out, batch, example = batches[4:], batches[0], (batches[0]["input_ids"],)
 """
 BEFORE = {
     "docs/guide.md": GPT,
+    "docs/without-norms.md": GPT,
     # The last of the page is for a model with RMSNorms.
     "docs/fold.md": GPT
     + """
