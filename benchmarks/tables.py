@@ -264,8 +264,8 @@ def encrypted_table() -> str:
         lines.append(f"| {site} | {name} | {row['levels']} | {times} | {row['error']:.4f} |")
     most, load_ = max(row["error_of_encryption"] for row in document["rows"]), document["load"][0]
     note = (
-        "The error is against the norm, over the spread of its outputs on held-out tokens. That of the encryption is at "
-        f"most {most:.1e}. Load average {load_:.1f}."
+        "The error is against the norm, over the spread of its outputs on held-out tokens. That of the encryption is "
+        f"at most {most:.1e}. Load average {load_:.1f}."
     )
     return "\n".join([*lines, "", *wrap(note, 118, break_on_hyphens=False)])
 
