@@ -10,6 +10,7 @@ from statistics import mean
 from textwrap import wrap
 from typing import Any
 
+from benchmarks import memory
 from benchmarks.speed import table as speed
 
 ROOT = Path(__file__).parent.parent
@@ -270,6 +271,24 @@ def encrypted_table() -> str:
     return "\n".join([*lines, "", *wrap(note, 118, break_on_hyphens=False)])
 
 
+def memory_table() -> str:
+    """One row per stage: what its bytes are counted for, the check on a small model, and a large one from it."""
+    found, large = load("memory"), memory.terms(memory.LARGE)
+    lines = [
+        "| bytes | per parameter | per token, layer and channel | per token and word "
+        "| the fourth: formula / measured, GiB | 8 B, scaled: one process | each of eight, sharded |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for stage, per in found["bytes"].items():
+        parts = [count * each for count, each in zip(large, per.values(), strict=True)]
+        ranks = 8 if stage == "distill" else 1
+        check = [f"{found['check'][stage][name] / 2**30:.2f}" for name in ("formula", "measured")]
+        cells = [*(f"{each:.1f}" for each in per.values()), " / ".join(check)]
+        cells += [f"{sum(parts) / 2**30:.0f} GiB", f"{(parts[0] / ranks + sum(parts[1:])) / 2**30:.0f} GiB"]
+        lines.append(f"| {stage} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _markdown(table: speed.Rows) -> str:
     head, *rows = (f"| {' | '.join(cells)} |" for cells in (table.columns, *table.rows))
     note = "\n".join(wrap(table.note, 118, break_on_hyphens=False))
@@ -303,6 +322,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/witnesses.md": {"witnesses": witness_table, "decoder": decoder_table},
     "docs/anneal.md": {"steps": steps_table},
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
+    "docs/howto/processes.md": {"memory": memory_table},
     "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
 }
 """What each page shows between its marks."""

@@ -197,7 +197,7 @@ def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
     fails(
         model,
         batches,
-        f"steps must be an integer of at least 1 and lr positive, got .*{match}",
+        f"steps and accumulate must be integers of at least 1 and lr positive, got .*{match}",
         ArgumentError,
         **options,
     )

@@ -101,9 +101,8 @@ def distill_(
     weights from before are put back.
 
     Under ``torchrun`` or ``accelerate launch``, call it on every rank, each with its own share of the data. A step is
-    then one batch per rank, and its loss the mean over the ranks. The weights are those of one process that accumulates
-    the ranks' batches, in turn. A plain model is wrapped in DDP. For FSDP2, call ``fully_shard`` on the model and the
-    teacher first.
+    then one batch per rank, its loss the mean over the ranks, as in one process that accumulates these batches. A plain
+    model is wrapped in DDP. For FSDP2, call ``fully_shard`` on the model and the teacher first.
 
     Args:
         model: a converted and calibrated model.
@@ -129,14 +128,12 @@ def distill_(
         Steps, time, and the loss before and after.
 
     Raises:
-        ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or one, or ``lr`` or ``accumulate``, is
-            not positive and finite, or steps or accumulate no integer; or ``minutes`` with batches that can be gone
-            through only once.
+        ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or a number is not positive and finite,
+            or a count no integer; or ``minutes`` with batches that can be gone through only once.
         DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
             hold nothing to compare; or another rank failed. The weights are then as they were, on every rank.
-        ModelError: the model has no point-wise layer that replaced a norm; or it is sharded and no teacher given; or
-            another rank's layers differ; or the environment does not name the processes of the group, as torchrun
-            makes it.
+        ModelError: the model has no point-wise layer that replaced a norm, or is sharded and has no teacher; another
+            rank's layers differ; or the environment does not name the group's processes, as torchrun makes it.
 
     Warns:
         CalibrationWarning: the weights from before are put back, or the minutes allow fewer than 20 steps.
@@ -267,7 +264,7 @@ class _Distillation(nn.Module):
         self.model, self.teacher = model, teacher.eval().requires_grad_(False)
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
         self.samples, self.gone = 0, 0.0
-        self.last: Tensor | None = None
+        self.last = torch.zeros(())
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Any]) -> float:
@@ -331,10 +328,9 @@ def rate_factor(step: int, steps: int, gone: float = 0.0) -> float:
 def _bar(quiet: bool) -> Any:
     """Return a bar on the standard error, with step, loss and the time that is left."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, Progress
 
-    words = TextColumn("{task.description}"), TextColumn("{task.fields[loss]}")
-    columns = (words[0], BarColumn(), MofNCompleteColumn(), words[1], TimeRemainingColumn())
+    columns = *Progress.get_default_columns(), MofNCompleteColumn()
     return Progress(*columns, console=Console(stderr=True), disable=quiet)
 
 
@@ -390,11 +386,11 @@ def _trainer(
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # The callbacks after this one know the model that is trained, without its teacher.
             trainer.callback_handler.model = job.model
-            self.task = progress.add_task("distilling", total=state.max_steps, loss="")
+            self.task = progress.add_task("distilling", total=state.max_steps)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            loss = "" if job.last is None else f"loss {float(job.last):.3f}"
-            progress.update(self.task, completed=state.global_step, loss=loss)
+            words = f"distilling, loss {float(job.last):.3f}"
+            progress.update(self.task, completed=state.global_step, description=words)
             if until is not None:
                 job.gone = job.ranks.mean((time.perf_counter() - begun) / max(until - begun, 1e-9))
                 control.should_training_stop |= job.gone > 1

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -93,10 +92,8 @@ def refine_(
         8
     """
     if not all(isinstance(n, int) and n > 0 for n in (steps, accumulate)) or not (math.isfinite(lr) and lr > 0):
-        raise ArgumentError(
-            f"steps must be an integer of at least 1 and lr positive, got steps={steps!r}, lr={lr!r}"
-            + f", accumulate={accumulate!r}" * (accumulate != 1)
-        )
+        words = f"{steps=!r}, {accumulate=!r}, {lr=!r}"
+        raise ArgumentError(f"steps and accumulate must be integers of at least 1 and lr positive, got {words}")
     ranks = Ranks()
     with ranks.together():
         watch.require_plain_model(model)
@@ -114,7 +111,9 @@ def refine_(
             watch.undisturbed(model, evaluate=True, grad=True),
             _only_trained(model, layers),
         ):
-            errors = _descend(model, layers, watch.cycled(batches, steps * accumulate), accumulate, steps, lr, ranks)
+            feed = watch.cycled(batches, steps * accumulate)
+            # Its own neighbours, so many at a time.
+            errors = _descend(model, layers, zip(*[feed] * accumulate, strict=True), steps, lr, ranks)
     return RefinementReport(steps, errors[0], errors[-1])
 
 
@@ -133,13 +132,7 @@ def _only_trained(model: nn.Module, layers: list[PointwiseNorm]) -> Iterator[Non
 
 
 def _descend(
-    model: nn.Module,
-    layers: list[PointwiseNorm],
-    feed: Iterator[Any],
-    accumulate: int,
-    steps: int,
-    lr: float,
-    ranks: Ranks,
+    model: nn.Module, layers: list[PointwiseNorm], feed: Iterable[Sequence[Any]], steps: int, lr: float, ranks: Ranks
 ) -> list[float]:
     """Take the steps of Adam, and return the root of the loss before each."""
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
@@ -153,14 +146,14 @@ def _descend(
         optimizer, lambda k: min(1.0, (k + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * k / steps))
     )
     errors: list[float] = []
-    for step in range(steps):
-        found = torch.stack([_gradients(model, parameters, batch, step) for batch in islice(feed, accumulate)])
+    sizes = [m.numel() for m in masters]
+    for step, some in enumerate(feed):
+        found = torch.stack([_gradients(model, parameters, batch, step) for batch in some])
         ranks.all_say(BATCH)
-        mean = ranks.summed(found.sum(0)) / (accumulate * ranks.size)
-        loss, reached, values = torch.split(mean, [1, len(masters), len(mean) - 1 - len(masters)])
-        for master, there, value in zip(
-            masters, reached, torch.split(values, [m.numel() for m in masters]), strict=True
-        ):
+        loss, reached, *values = torch.split(
+            ranks.summed(found.sum(0)) / (len(some) * ranks.size), [1, len(masters), *sizes]
+        )
+        for master, there, value in zip(masters, reached, values, strict=True):
             master.grad = value.view_as(master).to(master.dtype) if there else None
         _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), step)
         optimizer.step()

@@ -1,0 +1,95 @@
+"""The memory of refinement and distillation: measured on a small Llama, beside the formula, and that of 8 B parameters.
+
+``python -m benchmarks.memory`` writes benchmarks/results/memory.json: the peak of the process that computes, from the
+kernel's own books. Speed has no part in it, so that a busy machine gives the same figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from dynorm.files import write_text
+
+RESULTS = Path(__file__).parent / "results" / "memory.json"
+# Layers, channels, words, and tokens of a batch. The last one only checks what the others tell.
+CONFIGS = ((8, 512, 8192, 256), (8, 512, 8192, 1024), (8, 512, 16384, 1024), (12, 640, 8192, 768))
+# Llama of 8 B parameters: an inner width of 3.5 C, a quarter of the heads for keys and values.
+LARGE = {"layers": 32, "channels": 4096, "words": 128256, "tokens": 512, "parameters": 8_030_261_248}
+
+
+def terms(row: dict[str, float]) -> list[float]:
+    """Return what the bytes are counted for: weights; channels of all layers, and words, of all tokens."""
+    return [row["parameters"], row["tokens"] * row["layers"] * row["channels"], row["tokens"] * row["words"]]
+
+
+def measured(layers: int, channels: int, words: int, tokens: int) -> dict[str, float]:
+    """Return the peak of each stage over what the process had before the model, in bytes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+    import dynorm
+
+    assert Trainer
+    heads = channels // 64
+    config = LlamaConfig(
+        vocab_size=words, hidden_size=channels, intermediate_size=channels * 7 // 2, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 4, use_cache=False,
+    )  # fmt: skip
+    book = Path("/proc/self/status")
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    before = int(re.search(r"VmRSS:\s+(\d+)", book.read_text())[1])  # type: ignore[index]
+
+    def peak(act: Any) -> float:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        act()
+        return 1024.0 * (int(re.search(r"VmHWM:\s+(\d+)", book.read_text())[1]) - before)  # type: ignore[index]
+
+    model = LlamaForCausalLM(config).eval()
+    batches = [{"input_ids": torch.randint(0, words, (1, tokens))}] * 2
+    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=8)
+    found = {"calibrate": peak(lambda: dynorm.calibrate_(model, batches, lean=0.0))}
+    model.activation_checkpointing_enable()
+    found["refine"] = peak(lambda: dynorm.refine_(model, batches, steps=2))
+    found["distill"] = peak(lambda: dynorm.distill_(model, batches, steps=2, lr=1e-6, quiet=True))
+    return found | {"parameters": float(sum(p.numel() for p in model.parameters()))}
+
+
+def main() -> None:
+    """Measure in processes of their own, and write."""
+    if len(sys.argv) > 1:
+        print(json.dumps(measured(*map(int, sys.argv[1:]))))
+        return
+    # Freed memory goes back at once, and counts no more.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    rows = []
+    for config in CONFIGS:
+        words = [sys.executable, "-m", "benchmarks.memory", *map(str, config)]
+        run = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        rows.append(dict(zip(("layers", "channels", "words", "tokens"), config, strict=True)) | json.loads(run.stdout))
+    write_text(RESULTS, json.dumps(summary(rows), indent=1) + "\n")
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the bytes per unit that all rows but the last tell, none negative, and what they make of the last."""
+    found: dict[str, Any] = {"small": rows, "bytes": {}, "check": {}}
+    for stage in ("calibrate", "refine", "distill"):
+        *fitted, check = [(terms(row), row[stage]) for row in rows]
+        per, _ = nnls(np.array([row for row, _ in fitted]), np.array([peak for _, peak in fitted]))
+        found["bytes"][stage] = dict(zip(("weight", "channel", "word"), per.round(2).tolist(), strict=True))
+        found["check"][stage] = {"formula": float(np.dot(check[0], per)), "measured": check[1]}
+    return found
+
+
+if __name__ == "__main__":
+    main()
