@@ -1,16 +1,18 @@
-"""The application that every command registers with, and the options and output that they share."""
+"""The application that every command registers with, and the output that they share."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
 import re
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from importlib.resources import files
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -18,25 +20,6 @@ from rich.progress import Progress
 
 from dynorm import __version__
 from dynorm.errors import ArgumentError, DynormError, require_library
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")]
-MaxLength = Annotated[
-    int | None,
-    typer.Option(
-        help="Cut texts to this many tokens, or join them to blocks of as many for a language model; by default 128 "
-        "or 256."
-    ),
-]
-Images = Annotated[
-    list[Path] | None,
-    typer.Option(help="Image file or folder, for a model that takes images. Repeatable."),
-]
-Name = Annotated[str | None, typer.Option(help="Name of the model in the report; by default the folder's.")]
-Only = Annotated[list[str] | None, typer.Option(help="Take only norms whose path matches this glob. Repeatable.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a model that is in OUT.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-Skip = Annotated[list[str] | None, typer.Option(help="Leave norms alone whose path matches this glob. Repeatable.")]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,6 +41,19 @@ def options(
     ] = False,
 ) -> None:
     """Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions."""
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a command: its parameters with defaults are options, and the help of all stands in options.toml."""
+    known = tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8"))
+    texts, hints = known["shared"] | known[function.__name__], get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        more = dict(texts[name]) if isinstance(texts[name], dict) else {"help": texts[name]}
+        # An option that is off has no second name to put it off.
+        names = more.pop("names", [f"--{name.replace('_', '-')}"] if parameter.default is False else [])
+        kind = typer.Argument if parameter.default is parameter.empty else typer.Option
+        function.__annotations__[name] = Annotated[hints[name], kind(*names, **more)]
+    return app.command()(function)
 
 
 def main() -> None:

@@ -8,13 +8,13 @@ import webbrowser
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import track
 
-from dynorm.cli.application import AsJson, app
+from dynorm.cli.application import command
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import require_writable, write_bytes, write_text
 
@@ -22,22 +22,15 @@ from dynorm.files import require_writable, write_bytes, write_text
 MOST_CHANNELS = 1 << 16
 
 
-@app.command()
+@command
 def paper(
-    out: Annotated[Path, typer.Option(help="Folder for figures and tables; made if missing.")] = Path("paper"),
-    figure: Annotated[
-        list[str] | None, typer.Option(help="Draw only this one, fig1 to fig5; by default all. Repeatable.")
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Take only the sample with this seed; by default the paper's, 1, and a study over many."),
-    ] = None,
-    channels: Annotated[int, typer.Option(help="C, the number of channels, 3 to 65,536.")] = 100,
-    sigma: Annotated[float, typer.Option(help="Standard deviation of the samples.")] = 2.0,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples per setting of the study; by default 1000, seeds 1, 2, ...")
-    ] = None,
-    as_json: AsJson = False,
+    out: Path = Path("paper"),
+    figure: list[str] | None = None,
+    seed: int | None = None,
+    channels: int = 100,
+    sigma: float = 2.0,
+    samples: int | None = None,
+    as_json: bool = False,
 ) -> None:
     """Reproduce section 4: outliers, fits of DyT and DyISRU, the closed form, and how general the claim is.
 
@@ -95,17 +88,9 @@ def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -
         raise ArgumentError("samples is for the study over many, but one seed was given: leave out one of the two")
 
 
-@app.command()
+@command
 def prove(
-    out: Annotated[Path | None, typer.Option(help="Write the proofs as one HTML page to this file.")] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Prove only this name or glob, such as 'theorem-*'. Repeatable.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random tokens that confirm the proofs.")
-    ] = 0,
-    brief: Annotated[bool, typer.Option("--brief", help="Print the table alone, without the steps.")] = False,
-    as_json: AsJson = False,
+    out: Path | None = None, only: list[str] | None = None, seed: int = 0, brief: bool = False, as_json: bool = False
 ) -> None:
     """Prove the paper's theorems for every number of channels, step by step, and confirm them with numbers.
 
@@ -137,12 +122,8 @@ def prove(
     raise typer.Exit(0 if report.holds else 1)
 
 
-@app.command()
-def explore(
-    out: Annotated[Path, typer.Option(help="The page; one that exists is replaced.")] = Path("explore.html"),
-    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
-    as_json: AsJson = False,
-) -> None:
+@command
+def explore(out: Path = Path("explore.html"), show: bool = False, as_json: bool = False) -> None:
     """Write one HTML page that works offline: drag an outlier and see LayerNorm, DyT, Derf and DyISRU follow.
 
     Example: dynorm explore --out explore.html --open

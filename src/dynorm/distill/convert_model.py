@@ -21,7 +21,7 @@ from dynorm.watch import arguments, iterate
 # What a recipe leaves open: for an encoder of texts, one of images, and a language model. The last two's were measured
 # on DINOv2-small and SmolLM2-135M.
 ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
-IMAGES = {"batch": 16, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
+IMAGES = {"batch": 16, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 8}
 LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
 
 
