@@ -15,12 +15,14 @@ from PIL import Image
 from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassification, ViTModel
 
 from dynorm.cli import main
+from dynorm.distill.convert_model import convert_model
 from dynorm.distill.distill import output_loss
 from dynorm.distill.images import Crop, find_images
 from dynorm.distill.inputs import CROPS, Images
 from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
 from dynorm.distill.pretrained import ShuffledBatches, load_pretrained
 from dynorm.errors import ArgumentError, DataError, StorageError
+from dynorm.replace.specs import dynorm_layers
 from dynorm.report.output import OutputComparison
 
 QUICK = Recipe(refine=2, held_out=8, batch=4, calibration=16)
@@ -69,7 +71,10 @@ def test_an_encoder_is_compared_by_its_class_token(vision: Path, images: Path, t
     assert report.output.kind == "encoder"
     assert len(report.sites) == 5
     assert (report.meta["images_to_fit"], report.meta["crops"], report.meta["images_held_out"]) == (16, CROPS, 8)
-    assert report.meta["recipe"] | {"batch": 4, "max_length": None, "witnesses": 4} == report.meta["recipe"]
+    assert (
+        report.meta["recipe"] | {"batch": 4, "max_length": None, "witnesses": 8, "per_channel": False}
+        == report.meta["recipe"]
+    )
     assert report.meta["worst_sample"] in {file.name for file in images.iterdir()}
     found, original = (load_pretrained(place).model for place in (tmp_path / "out" / "model", vision))
     held_out = Images(load_pretrained(vision)).batches([Crop(images / report.meta["worst_sample"])], 1)[0]
@@ -263,3 +268,12 @@ def test_the_command_line_takes_images(
     assert "--images must be given for Dinov2Model, got none" in capsys.readouterr().err
     assert status("fold", vision, tmp_path / "folded") == 0
     assert (tmp_path / "folded" / "model" / "preprocessor_config.json").is_file()
+
+
+def test_in_python_a_model_of_images_gets_one_constant_per_layer_and_eight_witnesses(vision: Path) -> None:
+    model = load_pretrained(vision).model
+    batches = [{"pixel_values": torch.randn(2, 3, 32, 32)} for _ in range(4)]
+    report = convert_model(model, batches, refine=0)
+    assert report.output.neighbours is None
+    assert {layer.get_parameter("log_beta").numel() for layer in dynorm_layers(model).values()} == {1}
+    assert max(len(layer.witness_channels) for layer in dynorm_layers(model).values()) == 8

@@ -106,7 +106,7 @@ def inspect(
         require_writable(html)
     say, track = speaker(quiet=as_json)
     recipe, rest = _recipe_of(given, "model", "html", "as_json")
-    report = inspect_pretrained(model, recipe, track=track, **rest)
+    report = inspect_pretrained(model, recipe, say=say, track=track, **rest)
     if html is not None:
         report.to_html(html)
         say(f"wrote {html}")

@@ -21,7 +21,7 @@ from dynorm.watch import arguments, iterate
 # What a recipe leaves open: for an encoder of texts, one of images, and a language model. The last two's were measured
 # on DINOv2-small and SmolLM2-135M.
 ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
-IMAGES = {"batch": 16, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 8}
+IMAGES = {"batch": 8, "calibration": 128, "per_channel": False, "lean": 0.0, "witnesses": 8}
 LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
 
 
@@ -53,9 +53,9 @@ def convert_model(
         only: globs of the paths to convert; None means all.
         skip: globs of the paths to leave alone.
         per_channel: one constant per channel instead of one per layer; None takes True, or False for a model of
-            transformers that generates text.
+            transformers that generates text or takes images.
         witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function. None takes 4,
-            or 8 for a model that generates text.
+            or 8 for a model of these kinds.
         tolerance: of :func:`calibrate_`, for ``to="auto"``.
         refine: steps that fit all constants together.
         distill: steps that train all weights; they need transformers.
@@ -81,7 +81,8 @@ def convert_model(
         fit = [batch for k, batch in enumerate(fit) if k not in apart]
     if not fit:
         raise DataError("there must be batches to fit on and others to measure on, got 1: give more, or held_out=")
-    suits: dict[str, Any] = LANGUAGE if getattr(model, "can_generate", bool)() else ENCODER
+    encoder = IMAGES if getattr(model, "main_input_name", None) == "pixel_values" else ENCODER
+    suits: dict[str, Any] = LANGUAGE if getattr(model, "can_generate", bool)() else encoder
     per_channel = suits["per_channel"] if per_channel is None else per_channel
     witnesses = suits["witnesses"] if witnesses is None else witnesses
     args, kwargs = arguments(model, fit[0])

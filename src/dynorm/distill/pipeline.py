@@ -68,13 +68,14 @@ class Recipe:
         refine: steps of joint refinement of the constants, 0 for none.
         held_out: how many texts or image files to keep for measuring.
         max_length: the longest text in tokens, 128; for a language model, the size of a block of joined texts, 256.
-        batch: texts per step, 32; or blocks, 4; or images, 16.
+        batch: texts per step, 32; or blocks, 4; or images, 8.
         only: globs of the paths to convert.
         skip: globs of the paths to leave alone.
-        calibration: how many texts or images, 256, or blocks, 24, the constants are fitted to, site by site.
+        calibration: how many texts, 256, or blocks, 24, or images, 128, the constants are fitted to, site by site.
         lean: of :func:`calibrate_`, 0.7 or 0.
-        per_channel: one constant per channel (an encoder), or one per layer (a language model).
-        witnesses: how many channels each layer may read to tell a token's size, 4 or 8; 0 for the pure function.
+        per_channel: one constant per channel (an encoder of texts), or one per layer (a model of language or images).
+        witnesses: how many channels each layer may read to tell a token's size: 4, or 8 in a model of language or
+            images; 0 for the pure function.
         tolerance: of :func:`calibrate_`, where ``to`` is "auto".
         seed: for the split, the order of texts and the training.
         lr: the highest learning rate of distillation; None takes ``distillation_rate``.
@@ -225,6 +226,7 @@ def inspect_pretrained(
     samples: int = 256,
     name: str | None = None,
     device: str = "cpu",
+    say: Callable[[str], None] = lambda line: None,
     track: Track = lambda batches, description: batches,
 ) -> InspectionReport:
     """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts or images.
@@ -239,7 +241,7 @@ def inspect_pretrained(
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
-    job = _Job.load(source, texts, images, replace(recipe, held_out=samples), device, "float32", print, track)
+    job = _Job.load(source, texts, images, replace(recipe, held_out=samples), device, "float32", say, track)
     fitted, measured = (job.batches(part[:samples]) for part in (job.fit, job.held_out))
     model, decode = job.pretrained.model, getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None)
     sites = find_norms(model, **arguments(model, fitted[0])[1])
