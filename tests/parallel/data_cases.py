@@ -80,6 +80,7 @@ KINDS = {
     "derf": ((2, 2, 2, 2), {"center": False}),
     "annealed": ((2, 2, 1, 2), {}),
     "linear": ((3, 2, 3, 3), {"witnesses": (1, 5)}),
+    "auto": ((3, 2, 3, 3), {"witnesses": 2}),
 }
 
 
