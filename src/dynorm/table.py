@@ -4,11 +4,11 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 WIDTH = 80
 # Signs of ours that a console which is not UTF-8 cannot print.
@@ -103,6 +103,15 @@ def shortened(text: str, width: int) -> str:
             words[place] = word[:1] + re.sub(r"\D", "", word[1:])
     short = "".join(words)
     return short if len(short) <= width else f"{short[: width - 8]}..{short[-6:]}"
+
+
+class Plain:
+    """A dataclass that plain values can be made of."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values that JSON knows."""
+        values: dict[str, Any] = plain(asdict(cast("Any", self)))
+        return values
 
 
 def plain(value: Any) -> Any:

@@ -56,7 +56,7 @@ def test_a_site_gets_the_simplest_layer_that_is_its_norm(kind: str) -> None:
     )
     assert kind.replace(" with witnesses", " +1") in str(report)
     seen = dynorm.measure(model, [x]).sites[0]
-    assert seen.why.startswith(f"{kind}: error {site.errors[kind]:.3f}")
+    assert seen.why.startswith(f"{kind}: errors of linear {site.errors['linear']:.3f}, ")
 
 
 def test_errors_are_those_on_tokens_that_were_not_fitted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.witnesses import Witnesses
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers, swap_
-from dynorm.table import Column, Table
+from dynorm.table import Column, Plain, Table
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
 Fits = dict[PointwiseNorm, SiteChoice]
@@ -52,7 +52,7 @@ class SiteCalibration:
 
 
 @dataclass(frozen=True)
-class CalibrationReport:
+class CalibrationReport(Plain):
     """The result of ``calibrate_``, one row per site.
 
     Args:
@@ -67,10 +67,6 @@ class CalibrationReport:
     batches: int
     unreached: list[str]
     tolerance: float = TOLERANCE
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """Return the report as a table."""

@@ -100,15 +100,9 @@ class SiteChoice:
                 # The same parameter, for another module may share it.
                 own.copy_(fitted)
                 setattr(chosen, name, own)
-        take_over_(chosen, before, self._norm._replace(why=self._why()))
+        tried = ", ".join(f"{name} {error:.3f}" for name, error in self.errors.items())
+        take_over_(chosen, before, self._norm._replace(why=f"{self.name}: errors of {tried}"))
         return chosen
-
-    def _why(self) -> str:
-        """Return the reason of the choice in words."""
-        errors, name = self.errors, self.name
-        best = min(errors, key=lambda each: errors[each])
-        others = [each for each in dict.fromkeys(("linear", best)) if each != name]
-        return ", ".join([f"{name}: error {errors[name]:.3f}", *(f"{each} {errors[each]:.3f}" for each in others)])
 
 
 def _alike(layer: PointwiseNorm, kind: type[PointwiseNorm]) -> PointwiseNorm:

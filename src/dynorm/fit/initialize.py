@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import LEAST
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import require_layers
-from dynorm.table import Column, Table
+from dynorm.table import Column, Plain, Table
 
 
 @dataclass(frozen=True)
-class InitializationReport:
+class InitializationReport(Plain):
     """The result of ``init_from_batch_``, by path.
 
     Args:
@@ -30,10 +30,6 @@ class InitializationReport:
     beta: dict[str, float]
     sigma: dict[str, float]
     unreached: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """Return the report as a table."""

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,11 @@ from dynorm.fit.calibrate import Outputs, norm_outputs, warn_of_defaults
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import require_layers
-from dynorm.table import Table
+from dynorm.table import Plain, Table
 
 
 @dataclass(frozen=True)
-class RefinementReport:
+class RefinementReport(Plain):
     """The result of ``refine_``.
 
     Args:
@@ -37,10 +37,6 @@ class RefinementReport:
     steps: int
     first_error: float
     last_error: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """Return the report as a line."""

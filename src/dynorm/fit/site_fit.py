@@ -89,12 +89,10 @@ class SiteFit:
 
     @torch.no_grad()
     def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
-        """Add tokens; until one has a spread over its channels, nothing can be fitted and nothing is added.
+        """Add tokens x (tokens, C), finite, with the outputs y that the layer should return, and how much they count.
 
-        Args:
-            x: input of the layer, (tokens, C), finite.
-            y: the outputs that the layer should return, (tokens, C); not looked at for an annealed layer.
-            weight: how much these tokens count.
+        Until one has a spread over its channels, nothing can be fitted and nothing is added. Of an annealed layer y is
+        not looked at.
         """
         if isinstance(self.layer, AnnealedNorm):
             y = (functional.layer_norm if self.kind == "layernorm" else functional.rms_norm)(x, eps=self.eps)

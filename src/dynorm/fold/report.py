@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dynorm.table import Table, plain
+from dynorm.table import Plain, Table, plain
 
 FOLDED, REFUSED, NOTHING, OFF = "folded", "refused", "nothing to fold", "off"
 _REWRITES = ("affine", "center", "constants")
@@ -38,7 +38,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
-class FoldedSite:
+class FoldedSite(Plain):
     """One norm or point-wise layer after a fold.
 
     Args:
@@ -62,11 +62,6 @@ class FoldedSite:
     parameters_removed: int = 0
     operations_removed: int = 0
     becomes: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain values that JSON knows."""
-        values: dict[str, Any] = plain(asdict(self))
-        return values
 
 
 @dataclass(frozen=True)

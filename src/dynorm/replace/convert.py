@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from dynorm.replace.specs import (
     tensor_like,
 )
 from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
-from dynorm.table import Table, plain
+from dynorm.table import Plain, Table
 from dynorm.watch import require_plain_model
 
 Globs = str | Iterable[str] | None
@@ -38,7 +38,7 @@ Target = (
 
 
 @dataclass(frozen=True)
-class ConversionReport:
+class ConversionReport(Plain):
     """The result of ``convert_``, one row per site.
 
     Args:
@@ -58,11 +58,6 @@ class ConversionReport:
     to: str
     converted: list[NormSite]
     refused: list[NormSite]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows."""
-        values: dict[str, Any] = plain(asdict(self))
-        return values
 
     def __str__(self) -> str:
         """Return the report as a table."""
