@@ -55,7 +55,9 @@ def test_a_site_gets_the_simplest_layer_that_is_its_norm(kind: str) -> None:
         for error in list(site.errors.values())[: list(site.errors).index(kind)]
     )
     assert kind.replace(" with witnesses", " +1") in str(report)
-    seen = dynorm.measure(model, [x]).sites[0]
+    measured = dynorm.measure(model, [x])
+    assert ("1 by lines that fold_ can remove" in " ".join(str(measured).split())) == (kind == "linear")
+    seen = measured.sites[0]
     assert seen.why.startswith(f"{kind}: errors of linear {site.errors['linear']:.3f}, ")
 
 
