@@ -158,16 +158,10 @@ def read_transformers(folder: Path) -> nn.Module:
     sealed = config | {"quantization_config": parts, "sha256": quantization.get("sha256")}
     contents.require_checksum(sealed, f"{folder / CONFIG} (which from_pretrained takes as it is)")
     require_whole_weights(folder)
+    options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, info = cls.from_pretrained(  # type: ignore[attr-defined]
-            folder,
-            dtype="auto",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        model, info = cls.from_pretrained(folder, dtype="auto", **options)  # type: ignore[attr-defined]
     except DynormError:
         raise
     # transformers raises whatever its files make it raise.

@@ -8,7 +8,7 @@ kernel serves, the plain definition in ``dynorm.functional`` does, and it gives 
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -57,7 +57,6 @@ def pointwise(
     scale: float,
     shape: tuple[int, ...],
     dim: int | tuple[int, ...],
-    *,
     logarithmic: bool = False,
     witnesses: tuple[int, ...] = (),
 ) -> Tensor | None:
@@ -73,24 +72,17 @@ def pointwise(
     if witnesses and len(witnesses) > (_cpu.most_witnesses() if x.is_cpu else MOST_WITNESSES):
         return None
     last = dim == -1 or (not isinstance(dim, int) and dim == tuple(range(-len(dim), 0)))
-    if last:
-        # The way of nearly every call: all checks in one call to C++, which takes less time than two checks in Python.
-        found = _cpu.serve(x, parameters, function, logarithmic, scale, shape, witnesses)
-        if found is True:
-            channels = shape[0] if len(shape) == 1 else math.prod(shape)
-            form = _form(function, logarithmic, scale, channels, 1, witnesses)
-            differentiable: Any = _Pointwise.apply
-            y: Tensor = differentiable(form, x, *parameters)
-            return y
-        if found is not None:
-            serving("cpu")
-            return found
-    if traced(x) or serving(x.device.type) == "torch":
+    # The way of nearly every call: all checks in one call to C++, which takes less time than two checks in Python.
+    found = _cpu.serve(x, parameters, function, logarithmic, scale, shape, witnesses) if last else None
+    if found is not None and found is not True:
+        serving("cpu")
+        return found
+    if found is None and (traced(x) or serving(x.device.type) == "torch"):
         return None
-    fit = _fit(x, parameters, shape, len(witnesses))
-    if fit is None:
+    wants_gradient = found or _fit(x, parameters, shape, len(witnesses))
+    if wants_gradient is None:
         return None
-    call = _Pointwise.apply if fit else _compute
+    call: Callable[..., Tensor] = _Pointwise.apply if wants_gradient else _compute
     if last:
         channels = shape[0] if len(shape) == 1 else math.prod(shape)
         form = _form(function, logarithmic, scale, channels, 1, witnesses)

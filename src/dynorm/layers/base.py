@@ -181,16 +181,8 @@ class PointwiseNorm(nn.Module):
         parameters: kernels.Parameters = (constant, shift, center, weight, bias)
         if self.witness_channels:
             parameters = (*parameters[:5], self.log_gain)
-        y = kernels.pointwise(
-            self.kernel,
-            x,
-            parameters,
-            self.scale,
-            self.normalized_shape,
-            self.dim,
-            logarithmic=first == "log_beta",
-            witnesses=self.witness_channels,
-        )
+        form = (self.scale, self.normalized_shape, self.dim, first == "log_beta", self.witness_channels)
+        y = kernels.pointwise(self.kernel, x, parameters, *form)
         if y is not None:
             return y
         constants = (constant,) if shift is None else (constant, shift)

@@ -22,13 +22,8 @@ def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     from markupsafe import Markup, escape
 
-    found = Environment(
-        loader=PackageLoader("dynorm"),
-        autoescape=select_autoescape(),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    found = Environment(loader=PackageLoader("dynorm"), autoescape=select_autoescape(), **options)
     found.globals |= {"css_colors": css_colors, "picture": lambda *parts: Markup(svg_picture(*parts))}
     found.filters |= {
         # A path may break after its dots and underscores.
