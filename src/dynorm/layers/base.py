@@ -255,24 +255,20 @@ class PointwiseNorm(nn.Module):
 
     def fill_slope_(self, beta: Tensor) -> None:
         """Do what :meth:`set_slope_` does without its check, which makes the CPU wait for a GPU."""
-        with torch.no_grad():
-            constant = getattr(self, self.constants[0])
-            constant.copy_(as_stored(self.constant_from(beta), constant))
+        _store_(getattr(self, self.constants[0]), self.constant_from(beta.detach()))
 
     def fill_gains_(self, gains: Tensor) -> None:
         """Set the gains of the witnesses, in their order."""
         assert self.log_gain is not None
-        with torch.no_grad():
-            self.log_gain.copy_(as_stored(gains.log(), self.log_gain))
+        _store_(self.log_gain, gains.detach().log())
 
     def fill_constants_(self, beta: Tensor, center: Tensor) -> None:
         """Do what :meth:`fill_slope_` does, set the centre, where there is one, and every other constant to 0."""
         self.fill_slope_(beta)
-        with torch.no_grad():
-            for name in self.constants[1:]:
-                getattr(self, name).zero_()
-            if self.center is not None:
-                self.center.copy_(as_stored(center, self.center))
+        for name in self.constants[1:]:
+            getattr(self, name).detach().zero_()
+        if self.center is not None:
+            _store_(self.center, center)
 
     def set_witnesses_(self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None) -> None:
         """Name the witnesses anew; an empty sequence makes the layer a function of one channel again.
@@ -417,6 +413,7 @@ class AlphaNorm(PointwiseNorm):
     constants: ClassVar[tuple[str, ...]] = ("alpha",)
     own_arguments: ClassVar[tuple[str, ...]] = ("alpha_init",)
     relative_constants = ("alpha",)
+    slope_ratio: ClassVar[float] = 1.0  # of the function's beta to alpha ** -2
     alpha: nn.Parameter
 
     def __init__(
@@ -430,24 +427,29 @@ class AlphaNorm(PointwiseNorm):
         self.alpha_init = check_positive("alpha_init", alpha_init)
         super().__init__(normalized_shape, elementwise_affine, bias, **options)
 
+    def beta(self) -> Tensor:
+        """Return the DyISRU constant of the same slope at 0, for shift 0: ``slope_ratio * alpha ** -2``."""
+        return self.slope_ratio * upcast(self.alpha) ** -2
+
     def _initial_constants(self) -> dict[str, float]:
         return {"alpha": self.alpha_init}
 
 
-def as_stored(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value that broadcasts to a parameter as the parameter holds it; of a sharded one, this rank's part.
+@torch.no_grad()
+def _store_(parameter: Tensor, value: Tensor) -> None:
+    """Write a value that broadcasts to a parameter into it; of a sharded one, this rank's part.
 
     What its dtype cannot hold becomes the largest number that it can: an infinite alpha would make NaN of 0.
     """
     largest = torch.finfo(parameter.dtype).max
     value = value.to(parameter.dtype).clamp(-largest, largest)
-    if not hasattr(parameter, "device_mesh"):
-        return value
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
 
-    assert isinstance(parameter, DTensor)
-    whole = value.expand(parameter.shape).contiguous()
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        assert isinstance(parameter, DTensor)
+        whole = value.expand(parameter.shape).contiguous()
+        value = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
 
 
 def gathered(value: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 import math
 from typing import Unpack
 
-from torch import Tensor, nn
+from torch import nn
 
 from dynorm import functional, kernels, theory
-from dynorm.arguments import Shape, upcast
+from dynorm.arguments import Shape
 from dynorm.errors import ArgumentError
 from dynorm.layers.base import AlphaNorm, LayerOptions
 
@@ -42,6 +42,7 @@ class Derf(AlphaNorm):
     constant_from = staticmethod(theory.derf_alpha)
     constants = ("alpha", "shift")
     own_arguments = ("alpha_init", "shift_init")
+    slope_ratio = math.pi / 4
     shift: nn.Parameter
 
     def __init__(
@@ -62,10 +63,6 @@ class Derf(AlphaNorm):
     def constant_rates(self) -> dict[nn.Parameter, float]:
         """Return the rates as every layer does; a step of shift moves all outputs by ``scale`` times as much."""
         return {**super().constant_rates(), self.shift: 1 / abs(self.scale)}
-
-    def beta(self) -> Tensor:
-        """Return the DyISRU constant of the same slope at 0, for shift 0: ``pi / (4 alpha^2)``."""
-        return math.pi / 4 * upcast(self.alpha) ** -2
 
     def _initial_constants(self) -> dict[str, float]:
         return super()._initial_constants() | {"shift": self.shift_init}

@@ -1,9 +1,6 @@
 """DyT, dynamic tanh (arXiv 2503.10622), and scaled DyT (arXiv 2503.21708, eq. 11): one layer, two scales."""
 
-from torch import Tensor
-
 from dynorm import functional, kernels, theory
-from dynorm.arguments import upcast
 from dynorm.layers.base import AlphaNorm
 
 
@@ -36,7 +33,3 @@ class DyT(AlphaNorm):
     kernel = kernels.DYT
     function = staticmethod(functional.dyt)
     constant_from = staticmethod(theory.scaled_dyt_alpha)
-
-    def beta(self) -> Tensor:
-        """Return ``alpha ** -2``, the DyISRU constant of the same slope at 0."""
-        return upcast(self.alpha) ** -2
