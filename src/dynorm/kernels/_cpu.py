@@ -29,8 +29,6 @@ from torch.nn import Parameter
 from dynorm.arguments import WATCHERS
 from dynorm.kernels._form import Form, Parameters
 
-__all__ = ["available", "forward", "gradients", "most_witnesses", "name", "serve", "serve_gradients"]
-
 # As in csrc/types.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _PER_CHANNEL = 4

@@ -22,8 +22,6 @@ from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
 from dynorm.kernels._form import DERF, FUNCTIONS, Form, Parameters
 
-__all__ = ["backend", "pointwise", "traced"]
-
 # Triton's kernels are the longer for each.
 MOST_WITNESSES = 16
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from dynorm import functional
 
-__all__ = ["DERF", "DYISRU", "DYT", "FUNCTIONS", "LINEAR", "Form", "Parameters"]
-
 # The definitions by name; a function's number is its place, as in csrc/types.h.
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "dyisru": functional.dyisru_general,

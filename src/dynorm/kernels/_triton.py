@@ -15,8 +15,6 @@ from dynorm.errors import ArgumentError
 from dynorm.kernels._form import LINEAR, Form, Parameters
 from dynorm.kernels._triton_tuning import choose, interpreted, on_device
 
-__all__ = ["available", "backward", "forward", "gradients"]
-
 # Triton for NVIDIA says that it needs this much.
 _CAPABILITY = (8, 0)
 # Elements of a forward tile, and the warps that share them; the first is for what is too small to be worth timing.

@@ -9,8 +9,6 @@ from dynorm import __version__
 from dynorm.family import css_colors
 from dynorm.files import require_writable, write_text
 
-__all__ = ["build_page", "save_page"]
-
 # The page's scripts, in the order in which they use each other.
 _NAMES = "random functions fits state model plots handle controls table main"
 SCRIPTS = tuple(f"{name}.js" for name in _NAMES.split())
