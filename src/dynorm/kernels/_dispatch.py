@@ -133,9 +133,7 @@ def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...], witnesses: i
         if size != (shape if place < 5 else (witnesses,)) and (place > 2 or size != (1,)):
             return None
         if p.device != device:
-            raise ArgumentError(
-                f"x and the parameters must be on one device, got {device} and {p.device}: move one of them"
-            )
+            raise ArgumentError(f"x and the parameters must be on one device, got {device} and {p.device}: move one")
         gradient = gradient or p.requires_grad
     return gradient and torch.is_grad_enabled()
 

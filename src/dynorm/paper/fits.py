@@ -137,9 +137,7 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
     low, high = exact.min(-1) - 1e-9, exact.max(-1) + 1e-9
     found = find_root(gradient, (low, high), args=(np.arange(len(inputs), dtype=np.float64),))
     if not found.success.all():
-        raise ArgumentError(
-            f"{name} has no least-squares fit to {(~found.success).sum()} of the sets: check the points"
-        )
+        raise ArgumentError(f"{name} has no least-squares fit to {(~found.success).sum()} sets: check the points")
     return np.asarray(np.exp(family.power * found.x))
 
 
