@@ -449,10 +449,10 @@ def test_a_wrong_fold_is_found_and_rolled_back_exactly(monkeypatch: pytest.Monke
 
 
 def test_an_error_while_swapping_rolls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Check, model: nn.Module) -> float:
+    def fail(self: Check, model: nn.Module) -> list[float]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Check, "error", fail)
+    monkeypatch.setattr(Check, "errors", fail)
     model, x = stream()
     before, text = state(model), repr(model)
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dynorm.errors import ModelError
 from dynorm.fold.affine import Part
 from dynorm.fold.graph import Slot, along
-from dynorm.fold.site_fold import SiteFold, held
+from dynorm.fold.site_fold import SiteFold
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import identity, swap_, take_over_
@@ -118,7 +118,7 @@ def apply_(
     With ``drop_affine`` the point-wise layers that gave their scale away gave weight and bias too.
     """
     for norm, factor in [(norm, part.factor) for part in parts for norm in part.norms]:
-        for (tensor, _), offset in zip(norm.own(), (norm.site.weight_offset, 0.0), strict=False):
+        for _, tensor, offset in norm.own():
             value = (tensor.detach().double().flatten() + offset) / factor.to(tensor.device) - offset
             tensor.copy_(value.view(tensor.shape))
         # The norm that a point-wise layer replaced wrote another stream.
@@ -141,8 +141,8 @@ def apply_(
         if (fold.is_given or fold.through) and isinstance(fold.module, PointwiseNorm):
             _strip(fold.module, fold, drop_affine)
         elif fold.is_given:
-            for tensor, neutral in fold.own():
-                tensor.fill_(neutral)
+            for name, tensor, offset in fold.own():
+                tensor.fill_((name == "weight") - offset)
         if fold.center_into is not None and not fold.through:
             fold.module._parameters["center"] = None
             fold.module.__dict__.pop("replaced", None)
@@ -198,12 +198,10 @@ def _rms_for(fold: SiteFold) -> RMSNorm:
     # Its own tensors are replaced at once by those of the LayerNorm.
     shape, has_weight, has_bias = site.normalized_shape, keep and site.has_weight, keep and site.has_bias
     layer = RMSNorm(shape, site.eps, has_weight, has_bias, dim=site.dim)
-    for name, own, offset in (("weight", site.weight_name, site.weight_offset), ("bias", site.bias_name, 0.0)):
-        tensor = held(fold.module, own) if keep else None
-        if tensor is not None:
-            # A buffer becomes a parameter without a gradient: the values are the same, and saved.
-            same = isinstance(tensor, nn.Parameter) and not offset
-            layer._parameters[name] = tensor if same else _parameter(tensor.detach().double() + offset, tensor)  # type: ignore[assignment]
+    for name, tensor, offset in fold.own() if keep else ():
+        # A buffer becomes a parameter without a gradient: the values are the same, and saved.
+        same = isinstance(tensor, nn.Parameter) and not offset
+        layer._parameters[name] = tensor if same else _parameter(tensor.detach().double() + offset, tensor)  # type: ignore[assignment]
     return layer
 
 

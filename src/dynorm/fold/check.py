@@ -59,13 +59,11 @@ class Wide(TorchFunctionMode):
 class Check:
     """A model's outputs for the example and for fresh inputs, to compare later ones with; the tolerance is by dtype."""
 
-    def __init__(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: float | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, example: Inputs, tolerance: float | None = None) -> None:
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         # The narrowest.
         self.dtype = min(dtypes, key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps), default=torch.float32)
-        self.inputs = [copied((tuple(args), dict(kwargs)))]
+        self.inputs = [copied(example)]
         self._before = [self._of_example(model)]
         # Two fresh inputs; a model may take none but the example.
         for seed in (1, 2):
@@ -73,26 +71,24 @@ class Check:
         self.fresh = len(self.inputs) - 1
         self.noise: float | None = None
         self._noises: list[float] = []
-        self._each: list[float] = []
         if self.dtype in _HALVES:
             self._widen(model, tolerance)
         self._given = tolerance
         usual = TOLERANCES.get(self.dtype, 1e-5) if self.noise is None else _NOISE * self.noise
         self.tolerance = usual if tolerance is None else tolerance
 
-    def error(self, model: nn.Module) -> float:
-        """Return the largest relative error of any output now."""
-        errors = [_errors(self._outputs(model, x), y) for x, y in zip(self.inputs, self._before, strict=True)]
-        self._each = _largest(errors)
-        return max(self._each, default=0.0)
+    def errors(self, model: nn.Module) -> list[float]:
+        """Return the largest relative error of each output now."""
+        return _largest([_errors(self._outputs(model, x), y) for x, y in zip(self.inputs, self._before, strict=True)])
 
     def require_same(self, model: nn.Module) -> float:
         """Return the error, if it is allowed, and, in half precision, no output's is far beyond that output's noise."""
-        error = self.error(model)
+        each = self.errors(model)
+        error = max(each, default=0.0)
         excess = error if not error <= self.tolerance else None
         if self._given is None:
             room = 2 * torch.finfo(self.dtype).eps
-            pairs = itertools.zip_longest(self._each, self._noises, fillvalue=0.0) if self._noises else ()
+            pairs = itertools.zip_longest(each, self._noises, fillvalue=0.0) if self._noises else ()
             excess = next((e for e, noise in pairs if not e <= max(_NOISE_OF_ONE * noise, room)), excess)
         if excess is not None:
             raise ModelError(

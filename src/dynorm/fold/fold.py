@@ -127,7 +127,7 @@ def fold_(
             fold_centers(graph, folds, add_bias)
         values, added = new_values(folds, parts)
         if any(fold.is_given or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
-            before = Check(model, *example, tolerance) if check else None
+            before = Check(model, example, tolerance) if check else None
             with unchanged_on_error(model.modules()):
                 apply_(model, folds, parts, values, added, affine)
                 if before is not None:
@@ -233,7 +233,7 @@ def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwa
     like = next(model.parameters())
     if like.dtype is torch.float16:
         raise ModelError("the model must have numbers up to 2^40, but is in float16: cast it to bfloat16 or float32")
-    before = Check(model, args, kwargs, tolerance)
+    before = Check(model, (args, kwargs), tolerance)
     vars(config).pop("quantization_config", None)
     vars(config).update(dict.fromkeys(names, _EPS))
     stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
@@ -249,7 +249,7 @@ def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwa
             # Some classes scale by 1 + w.
             offset = float(norm(torch.ones_like(weight.zero_())).any())
             weight.fill_(_EPS**0.5 - offset)
-    error = before.error(stock)
+    error = max(before.errors(stock))
     if not error <= before.tolerance:
         raise ModelError(
             f"the norms of {type(model).__name__} must compute the identity with a large eps, but the outputs differ "

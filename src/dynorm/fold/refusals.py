@@ -103,7 +103,7 @@ def require_free(graph: Graph, reads: Sequence[Read], uses: Mapping[Leaf, Read])
 
 def require_own(graph: Graph, fold: SiteFold) -> None:
     """Check that a norm's weight and bias are saved, and its own alone."""
-    for tensor, _ in fold.own():
+    for _, tensor, _ in fold.own():
         slots = [slot for slot in graph.all_slots if slot.tensor is tensor]
         if not slots[0].is_saved:
             raise RefusedError(f"{slots[0].name} is not saved with the model: it would come back when it is loaded")
@@ -209,8 +209,8 @@ def is_exact(fold: SiteFold, as_rms: bool = False) -> bool:
             TokenFunction(plain_copy(fold.module, torch.float64), packing, torch.float64, tensors[0].device)
             for _ in range(2)
         )
-        for tensor, value in fold.own(neutral.module):
-            tensor.detach().fill_(value)
+        for name, tensor, offset in fold.own(neutral.module):
+            tensor.detach().fill_((name == "weight") - offset)
         with plain_arithmetic(fold.module), Wide():
             for scale in _SCALES:
                 tokens = norm.sample(scale, seed=0)

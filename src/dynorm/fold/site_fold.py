@@ -95,13 +95,9 @@ class SiteFold:
 
     def __post_init__(self) -> None:
         """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
-        self.weight, self.bias = (
-            None if self.refused or tensor is None else tensor.detach().to("cpu", torch.float64).flatten() + offset
-            for tensor, offset in (
-                (held(self.module, self.site.weight_name), self.site.weight_offset),
-                (held(self.module, self.site.bias_name), 0.0),
-            )
-        )
+        own = [] if self.refused else self.own()
+        values = {name: t.detach().to("cpu", torch.float64).flatten() + offset for name, t, offset in own}
+        self.weight, self.bias = values.get("weight"), values.get("bias")
         self.scale = self.module.scale if isinstance(self.module, PointwiseNorm) and not self.refused else 1.0
         if self.goes:
             layer, ones = self.module, torch.ones(self.site.normalized_shape, dtype=torch.float64)
@@ -150,12 +146,12 @@ class SiteFold:
         assert isinstance(self.site.dim, int)
         return self.site.dim % rank
 
-    def own(self, copy: nn.Module | None = None) -> Iterator[tuple[Tensor, float]]:
-        """Yield the norm's or its copy's tensors for weight and bias, each with the number that makes it neutral."""
-        for name, neutral in ((self.site.weight_name, 1 - self.site.weight_offset), (self.site.bias_name, 0.0)):
-            tensor = held(copy or self.module, name)
-            if tensor is not None:
-                yield tensor, neutral
+    def own(self, copy: nn.Module | None = None) -> Iterator[tuple[str, Tensor, float]]:
+        """Yield "weight" and "bias", where it or its copy has one, each with the tensor and the number added to it."""
+        site, tensors = self.site, named_tensors(copy or self.module)
+        for name, held, added in (("weight", site.weight_name, site.weight_offset), ("bias", site.bias_name, 0.0)):
+            if held in tensors:
+                yield name, tensors[held], added
 
     def row(self, affine: bool, means: bool, constants: bool) -> FoldedSite:
         """Return the row of the report, given which rewrites the caller wanted."""
@@ -203,8 +199,3 @@ class SiteFold:
 
     def _readers(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(read.weight.name for read in self.reads))
-
-
-def held(module: nn.Module, name: str | None) -> Tensor | None:
-    """Return the parameter or buffer of a dotted name, or None."""
-    return named_tensors(module).get(name or "")
