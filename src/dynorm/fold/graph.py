@@ -11,22 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node, map_arg
 
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
 # These take only the shape and dtype of a value.
-_SHAPE_ONLY = {
-    f"aten.{name}"
-    for name in ("ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full", "new_empty")
-}
+_SHAPE_ONLY = _aten("ones_like zeros_like full_like empty_like new_ones new_zeros new_full new_empty")
 # Operators that give each element on, and those that move elements about.
-_SAME = {"clone", "alias", "detach", "detach_", "contiguous", "to", "_to_copy", "lift_fresh_copy", "type_as"}
-_VIEWS = {"view", "_unsafe_view", "view_as", "reshape", "reshape_as", "flatten", "unflatten"}
-_PERMUTATIONS = {"transpose", "permute", "t", "numpy_T", "mT", "swapaxes", "swapdims", "movedim", "moveaxis"}
-_MOVES = (
-    (_VIEWS | _PERMUTATIONS)
-    | {"unsqueeze", "squeeze", "expand", "expand_as", "repeat", "tile", "flip", "roll", "repeat_interleave", "unfold"}
-    | {"slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"}
-    | {"tensor_split", "index", "index_select"}
-)
-_DROPOUT = {"dropout", "feature_dropout", "alpha_dropout"}
+_SAME = _aten("clone alias detach detach_ contiguous to _to_copy lift_fresh_copy type_as")
+_DROPOUT = _aten("dropout feature_dropout alpha_dropout")
+_VIEWS = _aten("view _unsafe_view view_as reshape reshape_as flatten unflatten")
+_PERMUTATIONS = _aten("transpose permute t numpy_T mT swapaxes swapdims movedim moveaxis")
+_PARTS = _aten("slice select narrow split split_with_sizes chunk unbind unsafe_split unsafe_chunk tensor_split")
+_COPIES = _aten("unsqueeze squeeze expand expand_as repeat tile flip roll repeat_interleave unfold index index_select")
+_MOVES = _VIEWS | _PERMUTATIONS | _PARTS | _COPIES
 
 
 Leaf = tuple[Node, Node]
@@ -173,7 +172,6 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
     if not is_move(node, source):
         return None
     op, part = producer(node)
-    name = _name(op)
     if _is_same(op):
         return axis
     values = [value for value in (*op.all_input_nodes, node) if is_tensor(value)]
@@ -191,13 +189,13 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
     sizes = tuple(result.shape)
     whole = (a for a, n in enumerate(sizes) if n == channels and torch.equal(result, _channels(sizes, a)))
     to = next(whole, None) if result.numel() else None
-    return None if to is not None and name in _VIEWS and _is_blurred(node, source, axis, to) else to
+    return None if to is not None and packet(op) in _VIEWS and _is_blurred(node, source, axis, to) else to
 
 
 def is_move(node: Node, source: Node) -> bool:
     """Tell whether a value is made of another one's elements only."""
     op, _ = producer(node)
-    return bool(op.args) and op.args[0] is source and (_is_same(op) or _name(op) in _MOVES)
+    return bool(op.args) and op.args[0] is source and (_is_same(op) or packet(op) in _MOVES)
 
 
 def came_from(node: Node, axis: int, step: Step = moved) -> tuple[Node, int] | None:
@@ -265,14 +263,10 @@ def averaged(node: Node, value: Node, axis: int) -> int | None:
     return axis if keep else axis - sum(d < axis for d in dims)
 
 
-def _name(op: Node) -> str:
-    return packet(op).removeprefix("aten.")
-
-
 def _is_same(op: Node) -> bool:
-    if not (packet(op).startswith("aten.") and is_tensor(op) and op.meta["val"].is_floating_point()):
+    if not is_tensor(op) or not op.meta["val"].is_floating_point():
         return False
-    return _name(op) in _SAME or (_name(op) in _DROPOUT and len(op.args) == 3 and op.args[2] is False)
+    return packet(op) in _SAME or (packet(op) in _DROPOUT and len(op.args) == 3 and op.args[2] is False)
 
 
 def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
@@ -300,7 +294,7 @@ def _crossed(value: Node, axis: int) -> tuple[bool, bool]:
         source = op.args[0] if op.args else None
         if part is not None or not isinstance(source, Node) or not is_tensor(source):
             break
-        if _name(op) in _PERMUTATIONS:
+        if packet(op) in _PERMUTATIONS:
             assert callable(op.target)
             # Of distinct sizes, so that each axis is told from the others.
             tried = op.target(torch.empty([i + 2 for i in range(len(at))], device="meta"), *op.args[1:], **op.kwargs)
