@@ -162,8 +162,8 @@ def convert_(
         new[norm] = layer
     same = {own: copy for own, copy in copies.items() if torch.equal(own, copy)}
     _require_own(model, new, copies.keys() - same.keys())
-    swap_(model, new)
-    _share_(model, same)
+    # A parameter that another module shares with a norm stays shared.
+    swap_(model, {**new, **same})
     return ConversionReport(AUTO if to == AUTO else NAMES[kind], willing, refused)
 
 
@@ -201,8 +201,7 @@ def restore_(model: nn.Module) -> nn.Module:
         assert replaced is not None
         own = _sources(norm, replaced.site)
         held |= {getattr(layer, name): p for name, p in own.items() if p is not None}
-    swap_(model, norms)
-    _share_(model, held)
+    swap_(model, {**norms, **held})
     return model
 
 
@@ -282,11 +281,3 @@ def _require_own(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tens
                     f"a norm that scales by 1 + w must have w for itself, but {f'{path}.{name}'.lstrip('.')!r} is the "
                     "same parameter: untie them, or leave the norm alone with skip="
                 )
-
-
-def _share_(model: nn.Module, new: dict[Any, Any]) -> None:
-    """Put each value where its key is a parameter: one that a module shares with a norm stays shared."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter in new:
-                module._parameters[name] = new[parameter]

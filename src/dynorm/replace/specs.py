@@ -138,12 +138,13 @@ def take_over_(layer: nn.Module, before: nn.Module, replaced: Replaced | None) -
         layer.__dict__["replaced"] = replaced
 
 
-def swap_(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
-    """Put each value where its key stands, at every path, keeping the order of the children."""
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and child in new:
-                parent._modules[name] = new[child]
+def swap_(model: nn.Module, new: Mapping[Any, Any]) -> None:
+    """Put each module, and then each parameter, where its key stands, at every path, keeping their order."""
+    for kind in ("_modules", "_parameters"):
+        for parent in list(model.modules()):
+            for name, child in vars(parent)[kind].items():
+                if child is not None and child in new:
+                    vars(parent)[kind][name] = new[child]
     # nn.TransformerEncoder packs padded batches into nested tensors, which only the fused layers know.
     for encoder in (m for m in model.modules() if isinstance(m, nn.TransformerEncoder)):
         if not any(is_ours(m) or isinstance(m, PointwiseNorm) for m in encoder.modules()):
