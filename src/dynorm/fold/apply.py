@@ -49,13 +49,11 @@ def give_bias_(model: nn.Module, path: str) -> None:
 
 def untie_(model: nn.Module, name: str) -> None:
     """Give the parameter of a name, which must be there, a tensor of its own, where it shares one."""
+    tensor = dict(model.named_parameters(remove_duplicate=False)).get(name)
+    if tensor is None:
+        raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")
     path, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-        tensor = module._parameters[leaf]
-        assert tensor is not None
-    except (AttributeError, KeyError, AssertionError) as error:
-        raise ModelError(f"the model must have a parameter {name!r}, as the saved one has") from error
+    module = model.get_submodule(path)
     module._parameters[leaf] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), leaf)
 

@@ -109,8 +109,7 @@ class FoldReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows."""
         sums = {"parameters_removed": self.parameters_removed, "operations_removed": self.operations_removed}
-        values: dict[str, Any] = plain(asdict(self)) | sums
-        return values
+        return dict(plain(asdict(self)) | sums)
 
     def table(self) -> Table:
         """Return the report as a table: one row per site, the reasons of its refusals as numbered notes."""
