@@ -1,7 +1,7 @@
 """Wall time of distillation per sample: two processes of one thread each against one process of two threads.
 
-``python -m benchmarks.ranks`` writes benchmarks/results/ranks.json. It takes SmolLM2-135M-Instruct (the packages of
-requirements-models.txt) and wants an idle machine: both sides run in turn, and their medians are compared.
+``python -m benchmarks.ranks`` writes benchmarks/results/ranks.json. The model has the shape of SmolLM2-135M and random
+weights, which take the same time. It wants an idle machine: both sides run in turn, and their medians are compared.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from dynorm.files import write_text
 RESULTS = Path(__file__).parent / "results" / "ranks.json"
 # Tokens of a block, blocks of a batch, steps that are timed after those that are not.
 LENGTH, BATCH, STEPS, FIRST = 256, 2, 6, 2
+SHAPE = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def seconds_per_sample(bf16: bool) -> float | None:
@@ -28,12 +32,10 @@ def seconds_per_sample(bf16: bool) -> float | None:
     import time
 
     import torch
-    from transformers import TrainerCallback
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
     import dynorm
-    from dynorm.distill.pretrained import load_pretrained
     from dynorm.fit.ranks import joined
-    from tools.demo_model import folder
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         """Notes when each step ends."""
@@ -43,7 +45,8 @@ def seconds_per_sample(bf16: bool) -> float | None:
 
     times: list[float] = []
     with joined("cpu") as ranks:
-        model = load_pretrained(folder("smollm2")).model
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
         generator = torch.Generator().manual_seed(ranks.rank)
         batches = [{"input_ids": torch.randint(0, 40_000, (BATCH, LENGTH), generator=generator)} for _ in range(4)]
         original = copy.deepcopy(model)
@@ -78,7 +81,7 @@ def main() -> None:
             )
             times[name].append(float(run.stdout.split()[-1]))
     one, two = (median(found) for found in times.values())
-    about = {"model": "SmolLM2-135M-Instruct", "length": LENGTH, "blocks": BATCH, "bf16": given.bf16}
+    about = {"model": "random, of the shape of SmolLM2-135M", "length": LENGTH, "blocks": BATCH, "bf16": given.bf16}
     result = about | {"seconds_per_sample": times, "two_over_one": two / one}
     write_text(RESULTS, json.dumps(result, indent=1) + "\n")
 

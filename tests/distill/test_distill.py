@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,6 +189,21 @@ def test_weights_are_as_they_were_where_the_training_fails() -> None:
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(dynorm.DataError, match="got 5 for 6 steps"):
         distill_(net, iter([*images(), *images()[:1]]), steps=6, lr=1e-2, quiet=True)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("other", ["wider", "deeper"])
+def test_a_checkpoint_of_another_model_is_refused(other: str, tmp_path: Path) -> None:
+    distill_(classifier(), images(), steps=3, lr=1e-4, quiet=True, checkpoints=tmp_path)
+    layers = {
+        "wider": [nn.Linear(4, 24), nn.LayerNorm(24), nn.Linear(24, 5)],
+        "deeper": [nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 5), nn.Linear(5, 5)],
+    }
+    net = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), *layers[other])
+    dynorm.convert_(net, dynorm.find_norms(net, *images()[0]))
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(dynorm.StorageError, match=r"must be of this model and recipe, but .*checkpoint-3 is not"):
+        distill_(net, images(), steps=3, lr=1e-4, quiet=True, checkpoints=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 

@@ -116,7 +116,8 @@ def test_torchrun_converts_with_two_processes_and_one_of_them_writes(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}"}
     run = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-4000:]
-    # Printed once.
+    # Printed once, and so is the warning that four steps are few.
+    assert run.stderr.count("steps below 20") == 1
     two = json.loads(run.stdout)
     assert two == json.loads((tmp_path / "two" / "report.json").read_text())
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["model", "report.html", "report.json"]

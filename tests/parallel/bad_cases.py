@@ -147,11 +147,6 @@ def calibrate_without_batches_on_one(folder: Path) -> Any:
     calibrate(net(), [data()] * (1 - rank()))
 
 
-def refine_on_two(folder: Path) -> Any:
-    model = net()
-    unchanged(model, lambda: dynorm.refine_(model, [torch.randn(2, 3, C)], steps=1))
-
-
 def calibrate_with_nan_on_one(folder: Path) -> Any:
     calibrate(net(), [data(), torch.full_like(data(), torch.nan) if rank() else data()])
 

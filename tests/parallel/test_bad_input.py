@@ -35,7 +35,6 @@ REFUSED: dict[str, Any] = {
     "convert_dtensors": ("ModelError", "'norm.weight' is a DTensor: shard it afterwards"),
     "convert_fsdp": ("ModelError", "is sharded: call fully_shard afterwards"),
     "calibrate_without_batches_on_one": [OTHER, ("DataError", "must hold at least one batch, got none")],
-    "refine_on_two": ("ModelError", "refine_ must run in one process, but the process group has 2"),
     "calibrate_with_nan_on_one": [OTHER, ("DataError", "'blocks.0.norm1' saw NaN")],
     "calibrate_with_an_iterator_that_breaks": [OTHER, ("OSError", "the disk is full")],
     "calibrate_other_models": DIFFER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
@@ -72,6 +73,9 @@ def convert(
 
     with joined(device) as ranks:
         say, track = speaker(quiet=as_json or ranks.rank > 0)
+        if ranks.rank:
+            # The first process says what holds for all.
+            warnings.simplefilter("ignore")
         quiet = as_json or not sys.stderr.isatty()
         recipe, rest = _recipe_of(given, "model", "out", "as_json")
         report = convert_pretrained(model, out, recipe, quiet=quiet, say=say, track=track, **rest)

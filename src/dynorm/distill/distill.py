@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from dynorm.arguments import check_positive, upcast
-from dynorm.errors import ArgumentError, ModelError, require_library
+from dynorm.errors import ArgumentError, ModelError, StorageError, require_library
 from dynorm.fit.calibrate import CalibrationWarning
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.fit.refine import joint_error, recomputing, recorded, relative_error
@@ -97,8 +97,8 @@ def distill_(
 
     The loss is the mean relative error of the sites, ``|f(x) - y|^2 / |y - mean y|^2`` with y the teacher's norms (a
     hidden-state loss), plus that of the outputs, :func:`output_loss`. Each batch is one step of the Trainer of
-    transformers. Dropout is off in both models. Where the training made the loss of the first batches larger, the
-    weights from before are put back.
+    transformers. Dropout is off in both models. Where the training made the loss of the first batches larger, or was
+    broken off, the weights from before are put back.
 
     Under ``torchrun`` or ``accelerate launch``, call it on every rank, each with its own share of the data. A step is
     then one batch per rank, its loss the mean over the ranks, as in one process that accumulates these batches. A plain
@@ -134,6 +134,7 @@ def distill_(
             hold nothing to compare; or another rank failed. The weights are then as they were, on every rank.
         ModelError: the model has no point-wise layer that replaced a norm, or is sharded and has no teacher; another
             rank's layers differ; or the environment does not name the group's processes, as torchrun makes it.
+        StorageError: the checkpoint in the folder is another model's.
 
     Warns:
         CalibrationWarning: the weights from before are put back, or the minutes allow fewer than 20 steps.
@@ -340,22 +341,20 @@ def _arguments(job: _Distillation, folder: Path, steps: int, seed: int, accumula
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        # Of our batches.
-        per_device_train_batch_size=1,
         gradient_accumulation_steps=accumulate,
         logging_steps=max(1, steps // 20),
         save_strategy="steps" if save else "no",
         save_steps=max(1, steps // 10),
         save_total_limit=1,
-        remove_unused_columns=False,
         report_to="none",
         disable_tqdm=True,
-        dataloader_pin_memory=torch.cuda.is_available(),
         # They are alike on all ranks, as nothing is in training mode.
         ddp_broadcast_buffers=False,
         seed=seed,
         use_cpu=next(job.model.parameters()).device.type == "cpu",
     )
+    # One process takes one GPU. The Trainer would copy the model to all, where no hook knows it.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     if arguments.world_size != job.ranks.size:
         raise ModelError(
             f"the environment must name the {job.ranks.size} processes of the group, but names {arguments.world_size}: "
@@ -373,6 +372,7 @@ def _trainer(
     callbacks: Sequence[Any],
     progress: Any,
 ) -> Any:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -402,7 +402,7 @@ def _trainer(
     class Distiller(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> DataLoader[Any]:
             # Not prepared by accelerate, which would give each rank a part of a batch.
-            return DataLoader(Batches(), batch_size=None, pin_memory=arguments.dataloader_pin_memory)
+            return DataLoader(Batches(), batch_size=None, pin_memory=torch.cuda.is_available())
 
         def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
             # The Trainer turns dropout on; here it would only be noise between teacher and student.
@@ -414,9 +414,6 @@ def _trainer(
             job.last = loss.detach()
             return loss
 
-        def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-            return 0
-
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
             stored(save, output_dir)
 
@@ -424,7 +421,13 @@ def _trainer(
             """They are saved with the model."""
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-            held = stored(load, resume_from_checkpoint)
+            try:
+                held = stored(load, resume_from_checkpoint)
+            except (Exception, CheckpointException) as error:
+                raise StorageError(
+                    f"the checkpoint must be of this model and recipe, but {resume_from_checkpoint} is not: "
+                    f"{str(error).strip().splitlines()[-1]:.300}: remove it, or give another folder"
+                ) from error
             set_state_dict(job.model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
             schedule.load_state_dict(held["schedule"])
 
