@@ -362,12 +362,13 @@ class _Job:
     def refine_(self) -> None:
         steps = self.recipe.refine
         with self.stage("refine"):
-            # Other texts than those of the calibration, where there are enough.
-            first = len(self.calibration)
-            rest = self.fit[first : first + steps * self.recipe.batch * self.ranks.size] or self.fit
+            # Other texts than those of the calibration, where there is a batch of them for each process.
+            first, size = len(self.calibration), self.recipe.batch
+            rest = self.fit[first : first + steps * size * self.ranks.size]
+            rest = rest if len(rest) > (self.ranks.size - 1) * size else self.fit
             batches = self.ranks.share(self.batches(rest, self.recipe.seed))
             places = self.track(range(steps), f"refining all constants together, {steps} steps")
-            taken = (batches[place % len(batches)] for place in places)
+            taken = (batches[place % len(batches)] for place in places if batches)
             self.details["refine"] = refine_(self.pretrained.model, taken, steps=steps).to_dict()
 
     def distill_(self, quiet: bool) -> None:
