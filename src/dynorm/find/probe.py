@@ -305,12 +305,12 @@ class _Search:
         """Recover a norm once for all modules of its sort: the hundred norms of a large model are of two."""
         form = (seen.shapes[0], seen.dtype, seen.device)
         sort = (*form, *_sort_of(seen.module))
-        try:
-            known = self._known[sort] if sort in self._known else recover(seen.module, *form)
-        except NotANormError as error:
-            known = error
-        self._known[sort] = known
-        if isinstance(known, NotANormError):
+        if sort not in self._known:
+            try:
+                self._known[sort] = recover(seen.module, *form)
+            except NotANormError as error:
+                self._known[sort] = error
+        if isinstance(known := self._known[sort], NotANormError):
             raise known
         return known
 

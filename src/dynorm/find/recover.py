@@ -299,9 +299,7 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
     They are detached copies of shape `site.normalized_shape` on the module's device, None for a missing one. 1 + w
     comes in float32 at least: layers that scale so add in float32, and rounded to bfloat16 1 + w would lose most digits
     of a small w. A factor that no tensor holds, such as the 1/sqrt(C) of a division by the L2 norm, is measured.
-
-    Raises:
-        ModelError: If the site was refused, or the module is not the norm that was found.
+    ModelError is raised if the site was refused, or the module is not the norm that was found.
     """
     if site.refused is not None:
         raise ModelError(f"the site {site.path!r} must be a norm, but was refused: {site.refused}")

@@ -79,7 +79,8 @@ def require_readers(graph: Graph, fold: SiteFold, uses: Uses, add_bias: bool) ->
     require_free(graph, fold.reads, {leaf: found for leaf, (_, found) in uses.items()})
     for found in fold.reads:
         for other, _ in (uses[leaf] for leaf in found.weight.leaves):
-            if not (_equal(fold.factor, other.factor) and _equal(fold.shift, other.shift)):
+            pairs = ((fold.factor, other.factor), (fold.shift, other.shift))
+            if not all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs):
                 what = f"also reads {other.path}, whose weight or bias differs"
                 raise RefusedError(f"{found.weight.name}, which reads it, {what}")
     if not isinstance(fold.module, PointwiseNorm):
@@ -162,10 +163,6 @@ def _takes_bias(module: nn.Module) -> bool:
     except Exception:
         return False
     return isinstance(result, Tensor) and torch.equal(result, bias.expand(2, -1))
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def require_writers(graph: Graph, stream: Stream) -> None:

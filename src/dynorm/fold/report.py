@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from dynorm.table import Plain, Table, plain
+from dynorm.table import Plain, Table
 
 FOLDED, REFUSED, NOTHING, OFF = "folded", "refused", "nothing to fold", "off"
 _REWRITES = ("affine", "center", "constants")
@@ -65,7 +65,7 @@ class FoldedSite(Plain):
 
 
 @dataclass(frozen=True)
-class FoldReport:
+class FoldReport(Plain):
     """The outcome of ``fold_``, one row per site.
 
     Args:
@@ -109,7 +109,7 @@ class FoldReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows."""
         sums = {"parameters_removed": self.parameters_removed, "operations_removed": self.operations_removed}
-        return dict(plain(asdict(self)) | sums)
+        return super().to_dict() | sums
 
     def table(self) -> Table:
         """Return the report as a table: one row per site, the reasons of its refusals as numbered notes."""
