@@ -1,9 +1,7 @@
 """Annealed layers, which begin as the norm they replace and end as a point-wise function."""
 
-from __future__ import annotations
-
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -184,7 +182,7 @@ class AnnealedNorm(PointwiseNorm):
             self.set_t_(value)
         self._seen = _written(t)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> AnnealedNorm:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._follow()
         super()._apply(fn, recurse)
         # In bfloat16 it would no longer be what was set, and to_empty leaves anything in it.

@@ -1,10 +1,8 @@
 """The common parts of the point-wise layers: shapes, the affine map, the learned centre, and their serial form."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -296,7 +294,7 @@ class PointwiseNorm(nn.Module):
         # In the state dict, so that a checkpoint says which channels its gains belong to.
         self.register_buffer("witnesses", None if log_gain is None else torch.tensor(channels, device=log_gain.device))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> PointwiseNorm:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # From the meta device, to_empty brings any numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:

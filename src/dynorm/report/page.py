@@ -1,7 +1,5 @@
 """The words and pages of reports: their layout and sentences stand in ``dynorm/templates``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def _environment() -> Environment:
+def _environment() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     from markupsafe import Markup, escape
 

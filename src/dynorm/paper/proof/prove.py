@@ -1,7 +1,5 @@
 """All statements, proven and measured, as one report."""
 
-from __future__ import annotations
-
 import fnmatch
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +24,8 @@ class CheckedStep:
     """A step, what algebra says of it, and what numbers say of it."""
 
     step: Step
-    verdict: Verdict
-    measured: Measured
+    verdict: "Verdict"
+    measured: "Measured"
 
     @property
     def holds(self) -> bool:
