@@ -157,6 +157,20 @@ def test_each_layer_may_have_so_many_witnesses(encoder: Path, texts: Path, tmp_p
     assert max(len(layer.witness_channels) for layer in layers.values()) == most
 
 
+def test_each_site_may_get_its_own_layer(encoder: Path, texts: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    recipe = Recipe(**{**vars(QUICK), "to": "auto", "tolerance": 10.0})
+    report = convert_pretrained(encoder, tmp_path, recipe, texts=[texts], say=said.append)
+    assert {(site.layer, site.witnesses) for site in report.sites} == {("linear", ())}
+    fitted = report.meta["stages"]["calibrate"]
+    assert fitted["tolerance"] == 10.0
+    assert [len(site["errors"]) for site in fitted["sites"]] == [4] * len(report.sites)
+    assert any("within 10 of the least" in line for line in said)
+    assert f"{len(report.sites)} of them by lines that fold_ can remove" in (tmp_path / "report.html").read_text(
+        "utf-8"
+    )
+
+
 def test_distillation_moves_the_gains(encoder: Path, texts: Path) -> None:
     student = load_pretrained(encoder)
     teacher = copy.deepcopy(student.model)
@@ -191,6 +205,7 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
         ({"witnesses": True}, dynorm.ArgumentError, "0 or more, got True"),
         ({"witnesses": "3"}, dynorm.ArgumentError, "0 or more, got '3'"),
         ({"batch": 0}, dynorm.ArgumentError, "batch must be at least 1"),
+        ({"tolerance": -0.1}, dynorm.ArgumentError, "tolerance must be finite and not negative, got -0.1"),
         ({"held_out": 1}, dynorm.ArgumentError, "held_out must be at least 2, got 1"),
         ({"only": ("nowhere.*",)}, dynorm.ArgumentError, "nowhere"),
     ],
