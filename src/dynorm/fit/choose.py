@@ -20,7 +20,8 @@ _SIMPLEST_FIRST = [
     for kind in (LinearControl, DyISRU)
     for words in ("", " with witnesses")
 ]
-# In units of the target's spread.
+# Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after 200 steps of training;
+# at 0.08 there are 10, for 0.001 of rank correlation.
 TOLERANCE = 0.05
 
 
