@@ -311,7 +311,7 @@ def _three(values: dict[str, float]) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"headline": retrieval_table, "speed": speed_ratios},
+    "README.md": {"headline": retrieval_table},
     "docs/quality.md": {"retrieval": retrieval_table, "quality": quality_table, "distillation": distillation_tables},
     "docs/speed.md": {
         "speed-machine": speed_machine,

@@ -75,7 +75,7 @@ WITNESSES = Part(
     "witnesses",
     "DyISRU with the first four channels as witnesses, 600 steps",
     ("dyisru_witnesses", "dyisru_witnesses_annealed"),
-    direct_rates=(1e-3, 2e-3, 4e-3, 8e-3),
+    direct_rates=(1e-3, 4e-3, 8e-3),
     norm_rates=(4e-3, 8e-3),
     extend=False,
     seeds=(1, 2),

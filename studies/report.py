@@ -14,7 +14,7 @@ from dynorm.files import require_writable, write_bytes, write_text
 from studies.plan import LONG, PLAN, SMALL, Part
 from studies.runs import ROOT, RUNS, dumps, read_all, read_log
 from studies.summary import summarize
-from studies.tables import NOT_YET, answers, checkpoints, left, table
+from studies.tables import NOT_YET, answers, checkpoints, functions, left, rates, table
 from studies.train import main
 
 STUDY = ROOT / "studies" / "results" / "study.json"
@@ -79,7 +79,7 @@ def with_parts(text: str, study: Mapping[str, Any]) -> str:
 
 def parts(study: Mapping[str, Any]) -> dict[str, str]:
     """Return the generated parts of the page by their mark."""
-    found = {"answers": answers(study)}
+    found = {"answers": answers(study), "functions": functions(study), "good-rates": rates(study)}
     found |= {part.key: table(part, study) for part in PLAN}
     drawn = has_runs(study, SMALL) or has_runs(study, LONG)
     for name, caption in CAPTIONS.items():

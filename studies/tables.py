@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from studies.arms import ARMS
-from studies.plan import DIGITS, LLAMA, LONG, MEDIUM, SMALL, Part
+from studies.plan import DIGITS, LLAMA, LONG, MEDIUM, SMALL, WITNESSES, Part
 from studies.settings import Settings
 from studies.summary import PAIRS, words
 
@@ -72,48 +72,46 @@ def _lost(group: Mapping[str, Any] | None, sweep: list[Settings]) -> str:
 
 
 def answers(study: Mapping[str, Any]) -> str:
-    """Return the questions of the study with what was found, in a table."""
-    groups = study["groups"]
-
-    def of(part: Part, arm: str) -> tuple[Mapping[str, Any] | None, list[Settings]]:
-        sweep = next(sweep for sweep in part.sweeps() if sweep[0].arm == arm)
-        return groups.get(sweep[0].group), sweep
-
-    rows = ["| question | found |", "|---|---|"]
-    for question, part, arm, say in (
+    """Return what each arm loses to its norm, in a table."""
+    return _found(
+        study,
         ("annealed DyISRU against LayerNorm, 600 steps", SMALL, "dyisru_annealed", difference),
         ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed", difference),
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
         ("DyISRU from the first step against LayerNorm, 600 steps", SMALL, "dyisru", difference),
         ("DyISRU from the first step against LayerNorm, 3,000 steps", LONG, "dyisru", difference),
+        ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
         ("scaled DyT from the first step against LayerNorm, 600 steps", SMALL, "dyt", difference),
         ("scaled DyT from the first step against LayerNorm, 3,000 steps", LONG, "dyt", difference),
-        ("good rates of DyISRU from the first step, 3,000 steps", LONG, "dyisru", good),
-        (
-            "rates of DyISRU from the first step at most 0.05 nats behind LayerNorm's best, 3,000 steps",
-            LONG,
-            "dyisru",
-            level,
-        ),
-        ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
-        ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
         ("Llama: DyISRU from the first step against RMSNorm, 600 steps", LLAMA, "dyisru", difference),
         ("Llama: annealed DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru_annealed", difference),
         ("10 M parameters: DyISRU from the first step against LayerNorm, 600 steps", MEDIUM, "dyisru", difference),
-    ):
-        group, sweep = of(part, arm)
-        found = _lost(group, sweep)
-        if group is not None and not found:
-            said = say(group)
-            found = "; ".join(filter(None, (said, _so_far(group, sweep)))) if said else NOT_YET
-        rows.append(f"| {question} | {found} |")
+    )
+
+
+def rates(study: Mapping[str, Any]) -> str:
+    """Return the range of rates that each arm bears, in a table."""
+    behind = "rates of DyISRU from the first step at most 0.05 nats behind LayerNorm's best, 3,000 steps"
+    return _found(
+        study,
+        ("good rates of DyISRU with four witnesses, 600 steps", WITNESSES, "dyisru_witnesses", good),
+        ("good rates of DyISRU from the first step, 3,000 steps", LONG, "dyisru", good),
+        (behind, LONG, "dyisru", level),
+        ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
+        ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
+    )
+
+
+def functions(study: Mapping[str, Any]) -> str:
+    """Return what the functions lose to one another, in a table."""
+    rows = [*_HEAD]
     for part in (SMALL, LONG, LLAMA):
+        arms = {sweep[0].arm for sweep in part.sweeps()}
         for mine, other in PAIRS:
-            arms = {sweep[0].arm for sweep in part.sweeps()}
             if {mine, other} <= arms:
                 against = study["pairs"].get(part.key, {}).get(f"{mine} against {other}")
                 question = f"{ARMS[mine].words} against {ARMS[other].words}, {part.title}"
-                both = {arm: of(part, arm) for arm in (mine, other)}
+                both = {arm: _group(study, part, arm) for arm in (mine, other)}
                 found = next(filter(None, (_lost(*each) for each in both.values())), NOT_YET)
                 if against is not None:
                     waiting = {arm: _so_far(group, sweep) for arm, (group, sweep) in both.items() if group is not None}
@@ -121,6 +119,27 @@ def answers(study: Mapping[str, Any]) -> str:
                     found = "; ".join((difference({"against": against}), *so_far))
                 rows.append(f"| {question} | {found} |")
     return "\n".join(rows)
+
+
+_HEAD = ("| question | found |", "|---|---|")
+
+
+def _found(study: Mapping[str, Any], *questions: tuple[str, Part, str, Callable[[Mapping[str, Any]], str]]) -> str:
+    """Return the table of questions about an arm of a part, each with who says the answer."""
+    rows = [*_HEAD]
+    for question, part, arm, say in questions:
+        group, sweep = _group(study, part, arm)
+        found = _lost(group, sweep)
+        if group is not None and not found:
+            said = say(group)
+            found = "; ".join(filter(None, (said, _so_far(group, sweep)))) if said else NOT_YET
+        rows.append(f"| {question} | {found} |")
+    return "\n".join(rows)
+
+
+def _group(study: Mapping[str, Any], part: Part, arm: str) -> tuple[Mapping[str, Any] | None, list[Settings]]:
+    sweep = next(sweep for sweep in part.sweeps() if sweep[0].arm == arm)
+    return study["groups"].get(sweep[0].group), sweep
 
 
 def checkpoints(study: Mapping[str, Any]) -> str:
