@@ -18,7 +18,7 @@ from dynorm.cli import main
 from dynorm.distill.convert_model import convert_model
 from dynorm.distill.distill import output_loss
 from dynorm.distill.images import Crop, find_images
-from dynorm.distill.inputs import CROPS, Images
+from dynorm.distill.inputs import CROPS, image_inputs
 from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
 from dynorm.distill.pretrained import ShuffledBatches, load_pretrained
 from dynorm.errors import ArgumentError, DataError, StorageError
@@ -77,7 +77,8 @@ def test_an_encoder_is_compared_by_its_class_token(vision: Path, images: Path, t
     )
     assert report.meta["worst_sample"] in {file.name for file in images.iterdir()}
     found, original = (load_pretrained(place).model for place in (tmp_path / "out" / "model", vision))
-    held_out = Images(load_pretrained(vision)).batches([Crop(images / report.meta["worst_sample"])], 1)[0]
+    worst = Crop(images / report.meta["worst_sample"])
+    held_out = image_inputs(load_pretrained(vision), [], [], {}).batches([worst], 1)[0]
     with torch.no_grad():
         a, b = (model(**held_out).last_hidden_state[:, 0] for model in (found, original))
     assert torch.cosine_similarity(a, b).item() == pytest.approx(report.output.cosine_min, abs=1e-6)
@@ -109,10 +110,10 @@ def test_agreement_counts_equal_classes() -> None:
 
 
 def test_images_are_held_out_by_file_and_fitted_to_in_crops(vision: Path, images: Path) -> None:
-    inputs = Images(load_pretrained(vision))
-    files = sorted(images.iterdir())[:3]
-    assert inputs.samples(files, fit=False) == [Crop(file) for file in files]
-    crops = inputs.samples(files, fit=True)
+    first, *files = sorted(images.iterdir())[:4]
+    inputs = image_inputs(load_pretrained(vision), files, [first], {})
+    assert inputs.held_out == [Crop(first)]
+    crops = inputs.fit
     assert [(crop.file, crop.number) for crop in crops[:4]] == [*((file, 0) for file in files), (files[0], 1)]
     assert len({np.asarray(crop.read()).tobytes() for crop in crops}) > 2 * CROPS
     whole, part = Crop(files[0]).read(), Crop(files[0], 1).read()
@@ -124,7 +125,7 @@ def test_images_are_held_out_by_file_and_fitted_to_in_crops(vision: Path, images
 
 def test_batches_are_read_when_they_are_taken(vision: Path, images: Path, tmp_path: Path) -> None:
     shutil.copy(images / "00.png", tmp_path / "a.png")
-    inputs, missing = Images(load_pretrained(vision)), Crop(tmp_path / "gone.png")
+    inputs, missing = image_inputs(load_pretrained(vision), [], [], {}), Crop(tmp_path / "gone.png")
     batches = inputs.batches([Crop(tmp_path / "a.png")] * 3 + [missing], 3)
     assert len(batches) == 2
     assert batches[0]["pixel_values"].shape == (3, 3, 32, 32)

@@ -39,9 +39,9 @@ def fold_pretrained(
 
     folder, out = Path(folder), Path(out)
     require_output(folder, out, ("model", "report.json"), overwrite=overwrite)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, dtype="auto")
     names = checkpoint.config.architectures or [""]
-    model, remarks = checkpoint.model(getattr(transformers, names[0], transformers.AutoModel), "auto")
+    model, remarks = checkpoint.model(getattr(transformers, names[0], transformers.AutoModel))
     inputs: dict[str, Any] = example_of(model)
     say(f"{type(model).__name__} from {folder}, traced with {', '.join(inputs)}")
     for remark in remarks:

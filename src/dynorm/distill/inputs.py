@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -20,60 +21,57 @@ CROPS = 16
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Texts: a sample is a list of token ids, of at most ``max_length``; batches hold samples of about equal length."""
+class Inputs:
+    """Samples of a kind, and how they become batches.
 
-    pretrained: Pretrained
-    max_length: int
-    noun: str = "texts"
+    Args:
+        noun: "texts" or "images".
+        fit: samples to fit on.
+        held_out: samples to measure on, of other texts or files.
+        batches: returns samples in batches of a size, shuffled where there is a seed.
+        name: returns for a reader the held-out sample at a place of the batches that are not shuffled.
+        facts: where they come from, and what could not be read.
+        counts: how much there is to fit on.
+    """
 
-    def samples(self, sources: list[str], *, fit: bool) -> list[list[int]]:
-        """Return the samples of texts, to ``fit`` on or to measure on."""
-        return encode(self.pretrained, sources, self.max_length)
-
-    def batches(self, samples: Sequence[list[int]], size: int, seed: int | None = None) -> Batches:
-        """Return samples in batches, shuffled where there is a seed."""
-        return make_batches(self.pretrained, samples, size, seed)
-
-    def name(self, samples: Sequence[list[int]], place: int) -> str:
-        """Return the text at a place of the batches that are not shuffled, for a reader."""
-        words: str = self.pretrained.tokenizer.decode(sorted(samples, key=len)[place], skip_special_tokens=True)
-        return words
-
-    def facts(self, fit: Sequence[list[int]]) -> dict[str, Any]:
-        """Return how much there is to fit on."""
-        return {"texts_to_fit": len(fit), "tokens_to_fit": sum(map(len, fit))}
+    noun: str
+    fit: list[Any]
+    held_out: list[Any]
+    batches: Callable[..., Batches]
+    name: Callable[[int], str]
+    facts: dict[str, Any]
+    counts: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Images:
-    """Images: a sample is a :class:`Crop`. Files are measured on as a whole, and fitted to in crops too."""
+def text_inputs(
+    pretrained: Pretrained, fit: list[str], held_out: list[str], facts: dict[str, Any], max_length: int
+) -> Inputs:
+    """Return texts as lists of token ids, of at most ``max_length``, in batches of samples of about equal length."""
+    ids, others = (encode(pretrained, texts, max_length) for texts in (fit, held_out))
 
-    pretrained: Pretrained
-    noun: str = "images"
+    def name(place: int) -> str:
+        return str(pretrained.tokenizer.decode(sorted(others, key=len)[place], skip_special_tokens=True))
 
-    def samples(self, sources: list[Path], *, fit: bool) -> list[Crop]:
-        """Return the samples of files, to ``fit`` on or to measure on."""
-        return [Crop(file, number) for number in range(CROPS if fit else 1) for file in sources]
+    counts = {"texts_to_fit": len(ids), "tokens_to_fit": sum(map(len, ids))}
+    return Inputs("texts", ids, others, partial(make_batches, pretrained), name, facts, counts)
 
-    def batches(self, samples: Sequence[Crop], size: int, seed: int | None = None) -> Batches:
-        """Return samples in batches, shuffled where there is a seed."""
+
+def image_inputs(pretrained: Pretrained, fit: list[Path], held_out: list[Path], facts: dict[str, Any]) -> Inputs:
+    """Return images as crops: those that are measured on whole, the others in squares too."""
+
+    def batches(samples: Sequence[Crop], size: int, seed: int | None = None) -> Batches:
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         if seed is not None:
             random.Random(seed).shuffle(parts)
-        return _Reading(self.pretrained.tokenizer, parts)
+        return _Reading(pretrained.tokenizer, parts)
 
-    def name(self, samples: Sequence[Crop], place: int) -> str:
-        """Return the file's name at a place of the batches that are not shuffled, for a reader."""
-        return samples[place].file.name
-
-    def facts(self, fit: Sequence[Crop]) -> dict[str, Any]:
-        """Return how much there is to fit on."""
-        return {"images_to_fit": len({crop.file for crop in fit}), "crops": CROPS}
+    crops, whole = ([Crop(file, k) for k in range(n) for file in files] for n, files in ((CROPS, fit), (1, held_out)))
+    counts = {"images_to_fit": len(fit), "crops": CROPS}
+    return Inputs("images", crops, whole, batches, lambda place: held_out[place].name, facts, counts)
 
 
 @dataclass(frozen=True)
-class _Reading(Sequence[dict[str, Tensor]]):
+class _Reading(Sequence[Any]):
     """Batches of images that are read when they are taken, for all together may not fit into memory."""
 
     processor: Any
@@ -82,11 +80,7 @@ class _Reading(Sequence[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.parts)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
-    @overload
-    def __getitem__(self, index: slice) -> _Reading: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Tensor] | _Reading:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return _Reading(self.processor, self.parts[index])
         images = [crop.read() for crop in self.parts[index]]

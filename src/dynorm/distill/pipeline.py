@@ -17,14 +17,13 @@ from dynorm.arguments import check_not_negative, check_positive
 from dynorm.distill.convert_model import ENCODER, IMAGES, LANGUAGE
 from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.images import find_images
-from dynorm.distill.inputs import Batches, Images, Texts
+from dynorm.distill.inputs import Batches, Inputs, image_inputs, text_inputs
 from dynorm.distill.pretrained import (
     Checkpoint,
     Pretrained,
     ShuffledBatches,
     greedy,
     library_versions,
-    require_place,
     within_positions,
 )
 from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
@@ -44,6 +43,7 @@ from dynorm.site import select_sites
 from dynorm.watch import arguments
 
 Paths = Sequence[str | Path]
+Say = Callable[[str], None]
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
 
 # Held-out blocks that are continued, the tokens of each that are given, and those that are asked for.
@@ -149,7 +149,7 @@ def convert_pretrained(
     keep_original: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report, in a folder.
@@ -193,10 +193,10 @@ def convert_pretrained(
         require_output(checkpoints, checkpoints, (), overwrite=True)
     if Path(source).is_dir():
         folders_of_modules(Path(source))
-    job = _Job.load(source, texts, images, recipe, device, dtype, say, track)
+    job = _Job.load(Checkpoint(source, device, dtype), {"texts": texts, "images": images}, recipe, say, track)
     model, remarks, recipe = job.pretrained.model, job.pretrained.remarks, job.recipe
-    noun, facts = job.inputs.noun, job.inputs.facts(job.fit)
-    counts = f"{facts[f'{noun}_to_fit']} {noun} to fit on, {len(job.held_out)} held out"
+    noun = job.inputs.noun
+    counts = f"{job.inputs.counts[f'{noun}_to_fit']} {noun} to fit on, {len(job.inputs.held_out)} held out"
     say(f"{type(model).__name__} from {source}: {counts}")
     for remark in remarks:
         say(remark)
@@ -226,7 +226,7 @@ def inspect_pretrained(
     samples: int = 256,
     name: str | None = None,
     device: str = "cpu",
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
 ) -> InspectionReport:
     """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts or images.
@@ -241,13 +241,14 @@ def inspect_pretrained(
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
-    job = _Job.load(source, texts, images, replace(recipe, held_out=samples), device, "float32", say, track)
-    fitted, measured = (job.batches(part[:samples]) for part in (job.fit, job.held_out))
+    recipe = replace(recipe, held_out=samples)
+    job = _Job.load(Checkpoint(source, device), {"texts": texts, "images": images}, recipe, say, track)
+    fitted, measured = (job.batches(part[:samples]) for part in (job.inputs.fit, job.inputs.held_out))
     model, decode = job.pretrained.model, getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None)
     sites = find_norms(model, **arguments(model, fitted[0])[1])
     sites, seed = select_sites(sites, recipe.only or None, recipe.skip or None), recipe.seed
     meta = job.meta(name) | {"max_length": job.recipe.max_length, "seed": seed}
-    meta[f"{job.inputs.noun}_held_out"] = len(job.held_out[:samples])
+    meta[f"{job.inputs.noun}_held_out"] = len(job.inputs.held_out[:samples])
     fit_on, tests = track(fitted, "fitting"), track(measured, "measuring")
     return inspect_norms(model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode)
 
@@ -259,12 +260,8 @@ class _Job:
     pretrained: Pretrained
     # A Recipe that is filled: nothing in it is None that suits the kind of model.
     recipe: Any
-    inputs: Texts | Images
-    fit: list[Any]
-    held_out: list[Any]
-    # Of the inputs: where they come from, and what could not be read.
-    meta_inputs: dict[str, Any]
-    say: Callable[[str], None]
+    inputs: Inputs
+    say: Say
     track: Track
     original: Any = None
     ranks: Ranks = field(default_factory=Ranks)
@@ -272,47 +269,33 @@ class _Job:
     details: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def load(
-        source: str | Path,
-        texts: Paths,
-        images: Paths,
-        recipe: Recipe,
-        device: str,
-        dtype: str,
-        say: Callable[[str], None],
-        track: Track,
-    ) -> _Job:
+    def load(checkpoint: Checkpoint, given: dict[str, Paths], recipe: Recipe, say: Say, track: Track) -> _Job:
         # What costs little comes first.
-        require_place(device, dtype)
-        checkpoint = Checkpoint(Path(source))
         checkpoint.require_modules((*recipe.only, *recipe.skip))
-        noun, whole = checkpoint.require_kind(texts=texts, images=images), checkpoint.language_model
-        meta: dict[str, Any] = {noun: [str(path) for path in texts or images] or _DOCSTRINGS}
-        found: list[Any]
+        noun, whole, found = checkpoint.require_kind(**given), checkpoint.language_model, list[Any]()
+        facts: dict[str, Any] = {noun: [str(path) for path in given[noun]] or _DOCSTRINGS}
         if noun == "images":
             if recipe.max_length is not None:
                 raise ArgumentError(f"max_length must be left out for a model of images, got {recipe.max_length}")
-            found, damaged = find_images(images)
+            found, damaged = find_images(given[noun])
             if damaged:
-                meta["images_that_cannot_be_read"] = damaged
+                facts["images_that_cannot_be_read"] = damaged
                 say(f"left out, for they cannot be read: {len(damaged)} images: {listed(damaged)}")
         else:
             # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
-            found = read_texts(texts, whole=whole) if texts else standard_library_docstrings(whole=whole)
-        parts = split_texts(found, recipe.held_out, recipe.seed, noun)
-        pretrained = checkpoint.load(device, dtype)
-        filled: Any = recipe.filled(whole, noun == "images")
-        inputs: Texts | Images = Images(pretrained)
-        if noun == "texts":
-            filled = replace(filled, max_length=within_positions(pretrained, filled.max_length))
-            inputs = Texts(pretrained, filled.max_length)
-        fit, held_out = (inputs.samples(part, fit=part is parts[0]) for part in parts)
-        return _Job(pretrained, filled, inputs, fit, held_out, meta, say, track)
+            found = read_texts(given[noun], whole=whole) if given[noun] else standard_library_docstrings(whole=whole)
+        fit, held_out = split_texts(found, recipe.held_out, recipe.seed, noun)
+        pretrained, filled = checkpoint.load(), recipe.filled(whole, noun == "images")
+        if noun == "images":
+            return _Job(pretrained, filled, image_inputs(pretrained, fit, held_out, facts), say, track)
+        longest = within_positions(pretrained, filled.max_length or 0)
+        inputs = text_inputs(pretrained, fit, held_out, facts, longest)
+        return _Job(pretrained, replace(filled, max_length=longest), inputs, say, track)
 
     @property
     def calibration(self) -> list[Any]:
         """Samples that the constants are fitted to, site by site."""
-        return self.fit[: self.recipe.calibration]
+        return self.inputs.fit[: self.recipe.calibration]
 
     def batches(self, samples: Sequence[Any], seed: int | None = None, size: int | None = None) -> Batches:
         return self.inputs.batches(samples, size or self.recipe.batch, seed)
@@ -320,8 +303,8 @@ class _Job:
     def meta(self, name: str | None) -> dict[str, Any]:
         return {
             "model": name or self.pretrained.source.stem,
-            **self.meta_inputs,
-            f"{self.inputs.noun}_held_out": len(self.held_out),
+            **self.inputs.facts,
+            f"{self.inputs.noun}_held_out": len(self.inputs.held_out),
             "versions": library_versions(),
             **({"remarks": list(self.pretrained.remarks)} if self.pretrained.remarks else {}),
         }
@@ -332,7 +315,7 @@ class _Job:
         yield
         self.seconds[name] = round(time.perf_counter() - started, 2)
         if name in self.details:
-            few = self.batches(self.held_out[: _COMPARED * self.recipe.batch])
+            few = self.batches(self.inputs.held_out[: _COMPARED * self.recipe.batch])
             self.details[name]["output"] = asdict(compare(self.pretrained.model, self.original, few))
 
     def convert_(self) -> None:
@@ -364,8 +347,8 @@ class _Job:
         with self.stage("refine"):
             # Other texts than those of the calibration, where there is a batch of them for each process.
             first, size = len(self.calibration), self.recipe.batch
-            rest = self.fit[first : first + steps * size * self.ranks.size]
-            rest = rest if len(rest) > (self.ranks.size - 1) * size else self.fit
+            rest = self.inputs.fit[first : first + steps * size * self.ranks.size]
+            rest = rest if len(rest) > (self.ranks.size - 1) * size else self.inputs.fit
             batches = self.ranks.share(self.batches(rest, self.recipe.seed))
             places = self.track(range(steps), f"refining all constants together, {steps} steps")
             taken = (batches[place % len(batches)] for place in places if batches)
@@ -380,7 +363,7 @@ class _Job:
         with self.stage("distill"):
             self.details["distill"] = distill_(
                 self.pretrained.model,
-                ShuffledBatches(self.inputs.batches, self.ranks.share(self.fit), recipe.batch, recipe.seed),
+                ShuffledBatches(self.inputs.batches, self.ranks.share(self.inputs.fit), recipe.batch, recipe.seed),
                 teacher=self.original,
                 steps=recipe.steps or None,
                 minutes=recipe.minutes or None,
@@ -390,15 +373,15 @@ class _Job:
 
     def measure(self, name: str | None) -> ModelReport:
         """Return the report on the held-out samples."""
-        model, seed, noun = self.pretrained.model, self.recipe.seed, self.inputs.noun
+        model, seed, held_out = self.pretrained.model, self.recipe.seed, self.inputs.held_out
         meta = self.meta(name) | {
             "recipe": asdict(self.recipe),
-            **self.inputs.facts(self.fit),
+            **self.inputs.counts,
             "device": str(next(model.parameters()).device),
             "threads": torch.get_num_threads(),
         }
         with self.stage("measure"):
-            tests = self.track(self.batches(self.held_out), f"measuring on {len(self.held_out)} held-out {noun}")
+            tests = self.track(self.batches(held_out), f"measuring on {len(held_out)} held-out {self.inputs.noun}")
             fit_on = self.batches(self.calibration)
             report = measure(model, tests, original=self.original, fit_on=fit_on, seed=seed, meta=meta)
         if self.pretrained.language_model:
@@ -406,13 +389,13 @@ class _Job:
                 report = replace(report, continuations=self.continuations())
         report.meta["seconds"], report.meta["stages"] = self.seconds, self.details
         if report.output.worst is not None:
-            report.meta["worst_sample"] = self.inputs.name(self.held_out, report.output.worst)
+            report.meta["worst_sample"] = self.inputs.name(report.output.worst)
         return report
 
     def continuations(self) -> list[Continuation]:
         """Return how the original and the converted model continue the first tokens of held-out blocks."""
         given = min(_GIVEN, self.recipe.max_length // 2)
-        prompts = [block[:given] for block in self.held_out[:_CONTINUED]]
+        prompts = [block[:given] for block in self.inputs.held_out[:_CONTINUED]]
         asked = min(_ASKED, self.recipe.max_length - given)
         decode: Callable[[Any], str] = self.pretrained.tokenizer.decode
         models = (self.original, self.pretrained.model)

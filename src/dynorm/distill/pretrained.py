@@ -64,8 +64,7 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
         Traceback (most recent call last):
         dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has none: ...
     """
-    require_place(device, dtype)
-    return Checkpoint(Path(source)).load(device, dtype)
+    return Checkpoint(source, device, dtype).load()
 
 
 def require_place(device: str, dtype: str) -> None:
@@ -83,9 +82,11 @@ def require_place(device: str, dtype: str) -> None:
 class Checkpoint:
     """The folder of a model, or its GGUF file, as transformers reads it: its config at once, the rest on demand."""
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, path: str | Path, device: str = "cpu", dtype: str = "float32") -> None:
         import transformers
 
+        require_place(device, dtype)
+        source, self.device, self.dtype = Path(path), device, dtype
         self.source, self.gguf = source, source.suffix == ".gguf" and source.is_file()
         if self.gguf:
             require_library("gguf", "reading a GGUF file", "gguf")
@@ -112,11 +113,11 @@ class Checkpoint:
         known = transformers.MODEL_MAPPING.get(type(self.config), None)
         self.takes: str = getattr(known[0] if isinstance(known, tuple) else known, "main_input_name", "input_ids")
 
-    def load(self, device: str, dtype: str) -> Pretrained:
+    def load(self) -> Pretrained:
         """Return the model and its tokenizer or image processor, ready for batches."""
         images = self.takes == "pixel_values"
         tokenizer = self.image_processor() if images else self.tokenizer()
-        model, remarks = self.model(self.auto, dtype)
+        model, remarks = self.model(self.auto)
         if not images and tokenizer.pad_token is None:
             # Any token will do: the mask hides it.
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -124,7 +125,7 @@ class Checkpoint:
             # Dequantized, yet transformers takes it for quantized still, and would not save it.
             model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
             vars(model.config).pop("quantization_config", None)
-        return Pretrained(model.to(device), tokenizer, self.language_model, self.source, remarks)
+        return Pretrained(model.to(self.device), tokenizer, self.language_model, self.source, remarks)
 
     def require_kind(self, **given: Sequence[Any]) -> str:
         """Check that the texts or images that are given are of the model's kind, and return which of the two it is."""
@@ -153,9 +154,9 @@ class Checkpoint:
                     f"the glob {glob!r} must match the path of a norm, but matches no module of {type(model).__name__}"
                 )
 
-    def model(self, cls: Any, dtype: str) -> tuple[Any, tuple[str, ...]]:
+    def model(self, cls: Any) -> tuple[Any, tuple[str, ...]]:
         """Return the model in eval mode, and the remarks of :class:`Pretrained`; refuse one that lacks weights."""
-        model, info = self._read(cls, dtype=dtype, output_loading_info=True)
+        model, info = self._read(cls, dtype=self.dtype, output_loading_info=True)
         remarks = _require_same_parts(self.source, model, info)
         if self.takes == "pixel_values" and any("pooler" in key for key in info["missing_keys"]):
             # Random, it would come between the class token and the figures.
@@ -358,9 +359,5 @@ def library_versions() -> dict[str, str]:
 
     from dynorm import __version__
 
-    return {
-        "dynorm": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
+    return {"dynorm": __version__, "python": platform.python_version(), **versions}
