@@ -113,7 +113,11 @@ class SiteFit:
         sums = torch.zeros_like(self._sums)
         size = max(1, _CHUNK // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
         for some, wanted in zip(torch.split(x, size), torch.split(y, size), strict=True):
-            self._add(sums, some, wanted - self._y0)
+            wanted = wanted - self._y0
+            sums[0, :2] += torch.stack([wanted.sum(0), wanted.square().sum(0)])
+            for row, f, f0 in zip(sums[1:], self._functions(some), self._f0, strict=True):
+                f = f - f0
+                row += torch.stack([f.sum(0), f.square().sum(0), (f * wanted).sum(0)])
         self._sums += weight * self._ranks.summed(sums)
 
     @torch.no_grad()
@@ -205,15 +209,6 @@ class SiteFit:
             grid = grid.new_ones(1)
         self._closed_form = int(grid.log().abs().argmin())
         return grid
-
-    def _add(self, sums: Tensor, x: Tensor, y: Tensor) -> None:
-        sums[0, 0] += y.sum(0)
-        sums[0, 1] += y.square().sum(0)
-        for row, f in enumerate(self._functions(x), start=1):
-            f = f - self._f0[row - 1]
-            sums[row, 0] += f.sum(0)
-            sums[row, 1] += f.square().sum(0)
-            sums[row, 2] += (f * y).sum(0)
 
     def _functions(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the layer's function of tokens for each candidate beta."""
