@@ -99,7 +99,7 @@ def raise_outlier(sample: ArrayLike, step: float = 5.0, steps: int = 9) -> Array
     """
     values = np.sort(np.asarray(sample, dtype=np.float64))
     if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
-        raise ArgumentError(f"a sample must be 2 or more finite numbers in a row, got shape {values.shape}: give those")
+        raise ArgumentError(f"a sample must be at least 2 finite numbers in a row, got shape {values.shape}: give them")
     if values[0] == values[-1]:
         raise ArgumentError(
             f"the values of a sample must differ, got {len(values)} times {values[0]}: LayerNorm would divide by 0; "
