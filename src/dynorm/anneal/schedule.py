@@ -1,7 +1,5 @@
 """Move a model from its norms to point-wise functions, step by step, and take the norms away at the end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

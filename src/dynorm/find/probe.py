@@ -1,7 +1,5 @@
 """Which modules of a model are norms: found by their behaviour, not by their names."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Formula, axis, weight, bias and eps of a norm, recovered from the outputs of a copy of it for our own tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

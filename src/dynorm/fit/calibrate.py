@@ -1,7 +1,5 @@
 """Set the constants of a converted model from real activations: one pass, streamed, site after site."""
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Choose the simplest layer that holds at a site: linear or DyISRU, each without witnesses or with them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

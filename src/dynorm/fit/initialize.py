@@ -1,7 +1,5 @@
 """Constants for training from the first step: by theory, from one batch (closed form 5)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

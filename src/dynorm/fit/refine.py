@@ -1,7 +1,5 @@
 """Joint refinement: the constants of all layers together, by gradient steps on every site's squared error."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The least-squares fit of one point-wise layer to the norm it replaces, streamed: memory O(C), however many tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Choose the witnesses of a site: the few channels whose squares tell a token's scale."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -9,8 +9,6 @@ d after it is a times d before it. b - a c goes into a bias before the layer, as
 last one. Where the model is given the stream and returns it too, the product of all a stays at one layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

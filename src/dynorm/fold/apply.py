@@ -1,7 +1,5 @@
 """Put a fold into a model: all new values are computed first, then put in at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

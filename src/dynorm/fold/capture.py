@@ -1,7 +1,5 @@
 """The graph of one call of a model, in which each norm is a single node and each owner's use of a parameter shows."""
 
-from __future__ import annotations
-
 import io
 import logging
 import operator

@@ -1,7 +1,5 @@
 """Proof by numbers: the outputs before and after, on the example and on inputs that the model has not seen."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import gc

@@ -1,7 +1,5 @@
 """``fold_``: exact algebra on a model's own graph; ``as_stock``: the folded model in its own class."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

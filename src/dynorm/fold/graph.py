@@ -1,7 +1,5 @@
 """The traced graph of a model: the users of each value and parameter, and the way of a value's channels."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The linear operators of a graph: how one reads the channels of a value, and what it writes its own with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a fold is refused: the checks of a model, a site, its readers and the writers of its stream."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The report of a fold: one row per norm, and its savings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The records of a fold: one per norm or point-wise layer, with its outcome and the reasons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

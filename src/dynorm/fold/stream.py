@@ -5,8 +5,6 @@ out of everything that writes into the stream, W' = P W and b' = P b, and nothin
 changes. The centre c of a point-wise layer goes into the one operator that feeds it, b' = b - c.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar

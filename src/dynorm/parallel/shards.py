@@ -8,8 +8,6 @@ A layer with witnesses looks at these few channels too. Where the channels are s
 witness and token brings them to every rank, and another one takes their gradients back.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Parameters of which every rank has a copy must be equal at the start, and their gradients are summed over the ranks.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The range of a point-wise layer's output, from its parameters alone or on some batches, and the int8 scale for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

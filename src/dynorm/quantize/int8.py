@@ -1,7 +1,5 @@
 """Linear layers that read point-wise layers, and torchao's static int8 for them, with scales that those know."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Replace the norms of a model by point-wise layers, and put them back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
