@@ -1,7 +1,5 @@
 """The application that every command registers with, and the output that they share."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

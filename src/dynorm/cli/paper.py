@@ -1,7 +1,5 @@
 """``dynorm paper``, ``dynorm prove`` and ``dynorm explore``: the paper's figures, theorems and a page to play with."""
 
-from __future__ import annotations
-
 import json
 import os
 import webbrowser

@@ -1,7 +1,5 @@
 """``dynorm convert``, ``dynorm inspect`` and ``dynorm fold``: commands that take the folder of a pretrained model."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Work on transformers' models: distillation, the Trainer's callback, and the jobs of the command line."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dynorm.distill.distill import DistillationReport, distill_, distillation_rate, output_loss

@@ -1,7 +1,5 @@
 """Annealing as a callback of transformers' Trainer: first the constants from the activations, then t step by step."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The main job in one call: find, replace, calibrate, refine, distil, measure."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Short distillation: a converted model learns from the original, in the Trainer of transformers."""
 
-from __future__ import annotations
-
 import copy
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """A pretrained model in, the same model with its norms folded out."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images to calibrate and test with: the user's files, which are read when a batch needs them."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What a pretrained model is fitted to and measured on: texts or images, as samples, and samples as batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The monitor as a callback of transformers' Trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

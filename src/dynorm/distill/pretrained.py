@@ -1,7 +1,5 @@
 """Pretrained models of transformers in folders: load one, and turn texts into its batches."""
 
-from __future__ import annotations
-
 import platform
 import random
 import re

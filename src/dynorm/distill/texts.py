@@ -1,7 +1,5 @@
 """Texts to calibrate and test with: the user's files, or the docstrings of Python's standard library."""
 
-from __future__ import annotations
-
 import ast
 import random
 import re

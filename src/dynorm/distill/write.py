@@ -1,7 +1,5 @@
 """Write a model that was made from a pretrained one: with the other files of its folder, a card and a report."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
