@@ -206,15 +206,15 @@ def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, g
 
 
 @contextmanager
-def unchanged_on_error(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[None]:
+def unchanged_on_error(modules: Iterable[nn.Module], tensors: Iterable[Tensor] | None = None) -> Iterator[None]:
     """Give modules their state back where an error is raised inside: what they hold, and the tensors' values.
 
-    ``values`` is False where nothing writes into a tensor, so that no copy is needed.
+    ``tensors`` are those that are written into and must be copied; None means all that the modules have.
     """
     tables = ("_modules", "_parameters", "_buffers")
     held = [(m, {name: copy.copy(v) if name in tables else v for name, v in vars(m).items()}) for m in modules]
-    tensors = {t for module, _ in held for t in (*module.parameters(), *module.buffers())} if values else ()
-    before = {tensor: tensor.detach().clone() for tensor in tensors}
+    own = (t for module, _ in held for t in (*module.parameters(), *module.buffers()))
+    before = {tensor: tensor.detach().clone() for tensor in set(own if tensors is None else tensors)}
     try:
         yield
     except BaseException:

@@ -260,6 +260,57 @@ def test_what_applying_raises_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatc
     assert isinstance(unchanged(net(), x_of(), match="out of paper").__cause__, RuntimeError)
 
 
+def test_a_buffer_that_cannot_be_written_into_is_left_alone_when_all_is_put_back(wrong: None) -> None:
+    model = net()
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    unchanged(model, x_of(), match="everything was put back")
+
+
+class Config:
+    """A config of transformers, as far as a fold sees it."""
+
+    def __init__(self, tie_word_embeddings: bool = True) -> None:
+        self.tie_word_embeddings = tie_word_embeddings
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Any:
+        return cls(**values)
+
+
+class Unreadable(Config):
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Any:
+        raise ValueError("no such key")
+
+
+def tied(config: Config, run: Forward) -> Any:
+    model = net(run)
+    model.config, model.e = config, nn.Linear(C, 3, bias=False, dtype=torch.float64)
+    model.e.weight = model.h.weight
+    return model.eval()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_config_that_cannot_be_read_again_is_an_error_of_ours(check: bool) -> None:
+    model = tied(Unreadable(), lambda m, x: (m.h(m.n(x)), m.e(x)))
+    unchanged(model, x_of(5, C), untie=True, check=check, match="no such key")
+    assert model.config.tie_word_embeddings
+    assert model.e.weight is model.h.weight
+
+
+def test_a_forward_that_reads_from_its_config_whether_weights_are_tied_is_checked_with_the_new_one() -> None:
+    model = tied(Config(), lambda m, x: (m.h(m.n(x)) * (2 if m.config.tie_word_embeddings else 1), m.e(x)))
+    unchanged(model, x_of(5, C), untie=True, match="everything was put back")
+    assert model.config.tie_word_embeddings
+    assert model.e.weight is model.h.weight
+    plain = tied(Config(), lambda m, x: (m.h(m.n(x)), m.e(x)))
+    assert fold_(plain, x_of(5, C), untie=True).untied
+    assert not plain.config.tie_word_embeddings
+
+
 # 16 to 21, 23: examples and models that the check must take, or refuse with a reason.
 
 

@@ -1,6 +1,7 @@
 """Put a fold into a model: all new values are computed first, then put in at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from dynorm.fold.site_fold import SiteFold
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import identity, swap_, take_over_
+from dynorm.watch import unchanged_on_error
 
 Values = dict[Slot, Tensor]
 # Attributes of the modules that a fold gave a parameter of their own.
@@ -52,7 +54,7 @@ def untie_(model: nn.Module, name: str) -> None:
         raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    module._parameters[leaf] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+    module._parameters[leaf] = _parameter(tensor.detach().clone(), tensor)
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), leaf)
 
 
@@ -105,14 +107,25 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[Values
     return values, added
 
 
-@torch.no_grad()
-def apply_(
+@contextmanager
+def applied(
     model: nn.Module, folds: Sequence[SiteFold], parts: Sequence[Part], values: Values, added: Values, drop_affine: bool
-) -> None:
-    """Put new values, biases (by the weight of their layer) and layers into a model.
+) -> Iterator[None]:
+    """Put new values, biases (by the weight of their layer) and layers into a model, out again on an error inside.
 
     With ``drop_affine`` the point-wise layers that gave their scale away gave weight and bias too.
     """
+    written = [*(slot.tensor for slot in values), *(tensor for fold in folds for _, tensor, _ in fold.own())]
+    with unchanged_on_error(model.modules(), written):
+        _apply_(model, folds, parts, values, added, drop_affine)
+        with _untied_config(model):
+            yield
+
+
+@torch.no_grad()
+def _apply_(
+    model: nn.Module, folds: Sequence[SiteFold], parts: Sequence[Part], values: Values, added: Values, drop_affine: bool
+) -> None:
     for norm, factor in [(norm, part.factor) for part in parts for norm in part.norms]:
         for _, tensor, offset in norm.own():
             value = (tensor.detach().double().flatten() + offset) / factor.to(tensor.device) - offset
@@ -177,14 +190,25 @@ def _strip(layer: PointwiseNorm, fold: SiteFold, affine: bool) -> None:
     layer.__dict__.pop("replaced", None)
 
 
-def untie_config_(model: nn.Module) -> None:
-    """Let a transformers model say that its weights are no longer tied, where saying so changes nothing else."""
+@contextmanager
+def _untied_config(model: nn.Module) -> Iterator[None]:
+    """Let a transformers model with untied weights say so, where that changes nothing else; not after an error inside.
+
+    The model's forward may read it.
+    """
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True:
+    tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
+    if tied and untied(model):
         told = config.to_dict() | {"tie_word_embeddings": False}
         # Some classes read more from it when they are loaded: T5 how it scales its output.
         if type(config).from_dict(dict(told)).to_dict() == told:
             config.tie_word_embeddings = False
+    try:
+        yield
+    except BaseException:
+        if tied:
+            config.tie_word_embeddings = True
+        raise
 
 
 def _rms_for(fold: SiteFold) -> RMSNorm:
@@ -196,8 +220,8 @@ def _rms_for(fold: SiteFold) -> RMSNorm:
     layer = RMSNorm(shape, site.eps, has_weight, has_bias, dim=site.dim)
     for name, tensor, offset in fold.own() if keep else ():
         # A buffer becomes a parameter without a gradient: the values are the same, and saved.
-        same = isinstance(tensor, nn.Parameter) and not offset
-        layer._parameters[name] = tensor if same else _parameter(tensor.detach().double() + offset, tensor)  # type: ignore[assignment]
+        value = _parameter(tensor.detach().double() + offset, tensor)
+        layer._parameters[name] = tensor if isinstance(tensor, nn.Parameter) and not offset else value
     return layer
 
 

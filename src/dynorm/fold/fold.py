@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dynorm.errors import ArgumentError, DynormError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fold.affine import Part, fold_affine, fold_through
-from dynorm.fold.apply import added_biases, apply_, new_values, untie_config_, untied
+from dynorm.fold.apply import added_biases, applied, new_values, untied
 from dynorm.fold.capture import capture
 from dynorm.fold.check import Check, attributes_kept, copied
 from dynorm.fold.graph import Graph
@@ -26,7 +26,7 @@ from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.replace.specs import is_ours
 from dynorm.site import NormSite, select_sites
-from dynorm.watch import unchanged_on_error, undisturbed
+from dynorm.watch import undisturbed
 
 # A power of two, and so is its root: neither rounds a number.
 _EPS = 2.0**80
@@ -126,8 +126,7 @@ def fold_(
         values, added = new_values(folds, parts)
         if any(fold.is_given or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
             before = Check(model, example, tolerance) if check else None
-            with unchanged_on_error(model.modules()):
-                apply_(model, folds, parts, values, added, affine)
+            with applied(model, folds, parts, values, added, affine):
                 if before is not None:
                     error = before.require_same(model)
                 else:
@@ -136,6 +135,7 @@ def fold_(
                         model(*args, **kwargs)
     except DynormError:
         raise
+    # The model's code may raise anything: it is run here, and its norms are tried by themselves.
     except Exception as problem:
         raise ModelError(
             f"the model must compute as before when it is folded, but {type(problem).__name__} was raised: {problem}; "
@@ -143,8 +143,6 @@ def fold_(
             "find which"
         ) from problem
     biases, free = added_biases(model), untied(model)
-    if free:
-        untie_config_(model)
     # transformers does not tie tensors that were saved apart; other classes do.
     ours = bool(biases or (free and not hasattr(model, "save_pretrained"))) or any(map(is_ours, model.modules()))
     rows = [fold.row(affine, center, constants) for fold in folds]

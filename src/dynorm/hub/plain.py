@@ -53,7 +53,7 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
             raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
     specs = contents.read_layers(values.get("layers"), where, allow_none=bool(biases))
     tensors = _read_weights(folder, values)
-    with unchanged_on_error(model.modules(), values=False):
+    with unchanged_on_error(model.modules(), tensors=()):
         before = dict(model.named_modules(remove_duplicate=False))
         apply_specs_(model, specs)
         for spec in specs:
