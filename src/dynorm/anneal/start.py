@@ -168,13 +168,13 @@ def require_same_anneal(model: nn.Module) -> None:
         return
     with ranks.together():
         layers = annealed_layers(model)
-        values = [value for layer in layers.values() for value in layer.constant_parameters()]
-        forms = [*((path, type(layer).__name__) for path, layer in layers.items()), *(value.shape for value in values)]
+        constants = {path: layer.constant_parameters() for path, layer in layers.items()}
+        forms = [(path, type(layers[path]).__name__, [p.shape for p in own]) for path, own in constants.items()]
         # Forms first: sharded values are gathered, which only ranks of the same shapes can do.
         ranks.require_same(hashlib.sha256(repr(forms).encode()).digest())
         # set_to and not the buffer t, which DistributedDataParallel has made the same on all ranks.
         seen = hashlib.sha256(repr([layer.set_to for layer in layers.values()]).encode())
-        for value in values:
+        for value in (value for own in constants.values() for value in own):
             seen.update(gathered(value.detach()).double().cpu().contiguous().numpy().tobytes())
         ranks.require_same(seen.digest(), "t and the same constants")
 
