@@ -143,7 +143,8 @@ def convert_(
         replace(site, refused=None) if site.refused == UNIT_LENGTH and paths & {site.path, *site.aliases} else site
         for site in chosen
     ]
-    willing, refused = ([site for site in chosen if (site.refused is None) == well] for well in (True, False))
+    willing = [site for site in chosen if site.refused is None]
+    refused = [site for site in chosen if site.refused is not None]
     if not willing:
         reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in chosen) or "the filter left none"
         raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
