@@ -271,6 +271,8 @@ SEES_THE_MEAN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a norm before it": (lambda m, x: m.reader(m.norm(m.first(x) + m.into(x))), "post-norm"),
     "a product with itself": (lambda m, x: m.reader(m.norm(x * x)), "aten.mul"),
     "channels split": (lambda m, x: m.reader(m.norm(x.view(2, 5, 4, 2).flatten(2))), "aten.flatten"),
+    "a number that it reads": (lambda m, x: m.reader(m.norm(x * m.reader.bias.sum().item())), "aten.mul"),
+    "one of two results": (lambda m, x: m.reader(m.norm(x.max(1).values)), "aten.max"),
     "written in place": (lambda m, x: m.reader(m.norm(x.mul_(x))), "aten.mul"),
 }
 

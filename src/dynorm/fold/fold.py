@@ -135,7 +135,7 @@ def fold_(
                         model(*args, **kwargs)
     except DynormError:
         raise
-    # The model's code may raise anything: it is run here, and its norms are tried by themselves.
+    # The model's code may raise anything with other modules in it, and its operators with the values they are tried on.
     except Exception as problem:
         raise ModelError(
             f"the model must compute as before when it is folded, but {type(problem).__name__} was raised: {problem}; "

@@ -150,6 +150,8 @@ def _is_stacked(slot: Slot, *axes: int) -> bool:
 
 def writes(graph: Graph, op: Node, axis: int) -> list[Write]:
     """Return the weight and bias, or the table, that a linear operator writes with; [] for any other operator."""
+    if not is_tensor(op):
+        return []
     name, rank = packet(op), len(shape(op))
     if name == "aten.mul":
         return _gained(graph, op, axis)
@@ -175,7 +177,7 @@ def writes(graph: Graph, op: Node, axis: int) -> list[Write]:
 
 def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
     """Return the writes of a linear operator times a parameter (LayerScale), which can go into its weight and bias."""
-    inputs, from_end = op.all_input_nodes, len(shape(op)) - axis
+    inputs, from_end = [arg for arg in op.args if is_tensor(arg)], len(shape(op)) - axis
     if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
         return []
     for gain, value in (inputs, inputs[::-1]):
