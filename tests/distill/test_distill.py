@@ -267,6 +267,23 @@ def test_few_minutes_warn_time_little_and_warm_up(monkeypatch: pytest.MonkeyPatc
     assert rates[0] < 0.3 * 1e-3
 
 
+@pytest.mark.parametrize(("sizes", "most"), [([8] * 40, 8), ([2, *[8] * 39], 40)])
+def test_of_batches_of_one_size_few_are_read_to_be_timed(sizes: list[int], most: int) -> None:
+    read = []
+
+    class Reading:
+        def __iter__(self) -> Any:
+            for size in sizes:
+                read.append(size)
+                yield torch.randn(size, 3, 8, 8)
+
+    with pytest.warns(dynorm.CalibrationWarning, match="allow 1 steps"):
+        dynorm.distill_(classifier(), Reading(), minutes=1e-5, quiet=True)
+    # The first pass is the one that times.
+    assert read[:most] == sizes[:most]
+    assert len(read) <= most + 8
+
+
 @pytest.mark.parametrize("steps", [1, 7, 40, 400])
 def test_the_rate_warms_up_and_falls_as_a_cosine_and_follows_the_time_where_it_is_ahead(steps: int) -> None:
     warm_up = max(steps // 20, min(steps, 10))

@@ -23,6 +23,11 @@ IMAGES = {"batch": 8, "calibration": 128, "per_channel": False, "lean": 0.0, "wi
 LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
 
 
+def suits(language_model: bool, images: bool) -> dict[str, Any]:
+    """Return what a recipe leaves open, for a kind of model; one that generates text may take images too."""
+    return LANGUAGE if language_model else IMAGES if images else ENCODER
+
+
 def convert_model(
     model: nn.Module,
     batches: Iterable[Any],
@@ -79,16 +84,15 @@ def convert_model(
         fit = [batch for k, batch in enumerate(fit) if k not in apart]
     if not fit:
         raise DataError("there must be batches to fit on and others to measure on, got 1: give more, or held_out=")
-    encoder = IMAGES if getattr(model, "main_input_name", None) == "pixel_values" else ENCODER
-    suits: dict[str, Any] = LANGUAGE if getattr(model, "can_generate", bool)() else encoder
-    per_channel = suits["per_channel"] if per_channel is None else per_channel
-    witnesses = suits["witnesses"] if witnesses is None else witnesses
+    kind = suits(getattr(model, "can_generate", bool)(), getattr(model, "main_input_name", None) == "pixel_values")
+    per_channel = kind["per_channel"] if per_channel is None else per_channel
+    witnesses = kind["witnesses"] if witnesses is None else witnesses
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
     original = copy.deepcopy(model)
     convert_(model, sites, to, only=only, skip=skip, per_channel=per_channel, witnesses=witnesses)
     try:
-        calibrate_(model, fit, lean=suits["lean"], tolerance=tolerance)
+        calibrate_(model, fit, lean=kind["lean"], tolerance=tolerance)
         if refine:
             refine_(model, fit, steps=refine)
         if distill:

@@ -290,8 +290,13 @@ def _largest(batch: Any) -> Tensor:
 
 def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any], accumulate: int) -> int:
     """Return how many steps fit into the time, from that of a few batches whose gradients are thrown away."""
-    # A step's batches are alike in length: short in one, long in another.
-    found = sorted(islice(iterate(batches), _LOOKED_AT), key=lambda batch: _largest(batch).numel())
+    given = iterate(batches)
+    found = list(islice(given, _TIMED))
+    # A step's batches are alike in length: short in one, long in another. Images and blocks are of one size, and take
+    # long to read: a few tell all.
+    if len({_largest(batch).numel() for batch in found}) > 1:
+        found += islice(given, _LOOKED_AT - _TIMED)
+    found.sort(key=lambda batch: _largest(batch).numel())
     # The ones of middle size come first, for there may be time for few.
     places = sorted(range(_TIMED), key=lambda i: abs(i - _TIMED // 2))
     timed = [found[(2 * i + 1) * len(found) // (2 * _TIMED)] for i in places]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dynorm.arguments import check_not_negative, check_positive
-from dynorm.distill.convert_model import ENCODER, IMAGES, LANGUAGE
+from dynorm.distill.convert_model import suits
 from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.images import find_images
 from dynorm.distill.inputs import Batches, Inputs, image_inputs, text_inputs
@@ -132,8 +132,8 @@ class Recipe:
 
     def filled(self, language_model: bool, images: bool = False) -> Recipe:
         """Return the recipe with what suits the kind of model in the place of None."""
-        suits: dict[str, Any] = LANGUAGE if language_model else IMAGES if images else ENCODER
-        return replace(self, **{name: value for name, value in suits.items() if getattr(self, name) is None})
+        kind = suits(language_model, images)
+        return replace(self, **{name: value for name, value in kind.items() if getattr(self, name) is None})
 
 
 def convert_pretrained(

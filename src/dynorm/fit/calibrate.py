@@ -126,7 +126,6 @@ def calibrate_(
             fit, and the norm's output in the original model, at 1, which undoes errors of the layers before. Take 0
             for a pre-norm decoder, whose errors add up in the residual stream: there a layer that repairs too much
             spoils the later ones.
-
         tolerance: how much larger than the best one the error of a simpler layer may be, of those that ``to="auto"``
             chooses from. An error is the root of the squared one over the target's spread.
 
