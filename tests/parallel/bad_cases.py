@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_module,
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import dynorm
+from dynorm.anneal.start import require_same_anneal
 from dynorm.parallel import PointwiseParallel, on_shards, require_equal_ranks
 from tests.parallel.block import C
 from tests.parallel.data_cases import Net, fitted, net
@@ -91,6 +92,17 @@ def annealed_over_the_sequence(folder: Path) -> Any:
     x = torch.randn(2, 6, C)
     y = layer(distribute_tensor(x, mesh(), [Shard(1)])).full_tensor()
     return float((y - norm(x)).detach().abs().max())
+
+
+def annealed_with_a_centre_elsewhere(folder: Path) -> Any:
+    """Have as many constants in the same order on both ranks, all zero, but of different layers."""
+    layers = [dynorm.AnnealedDyISRU(C, per_channel=True, center=place == rank()) for place in range(2)]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for layer in layers:
+            for constant in layer.constant_parameters():
+                constant.zero_()
+    unchanged(model, lambda: require_same_anneal(model))
 
 
 def annealed_gets_channels(folder: Path) -> Any:

@@ -29,6 +29,7 @@ REFUSED: dict[str, Any] = {
     "named_twice": ("ModelError", "must not be sharded yet"),
     "annealed_over_channels": ("ModelError", "stands at t = 0.5"),
     "annealed_gets_channels": ("ModelError", "stands at t = 0"),
+    "annealed_with_a_centre_elsewhere": DIFFER,
     "a_layer_that_is_not_sharded": ("ArgumentError", "'log_beta' is a plain tensor"),
     "calibrate_fsdp": ("ModelError", "is sharded: call fully_shard afterwards"),
     "calibrate_dtensors": ("ModelError", "'norm.log_beta' is a DTensor: shard it afterwards"),
