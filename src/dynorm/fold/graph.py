@@ -253,8 +253,8 @@ def averaged(node: Node, value: Node, axis: int) -> int | None:
     """Return the channel axis after a mean over other axes; None where ``node`` is none."""
     if packet(node) != "aten.mean" or len(node.args) < 2 or node.args[0] is not value:
         return None
-    rank, given = len(shape(value)), node.args[1]
-    dims = {int(d) % rank for d in (given if isinstance(given, (list, tuple)) else [given])}  # type: ignore[arg-type]
+    rank, given = len(shape(value)), argument(node, 1)
+    dims = {int(d) % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
     keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
     if not dims or axis in dims:
         return None
