@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import dynorm
-from benchmarks.subjects import BATCH, CALIBRATION_TEXTS, Row, encoder, library_versions, make_batches
+from benchmarks.subjects import Row, encoder, fitted, library_versions
 from dynorm.files import write_text
+from dynorm.replace.specs import dynorm_layers
 
 RESULTS = Path(__file__).parent / "results" / "auto.json"
 TOLERANCES, WITNESSES = (0.0, 0.02, 0.05, 0.08, 0.2), 4
@@ -24,13 +25,11 @@ ARMS = (("dyisru", None), *(("auto", each) for each in TOLERANCES))
 def calibrated(to: str, tolerance: float | None) -> Row:
     """Return what a model has at its sites after calibration, and how far it is from the original."""
     subject = encoder(0)
-    model = subject.pretrained.model
-    batches = make_batches(subject.pretrained, subject.encoded[:CALIBRATION_TEXTS], BATCH, 0)
-    sites = dynorm.find_norms(model, **batches[0])
-    dynorm.convert_(model, sites, to, per_channel=True, witnesses=WITNESSES)
-    dynorm.calibrate_(model, batches, **({} if tolerance is None else {"tolerance": tolerance}))
+    # Its first stage is the calibration.
+    chosen = {} if tolerance is None else {"tolerance": tolerance}
+    next(fitted(subject, to, 0, **chosen, per_channel=True, witnesses=WITNESSES))
     figures = subject.figures()
-    layers = [module for module in model.modules() if isinstance(module, dynorm.PointwiseNorm)]
+    layers = dynorm_layers(subject.pretrained.model).values()
     kinds = [(type(layer) is dynorm.LinearControl, bool(layer.witness_channels)) for layer in layers]
     return {"to": to, "tolerance": tolerance, **counted(kinds), "spearman": figures["spearman"]}
 

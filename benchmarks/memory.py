@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +31,12 @@ def terms(row: dict[str, float]) -> list[float]:
     return [row["parameters"], row["tokens"] * row["layers"] * row["channels"], row["tokens"] * row["words"]]
 
 
+def booked(name: str) -> float:
+    """Return an entry of the kernel's book on this process, in bytes."""
+    book = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024.0 * int(book[name].removesuffix("kB"))
+
+
 def measured(layers: int, channels: int, words: int, tokens: int) -> dict[str, float]:
     """Return the peak of each stage over what the process had before the model, in bytes."""
     import torch
@@ -45,15 +50,14 @@ def measured(layers: int, channels: int, words: int, tokens: int) -> dict[str, f
         vocab_size=words, hidden_size=channels, intermediate_size=channels * 7 // 2, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads // 4, use_cache=False,
     )  # fmt: skip
-    book = Path("/proc/self/status")
     torch.ones(64, 64) @ torch.ones(64, 64)
-    before = int(re.search(r"VmRSS:\s+(\d+)", book.read_text())[1])  # type: ignore[index]
+    before = booked("VmRSS")
 
     def peak(act: Any) -> float:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         act()
-        return 1024.0 * (int(re.search(r"VmHWM:\s+(\d+)", book.read_text())[1]) - before)  # type: ignore[index]
+        return booked("VmHWM") - before
 
     model = LlamaForCausalLM(config).eval()
     batches = [{"input_ids": torch.randint(0, words, (1, tokens))}] * 2

@@ -37,7 +37,7 @@ def seconds_per_sample(bf16: bool) -> float | None:
     import dynorm
     from dynorm.fit.ranks import joined
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         """Notes when each step ends."""
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:

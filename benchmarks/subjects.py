@@ -26,6 +26,7 @@ import dynorm
 from dynorm.distill.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.files import write_text
+from dynorm.fit.choose import TOLERANCE
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
@@ -81,7 +82,9 @@ def language_model() -> Subject:
     return _subject(load_pretrained(trained(1500, fit)), fit, held_out)
 
 
-def fitted(subject: Subject, to: str, seed: int, **options: Any) -> Iterator[tuple[str, float]]:
+def fitted(
+    subject: Subject, to: str, seed: int, *, tolerance: float = TOLERANCE, **options: Any
+) -> Iterator[tuple[str, float]]:
     """Convert, calibrate and refine; yield after each stage its name and how long it took."""
     pretrained, encoded = subject.pretrained, subject.encoded
     batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, seed)
@@ -89,7 +92,7 @@ def fitted(subject: Subject, to: str, seed: int, **options: Any) -> Iterator[tup
     sites = dynorm.find_norms(pretrained.model, **batches[0])
     dynorm.convert_(pretrained.model, sites, to, **options)
     started = time.perf_counter()
-    dynorm.calibrate_(pretrained.model, batches)
+    dynorm.calibrate_(pretrained.model, batches, tolerance=tolerance)
     yield "calibrated", time.perf_counter() - started
     started = time.perf_counter()
     dynorm.refine_(pretrained.model, more, steps=REFINE)

@@ -301,7 +301,7 @@ def test_the_rate_warms_up_and_falls_as_a_cosine_and_follows_the_time_where_it_i
 def test_a_run_that_is_slower_than_planned_ends_at_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     net, rates = classifier(), []
 
-    class Slow(TrainerCallback):  # type: ignore[misc]
+    class Slow(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
             now[0] += 1.0

@@ -114,7 +114,7 @@ class TestCallback:
 
         sent: list[dict[str, float]] = []
 
-        class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        class Reporter(transformers.TrainerCallback):
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
                 sent.append(dict(logs))
 

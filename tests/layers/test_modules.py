@@ -39,11 +39,6 @@ def kind(request: pytest.FixtureRequest) -> type[PointwiseNorm]:
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def build(kind: type[PointwiseNorm], *args: Any, **kwargs: Any) -> PointwiseNorm:
     """Return a layer whose parameters have no two values the same."""
     layer = kind(*args, **kwargs)
