@@ -23,6 +23,7 @@ from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrain
 from dynorm.distill.pretrained import ShuffledBatches, load_pretrained
 from dynorm.errors import ArgumentError, DataError, StorageError
 from dynorm.replace.specs import dynorm_layers
+from dynorm.report import ModelReport
 from dynorm.report.output import OutputComparison
 
 QUICK = Recipe(refine=2, held_out=8, batch=4, calibration=16)
@@ -66,8 +67,16 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_encoder_is_compared_by_its_class_token(vision: Path, images: Path, tmp_path: Path) -> None:
-    report = convert_pretrained(vision, tmp_path / "out", QUICK, images=[images])
+@pytest.fixture(scope="module")
+def converted(vision: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelReport]:
+    out = tmp_path_factory.mktemp("converted") / "out"
+    return out, convert_pretrained(vision, out, QUICK, images=[images])
+
+
+def test_an_encoder_is_compared_by_its_class_token(
+    vision: Path, images: Path, converted: tuple[Path, ModelReport]
+) -> None:
+    out, report = converted
     assert report.output.kind == "encoder"
     assert len(report.sites) == 5
     assert (report.meta["images_to_fit"], report.meta["crops"], report.meta["images_held_out"]) == (16, CROPS, 8)
@@ -76,18 +85,18 @@ def test_an_encoder_is_compared_by_its_class_token(vision: Path, images: Path, t
         == report.meta["recipe"]
     )
     assert report.meta["worst_sample"] in {file.name for file in images.iterdir()}
-    found, original = (load_pretrained(place).model for place in (tmp_path / "out" / "model", vision))
+    found, original = (load_pretrained(place).model for place in (out / "model", vision))
     worst = Crop(images / report.meta["worst_sample"])
     held_out = image_inputs(load_pretrained(vision), [], [], {}).batches([worst], 1)[0]
     with torch.no_grad():
         a, b = (model(**held_out).last_hidden_state[:, 0] for model in (found, original))
     assert torch.cosine_similarity(a, b).item() == pytest.approx(report.output.cosine_min, abs=1e-6)
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (out / "report.html").read_text()
     assert "same nearest neighbour" in page
-    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    card = (out / "model" / "README.md").read_text()
     assert f"on 16 images: {images}." in card
     assert "Measured on other images" in card
-    assert (tmp_path / "out" / "model" / "preprocessor_config.json").is_file()
+    assert (out / "model" / "preprocessor_config.json").is_file()
 
 
 def test_a_classifier_is_compared_by_its_classes(classifier: Path, images: Path, tmp_path: Path) -> None:
@@ -241,9 +250,11 @@ def test_the_loss_of_images_is_that_of_the_class_token() -> None:
     assert output_loss(ours, theirs, {}) > 0.1
 
 
-def test_distillation_and_inspection_take_images(vision: Path, images: Path, tmp_path: Path) -> None:
+def test_distillation_and_inspection_take_images(
+    vision: Path, images: Path, converted: tuple[Path, ModelReport], tmp_path: Path
+) -> None:
     recipe = Recipe(**{**vars(QUICK), "steps": 20, "lr": 1e-3})
-    plain = convert_pretrained(vision, tmp_path / "plain", QUICK, images=[images])
+    _, plain = converted
     report = convert_pretrained(vision, tmp_path / "out", recipe, images=[images], quiet=True)
     assert report.meta["stages"]["distill"]["samples"] == 80
     assert report.output.cosine_mean > plain.output.cosine_mean
