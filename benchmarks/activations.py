@@ -23,7 +23,7 @@ import dynorm
 from benchmarks.subjects import LENGTH, trained
 from dynorm.distill.pipeline import Recipe, inspect_pretrained
 from dynorm.distill.texts import split_texts, standard_library_docstrings
-from dynorm.report.picture import DAYLIGHT, draw
+from dynorm.report.page import DAYLIGHT, draw
 from dynorm.table import shortened
 from tools.demo_model import folder
 

@@ -39,7 +39,7 @@ def check_positive(name: str, value: float) -> float:
 
 def check_not_negative(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError when it is no number, negative, infinite or NaN."""
-    if not (hasattr(value, "__float__") and 0 <= value < math.inf):
+    if isinstance(value, bool) or not (hasattr(value, "__float__") and 0 <= value < math.inf):
         raise ArgumentError(f"{name} must be finite and not negative, got {value!r}: give 0 or a small number")
     return float(value)
 

@@ -272,6 +272,10 @@ SEES_THE_MEAN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a product with itself": (lambda m, x: m.reader(m.norm(x * x)), "aten.mul"),
     "channels split": (lambda m, x: m.reader(m.norm(x.view(2, 5, 4, 2).flatten(2))), "aten.flatten"),
     "a number that it reads": (lambda m, x: m.reader(m.norm(x * m.reader.bias.sum().item())), "aten.mul"),
+    "moved by a number that it reads": (
+        lambda m, x: m.reader(m.norm(x.roll(m.reader.bias.sum().int().item(), 0))),
+        "aten.roll",
+    ),
     "one of two results": (lambda m, x: m.reader(m.norm(x.max(1).values)), "aten.max"),
     "written in place": (lambda m, x: m.reader(m.norm(x.mul_(x))), "aten.mul"),
 }

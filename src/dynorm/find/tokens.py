@@ -27,9 +27,8 @@ def plain_arithmetic(module: nn.Module) -> Iterator[None]:
         undisturbed(module),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),
     ):
-        warnings.simplefilter("ignore")
         yield
 
 

@@ -29,8 +29,6 @@ def fold_affine(graph: Graph, folds: Sequence[SiteFold], affine: bool, constants
     """Decide for each norm whether its weight and bias can go into everything that reads it, each a product."""
     for fold in folds:
         try:
-            if fold.refused is not None:
-                raise RefusedError(fold.refused)
             _follow(graph, fold, affine, constants)
         except RefusedError as refusal:
             fold.kept = str(refusal)
@@ -54,8 +52,8 @@ def fold_affine(graph: Graph, folds: Sequence[SiteFold], affine: bool, constants
 
 def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None:
     """Find the factor and the shift of a norm, and everything that reads its outputs."""
-    if not fold.calls:
-        raise RefusedError("never called while the model was traced")
+    if fold.refused is not None or not fold.calls:
+        raise RefusedError(fold.refused or "never called while the model was traced")
     if affine and fold.chosen:
         fold.factor, fold.shift = fold.weight, fold.bias
     if fold.scale != 1 and (constants or affine) and fold.chosen:
@@ -136,8 +134,14 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
     """Let the linear layers go that cannot give all they are to their readers, and return the parts to rescale."""
     for fold in folds:
         if fold.goes and not fold.is_given and fold.calls:
+            assert fold.weight is not None
             try:
-                _require_inverse(fold)
+                if zeros := (fold.weight == 0).nonzero().flatten().tolist():
+                    raise RefusedError(f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes")
+                if len(fold.calls) != 1:
+                    raise RefusedError("the layer is called several times")
+                # With the sign of a centre.
+                fold.center = None if fold.bias is None else -fold.bias / fold.weight
                 fold.center_into = None if fold.center is None else bias_before(graph, fold, add_bias)
                 fold.through = True
             except RefusedError as refusal:
@@ -170,14 +174,3 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
             assert taker.factor is not None
             taker.factor = part.factor * taker.factor
     return [part for part in parts if not bool((part.factor == 1).all())]
-
-
-def _require_inverse(fold: SiteFold) -> None:
-    """Find the constant that comes before a layer, b / a - c, with the sign of a centre."""
-    assert fold.weight is not None
-    zeros = (fold.weight == 0).nonzero().flatten().tolist()
-    if zeros:
-        raise RefusedError(f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes")
-    if len(fold.calls) != 1:
-        raise RefusedError("the layer is called several times")
-    fold.center = None if fold.bias is None else -fold.bias / fold.weight

@@ -178,8 +178,7 @@ def _silent() -> Iterator[None]:
     """Keep torch from printing the half-traced graph of a model that cannot be traced: the error says where."""
     logger = logging.getLogger("torch")
     level = logger.level
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         logger.setLevel(logging.CRITICAL)
         try:
             yield

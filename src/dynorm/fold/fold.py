@@ -1,17 +1,16 @@
 """``fold_``: exact algebra on a model's own graph; ``as_stock``: the folded model in its own class."""
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from dynorm.errors import ArgumentError, DynormError, ModelError
+from dynorm.arguments import check_not_negative
+from dynorm.errors import DynormError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fold.affine import Part, fold_affine, fold_through
 from dynorm.fold.apply import added_biases, applied, new_values, untied
@@ -105,37 +104,36 @@ def fold_(
     Reference:
         S. Ashkboos et al., "SliceGPT", arXiv 2401.15024, section 3.1, for pre-norm transformers.
     """
-    is_number = isinstance(tolerance, Real) and not isinstance(tolerance, bool) and math.isfinite(tolerance)
-    if tolerance is not None and not (is_number and tolerance >= 0):
-        raise ArgumentError(f"tolerance must be a finite number, 0 or more, got {tolerance!r}")
+    if tolerance is not None:
+        check_not_negative("tolerance", tolerance)
     require_model(model)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     with attributes_kept(model):
         folds = _find_folds(model, *copied(example), only, skip)
-    before, error = None, None
+    # A norm that cannot be folded is traced as it is.
+    norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
+    graph = capture(model, norms, example, untie)
+    folds, parts = _planned(model, graph, folds, affine, constants, add_bias)
+    if center:
+        fold_means(graph, folds)
+    if constants:
+        fold_centers(graph, folds, add_bias)
+    error, checked = None, dict[str, Any]()
     try:
-        # A norm that cannot be folded is traced as it is.
-        norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
-        graph = capture(model, norms, example, untie)
-        folds, parts = _planned(model, graph, folds, affine, constants, add_bias)
-        if center:
-            fold_means(graph, folds)
-        if constants:
-            fold_centers(graph, folds, add_bias)
-        values, added = new_values(folds, parts)
         if any(fold.is_given or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
             before = Check(model, example, tolerance) if check else None
-            with applied(model, folds, parts, values, added, affine):
+            with applied(model, folds, parts, *new_values(folds, parts), affine):
                 if before is not None:
                     error = before.require_same(model)
+                    checked = {"tolerance": before.tolerance, "noise": before.noise, "fresh": before.fresh}
                 else:
                     with attributes_kept(model), undisturbed(model, example):
                         args, kwargs = copied(example)
                         model(*args, **kwargs)
     except DynormError:
         raise
-    # The model's code may raise anything with other modules in it, and its operators with the values they are tried on.
+    # The model's code may raise anything with other modules in it.
     except Exception as problem:
         raise ModelError(
             f"the model must compute as before when it is folded, but {type(problem).__name__} was raised: {problem}; "
@@ -146,10 +144,7 @@ def fold_(
     # transformers does not tie tensors that were saved apart; other classes do.
     ours = bool(biases or (free and not hasattr(model, "save_pretrained"))) or any(map(is_ours, model.modules()))
     rows = [fold.row(affine, center, constants) for fold in folds]
-    report = FoldReport(rows, biases, free, error, loads_with="dynorm" if ours else "stock")
-    if before is not None:
-        report = replace(report, tolerance=before.tolerance, noise=before.noise, fresh=before.fresh)
-    return report
+    return FoldReport(rows, biases, free, error, loads_with="dynorm" if ours else "stock", **checked)
 
 
 def _planned(

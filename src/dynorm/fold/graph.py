@@ -172,9 +172,9 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
     op, part = producer(node)
     if _is_same(op):
         return axis
-    values = [value for value in (*op.all_input_nodes, node) if is_tensor(value)]
     channels = shape(source)[axis]
-    if channels < 2 or any(-1 in shape(value) for value in values):
+    # A size or an index that depends on values cannot be tried.
+    if channels < 2 or not all(is_tensor(value) and -1 not in shape(value) for value in (*op.all_input_nodes, node)):
         return None
 
     def tried(value: Node) -> Tensor:

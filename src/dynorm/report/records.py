@@ -14,7 +14,7 @@ from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.output import OutputReport
-from dynorm.report.page import digits, rendered, table_html, wins
+from dynorm.report.page import digits, expression, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
 from dynorm.table import Column, Table, plain
@@ -26,16 +26,6 @@ TITLES = {name: FAMILY[name].title for name in FUNCTIONS}
 def _constant(value: float) -> str:
     """Return a constant as a table shows it: whole where it is large, else to three digits."""
     return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
-
-
-def _value(holder: Any, place: str) -> Any:
-    """Return what stands at a place with dots: attributes, keys, and the results of methods without arguments."""
-    for name in place.split("."):
-        if isinstance(holder, Mapping):
-            holder = holder[int(name) if name.isdecimal() else name]
-        else:
-            holder = getattr(holder, name)
-    return holder() if callable(holder) else holder
 
 
 _FORMS: dict[str, Callable[[Any], str]] = {
@@ -104,16 +94,11 @@ class Report:
         notes = [f"{path}  not reached" for path in self.unreached]
         notes += [f"{path}  left out: {reason}" for path, reason in refused.items()]
         known = tomllib.loads(files(__package__).joinpath("columns.toml").read_text("utf-8"))
-        columns = [
-            column for column in known[self._template] if not (need := column.get("only_with")) or self.has(need)
-        ]
-        rows = [[_value(site, column["value"]) for column in columns] for site in self.sites]
-        for column in columns:
-            for key in ("value", "only_with"):
-                column.pop(key, None)
-            column["form"] = _FORMS.get(form := column.get("form", ""), form)
+        kept = [each for each in known[self._template] if not (need := each.pop("only_with", "")) or self.has(need)]
+        values = [expression(f"site.{each.pop('value')}") for each in kept]
+        columns = [Column(**each | {"form": _FORMS.get(form := each.get("form", ""), form)}) for each in kept]
         title = rendered(f"{self._template}.txt", report=self).rstrip()
-        return Table([Column(**column) for column in columns], rows, notes, title)
+        return Table(columns, [[value(site=site) for value in values] for site in self.sites], notes, title)
 
     def to_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that needs no other file, whole or not at all.
