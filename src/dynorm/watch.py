@@ -160,11 +160,14 @@ def _fits(rest: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, grad: bool = False) -> Iterator[None]:
+def undisturbed(
+    model: nn.Module, inputs: Any = (), *, evaluate: bool = False, grad: bool = False, attributes: bool = False
+) -> Iterator[None]:
     """Run a model so that nothing of it stays: random states, buffers and modes are put back, whatever happens inside.
 
     ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling them. The devices of
-    ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, and ``grad`` leaves gradients on.
+    ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, ``grad`` leaves gradients on, and
+    ``attributes`` puts back whatever else the modules hold: no forward may leave something on ``self``.
 
     Example:
         >>> model = nn.BatchNorm1d(3)
@@ -176,9 +179,11 @@ def undisturbed(model: nn.Module, inputs: Any = (), *, evaluate: bool = False, g
     # Both the tables and the values: a model may write into a buffer, or put another tensor in its place.
     # A run leaves our own layers alone; their witnesses are buffers that calibration gives them meanwhile.
     others = [module for module in model.modules() if not getattr(module, "_dynorm_layer", False)]
-    tables = [(module._buffers, dict(module._buffers)) for module in others]
+    tables: list[tuple[Any, Any]] = [(module._buffers, dict(module._buffers)) for module in others]
     buffers = [buffer for _, table in tables for buffer in table.values() if buffer is not None]
     values = [buffer.detach().clone() for buffer in buffers]
+    if attributes:
+        tables += [(t, dict(t)) for m in model.modules() for t in (vars(m), m._parameters, m._buffers)]
     training = [module for module in model.modules() if module.training]
     python, numpy, fast = random.getstate(), np.random.get_state(), torch.backends.mha.get_fastpath_enabled()
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from dynorm.anneal.schedule import annealed_layers
 from dynorm.errors import DataError, ModelError
@@ -67,9 +65,7 @@ class AnnealStart:
         self._watching = True
         # A graph that was compiled before knows nothing of these hooks; until they are gone the model runs eagerly.
         self._stance = torch.compiler.set_stance("force_eager")
-        self._handles: list[RemovableHandle] = [
-            layer.register_forward_hook(self._add, prepend=True) for layer in self._paths
-        ]
+        self._handles = [layer.register_forward_hook(self._add, prepend=True) for layer in self._paths]
         # All of them: the arguments of a LightningModule or a wrapper do not say which module is its model.
         for module in model.modules():
             if module not in self._paths:
@@ -171,12 +167,10 @@ def require_same_anneal(model: nn.Module) -> None:
         constants = {path: layer.constant_parameters() for path, layer in layers.items()}
         forms = [(path, type(layers[path]).__name__, [p.shape for p in own]) for path, own in constants.items()]
         # Forms first: sharded values are gathered, which only ranks of the same shapes can do.
-        ranks.require_same(hashlib.sha256(repr(forms).encode()).digest())
+        ranks.require_same(forms)
         # set_to and not the buffer t, which DistributedDataParallel has made the same on all ranks.
-        seen = hashlib.sha256(repr([layer.set_to for layer in layers.values()]).encode())
-        for value in (value for own in constants.values() for value in own):
-            seen.update(gathered(value.detach()).double().cpu().contiguous().numpy().tobytes())
-        ranks.require_same(seen.digest(), "t and the same constants")
+        values = (gathered(value.detach()) for own in constants.values() for value in own)
+        ranks.require_same([layer.set_to for layer in layers.values()], values, "t and the same constants")
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -215,13 +215,11 @@ def _stream(model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, 
         used += new is not None
         # A rank that has no batch left runs its last one again, for the others' sums, and adds nothing.
         batch = batch if new is None else new
-        _fit_batch(model, fits, batch, number, ranks, lean, counts=new is not None)
+        _fit_all(model, fits, batch, number, ranks, lean, counts=new is not None)
     return ranks.total(used)
 
 
-def _fit_batch(
-    model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks, lean: float, *, counts: bool
-) -> None:
+def _fit_all(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks, lean: float, *, counts: bool) -> None:
     """Fit each layer, as it is reached, to its norm, on the inputs that the layers before it make."""
     masks, targets = watch.token_masks(batch), norm_outputs(model, batch)
     paths = [site.path for site in fits.values()]

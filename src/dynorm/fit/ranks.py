@@ -140,26 +140,29 @@ class Ranks:
         Raises:
             ModelError: on every rank, if one differs.
         """
-        if self._over:
-            return
-        seen = hashlib.sha256()
-        for path, layer in layers:
-            seen.update(f"{path} {type(layer).__name__} {layer.config()}".encode())
-            for name, value in layer.named_parameters():
-                seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                if not value.is_meta:
-                    # float64 holds each value of the smaller dtypes.
-                    seen.update(value.detach().double().cpu().contiguous().numpy().tobytes())
-        self.require_same(seen.digest())
+        own = [(path, layer, list(layer.named_parameters())) for path, layer in layers]
+        words = [
+            (path, type(layer).__name__, layer.config(), [(name, p.dtype, tuple(p.shape)) for name, p in named])
+            for path, layer, named in own
+        ]
+        self.require_same(words, (p for _, _, named in own for _, p in named if not p.is_meta))
 
-    def require_same(self, digest: bytes, what: str = "point-wise layers with the same constants") -> None:
-        """Check that every rank has the same digest of its layers, of which the first 7 bytes count.
+    def require_same(
+        self, words: object, values: Iterable[Tensor] = (), what: str = "point-wise layers with the same constants"
+    ) -> None:
+        """Check that every rank describes its layers with the same words and values.
 
         Raises:
             ModelError: on every rank, if one differs.
         """
+        if self._over:
+            return
+        seen = hashlib.sha256(repr(words).encode())
+        for value in values:
+            # float64 holds each value of the smaller dtypes.
+            seen.update(value.detach().double().cpu().contiguous().numpy().tobytes())
         # One number: ranks with other shapes could not even compare.
-        found = self.all_say(int.from_bytes(digest[:7], "little"))
+        found = self.all_say(int.from_bytes(seen.digest()[:7], "little"))
         if odd := [rank for rank, each in enumerate(found) if each != found[0]]:
             self._over = True
             raise ModelError(

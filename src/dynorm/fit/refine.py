@@ -144,9 +144,8 @@ def _descend(
     for step, some in enumerate(feed):
         found = torch.stack([_gradients(model, parameters, batch, step) for batch in some])
         ranks.all_say(BATCH)
-        loss, reached, *values = torch.split(
-            ranks.summed(found.sum(0)) / (len(some) * ranks.size), [1, len(masters), *sizes]
-        )
+        mean = ranks.summed(found.sum(0)) / (len(some) * ranks.size)
+        loss, reached, *values = torch.split(mean, [1, len(masters), *sizes])
         for master, there, value in zip(masters, reached, values, strict=True):
             master.grad = value.view_as(master).to(master.dtype) if there else None
         _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), step)

@@ -29,16 +29,12 @@ def added_biases(model: nn.Module) -> list[str]:
 
 def untied(model: nn.Module) -> list[str]:
     """Return the names of the parameters that were tied to others."""
-    names = ((path, name) for path, module in model.named_modules() for name in module.__dict__.get(UNTIED, ()))
-    return [f"{path}.{name}" if path else name for path, name in names]
+    return [f"{path}.{name}".lstrip(".") for path, m in model.named_modules() for name in m.__dict__.get(UNTIED, ())]
 
 
 def give_bias_(model: nn.Module, path: str) -> None:
     """Give the linear layer at a path, which must be there, a bias for a state dict to fill; one that it has stays."""
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        module = None
+    module = dict(model.named_modules(remove_duplicate=False)).get(path)
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         raise ModelError(f"the model must have a linear layer at {path!r}, where the saved model has a bias added")
     if module.bias is None:

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from dynorm.errors import DynormError, ModelError
-from dynorm.fold.check import Inputs, attributes_kept, held_tensors, mapped, tensors_in
+from dynorm.fold.check import Inputs, held_tensors, mapped, tensors_in
 from dynorm.fold.graph import Graph, Owner, Slot, leaves, packet
 from dynorm.watch import undisturbed
 
@@ -49,7 +49,7 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
                 owners.setdefault(tensor, []).append(Owner(module, name, path))
     apart = _overlapping(model)
     try:
-        with attributes_kept(model), undisturbed(model), _silent():
+        with undisturbed(model, attributes=True), _silent():
             # Each owner holds a tensor of its own, in the same memory: the graph then shows whose use is whose.
             for tensor, held_by in owners.items():
                 for owner in held_by[1:] if tensor not in apart else ():

@@ -10,7 +10,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -163,7 +163,7 @@ class Check:
 
     def _outputs(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
         wide = Wide() if self.dtype == torch.float64 else nullcontext()
-        with attributes_kept(model), undisturbed(model, inputs), wide:
+        with undisturbed(model, inputs, attributes=True), wide:
             torch.manual_seed(0)
             args, kwargs = copied(inputs)
             found = [tensor.detach().clone() for tensor in tensors_in(model(*args, **kwargs))]
@@ -177,19 +177,6 @@ class Check:
             dense = dense.to_dense() if dense.layout != torch.strided else dense
             outputs.append((torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double())
         return outputs
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put all that modules hold back: only the caller's own calls may leave something on ``self``."""
-    tables = [t for module in model.modules() for t in (vars(module), module._parameters, module._buffers)]
-    before = [(table, dict(table)) for table in tables]
-    try:
-        yield
-    finally:
-        for table, held in before:
-            table.clear()
-            table.update(held)
 
 
 def relative_error(given: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

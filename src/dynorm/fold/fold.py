@@ -15,7 +15,7 @@ from dynorm.find.probe import find_norms
 from dynorm.fold.affine import Part, fold_affine, fold_through
 from dynorm.fold.apply import added_biases, applied, new_values, untied
 from dynorm.fold.capture import capture
-from dynorm.fold.check import Check, attributes_kept, copied
+from dynorm.fold.check import Check, copied
 from dynorm.fold.graph import Graph
 from dynorm.fold.refusals import refused, require_model
 from dynorm.fold.report import FoldReport
@@ -109,7 +109,7 @@ def fold_(
     require_model(model)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
-    with attributes_kept(model):
+    with undisturbed(model, attributes=True):
         folds = _find_folds(model, *copied(example), only, skip)
     # A norm that cannot be folded is traced as it is.
     norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
@@ -128,7 +128,7 @@ def fold_(
                     error = before.require_same(model)
                     checked = {"tolerance": before.tolerance, "noise": before.noise, "fresh": before.fresh}
                 else:
-                    with attributes_kept(model), undisturbed(model, example):
+                    with undisturbed(model, example, attributes=True):
                         args, kwargs = copied(example)
                         model(*args, **kwargs)
     except DynormError:

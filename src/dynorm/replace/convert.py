@@ -1,7 +1,7 @@
 """Replace the norms of a model by point-wise layers, and put them back."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal
@@ -14,16 +14,7 @@ from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.replace.specs import (
-    Replaced,
-    dynorm_layers,
-    is_ours,
-    original_,
-    replaced_by,
-    swap_,
-    take_over_,
-    tensor_like,
-)
+from dynorm.replace import specs
 from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
 from dynorm.table import Plain, Table
 from dynorm.watch import require_plain_model
@@ -150,19 +141,20 @@ def convert_(
         raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
     for site in willing:
-        norm = _norm_at(model, site)
-        like = tensor_like(norm, model)
+        norm = _norm_at(modules, site)
+        like = specs.tensor_like(norm, model)
         options = _options(site, kind, per_channel=per_channel, center=center)
         options["witnesses"] = () if isinstance(witnesses, Integral) else witnesses
         layer = kind(**options, device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
-        take_over_(layer, norm, Replaced(norm, site, most, to == AUTO))
+        specs.take_over_(layer, norm, specs.Replaced(norm, site, most, to == AUTO))
         new[norm] = layer
     same = {own: copy for own, copy in copies.items() if torch.equal(own, copy)}
     _require_own(model, new, copies.keys() - same.keys())
     # A parameter that another module shares with a norm stays shared.
-    swap_(model, {**new, **same})
+    specs.swap_(model, {**new, **same})
     return ConversionReport(AUTO if to == AUTO else NAMES[kind], willing, refused)
 
 
@@ -184,35 +176,32 @@ def restore_(model: nn.Module) -> nn.Module:
         >>> type(dynorm.restore_(model)[1]).__name__
         'LayerNorm'
     """
-    layers = dynorm_layers(model)
+    layers = specs.dynorm_layers(model)
     if not layers:
         raise ModelError("the model must be converted, but it has no point-wise layer: there is nothing to restore")
-    ours = {path: m for path, m in model.named_modules() if path in layers or is_ours(m)}
-    if lost := [path for path, module in ours.items() if replaced_by(module) is None]:
+    ours = {path: m for path, m in model.named_modules() if path in layers or specs.is_ours(m)}
+    if lost := [path for path, module in ours.items() if specs.replaced_by(module) is None]:
         raise ModelError(
             f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the model was loaded, "
             "folded, or built with these layers; load the original model instead"
         )
-    norms = {layer: original_(layer).train(layer.training) for layer in layers.values()}
+    norms = {layer: specs.original_(layer).train(layer.training) for layer in layers.values()}
     held: dict[Tensor, Tensor] = {}
     for layer, norm in norms.items():
-        replaced = replaced_by(layer)
+        replaced = specs.replaced_by(layer)
         assert replaced is not None
         own = _sources(norm, replaced.site)
         held |= {getattr(layer, name): p for name, p in own.items() if p is not None}
-    swap_(model, {**norms, **held})
+    specs.swap_(model, {**norms, **held})
     return model
 
 
-def _norm_at(model: nn.Module, site: NormSite) -> nn.Module:
+def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
     if not site.path:
         raise ModelError("a norm must have a parent to be replaced in, but the model is the norm itself: wrap it first")
-    try:
-        module = model.get_submodule(site.path)
-    except AttributeError as error:
-        raise ModelError(
-            f"the sites must be this model's, but it has no {site.path!r}: call find_norms again"
-        ) from error
+    module = modules.get(site.path)
+    if module is None:
+        raise ModelError(f"the sites must be this model's, but it has no {site.path!r}: call find_norms again")
     if isinstance(module, PointwiseNorm):
         raise ModelError(f"{site.path!r} must be a norm, but is converted already: call dynorm.restore_(model) first")
     if type(module).__qualname__ != site.class_name:

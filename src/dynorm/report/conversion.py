@@ -190,18 +190,13 @@ def _norms_of(original: nn.Module | None, layers: Mapping[str, PointwiseNorm]) -
     if original is None:
         return {layer: layer for layer in layers.values()}
     watch.require_plain_model(original)
-    norms: dict[nn.Module, PointwiseNorm] = {}
-    for path, layer in layers.items():
-        try:
-            norm = original.get_submodule(path)
-        except AttributeError as error:
-            raise ModelError(
-                f"original must be the model before convert_, but has no {path!r}: pass a model of the same class"
-            ) from error
-        if isinstance(norm, PointwiseNorm):
-            raise ModelError(f"original must be the model before convert_, but its {path!r} is converted already")
-        norms[norm] = layer
-    return norms
+    norms = dict(original.named_modules(remove_duplicate=False))
+    for path in layers:
+        if path not in norms or isinstance(norms[path], PointwiseNorm):
+            lost = f"has no {path!r}: pass a model of the same class"
+            found = f"its {path!r} is converted already" if path in norms else lost
+            raise ModelError(f"original must be the model before convert_, but {found}")
+    return {norms[path]: layer for path, layer in layers.items()}
 
 
 class _Site:

@@ -194,9 +194,9 @@ class Outliers:
             error: Tensor = function(x.expand(len(beta), -1), beta[:, None], center, scale) - y
             return error.square().sum(-1)
 
-        betas = {name: best_beta(partial(squares, function), start) for name, function in FUNCTIONS.items()}
-        errors, residuals = {}, {}
+        betas, errors, residuals = {}, {}, {}
         for name, function in FUNCTIONS.items():
+            betas[name] = best_beta(partial(squares, function), start)
             residual = function(other_x, torch.tensor(betas[name], dtype=torch.float64), center, scale) - other_y
             errors[name] = float(residual.norm() / other_y.norm().clamp_min(1e-300))
             residuals[name] = float(residual.abs().mean())

@@ -186,10 +186,8 @@ def spearman(a: Tensor, b: Tensor) -> float | None:
         raise ArgumentError(f"a and b must hold equally many values, got {a.numel()} and {b.numel()}")
     if a.numel() < 2:
         return None
-    x, y = average_ranks(a), average_ranks(b)
-    x, y = x - x.mean(), y - y.mean()
-    size = x.norm() * y.norm()
-    return float(((x @ y) / size).clamp(-1, 1)) if size > 0 else None
+    found = float(torch.corrcoef(torch.stack([average_ranks(a), average_ranks(b)]))[0, 1])
+    return None if math.isnan(found) else found
 
 
 def average_ranks(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from html import escape
-from itertools import chain, groupby
+from itertools import groupby
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -187,9 +187,7 @@ def _frame(axes: Axes, x_label: str, y_label: str, colors: Mapping[str, str]) ->
 def _draw_dots(axes: Axes, x: list[float], y: list[float], color: str, size: float = 1e-4) -> None:
     # A dot is a line of next to no length (of none, a PNG would not show it): one path for all is a fifth of as many
     # markers.
-    dots = [
-        list(chain.from_iterable((v, v + length, math.nan) for v in values)) for values, length in ((x, 0.0), (y, size))
-    ]
+    dots = [[end for v in values for end in (v, v + length, math.nan)] for values, length in ((x, 0.0), (y, size))]
     axes.plot(*dots, color=color, linewidth=3, solid_capstyle="round")
 
 
