@@ -1,7 +1,5 @@
 """The beginning of the annealing: constants from the activations of one training step, the same on every rank."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -74,7 +72,7 @@ class AnnealStart:
                     module.register_forward_hook(self._leave, always_call=True),
                 ]
 
-    def __enter__(self) -> AnnealStart:
+    def __enter__(self) -> "AnnealStart":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -142,8 +140,7 @@ class AnnealStart:
         if self._owner is module:
             self._owner = None
 
-    def _add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        assert isinstance(layer, AnnealedNorm)
+    def _add(self, layer: AnnealedNorm, args: tuple[Any, ...], output: Tensor) -> None:
         if _in_backward():
             return
         with torch.no_grad():

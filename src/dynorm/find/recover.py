@@ -1,7 +1,7 @@
 """Formula, axis, weight, bias and eps of a norm, recovered from the outputs of a copy of it for our own tokens."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,6 @@ from dynorm.find.tokens import (
     randomize_,
 )
 from dynorm.site import NormSite
-
-KINDS = ("layernorm", "rmsnorm")
 
 # Relative errors that rounding may leave: in float64 a module may still compute in float32 inside.
 TOLERANCE = 1e-4
@@ -152,7 +150,7 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt())
 
 
-def _closest(function: TokenFunction, kinds: tuple[str, ...] = KINDS, positions: int = 1) -> Formula:
+def _closest(function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsnorm"), positions: int = 1) -> Formula:
     """Return the formula that is closest to a function, its constants repeated after so many positions.
 
     A norm's core is odd: f(x) - f(-x) shows the weight alone and f(x) + f(-x) the bias alone. The tokens are so large

@@ -1,7 +1,5 @@
 """A module as a function of tokens: a copy that may be tried out, and the packing of tokens into its input."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -121,7 +119,7 @@ class Packing:
     def _last(self) -> tuple[int, ...]:
         return tuple(range(len(self.shape) - len(self.axes), len(self.shape)))
 
-    def smaller(self) -> list[Packing]:
+    def smaller(self) -> list["Packing"]:
         """Return the packings to try, small ones first: a module may insist on the sizes of other axes too.
 
         Example:

@@ -183,7 +183,7 @@ def _report(choice: SiteChoice) -> SiteCalibration:
     fit, beta = choice.fit, float(choice.fit.layer.beta().detach().median())
     errors, name = choice.errors, NAMES.get(type(fit.layer), "")
     tried = errors if len(errors) > 1 else {}
-    return SiteCalibration(fit.path, fit.tokens, beta, fit.error, fit.witnesses, name, tried)
+    return SiteCalibration(choice.path, fit.tokens, beta, fit.error, fit.witnesses, name, tried)
 
 
 def warn_of_defaults(model: nn.Module) -> None:
@@ -224,8 +224,7 @@ def _fit_all(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks
     masks, targets = watch.token_masks(batch), norm_outputs(model, batch)
     paths = [site.path for site in fits.values()]
 
-    def fit(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert isinstance(layer, PointwiseNorm)
+    def fit(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
         site, own = fits[layer], original_forward(layer, *args)
         first = targets[layer].pop(0) if targets[layer] else own
         target = torch.lerp(own, first, lean) if first.shape == own.shape else own
@@ -248,8 +247,7 @@ def norm_outputs(model: nn.Module, batch: Any) -> Outputs:
     """Run a batch through the original model and return its norms' outputs, a list per layer in call order."""
     outputs: Outputs = defaultdict(list)
 
-    def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert isinstance(layer, PointwiseNorm)
+    def hook(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
         original = original_forward(layer, *args)
         # A copy: the model may go on to write into its own.
         outputs[layer].append(original.clone())

@@ -30,8 +30,9 @@ class SiteChoice:
     constants that the batches before gave, so all tokens but the first batch's are held out once, and none is lost to
     the fit.
 
-    The arguments are those of :class:`SiteFit`, where ``layer`` stands at the site until the choice is made, and
-    ``tolerance``: by how much the error of the layer to choose may exceed the best one, over the target's spread.
+    The arguments are those of :class:`SiteFit`, where ``layer`` stands at the site, at ``path``, until the choice is
+    made, and ``tolerance``: by how much the error of the layer to choose may exceed the best one, over the target's
+    spread.
     """
 
     def __init__(
@@ -46,9 +47,7 @@ class SiteChoice:
                 for name, kind, witnessed in _SIMPLEST_FIRST
                 if norm.witnesses or not witnessed
             }
-        self._fits = {
-            name: SiteFit(each, allowed, ranks, path, careful=careful) for name, (each, allowed) in candidates.items()
-        }
+        self._fits = {name: SiteFit(*each, ranks, careful=careful) for name, each in candidates.items()}
         self._squares = torch.zeros(len(self._fits), dtype=torch.float64)
         self._weight_sum = 0.0
 

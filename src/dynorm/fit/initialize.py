@@ -87,8 +87,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
         masks, names = watch.token_masks(batch), list(layers)
         paths = {layer: path for path, layer in layers.items()}
 
-        def set_(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            assert isinstance(layer, PointwiseNorm)
+        def set_(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
             path = paths[layer]
             if path not in sigma:
                 ranks.meet(names, path)

@@ -1,7 +1,5 @@
 """Watch the point-wise layers of a model while it trains."""
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from functools import partial
@@ -98,7 +96,7 @@ class Monitor:
 
     __exit__ = close
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> "Monitor":
         return self
 
     def _clear(self) -> None:

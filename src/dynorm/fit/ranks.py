@@ -1,12 +1,10 @@
 """Several processes in step: before a sum over all ranks each says how far it is, so that none waits in vain."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +12,13 @@ from torch import Tensor
 from dynorm.errors import DataError, DynormError, ModelError
 from dynorm.layers import PointwiseNorm
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 # Said instead of the number of the layer that a rank has reached.
 BATCH, OVER, END, FAILED = -1, -2, -3, -4
 _WORDS = {BATCH: "a new batch", OVER: "the end of its batches", END: "the end of a batch", FAILED: "an error"}
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def joined(device: str) -> Iterator["Ranks"]:
     """Join the other processes that torchrun started, if it did, until the work inside is done.
 
     With "cuda" each process computes on its own GPU.
@@ -55,7 +50,9 @@ class Ranks:
         (1, tensor([1., 1.]))
     """
 
-    def __init__(self, group: ProcessGroup | None = None, error: type[DynormError] = DataError) -> None:
+    def __init__(
+        self, group: "torch.distributed.ProcessGroup | None" = None, error: type[DynormError] = DataError
+    ) -> None:
         there = torch.distributed.is_available() and torch.distributed.is_initialized()
         backend = torch.distributed.get_backend(group) if there else ""
         # In a fake group, which serves to count collectives, nobody answers.

@@ -57,15 +57,14 @@ class SiteFit:
         norm: the norm that it replaced: its kind says which leave-one-out statistic beta starts from, and whether there
             is a centre. It also says how many witnesses to choose; with 0, those that the layer has keep their places.
         ranks: the processes over which to sum: each adds its own tokens, at the same time.
-        path: where the layer stands in its model.
         careful: rather have outputs too small than too large, for layers whose errors add up: leave the weights as
             least squares shrank them, and the constant beside witnesses at 0.3 of the typical sum or more.
     """
 
     def __init__(
-        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks | None = None, path: str = "", *, careful: bool = False
+        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks | None = None, *, careful: bool = False
     ) -> None:
-        self.layer, self.path = layer, path
+        self.layer = layer
         self.kind, self.eps = norm.site.kind, norm.site.eps
         self.tokens = 0
         self._residual = math.nan

@@ -112,10 +112,14 @@ def applied(
     With ``drop_affine`` the point-wise layers that gave their scale away gave weight and bias too.
     """
     written = [*(slot.tensor for slot in values), *(tensor for fold in folds for _, tensor, _ in fold.own())]
-    with unchanged_on_error(model.modules(), written):
+    config: Any = getattr(model, "config", None)
+    tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
+    with unchanged_on_error([*model.modules(), *([config] if tied else [])], written):
         _apply_(model, folds, parts, values, added, drop_affine)
-        with _untied_config(model):
-            yield
+        # The model's forward may read it.
+        if tied and untied(model):
+            _untie_config_(config)
+        yield
 
 
 @torch.no_grad()
@@ -186,25 +190,12 @@ def _strip(layer: PointwiseNorm, fold: SiteFold, affine: bool) -> None:
     layer.__dict__.pop("replaced", None)
 
 
-@contextmanager
-def _untied_config(model: nn.Module) -> Iterator[None]:
-    """Let a transformers model with untied weights say so, where that changes nothing else; not after an error inside.
-
-    The model's forward may read it.
-    """
-    config: Any = getattr(model, "config", None)
-    tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
-    if tied and untied(model):
-        told = config.to_dict() | {"tie_word_embeddings": False}
-        # Some classes read more from it when they are loaded: T5 how it scales its output.
-        if type(config).from_dict(dict(told)).to_dict() == told:
-            config.tie_word_embeddings = False
-    try:
-        yield
-    except BaseException:
-        if tied:
-            config.tie_word_embeddings = True
-        raise
+def _untie_config_(config: Any) -> None:
+    """Let the config of a transformers model with untied weights say so, where that changes nothing else."""
+    told = config.to_dict() | {"tie_word_embeddings": False}
+    # Some classes read more from it when they are loaded: T5 how it scales its output.
+    if type(config).from_dict(dict(told)).to_dict() == told:
+        config.tie_word_embeddings = False
 
 
 def _rms_for(fold: SiteFold) -> RMSNorm:

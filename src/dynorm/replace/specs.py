@@ -1,7 +1,5 @@
 """The layers of a converted model: where they stand, the norms they replaced, their serial form, and the swap."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class LayerSpec:
         return {"layer": self.layer, "paths": list(self.paths), "config": dict(self.config)}
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> LayerSpec:
+    def from_dict(values: Mapping[str, Any]) -> "LayerSpec":
         """Return the spec that :meth:`to_dict` wrote; ArgumentError where a key is missing or the layer is unknown."""
         try:
             spec = LayerSpec(values["layer"], dict(values["config"]), tuple(values["paths"]))

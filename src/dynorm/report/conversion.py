@@ -147,8 +147,7 @@ class _Measurement:
             places = token_places(site.stats.site, x, batch)
             site.stats.add(tokens, len(tokens) // 2 if halve else 0, places)
 
-        def see_layer(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-            assert isinstance(layer, PointwiseNorm)
+        def see_layer(layer: PointwiseNorm, args: tuple[Any, ...], y: Tensor) -> None:
             site, now = self.sites[layer], watch.site_tokens(layer, y, masks)
             self._tokens(layer, args[0], masks)
             site.saturated += float(saturated_share(layer, now)) * len(now)

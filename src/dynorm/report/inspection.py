@@ -20,6 +20,7 @@ from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Reservoir, SiteS
 from dynorm.site import NormSite
 
 Curve = Callable[[Tensor, Tensor, float, float], Tensor]
+Watched = dict[nn.Module, tuple[SiteStats, "Outliers"]]
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
 _KEPT = 20_000
 
@@ -88,49 +89,30 @@ def inspect_norms(
         for batch in remaining:
             count += 1
             _run(model, watched, batch, fitted=0.0 if fit_on is not None else 0.5)
-    reached = [entry for entry in watched.values() if entry.stats.tokens]
+    reached = [entry for entry in watched.values() if entry[0].tokens]
     if not reached:
         raise DataError("the batches must reach at least one norm, but reached none: give batches that use them")
     return InspectionReport(
         model=type(model).__name__,
-        sites=[entry.row(decode) for entry in sorted(reached, key=lambda entry: entry.site.order)],
+        sites=[_row(*entry, decode) for entry in sorted(reached, key=lambda entry: entry[0].site.order)],
         batches=count,
         refused={site.path: site.refused for site in sites if site.refused is not None},
-        unreached=[entry.site.path for entry in watched.values() if not entry.stats.tokens],
+        unreached=[stats.site.path for stats, _ in watched.values() if not stats.tokens],
         meta=dict(meta or {}),
     )
 
 
-class _Watched:
-    """A norm with the statistics of its inputs."""
-
-    def __init__(self, site: NormSite, seed: int, points: int) -> None:
-        self.site = site
-        self.stats = SiteStats(site, seed + site.order, points)
-        self.outliers = Outliers(site, seed + site.order)
-
-    def see(self, x: Tensor, fitted: float, places: Tensor | None) -> None:
-        """Add tokens (tokens, C) with their places, a share of which is fitted on, and the rest measured on."""
-        watch.require_finite(self.site.path, x)
-        split = int(len(x) * fitted)
-        self.outliers.add_fitted(x[:split])
-        if fitted == 1.0:
-            self.stats.add_fitted(x)
-        else:
-            self.stats.add(x, split, places)
-            self.outliers.add(x[split:])
-
-    def row(self, decode: Callable[[int], str] | None) -> InspectedSite:
-        """Return the row of the report, the largest tokens by their text where ``decode`` knows it."""
-        core, figures = self.stats.fit(), self.stats.figures()
-        if decode is not None:
-            sizes: TokenSizes = figures["sizes"]
-            named = (replace(t, token=decode(t.token)) if isinstance(t.token, int) else t for t in sizes.tokens)
-            figures["sizes"] = replace(sizes, tokens=tuple(named))
-        return InspectedSite(**figures, outliers=self.outliers.fit(core.scale, core.center), core=core)
+def _row(stats: SiteStats, outliers: "Outliers", decode: Callable[[int], str] | None) -> InspectedSite:
+    """Return the row of the report, the largest tokens by their text where ``decode`` knows it."""
+    core, figures = stats.fit(), stats.figures()
+    if decode is not None:
+        sizes: TokenSizes = figures["sizes"]
+        named = (replace(t, token=decode(t.token)) if isinstance(t.token, int) else t for t in sizes.tokens)
+        figures["sizes"] = replace(sizes, tokens=tuple(named))
+    return InspectedSite(**figures, outliers=outliers.fit(core.scale, core.center), core=core)
 
 
-def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int) -> dict[nn.Module, _Watched]:
+def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int) -> Watched:
     usable = [site for site in sites if site.refused is None and math.prod(site.normalized_shape) > 1]
     if not usable:
         reasons = "; ".join(f"{site.path}: {site.refused}" for site in sites[:3] if site.refused)
@@ -141,16 +123,26 @@ def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int
     modules = dict(model.named_modules(remove_duplicate=False))
     if missing := [site.path for site in usable if site.path not in modules]:
         raise ModelError(f"the sites must be those of this model, but it has no {missing[0]!r}")
-    return {modules[site.path]: _Watched(site, seed, points) for site in usable}
+    seeds = [(site, seed + site.order) for site in usable]
+    return {modules[site.path]: (SiteStats(site, own, points), Outliers(site, own)) for site, own in seeds}
 
 
-def _run(model: nn.Module, watched: Mapping[nn.Module, _Watched], batch: Any, fitted: float) -> None:
+def _run(model: nn.Module, watched: Watched, batch: Any, fitted: float) -> None:
+    """Add the tokens of a batch to the sums of each norm, a share of which is fitted on, and the rest measured on."""
     masks = watch.token_masks(batch)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        entry = watched[module]
-        x = args[0] if args else next(iter(kwargs.values()))
-        entry.see(watch.site_tokens(entry.site, x, masks), fitted, token_places(entry.site, x, batch))
+        stats, outliers = watched[module]
+        given = args[0] if args else next(iter(kwargs.values()))
+        x = watch.site_tokens(stats.site, given, masks)
+        watch.require_finite(stats.site.path, x)
+        split = int(len(x) * fitted)
+        outliers.add_fitted(x[:split])
+        if fitted == 1.0:
+            stats.add_fitted(x)
+        else:
+            stats.add(x, split, token_places(stats.site, given, batch))
+            outliers.add(x[split:])
 
     with watch.undisturbed(model, batch), watch.hooked(watched, hook, with_kwargs=True):
         watch.call(model, batch)

@@ -1,7 +1,5 @@
 """The words, tables and pictures of reports: layout and sentences stand in ``dynorm/templates``."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -41,7 +39,7 @@ Points = tuple[list[float], list[float]]
 
 
 @cache
-def _environment() -> Environment:
+def _environment() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     from markupsafe import Markup
 
@@ -127,7 +125,7 @@ def svg_picture(
 
 
 def draw(
-    axes: Axes, fit: CoreFit, sample: Picture, outliers: Points | None = None, colors: Mapping[str, str] = DAYLIGHT
+    axes: "Axes", fit: CoreFit, sample: Picture, outliers: Points | None = None, colors: Mapping[str, str] = DAYLIGHT
 ) -> None:
     """Draw points first, then bounds and curves, error bars or outliers on top; x is counted from the centre.
 
@@ -157,7 +155,7 @@ def draw(
         axes.errorbar(places, means, stds, fmt="none", ecolor=colors["bar"], elinewidth=1.1)
 
 
-def draw_sums(axes: Axes, told: list[float], sums: list[float], colors: Mapping[str, str] = DAYLIGHT) -> None:
+def draw_sums(axes: "Axes", told: list[float], sums: list[float], colors: Mapping[str, str] = DAYLIGHT) -> None:
     """Draw the norm's sum of each token against what tells it, beside the best constant; both axes logarithmic."""
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -176,7 +174,7 @@ def draw_sums(axes: Axes, told: list[float], sums: list[float], colors: Mapping[
     _draw_dots(axes, told, sums, colors["outlier"], 1e-4 * min(sums))
 
 
-def _frame(axes: Axes, x_label: str, y_label: str, colors: Mapping[str, str]) -> None:
+def _frame(axes: "Axes", x_label: str, y_label: str, colors: Mapping[str, str]) -> None:
     axes.set_xlabel(x_label, color=colors["soft"])
     axes.set_ylabel(y_label, color=colors["soft"])
     axes.tick_params(which="both", colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
@@ -184,14 +182,14 @@ def _frame(axes: Axes, x_label: str, y_label: str, colors: Mapping[str, str]) ->
         spine.set_color(colors["edge"])
 
 
-def _draw_dots(axes: Axes, x: list[float], y: list[float], color: str, size: float = 1e-4) -> None:
+def _draw_dots(axes: "Axes", x: list[float], y: list[float], color: str, size: float = 1e-4) -> None:
     # A dot is a line of next to no length (of none, a PNG would not show it): one path for all is a fifth of as many
     # markers.
     dots = [[end for v in values for end in (v, v + length, math.nan)] for values, length in ((x, 0.0), (y, size))]
     axes.plot(*dots, color=color, linewidth=3, solid_capstyle="round")
 
 
-def _scale(axes: Axes, letter: str, low: float, high: float, knee: float) -> None:
+def _scale(axes: "Axes", letter: str, low: float, high: float, knee: float) -> None:
     """Let an axis be linear up to the knee and logarithmic beyond; ``low`` and ``high`` are places on that scale."""
     from matplotlib.ticker import AsinhLocator
 
