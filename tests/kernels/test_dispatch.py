@@ -448,6 +448,16 @@ def test_switched_off_by_the_environment() -> None:
     assert run.stdout.strip() == "torch"
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("device", ["gpu", "", None])
+def test_a_device_that_torch_does_not_know_is_refused(
+    device: Any, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_dispatch, "ENABLED", enabled)
+    with pytest.raises(ArgumentError, match=f"device must be one that torch knows, .* got {device!r}"):
+        backend(device)
+
+
 def test_backend_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     _dispatch.serving.cache_clear()
     with caplog.at_level(logging.INFO, logger="dynorm"):

@@ -39,13 +39,21 @@ def backend(device: torch.device | str = "cpu") -> str:
         "cpu-avx512", "cpu-avx2" or "cpu-portable" for the C++ kernels, "triton" for the GPU's, "torch" for the plain
         definition: where the kernels are not built, not supported, or switched off with ``DYNORM_KERNELS=0``.
 
+    Raises:
+        ArgumentError: torch knows no such device.
+
     Example:
         >>> backend("cpu") in ("cpu-avx512", "cpu-avx2", "cpu-portable", "torch")
         True
         >>> backend("meta")
         'torch'
     """
-    return serving(torch.device(device).type) if ENABLED else "torch"
+    try:
+        kind = torch.device(device).type
+    # A TypeError where it is no device at all.
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device must be one that torch knows, as 'cpu' or 'cuda', got {device!r}") from error
+    return serving(kind) if ENABLED else "torch"
 
 
 def pointwise(
