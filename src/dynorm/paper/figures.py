@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg")
 COLORS = {function.title: function.color for function in FAMILY.values()} | {"closed form": "#000000"}
-# Each function has its own dashes and marker too.
 _DASHES = {"Derf": (0, (5, 1.5)), "linear": (0, (1, 1.2))}
 _MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
+# Each function has its own dashes and marker too.
+_LINES: dict[str, dict[str, Any]] = {
+    name: {"color": COLORS[name], "linestyle": _DASHES.get(name, "-"), "marker": marker}
+    for name, marker in _MARKERS.items()
+}
 GREY = "#8A8A8A"
 _BOUND: dict[str, Any] = {"color": GREY, "linewidth": 1, "linestyle": "--"}
 
@@ -98,12 +102,6 @@ def _draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
     label = {1: "outlier, $S = 1$", 2: "outliers, $S = 1, 2$"}.get(step, f"outliers, $S = 1, \\ldots, {step}$")
     x, y = simulation.outliers[:step], simulation.outputs[:step]
     axes.scatter(x, y, c=shades, s=30, zorder=3, edgecolors="white", linewidths=0.5, label=label)
-
-
-def _draw_line(axes: Axes, name: str, x: Any, y: Array, **options: Any) -> None:
-    """Draw a function in its own colour, dashes and marker."""
-    dashes, marker = _DASHES.get(name, "-"), _MARKERS.get(name, "P")
-    axes.plot(x, y, color=COLORS[name], linestyle=dashes, marker=marker, **options)
 
 
 def with_mean(name: str, mean: float) -> str:
@@ -191,7 +189,7 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
         label = rf"{name}, $\{fit.constant} = {fit.value:.4g}$"
         top.plot(x, fit.function(x), color=COLORS[name], label=label)
         mean = with_mean(name, fit.mean_absolute_residual)
-        _draw_line(bottom, name, simulation.outliers, fit.residuals, linewidth=1, markersize=4.5, label=mean)
+        bottom.plot(simulation.outliers, fit.residuals, linewidth=1, markersize=4.5, label=mean, **_LINES[name])
     _draw_outliers(top, simulation, simulation.steps)
     top.set(ylabel="$y$", xlim=(low, high), ylim=(y_range[0], max(y_range[1], bound * 1.06)))
     top.legend(loc="lower right")
@@ -211,7 +209,7 @@ def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
     for name, values in residuals.items():
         sizes = np.abs(values)
         mean, y = with_mean(name, float(sizes.mean())), np.maximum(sizes, floor)
-        _draw_line(axes, name, simulation.outliers, y, linewidth=1, markersize=4.5, label=mean)
+        axes.plot(simulation.outliers, y, linewidth=1, markersize=4.5, label=mean, **_LINES[name])
     axes.set_yscale("log")
     axes.set(xlabel="outlier $x_o$", ylabel="|function − LayerNorm|", ylim=(floor / 50, 30))
     axes.set_yticks([10.0**k for k in range(-16, 1, 4)])
@@ -227,25 +225,25 @@ def _draw_study(figure: Figure, reproduction: Reproduction) -> None:
 
     assert reproduction.generality is not None
     base, studies = reproduction.generality.base, reproduction.generality.axes
-    samples, over_channels, over_sigma, over_mean = figure.subplots(2, 2).flat
+    samples, *others = figure.subplots(2, 2).flat
     channels, sigma = f"$C = {base.channels}$", rf"$\sigma = {base.sigma:g}$"
     _draw_histogram(samples, base)
     samples.set_title(f"(a)  {len(base.seeds):,} samples, {channels}, {sigma}", loc="left")
-    _draw_axis(over_channels, studies["channels"], lambda study: study.channels)
-    over_channels.set_xlabel("channels $C$")
-    over_channels.set_title(f"(b)  over $C$, {sigma}: median, 5 to 95 %", loc="left")
-    over_channels.legend(loc="lower right", handlelength=1.6)
-    _draw_axis(over_sigma, studies["sigma"], lambda study: study.sigma)
-    over_sigma.set_xlabel(rf"$\sigma$ (a step of the outlier is {STEP:g})")
-    over_sigma.set_title(rf"(c)  over $\sigma$, {channels}", loc="left")
-    for axes in (over_channels, over_sigma):
-        axes.set_xscale("log", base=4)
-        axes.xaxis.set_minor_locator(LogLocator(base=2))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
-    _draw_axis(over_mean, studies["mean"], lambda study: study.offset)
-    over_mean.set_xlabel(r"mean $\mu / \sigma$")
-    over_mean.set_title(rf"(d)  over $\mu$, {channels}, {sigma}", loc="left")
+    panels = (
+        ("channels", "channels $C$", f"(b)  over $C$, {sigma}: median, 5 to 95 %"),
+        ("sigma", rf"$\sigma$ (a step of the outlier is {STEP:g})", rf"(c)  over $\sigma$, {channels}"),
+        ("mean", r"mean $\mu / \sigma$", rf"(d)  over $\mu$, {channels}, {sigma}"),
+    )
+    for axes, (quantity, label, title) in zip(others, panels, strict=True):
+        _draw_axis(axes, studies[quantity], "offset" if quantity == "mean" else quantity)
+        axes.set_xlabel(label)
+        axes.set_title(title, loc="left")
+        if quantity != "mean":
+            axes.set_xscale("log", base=4)
+            axes.xaxis.set_minor_locator(LogLocator(base=2))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
+    others[0].legend(loc="lower right", handlelength=1.6)
 
 
 def _draw_histogram(axes: Axes, base: Study) -> None:
@@ -261,24 +259,24 @@ def _draw_histogram(axes: Axes, base: Study) -> None:
     axes.legend(loc="upper left", handlelength=1.2)
 
 
-def _draw_axis(axes: Axes, studies: Sequence[Study], place: Callable[[Study], float]) -> None:
+def _draw_axis(axes: Axes, studies: Sequence[Study], place: str) -> None:
     """Medians and the middle nine tenths; above, how often DyT wins where it does."""
-    places = [place(study) for study in studies]
+    places = [getattr(study, place) for study in studies]
     for name in ("DyT", "Derf", "DyISRU"):
         middle, low, high = np.maximum([study.middle(name) for study in studies], 1e-16).T
         axes.fill_between(places, low, high, color=COLORS[name], alpha=0.18, linewidth=0)
-        _draw_line(axes, name, places, middle, markersize=3.5, label=name)
+        axes.plot(places, middle, markersize=3.5, label=name, **_LINES[name])
     axes.set_yscale("log")
     _label_decades(axes.yaxis)
     axes.set_ylabel("mean absolute residual")
     # In room made for them, above their places.
-    wins = [study for study in studies if study.dyt_wins]
+    wins = [(x, study.dyt_wins) for x, study in zip(places, studies, strict=True) if study.dyt_wins]
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.1)
     small: dict[str, Any] = {"fontsize": 7.5, "color": COLORS["DyT"]}
     above: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
-    for study in wins:
-        axes.annotate(f"{100 * study.dyt_wins:.3g}%", (place(study), high), **above, **small)
+    for x, share in wins:
+        axes.annotate(f"{100 * share:.3g}%", (x, high), **above, **small)
     if wins:
         axes.set_title("samples won by DyT", loc="right", **small)
 

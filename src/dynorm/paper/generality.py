@@ -153,7 +153,7 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
     check_settings(channels, sigma, mean, seed=samples)
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}: give more, say 1000")
-    size = max(_CHUNK // channels, 1)
+    size = max(_CHUNK // (channels * STEPS), 1)
     seeds = np.arange(1, samples + 1)
     parts = [_outliers(channels, sigma, mean, seeds[i : i + size]) for i in range(0, samples, size)]
     x, y, centers, betas = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -182,14 +182,10 @@ def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]
         generator.seed(seed)
         row[:] = mean + sigma * generator.randn(channels)
     x.sort()
-    others = x[:, :-1]
-    centers, betas = others.mean(-1), channels * others.var(-1)
-    outliers = x[:, -1:] + STEP * np.arange(1, STEPS + 1)
-    outputs = np.empty_like(outliers)
-    for s in range(STEPS):
-        x[:, -1] = outliers[:, s]
-        outputs[:, s] = layer_norm(torch.from_numpy(x), eps=0.0)[:, -1].numpy()
-    return outliers, outputs, centers, betas
+    others, tokens = x[:, :-1], np.repeat(x[:, None], STEPS, axis=1)
+    tokens[..., -1] += STEP * np.arange(1, STEPS + 1)
+    outputs = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()[..., -1]
+    return tokens[..., -1], outputs, others.mean(-1), channels * others.var(-1)
 
 
 def _distribution(values: Array) -> dict[str, float]:
