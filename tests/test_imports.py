@@ -16,6 +16,7 @@ SOURCES = Path(dynorm.__file__).parent
 ORDER = (
     ("errors",),
     ("files",),
+    ("table",),
     ("arguments",),
     ("functional",),
     ("theory",),
@@ -24,7 +25,6 @@ ORDER = (
     ("family",),
     ("site",),
     ("watch",),
-    ("table",),
     ("find",),
     ("replace",),
     ("fit",),

@@ -28,7 +28,6 @@ Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is cent
 
 import math
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -301,7 +300,8 @@ def dyisru_general(
     beta = constant("beta", beta, z, axes, positive=True)
     u, told = _shifted(z, center, axes, (witnesses, gain), leave_one_out=True)
     if told is not None:
-        u, beta = u / told.unit, beta / told.unit**2 + told.total
+        total, unit = told
+        u, beta = u / unit, beta / unit**2 + total
     y = _soft_sign(u, beta)
     return _affine(y, _bound(z, axes) if scale is None else scale, weight, bias, axes).to(x.dtype)
 
@@ -363,27 +363,24 @@ def linear(
     return _affine(u, slope * constant("scale", scale, z, axes), weight, bias, axes).to(x.dtype)
 
 
-def _limit(z: Tensor) -> float:
-    """Return the size from which squares no longer matter: 2**63 in float32."""
+def _clamped(z: Tensor) -> Tensor:
+    """Return ``z`` up to the size from which squares no longer matter: 2**63 in float32."""
     # Beyond it the quotient of DyISRU is 1 to rounding for any beta up to 1e30, but the square would overflow and
     # inf / inf be NaN.
-    return float(torch.finfo(z.dtype).max ** 0.5 / 2)
+    limit = float(torch.finfo(z.dtype).max ** 0.5 / 2)
+    return z.clamp(-limit, limit)
 
 
 def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     """Return ``d / sqrt(beta + d**2)``, which goes from -1 to 1."""
-    d = d.clamp(-_limit(d), _limit(d))
+    d = _clamped(d)
     return d / torch.sqrt(beta + d * d)
 
 
 _ToldBy = tuple[Tensor | None, Tensor | None]  # witnesses and their gains
-
-
-class _Told(NamedTuple):
-    """What the witnesses tell of each token, in a unit in which neither sums nor their gradients leave float32."""
-
-    total: Tensor  # ``sum_k g_k (u_k / unit)**2``
-    unit: Tensor  # only of large tokens other than 1
+# What they tell of each token: ``sum_k g_k (u_k / unit)**2``, and the unit, only of large tokens other than 1, in which
+# neither sums nor their gradients leave float32.
+_Told = tuple[Tensor, Tensor]
 
 
 def _sloped(
@@ -392,8 +389,9 @@ def _sloped(
     """Return u, which is ``z - center``, and the slope for beta(x); ``ratio`` is ``1 / (beta * slope**2)``."""
     u, told = _shifted(z, center, axes, told_by)
     if told is not None:
+        total, unit = told
         # As a factor of the slope, so that its sign stays and 0 is no division by 0.
-        slope = slope * (torch.rsqrt(told.unit**-2 + ratio * (slope * slope) * told.total) / told.unit)
+        slope = slope * (torch.rsqrt(unit**-2 + ratio * (slope * slope) * total) / unit)
     return u, slope
 
 
@@ -413,7 +411,7 @@ def _shifted(
         return u, None
     channels = count(z, axes)
     check_told(witnesses, gain, channels)
-    u = u.clamp(-_limit(u), _limit(u))
+    u = _clamped(u)
     last = tuple(range(-len(axes), 0))
     chosen = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses)
     # One by one, so that not even here is there a reduction.
@@ -427,7 +425,7 @@ def _shifted(
         position = torch.arange(channels, device=z.device).reshape([z.shape[axis] for axis in axes])
         position = along(position, z, axes)
         each = [torch.where(position == k, 0, term) for k, term in zip(witnesses.unbind(), each, strict=True)]
-    return u, _Told(reduce(torch.add, each), unit.reshape(one_per_token))
+    return u, (reduce(torch.add, each), unit.reshape(one_per_token))
 
 
 def _affine(

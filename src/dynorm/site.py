@@ -1,11 +1,11 @@
 """Sites: the places of a model where a norm stands, and the choice among them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from dynorm.errors import ArgumentError
+from dynorm.table import Plain
 
 # Such a site is recovered like any other, so that it can be chosen by its path.
 UNIT_LENGTH = (
@@ -14,7 +14,7 @@ UNIT_LENGTH = (
 
 
 @dataclass(frozen=True)
-class NormSite:
+class NormSite(Plain):
     """One norm of a model, as `find_norms` saw it behave.
 
     Args:
@@ -60,10 +60,6 @@ class NormSite:
     bias_name: str | None = None
     input_shape: tuple[int, ...] = ()
     output_dtype: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the site as plain values that JSON knows; tuples become lists."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
 
 def select_sites(

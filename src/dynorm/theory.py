@@ -6,7 +6,8 @@ are those of arXiv 2503.21708. All functions raise :class:`dynorm.ArgumentError`
 
 ``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and ``eps`` what the norm
 adds to its variance or mean of squares, not negative. Results have the shape and dtype of ``x``. To leave one channel
-out takes at least two, and O(C); one huge channel costs no digits, at itself or elsewhere.
+out takes at least two, and O(C); one huge channel costs no digits, at itself or elsewhere. The ``beta`` that a slope
+is made of is a positive float, or a tensor of any shape, and the result is alike.
 """
 
 import math
@@ -284,8 +285,6 @@ def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:
 
     .. math:: \alpha = \frac{1}{\sqrt\beta}
 
-    ``beta`` is a positive float, or a tensor of any shape; the result is alike.
-
     Example:
         >>> scaled_dyt_alpha(16.0)
         0.25
@@ -298,8 +297,6 @@ def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
 
     .. math:: \alpha = \frac{\sqrt\pi}{2 \sqrt\beta}
 
-    ``beta`` is a positive float, or a tensor of any shape; the result is alike.
-
     Example:
         >>> round(derf_alpha(16.0), 6)
         0.221557
@@ -311,8 +308,6 @@ def linear_slope(beta: FloatOrTensor, scale: float) -> FloatOrTensor:
     r"""Return the slope at 0 of a DyISRU with that ``scale``, which the linear control keeps everywhere (eq. 15).
 
     .. math:: \mathrm{slope} = \frac{\mathrm{scale}}{\sqrt\beta}
-
-    ``beta`` is a positive float, or a tensor of any shape; the result is alike.
 
     Example:
         >>> linear_slope(16.0, scale=8.0)

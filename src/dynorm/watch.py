@@ -6,7 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
 
-# Common names of two-dimensional masks, and whether their ones are tokens (True) or padding (False).
-_MASKS = {
-    "attention_mask": True,
-    "decoder_attention_mask": True,
-    "src_key_padding_mask": False,
-    "tgt_key_padding_mask": False,
-}
+# Common names of two-dimensional masks: those whose ones are tokens, and those whose ones are padding.
+_TOKENS = ("attention_mask", "decoder_attention_mask")
+_PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -105,12 +102,9 @@ def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 def token_masks(batch: Any) -> list[Tensor]:
     """Return the batch's padding masks, True where there is a token."""
-    named = [(batch.get(name), ones) for name, ones in _MASKS.items()] if isinstance(batch, Mapping) else []
-    return [
-        (mask != 0) if ones_are_tokens else (mask == 0)
-        for mask, ones_are_tokens in named
-        if isinstance(mask, Tensor) and mask.dim() == 2
-    ]
+    found = {name: batch.get(name) for name in _TOKENS + _PADDING} if isinstance(batch, Mapping) else {}
+    masks = {name: mask for name, mask in found.items() if isinstance(mask, Tensor) and mask.dim() == 2}
+    return [(mask != 0) == (name in _TOKENS) for name, mask in masks.items()]
 
 
 def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) -> Tensor | None:
@@ -129,9 +123,8 @@ def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) 
     """Return a norm's or layer's input or output as (tokens, C), without padding, in at least float32."""
     dims = (site.dim,) if isinstance(site.dim, int) else tuple(site.dim)
     last = torch.movedim(x, dims, tuple(range(-len(dims), 0)))
-    tokens = last.reshape(-1, math.prod(last.shape[-len(dims) :]))
+    tokens = upcast(last.reshape(-1, math.prod(last.shape[-len(dims) :])))
     valid = valid_tokens(x.shape, dims, masks)
-    tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
     return tokens if valid is None else tokens[valid.to(tokens.device)]
 
 
@@ -235,12 +228,10 @@ def unchanged_on_error(modules: Iterable[nn.Module], tensors: Iterable[Tensor] |
 @contextmanager
 def hooked(layers: Iterable[nn.Module], hook: Any, **options: bool) -> Iterator[None]:
     """Give every layer a forward hook that runs before any other, for as long as the context lasts."""
-    handles = [layer.register_forward_hook(hook, prepend=True, **options) for layer in layers]
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(hook, prepend=True, **options).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # Module and name of a class, the state it means, and the remedy. Looked up only among modules that are

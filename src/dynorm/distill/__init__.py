@@ -6,8 +6,7 @@ from dynorm.distill.distill import DistillationReport, distill_, distillation_ra
 from dynorm.distill.pretrained import Pretrained, encode, load_pretrained, make_batches
 
 if TYPE_CHECKING:
-    from dynorm.distill.anneal import AnnealCallback
-    from dynorm.distill.monitor import MonitorCallback
+    from dynorm.distill.callbacks import AnnealCallback, MonitorCallback
 
 __all__ = [
     "AnnealCallback",
@@ -28,6 +27,6 @@ if not TYPE_CHECKING:
         """Import transformers only when one of its callbacks is used."""
         if name not in ("AnnealCallback", "MonitorCallback"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from dynorm.distill import anneal, monitor
+        from dynorm.distill import callbacks
 
-        return anneal.AnnealCallback if name == "AnnealCallback" else monitor.MonitorCallback
+        return getattr(callbacks, name)

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean, median
@@ -29,6 +29,7 @@ from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.replace import restore_
 from dynorm.replace.specs import require_layers
 from dynorm.report.output import output_tensor, sample_vectors
+from dynorm.table import Plain
 from dynorm.watch import call, cycled, iterate, token_masks, valid_tokens
 
 # Of a model's output, its teacher's, and the batch.
@@ -47,7 +48,7 @@ _WARM_UP = 10
 
 
 @dataclass(frozen=True)
-class DistillationReport:
+class DistillationReport(Plain):
     """The course of a distillation.
 
     Args:
@@ -69,10 +70,6 @@ class DistillationReport:
     loss_before: float | None = None
     loss_after: float | None = None
     kept: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows."""
-        return asdict(self)
 
 
 def distill_(

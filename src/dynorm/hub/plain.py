@@ -29,7 +29,7 @@ def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> N
     values = {
         "format_version": contents.FORMAT_VERSION,
         "dynorm_version": __version__,
-        "model_class": _class_name(type(model)),
+        "model_class": f"{type(model).__module__}:{type(model).__qualname__}",
         "weights": contents.weights_entry(folder / WEIGHTS),
         "aliases": aliases,
         "layers": [spec.to_dict() for spec in changes.layers],
@@ -69,10 +69,6 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     return model.eval()
 
 
-def _class_name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
 def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors to write, each once, and the other names of those that have several."""
     tensors: dict[str, Tensor] = {}
@@ -109,7 +105,7 @@ def _require_class(model: nn.Module | None, saved: object, folder: Path) -> nn.M
         )
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    (module, name), (own_module, own_name) = saved.split(":", 1), _class_name(type(model)).split(":", 1)
+    (module, name), own_module, own_name = saved.split(":", 1), type(model).__module__, type(model).__qualname__
     # A class may be saved by the script that defines it and be imported from there later.
     if name != own_name or (module != own_module and "__main__" not in (module, own_module)):
         raise ModelError(

@@ -13,7 +13,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -194,11 +193,11 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
         entry = spec.to_dict() | {
             "paths": inside,
             "outside": outside,
-            "dtypes": {name: _name(p.dtype) for name, p in parameters if p.dtype != model.dtype},
+            "dtypes": {name: str(p.dtype).removeprefix("torch.") for name, p in parameters if p.dtype != model.dtype},
         }
         entries.append({key: value for key, value in entry.items() if value or key in ("layer", "paths", "config")})
     versions = contents.FORMAT_VERSION, __version__
-    return DynormConfig(entries, _name(model.dtype), *versions, *split(changes.biases))
+    return DynormConfig(entries, str(model.dtype).removeprefix("torch."), *versions, *split(changes.biases))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -224,10 +223,6 @@ def require_whole_weights(folder: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise StorageError(f"{file} must be a whole safetensors file, but {error}: it is cut or damaged") from error
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -31,16 +31,13 @@ class AnnealedNorm(PointwiseNorm):
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
-        *args: as for the point-wise layer that it ends as.
+        *args: as for the point-wise layer that it ends as, whose shapes and dtypes it has too.
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: the number that this norm adds to the variance, or to the mean square.
         t: how far it is annealed, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
         place: where it comes in the order of calls, for a schedule that anneals one layer after another.
         **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C - 1), or sqrt(C)
             for "rmsnorm".
-
-    Shape:
-        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
 
     Raises:
         ArgumentError: ``kind`` is unknown, ``norm_eps`` is negative, ``t`` is outside [0, 1], or another argument is

@@ -342,10 +342,11 @@ class PointwiseNorm(nn.Module):
         return found + [p for p in (self.center, self.log_gain) if p is not None]
 
     def _initial_constants(self) -> dict[str, float]:
-        raise NotImplementedError
+        """Return the first values of the constants: the constructor's arguments, in the same order."""
+        return {name: getattr(self, first) for name, first in zip(self.constants, self.own_arguments, strict=True)}
 
     @staticmethod
-    def constant_from(beta: Tensor) -> Tensor:
+    def constant_from(beta: Tensor, /) -> Tensor:
         """Return the first constant, as the layer holds it, for a slope of ``1 / sqrt(beta)``."""
         raise NotImplementedError
 
@@ -371,6 +372,7 @@ class LogBetaNorm(PointwiseNorm):
 
     constants = ("log_beta",)
     own_arguments = ("beta_init",)
+    constant_from = staticmethod(torch.log)
     log_beta: nn.Parameter
 
     def __init__(
@@ -387,11 +389,6 @@ class LogBetaNorm(PointwiseNorm):
     def beta(self) -> Tensor:
         """Return ``exp(log_beta)`` in at least float32."""
         return upcast(self.log_beta).exp()
-
-    @staticmethod
-    def constant_from(beta: Tensor) -> Tensor:
-        """Return ``log(beta)``."""
-        return beta.log()
 
     @staticmethod
     def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
@@ -428,9 +425,6 @@ class AlphaNorm(PointwiseNorm):
     def beta(self) -> Tensor:
         """Return the DyISRU constant of the same slope at 0, for shift 0: ``slope_ratio * alpha ** -2``."""
         return self.slope_ratio * upcast(self.alpha) ** -2
-
-    def _initial_constants(self) -> dict[str, float]:
-        return {"alpha": self.alpha_init}
 
 
 @torch.no_grad()

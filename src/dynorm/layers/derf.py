@@ -17,12 +17,9 @@ class Derf(AlphaNorm):
     The published checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
 
     Args:
-        normalized_shape: as for :class:`DyISRU`, as are all arguments but these; ``scale`` is 1 by default.
+        normalized_shape: as for :class:`DyISRU`, as are shapes and all arguments but these; ``scale`` is 1 by default.
         alpha_init: the first alpha, positive; 0.5 as published.
         shift_init: the first shift; 0 as published.
-
-    Shape:
-        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
 
     Raises:
         ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init`` or ``shift_init``, is outside its domain.
@@ -63,6 +60,3 @@ class Derf(AlphaNorm):
     def constant_rates(self) -> dict[nn.Parameter, float]:
         """Return the rates as every layer does; a step of shift moves all outputs by ``scale`` times as much."""
         return {**super().constant_rates(), self.shift: 1 / abs(self.scale)}
-
-    def _initial_constants(self) -> dict[str, float]:
-        return super()._initial_constants() | {"shift": self.shift_init}

@@ -11,11 +11,8 @@ class DyT(AlphaNorm):
     constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
 
     Args:
-        normalized_shape: as for :class:`DyISRU`, as are all arguments but these; ``scale`` is 1 by default.
+        normalized_shape: as for :class:`DyISRU`, as are shapes and all arguments but these; ``scale`` is 1 by default.
         alpha_init: the first alpha, positive; 0.5 as published.
-
-    Shape:
-        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
 
     Raises:
         ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init``, is outside its domain.

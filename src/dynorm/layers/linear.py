@@ -15,11 +15,7 @@ class LinearControl(LogBetaNorm):
     2**511) from the centre count as that far.
 
     Args:
-        normalized_shape: as for :class:`DyISRU`, as are all arguments but these; ``scale`` is sqrt(C) by default.
-        beta_init: the first beta, positive; C by default, right for inputs of unit variance.
-
-    Shape:
-        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
+        normalized_shape: as for :class:`DyISRU`, as are shapes and all other arguments.
 
     Raises:
         ArgumentError: an argument of :class:`DyISRU`, or ``beta_init``, is outside its domain.

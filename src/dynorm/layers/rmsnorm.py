@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm import functional
 from dynorm.arguments import Shape, check_dim, check_not_negative, check_shape, upcast
 from dynorm.errors import ArgumentError
 
@@ -82,15 +83,12 @@ class RMSNorm(nn.Module):
             raise ArgumentError(
                 f"x must have {self.normalized_shape[0]} channels at dim {self.dim}, got {tuple(x.shape)}"
             )
+        if self.dim not in (-1, x.ndim - 1):
+            return functional.rms_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
         wide = upcast(x)
-        if self.dim in (-1, x.ndim - 1):
-            weight = None if self.weight is None else self._shaped(self.weight, wide)
-            y = nn.functional.rms_norm(wide, self.normalized_shape, weight, self.norm_eps)
-        else:
-            y = wide * torch.rsqrt(wide.square().mean(self.dim, keepdim=True) + self.norm_eps)
-            y = y if self.weight is None else y * self._shaped(self.weight, wide)
-        y = y if self.bias is None else y + self._shaped(self.bias, wide)
-        return y.to(x.dtype)
+        weight, bias = (None if p is None else p.to(wide.dtype) for p in (self.weight, self.bias))
+        y = nn.functional.rms_norm(wide, self.normalized_shape, weight, self.norm_eps)
+        return (y if bias is None else y + bias).to(x.dtype)
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
@@ -107,9 +105,3 @@ class RMSNorm(nn.Module):
         parts = [str(self.normalized_shape[0]), f"norm_eps={self.norm_eps:g}"]
         parts += [f"elementwise_affine={self.weight is not None}", f"bias={self.bias is not None}"]
         return ", ".join(parts + ([f"dim={self.dim}"] if self.dim != -1 else []))
-
-    def _shaped(self, parameter: Tensor, x: Tensor) -> Tensor:
-        view = [1] * x.ndim
-        view[self.dim] = -1
-        shaped = parameter.to(x.dtype)
-        return shaped if self.dim in (-1, x.ndim - 1) else shaped.view(view)
