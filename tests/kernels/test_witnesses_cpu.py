@@ -161,10 +161,16 @@ def test_threads_change_nothing(function: int, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("function", [DYISRU, DYT, DERF], ids=["dyisru", "dyt", "derf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_large_outputs_that_pass_by_the_caches(function: int, dtype: torch.dtype) -> None:
-    x = torch.randn(8300, 1024).to(dtype)
-    parameters = with_gains(make(1024, torch.float32, per_channel=True, everything=True), 4)
-    form = Form(function, False, 1.0, 1024, 1, (0, 15, 16, 1023))
+@pytest.mark.parametrize(
+    ("channels", "witnesses"), [(1024, (0, 15, 16, 1023)), (1056, (1055, 1030, 2, 70, 0))], ids=str
+)
+def test_large_outputs_that_pass_by_the_caches(
+    function: int, dtype: torch.dtype, channels: int, witnesses: tuple[int, ...]
+) -> None:
+    """Where a line is written once: the second way ends in a vector that is not written past the caches."""
+    x = torch.randn(8300, channels).to(dtype)
+    parameters = with_gains(make(channels, torch.float32, per_channel=True, everything=True), len(witnesses))
+    form = Form(function, False, 1.0, channels, 1, witnesses)
     y = _cpu.forward(form, x, parameters)
     assert torch.equal(y[4000:4100], _cpu.forward(form, x[4000:4100].contiguous(), parameters))
     in_place = _cpu.forward(form, x, parameters, x)

@@ -170,23 +170,23 @@ class PointwiseNorm(nn.Module):
         try:
             # A tenth of the time of attributes, which nn.Module looks up in three dictionaries.
             constant, center, weight, bias = own[first], own["center"], own["weight"], own["bias"]
-            shift = own[others[0]] if others else None
+            shift, gain = own[others[0]] if others else None, own["log_gain"]
         except KeyError:
             # A parametrization keeps a parameter elsewhere.
             constant, center, weight, bias = getattr(self, first), self.center, self.weight, self.bias
-            shift = getattr(self, others[0]) if others else None
+            shift, gain = getattr(self, others[0]) if others else None, self.log_gain
         assert constant is not None
         parameters: kernels.Parameters = (constant, shift, center, weight, bias)
         if self.witness_channels:
-            parameters = (*parameters[:5], self.log_gain)
+            parameters = (constant, shift, center, weight, bias, gain)
         form = (self.scale, self.normalized_shape, self.dim, first == "log_beta", self.witness_channels)
         y = kernels.pointwise(self.kernel, x, parameters, *form)
         if y is not None:
             return y
         constants = (constant,) if shift is None else (constant, shift)
         options: dict[str, Any] = {"weight": weight, "bias": bias, "center": center}
-        if self.log_gain is not None:
-            options |= {"witnesses": self.witnesses, "gain": upcast(self.log_gain).exp()}
+        if gain is not None:
+            options |= {"witnesses": self.witnesses, "gain": upcast(gain).exp()}
         return self.function(x, *self.arguments(*constants), scale=self.scale, dim=self.dim, **options)
 
     @staticmethod

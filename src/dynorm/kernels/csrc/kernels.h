@@ -120,6 +120,9 @@ struct Parameters {
   Vector gain(std::int64_t j) const { return kLayout == kRun ? gain_ : many(period.gain, j); }
   Vector bias(std::int64_t j) const { return kLayout == kRun ? bias_ : many(period.bias, j); }
   Vector slope_gain(std::int64_t j) const { return kLayout == kRun ? slope_gain_ : many(period.slope_gain, j); }
+  // Where results are known otherwise.
+  template <class Some>
+  void settle(Some&, std::int64_t) const {}
 };
 
 // One period, or what there is of the last.
@@ -141,6 +144,7 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
     for (int k = 0; k < kAtOnce; ++k) f[k] = value_of<F, T>(u[k], constant[k], shift[k]);
     for (int k = 0; k < kAtOnce; ++k) f[k] = C::muladd(f[k], p.gain(j + k * C::lanes), p.bias(j + k * C::lanes));
     if (streamed) {
+      p.settle(f, j);
       for (int k = 0; k < kAtOnce; ++k) stream(y + j + k * C::lanes, f[k]);
     } else if constexpr (kAtOnce == 1) {
       store(y + j, f[0]);
@@ -151,7 +155,9 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
   auto one = [&](Vector a) {
     Vector u[1] = {p.centered(a, j)}, constant[1] = {p.constant(j)};
     add_squares<F>(u, constant);
-    return C::muladd(value_of<F, T>(u[0], constant[0], p.shift(j)), p.gain(j), p.bias(j));
+    Vector f[1] = {C::muladd(value_of<F, T>(u[0], constant[0], p.shift(j)), p.gain(j), p.bias(j))};
+    if (streamed) p.settle(f, j);
+    return f[0];
   };
   for (; j + C::lanes <= n; j += C::lanes) store(y + j, one(load(x + j)));
   if (j < n) store_some<C>(y + j, n - j, one(load_some<C>(x + j, n - j)));

@@ -77,6 +77,7 @@ struct Plan {
   std::int64_t period;  // elements of a period, or of a run
   Number* at[kPlaces];  // one number a channel; of the first three maybe one in all
   Witnesses witnesses;
+  int given_as[kMostWitnesses];  // the places of the witnesses, which are in order here, in the problem
   // The witnesses' parameters, their gains, and who is in whose sum.
   alignas(64) Number columns[kPlaces + 1 + kMostWitnesses][kMostWitnesses];
 
@@ -147,14 +148,19 @@ struct Plan {
       std::fill(to[place], to[place] + kMostWitnesses, Number{1});
     }
     Number *gain = columns[kPlaces], *others = columns[kPlaces + 1];
-    read_all(problem.log_gain, problem.witnesses, 0, gain);
+    Number log_gain[kMostWitnesses];
+    read_all(problem.log_gain, problem.witnesses, 0, log_gain);
+    // In the order of a row.
+    std::iota(given_as, given_as + problem.witnesses, 0);
+    std::sort(given_as, given_as + problem.witnesses,
+              [&](int a, int b) { return problem.witness[a] < problem.witness[b]; });
     std::fill(gain + problem.witnesses, gain + kMostWitnesses, Number{0});
-    std::fill(witnesses.channel, witnesses.channel + kMostWitnesses, problem.witness[0]);
+    std::fill(witnesses.channel, witnesses.channel + kMostWitnesses, problem.witness[given_as[0]]);
     for (int i = 0; i < problem.witnesses; ++i) {
-      const std::int64_t c = witnesses.channel[i] = problem.witness[i];
+      const std::int64_t c = witnesses.channel[i] = problem.witness[given_as[i]];
       for (int place = 0; place < kPlaces; ++place) to[place][i] = at[place][place < kAtGain && !constants_differ ? 0 : c];
-      gain[i] = std::exp(gain[i]);
-      for (int k = 0; k < kMostWitnesses; ++k) others[i * kMostWitnesses + k] = i == k ? 0 : 1;
+      gain[i] = std::exp(log_gain[given_as[i]]);
+      for (int k = 0; backward && k < kMostWitnesses; ++k) others[i * kMostWitnesses + k] = i == k ? 0 : 1;
       if (backward) at[kAtGain][c] = 0;
     }
     witnesses.gain = gain;
@@ -443,7 +449,7 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   // The sums are those of the gradients by T, up to a number, and T is the sum of gains times squares.
   const double of_told = problem.function == kDerf ? -2 / kPi : -0.5;
   for (int i = 0; wanted.gains && i < problem.witnesses; ++i) {
-    put(wanted_of.log_gain, i, 0.0 + of_told * plan.columns[kPlaces][i] * totals.gains[i]);
+    put(wanted_of.log_gain, plan.given_as[i], 0.0 + of_told * plan.columns[kPlaces][i] * totals.gains[i]);
   }
 }
 

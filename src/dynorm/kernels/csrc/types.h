@@ -40,7 +40,7 @@ struct Period {
 // 0 where they stand: they are computed by themselves.
 struct Witnesses {
   int count;
-  std::int64_t channel[kMostWitnesses];  // the first again where there is no witness
+  std::int64_t channel[kMostWitnesses];  // in order, and then the first again
   const void* gain;    // g, the weight of each square; 0 where there is no witness
   const void* others;  // kMostWitnesses rows: 1 where a witness is in another's sum, else 0
   Period columns;      // the parameters of the witnesses' channels

@@ -44,11 +44,7 @@ inline void stream(T* p, V a) {
   _mm_stream_si128((__m128i*)p, narrow(p, a));
 }
 inline float number_of(Float16 a) { return _cvtsh_ss(a.bits); }
-// A vector by its lanes; four numbers again and again; of each four lanes, the one that is `by` further on.
-template <class At>
-inline V made_of(At at) {
-  return V{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
-}
+// Four numbers again and again; of each four lanes, the one that is `by` further on.
 inline V fours(const float* p) { return (V)_mm256_broadcast_ps((const __m128*)p); }
 template <int by>
 inline V turned(V a) {

@@ -60,12 +60,7 @@ inline void stream(T* p, V a) {
   _mm256_stream_si256((__m256i*)p, narrow(p, a));
 }
 inline float number_of(Float16 a) { return _cvtsh_ss(a.bits); }
-// A vector by its lanes; four numbers again and again; of each four lanes, the one that is `by` further on.
-template <class At>
-inline V made_of(At at) {
-  return V{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7),
-           at(8), at(9), at(10), at(11), at(12), at(13), at(14), at(15)};
-}
+// Four numbers again and again; of each four lanes, the one that is `by` further on.
 inline V fours(const float* p) { return (V)_mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 template <int by>
 inline V turned(V a) {

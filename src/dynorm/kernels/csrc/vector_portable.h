@@ -43,11 +43,7 @@ inline void stream(T* p, V a) {
   store(p, a);
 }
 inline float number_of(Float16 a) { return float16_value(a.bits); }
-// A vector by its lanes; four numbers again and again; of each four lanes, the one that is `by` further on.
-template <class At>
-inline V made_of(At at) {
-  return V{at(0), at(1), at(2), at(3)};
-}
+// Four numbers again and again; of each four lanes, the one that is `by` further on.
 inline V fours(const float* p) { return load(p); }
 template <int by>
 inline V turned(V a) {

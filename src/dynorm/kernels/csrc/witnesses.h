@@ -77,19 +77,21 @@ struct Told {
   using Vector = typename C::Vector;
   alignas(64) Number u[kMostWitnesses] = {}, told[kMostWitnesses] = {}, total = 0;
 
-  void read(const T* x, const Witnesses& w) {
-    add_up<false>(x, w);
+  // at(i) is the number of witness i.
+  template <class At>
+  void read(At at, const Witnesses& w) {
+    add_up<false>(at, w);
     // Seldom: to look at each number would take as long as all else. NaN is not below.
-    if (__builtin_expect(!(total < (Number)Most<F, Number>::u), false)) add_up<true>(x, w);
+    if (__builtin_expect(!(total < (Number)Most<F, Number>::u), false)) add_up<true>(at, w);
   }
 
   // Numbers rather than vectors: they are few, and wanted a row later, when they have reached memory.
-  template <bool kBound>
-  void add_up(const T* x, const Witnesses& w) {
+  template <bool kBound, class At>
+  void add_up(At at, const Witnesses& w) {
     const Number *center = (const Number*)w.columns.center, *gain = (const Number*)w.gain;
     Number terms[kMostWitnesses], sum = 0;
     for (int i = 0; i < w.count; ++i) {
-      u[i] = number_of(x[w.channel[i]]) - center[i];
+      u[i] = number_of(at(i)) - center[i];
       if (kBound) u[i] = bounded<F, Number>(u[i]);
       terms[i] = u[i] * gain[i] * u[i];
       if (kBound) terms[i] = capped<F, Number>(terms[i]);
@@ -107,39 +109,44 @@ struct Told {
   }
 };
 
-// What the witnesses of the next rows tell: each row's sum for all other channels, and the witnesses' own results. Of few
+// What the witnesses of some rows tell: each row's sum for all other channels, and the witnesses' own results. Of few
 // witnesses several rows are looked at together, in one vector, because all vectors cost alike, however few lanes they use.
 template <int F, class T>
 struct Ahead {
   using C = typename ComputedIn<T>::Type;
   using Number = typename C::Number;
   static constexpr Number kLarge = (Number)Most<F, Number>::u;
-  // Those of a row begin kFew places after those of the last.
+  // Those of a row begin kFew places after those of the last; 0 where there are no more rows.
+  alignas(64) T x[kMostWitnesses] = {};
   alignas(64) Number totals[kMostWitnesses] = {};
   alignas(64) T own[kMostWitnesses];
 
   static int rows_together(const Witnesses& w) { return C::lanes > 1 && w.count <= kFew ? C::lanes / kFew : 1; }
 
-  // The first of `rows` rows, as many as are looked at together.
-  void look(const T* x, std::int64_t stride, std::int64_t rows, const Witnesses& w) {
+  void take(const T* row, int place, const Witnesses& w) {
+    // The first stands again where there are fewer.
+#pragma GCC unroll 4
+    for (int i = 0; i < kFew; ++i) x[place + i] = row[w.channel[i]];
+    for (int i = kFew; __builtin_expect(i < w.count, false); ++i) x[i] = row[w.channel[i]];
+  }
+
+  void look(const Witnesses& w) {
     if constexpr (C::lanes > 1) {
       if (w.count <= kFew) {
-        if (__builtin_expect(!any_above(look_at_few(x, stride, rows, w), kLarge), true)) return;
-        for (int r = 0; r < C::lanes / kFew && r < rows; ++r) {
-          if (!(totals[r * kFew] < kLarge)) look_at_row(x + r * stride, r * kFew, w);
+        if (__builtin_expect(!any_above(look_at_few(w), kLarge), true)) return;
+        for (int place = 0; place < C::lanes; place += kFew) {
+          if (!(totals[place] < kLarge)) look_at_row(place, w);
         }
         return;
       }
     }
-    look_at_row(x, 0, w);
+    look_at_row(0, w);
   }
 
-  // The sums, of which those that are large, or no numbers, are wrong. Where there are no more rows the first stands.
-  V look_at_few(const T* x, std::int64_t stride, std::int64_t rows, const Witnesses& w) {
+  // The sums, of which those that are large, or no numbers, are wrong.
+  V look_at_few(const Witnesses& w) {
     auto at = [](const void* numbers) { return fours((const float*)numbers); };
-    const V all = made_of(
-        [&](int k) { return number_of(x[(k / kFew < rows ? k / kFew : 0) * stride + w.channel[k % kFew]]); });
-    const V u = bounded<F, float>(all - at(w.columns.center)), term = u * at(w.gain) * u;
+    const V u = bounded<F, float>(load(x) - at(w.columns.center)), term = u * at(w.gain) * u;
     const V next = turned<1>(term), others = next + turned<1>(next) + turned<3>(term), total = others + term;
     store(totals, total);
     if constexpr (kLeftOut<F>) {
@@ -150,11 +157,11 @@ struct Ahead {
     return total;
   }
 
-  void look_at_row(const T* x, int place, const Witnesses& w) {
+  void look_at_row(int place, const Witnesses& w) {
     using Vector = typename C::Vector;
     const Parameters<C, kRows> columns{w.columns};
     Told<F, T> told;
-    told.read(x, w);
+    told.read([&](int i) { return x[place + i]; }, w);
     totals[place] = told.total;
     T some[kMostWitnesses];
     for (int j = 0; kLeftOut<F> && j < w.count; j += C::lanes) {
@@ -166,16 +173,16 @@ struct Ahead {
   }
 
   // Over what the row's loop has left in their place.
-  void write(T* y, std::int64_t place, const Witnesses& w) const {
-    if (C::lanes > 1 && w.count <= kFew) {
-      // Backwards, because the first witness stands again where there are no more.
+  void write(T* y, int place, const Witnesses& w) const {
+    // Backwards, because the first witness stands again where there are no more.
 #pragma GCC unroll 4
-      for (int i = kFew - 1; i >= 0; --i) y[w.channel[i]] = own[place + i];
-      return;
-    }
-    for (int i = 0; i < w.count; ++i) y[w.channel[i]] = own[i];
+    for (int i = kFew - 1; i >= 0; --i) y[w.channel[i]] = own[place + i];
+    for (int i = kFew; __builtin_expect(i < w.count, false); ++i) y[w.channel[i]] = own[i];
   }
 };
+
+inline void set_lane(double& a, std::int64_t, double value) { a = value; }
+inline void set_lane(V& a, std::int64_t lane, float value) { a[lane] = value; }
 
 // A row's constants, of parameters and the row's sum.
 template <int F, class C, int kLayout>
@@ -194,12 +201,28 @@ struct RowConstants {
 };
 
 // What forward_row asks for.
-template <int F, class C, int kLayout>
+template <int F, class T, int kLayout>
 struct RowParameters {
+  using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
   const Parameters<C, kLayout>& p;
+  const Witnesses& w;
   RowConstants<F, C, kLayout> row;
+  // The witnesses' own results, and which of them comes next.
+  const T* own;
+  mutable int next;
 
+  template <int kCount>
+  void settle(Vector (&f)[kCount], std::int64_t j) const {
+    if constexpr (kLeftOut<F>) {
+      for (; next < w.count && w.channel[next] < j + kCount * C::lanes; ++next) {
+        const std::int64_t at = w.channel[next] - j;
+        for (int k = 0; k < kCount; ++k) {
+          if (at / C::lanes == k) set_lane(f[k], at % C::lanes, number_of(own[next]));
+        }
+      }
+    }
+  }
   Vector constant(std::int64_t j) const { return row.at(p, j).constant; }
   Vector shift(std::int64_t j) const { return p.shift(j); }
   Vector gain(std::int64_t j) const { return p.gain(j); }
@@ -219,29 +242,30 @@ void forward_told(const void* x_, void* y_, std::int64_t n, std::int64_t length,
   T* y = (T*)y_;
   const Parameters<C, kLayout> p{period};
   const Witnesses& w = *period.witnesses;
-  Ahead<F, T> ahead[2];
-  RowParameters<F, C, kLayout> of_row{p, {}};
+  // Taken two blocks of rows ahead, because they may come from far, and looked at one ahead, so that no loop waits.
+  Ahead<F, T> ahead[3];
+  RowParameters<F, T, kLayout> of_row{p, w, {}, nullptr, 0};
   const std::int64_t together = Ahead<F, T>::rows_together(w), rows = n / length;
-  if (rows > 0) ahead[0].look(x, length, rows, w);
-  for (std::int64_t row = 0, first = 0, block = 0; row < rows; ++row) {
-    if (row == first + together) first = row, ++block;
-    const std::int64_t next = first + together;
-    // Ahead, so that no loop waits for its constant.
-    if (row == first && next < rows) ahead[(block + 1) % 2].look(x + next * length, length, rows - next, w);
-    const Ahead<F, T>& here = ahead[block % 2];
-    const T* from = x + row * length;
-    T* to = y + row * length;
-    const std::int64_t place = (row - first) * kFew, further = 2 * together;
-    of_row.row.set(p, here.totals[place]);
-    if (streamed) {
-      forward_row<F, T>(from, to, length, of_row, true);
-    } else {
-      forward_row<F, T>(from, to, length, of_row, false);
+  auto take = [&](std::int64_t row, Ahead<F, T>& block, int place) {
+    if (row < rows) block.take(x + row * length, place, w);
+  };
+  for (int row = 0; row < 2 * together; ++row) take(row, ahead[row / together], row % together * kFew);
+  ahead[0].look(w);
+  for (std::int64_t first = 0, block = 0; first < rows; first += together, ++block) {
+    const Ahead<F, T>& here = ahead[block % 3];
+    if (first + together < rows) ahead[(block + 1) % 3].look(w);
+    for (int r = 0; r < together && first + r < rows; ++r) {
+      const std::int64_t row = first + r;
+      take(row + 2 * together, ahead[(block + 2) % 3], r * kFew);
+      of_row.row.set(p, here.totals[r * kFew]);
+      of_row.own = here.own + r * kFew, of_row.next = 0;
+      if (streamed) {
+        forward_row<F, T>(x + row * length, y + row * length, length, of_row, true);
+      } else {
+        forward_row<F, T>(x + row * length, y + row * length, length, of_row, false);
+        if constexpr (kLeftOut<F>) here.write(y + row * length, r * kFew, w);
+      }
     }
-    if constexpr (kLeftOut<F>) here.write(to, place, w);
-    // For the look that comes next, where x does not fit the caches. After the row's own reads, which take their lines
-    // in order, and are slower where others come between.
-    for (int i = 0; row + further < rows && i < kFew; ++i) __builtin_prefetch(from + further * length + w.channel[i]);
   }
   if (streamed) fence();
 }
@@ -363,7 +387,7 @@ __attribute__((always_inline)) inline void backward_told_some(const T* x, const 
   RowConstants<F, C, kLayout> constants[kRowsTogether];
   Vector by_told[kRowsTogether];
   for (int k = 0; k < kRowsTogether; ++k) {
-    told[k].read(x + k * n, w);
+    told[k].read([&](int i) { return x[k * n + w.channel[i]]; }, w);
     constants[k].set(p, told[k].total);
     by_told[k] = C::splat_of(0);
   }
