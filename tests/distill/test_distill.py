@@ -24,7 +24,7 @@ from transformers import (
 
 import dynorm
 from dynorm.distill import distill_, output_loss
-from dynorm.distill.distill import rate_factor
+from dynorm.distill.distill import distillation_rate, rate_factor
 
 
 def images() -> list[tuple[Tensor]]:
@@ -73,10 +73,41 @@ def test_batches_are_gone_through_in_order_and_again() -> None:
         seen.append(next(k for k, image in enumerate(images()) if torch.equal(image[0], batch[0])))
         return (ours - theirs).abs().mean()
 
-    distill_(classifier(), passes, loss=loss, steps=6, quiet=True)
+    distill_(classifier(), passes, loss=loss, steps=6, lr=1e-3, quiet=True)
     # Four are looked at before the training, and after it.
     assert seen == [0, 1, 2, 3, *[0, 1, 2, 3, 0, 1], 0, 1, 2, 3]
     assert passes.count == 3
+
+
+def test_the_rate_is_one_whose_first_step_helps() -> None:
+    """Weights a thousand times smaller, and inputs as much larger, bear smaller steps only."""
+    net = classifier()
+    with torch.no_grad():
+        net[0].weight.div_(1e3)
+    batches = [(1e3 * image,) for (image,) in images()]
+    dynorm.calibrate_(net, batches)
+    usual = distillation_rate(net)
+    report = dynorm.distill_(net, batches, steps=40, quiet=True)
+    assert report.lr < usual / 8 and math.log2(usual / report.lr).is_integer()
+    assert report.kept and report.loss_after < 0.9 * report.loss_before
+    with pytest.warns(dynorm.CalibrationWarning, match="put back"):
+        dynorm.distill_(net, batches, steps=40, lr=usual, quiet=True)
+
+
+def test_an_error_in_the_search_for_the_rate_leaves_the_weights() -> None:
+    net, calls = classifier(), itertools.count()
+    before = copy.deepcopy(net.state_dict())
+
+    def loss(ours: Tensor, theirs: Tensor, batch: Any) -> Tensor:
+        # Four measure the batches, one more is the start of the search and one has the gradients.
+        if next(calls) == 6:
+            assert not all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
+            raise ValueError("mine")
+        return (ours - theirs).abs().mean()
+
+    with pytest.raises(ValueError, match="mine"):
+        distill_(net, images(), loss=loss, steps=6, quiet=True)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
 
 
 def test_a_loss_of_ones_own_is_what_is_lowered() -> None:

@@ -44,6 +44,9 @@ _MEASURED, FEW = 4, 20
 _SHARE = 0.1
 # Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
 _RATE, _WIDTH = 1.5e-4, 384
+# The best rates of an encoder, a decoder and an encoder of images are about as many times the largest first step that
+# makes the loss smaller. The last may be a 64th of what its width tells.
+_FIRST_STEPS, _HALVINGS = 4, 8
 _WARM_UP = 10
 
 
@@ -109,7 +112,8 @@ def distill_(
         steps: how many steps to take. Give this or ``minutes``.
         minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
         lr: the highest learning rate. A twentieth of the steps, or the first ten, warm up to it, then it falls to 0 as
-            a cosine, over the steps or, where that is sooner, the minutes. None takes :func:`distillation_rate`.
+            a cosine, over the steps or, where that is sooner, the minutes. None takes :func:`distillation_rate`, halved
+            until a step of a quarter of it along the signs of the gradients, as Adam's first, makes the loss smaller.
         seed: of whatever the models or callbacks draw.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. Where the processor
             knows bfloat16, a step takes a third of the time.
@@ -147,7 +151,6 @@ def distill_(
         raise ArgumentError("batches must be a list, or able to begin again, when minutes are given: some are timed")
     require_library("transformers", "its Trainer", "transformers")
     require_library("accelerate", "the Trainer of transformers", "transformers")
-    rate = distillation_rate(model) if lr is None else lr
     started, ranks = time.perf_counter(), Ranks()
     with ranks.together():
         job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
@@ -164,10 +167,17 @@ def distill_(
         first = first[: min(ranks.all_say(len(first)))]
         before = None if annealed else job.measure(first)
     weights = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    if lr is None:
+        try:
+            with ranks.together():
+                # An annealed model is its teacher at first: no step makes its loss smaller.
+                lr = distillation_rate(model) if annealed else job.rate(first[0], weights)
+        finally:
+            model.load_state_dict(weights)
     with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch, _bar(quiet or ranks.rank > 0) as progress:
         arguments = _arguments(job, Path(checkpoints or scratch), steps, seed, accumulate, checkpoints is not None)
         until = None if minutes is None else started + 60 * minutes
-        trainer = _trainer(job, cycled(batches, steps * accumulate), arguments, rate, until, callbacks, progress)
+        trainer = _trainer(job, cycled(batches, steps * accumulate), arguments, lr, until, callbacks, progress)
         found = checkpoints is not None and any(Path(checkpoints).glob("checkpoint-*"))
         try:
             trainer.train(resume_from_checkpoint=found)
@@ -187,7 +197,7 @@ def distill_(
         model.load_state_dict(weights)
         _warn(f"{done} steps made the loss {after:.3f}, which was {before:.3f}: the weights from before are put back")
     seconds, samples = time.perf_counter() - started, ranks.total(job.samples)
-    return DistillationReport(done, rate, seconds, samples, losses[-1] if losses else None, before, after, kept)
+    return DistillationReport(done, lr, seconds, samples, losses[-1] if losses else None, before, after, kept)
 
 
 def _warn(message: str) -> None:
@@ -267,6 +277,24 @@ class _Distillation(nn.Module):
         """Return the mean loss of some batches of every rank in eval mode."""
         self.model.eval()
         return self.ranks.mean(fmean(float(self(batch)) for batch in batches))
+
+    def rate(self, batch: Any, weights: dict[str, Tensor]) -> float:
+        """Return the highest rate: by the model's width, halved until a first step makes the loss of a batch smaller."""
+        rate, start = distillation_rate(self.model), self.measure([batch])
+        self.model.zero_grad()
+        self(batch).backward()
+        signs = {}
+        for name, p in self.model.named_parameters():
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            signs[name] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
+        self.model.zero_grad()
+        for _ in range(_HALVINGS):
+            step = rate / _FIRST_STEPS
+            self.model.load_state_dict(weights | {name: weights[name] - step * sign for name, sign in signs.items()})
+            if self.measure([batch]) < start:
+                break
+            rate /= 2
+        return rate
 
     def forward(self, batch: Any) -> Tensor:
         """Return the hidden-state loss plus that of the outputs, of one batch."""
