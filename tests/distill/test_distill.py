@@ -88,8 +88,10 @@ def test_the_rate_is_one_whose_first_step_helps() -> None:
     dynorm.calibrate_(net, batches)
     usual = distillation_rate(net)
     report = dynorm.distill_(net, batches, steps=40, quiet=True)
-    assert report.lr < usual / 8 and math.log2(usual / report.lr).is_integer()
-    assert report.kept and report.loss_after < 0.9 * report.loss_before
+    assert report.lr < usual / 8
+    assert math.log2(usual / report.lr).is_integer()
+    assert report.kept
+    assert report.loss_after < 0.9 * report.loss_before
     with pytest.warns(dynorm.CalibrationWarning, match="put back"):
         dynorm.distill_(net, batches, steps=40, lr=usual, quiet=True)
 

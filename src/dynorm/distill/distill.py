@@ -279,7 +279,7 @@ class _Distillation(nn.Module):
         return self.ranks.mean(fmean(float(self(batch)) for batch in batches))
 
     def rate(self, batch: Any, weights: dict[str, Tensor]) -> float:
-        """Return the highest rate: by the model's width, halved until a first step makes the loss of a batch smaller."""
+        """Return the highest rate: by the width, halved until a first step makes the loss of a batch smaller."""
         rate, start = distillation_rate(self.model), self.measure([batch])
         self.model.zero_grad()
         self(batch).backward()
