@@ -51,11 +51,8 @@ class AnnealStart:
         self._sums = {
             layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device) for layer in self._paths
         }
-        self._scales = {
-            layer: TokenScales(layer.kind, layer.norm_eps, layer.witness_channels)
-            for layer in self._paths
-            if layer.witness_channels
-        }
+        witnessed = [layer for layer in self._paths if layer.witness_channels]
+        self._scales = {layer: TokenScales(layer.kind, layer.norm_eps, layer.witness_channels) for layer in witnessed}
         self._masks: list[Tensor] = []
         # The modules that are running, and the one whose masks hold for all that it calls.
         self._running: list[nn.Module] = []
@@ -67,10 +64,8 @@ class AnnealStart:
         # All of them: the arguments of a LightningModule or a wrapper do not say which module is its model.
         for module in model.modules():
             if module not in self._paths:
-                self._handles += [
-                    module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-                    module.register_forward_hook(self._leave, always_call=True),
-                ]
+                enter = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                self._handles += [enter, module.register_forward_hook(self._leave, always_call=True)]
 
     def __enter__(self) -> "AnnealStart":
         return self

@@ -1,11 +1,10 @@
 """Which modules of a model are norms: found by their behaviour, not by their names."""
 
-import itertools
 import math
 import re
 from collections import UserDict
 from collections.abc import Hashable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
@@ -25,13 +24,7 @@ from dynorm.watch import arguments, call_hint, require_plain_model, undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 
-_FUNCTIONS: dict[Any, str] = {
-    functional.layer_norm: "F.layer_norm",
-    functional.rms_norm: "F.rms_norm",
-    torch.layer_norm: "torch.layer_norm",
-    torch.native_layer_norm: "torch.native_layer_norm",
-    torch.rms_norm: "torch.rms_norm",
-}
+_FUNCTIONS = {functional.layer_norm, functional.rms_norm, torch.layer_norm, torch.native_layer_norm, torch.rms_norm}
 
 
 @dataclass
@@ -41,7 +34,6 @@ class Observation:
     module: nn.Module
     paths: list[str]  # all of them, the first one found first
     calls: int = 0
-    first: int = -1  # its place in the order in which modules first returned; -1 when never called
     problem: str | None = None  # why its calls cannot be those of a replaceable norm
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # the distinct ones of its input, in order
     dtype: torch.dtype = torch.float32  # of its input at the first call
@@ -113,15 +105,16 @@ class _NormFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         seen = self.running[-1] if self.running else None
         if func in _FUNCTIONS and seen is not None:
-            seen.functions.append(_FUNCTIONS[func])
+            home = "F" if func.__module__ == functional.__name__ else "torch"
+            seen.functions.append(f"{home}.{func.__name__}")
         return func(*args, **(kwargs or {}))
 
 
-def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Observation]:
-    """Run the model once and watch each of its modules; nothing of the run stays, also when the model raises.
+def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Observation], ...]:
+    """Run the model once and watch each of its modules; return all, and those called in the order of first return.
 
-    Layers of dynorm and parametrizations of weights, and the modules in them, are left out. DataError is raised if the
-    model raises on this input.
+    Nothing of the run stays, also when the model raises, which is a DataError. Layers of dynorm and parametrizations of
+    weights, and the modules in them, are left out.
     """
     ours = {
         id(part)
@@ -133,31 +126,29 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) not in ours:
             found.setdefault(id(module), Observation(module, [])).paths.append(path)
-    returned = itertools.count()
+    called: list[Observation] = []
     running: list[Observation | None] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen = found[id(module)]
-        seen.first = seen.first if seen.calls else next(returned)
+        called.extend([seen] if not seen.calls else [])
         seen.record(args, kwargs, output)
 
-    handles = [seen.module.register_forward_hook(hook, with_kwargs=True) for seen in found.values()]
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(lambda m, args: running.append(found.get(id(m)))))
-        # A parent may catch what its child raises, and go on.
-        handles.append(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
     try:
-        with undisturbed(model, (args, kwargs)), _NormFunctions(running):
+        with undisturbed(model, (args, kwargs)), _NormFunctions(running), ExitStack() as hooks:
+            for seen in found.values():
+                hooks.enter_context(seen.module.register_forward_hook(hook, with_kwargs=True))
+            for part in model.modules():
+                hooks.enter_context(part.register_forward_pre_hook(lambda m, _: running.append(found.get(id(m)))))
+                # A parent may catch what its child raises, and go on.
+                hooks.enter_context(part.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
             model(*args, **kwargs)
     except Exception as error:
         raise DataError(
             "the model could not be run on the example, which must be what its forward takes: "
             f"it raised {type(error).__name__}: {error}{call_hint(args)}"
         ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    return list(found.values())
+    return list(found.values()), called
 
 
 _NEVER_CALLED = "never called by the example input; give an example that reaches it, if anything does"
@@ -219,10 +210,10 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
         with suppress(TypeError):
             signature(model.forward).bind(*given[0], **given[1])
             args, kwargs = given
-    observations = observe(model, args, kwargs)
+    observations, called = observe(model, args, kwargs)
     search = _Search()
     with plain_arithmetic(model):
-        for seen in sorted((s for s in observations if s.calls), key=lambda s: s.first):
+        for seen in called:
             search.consider(seen)
     search.add_uncalled(observations)
     search.add_functions(observations)

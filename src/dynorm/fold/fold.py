@@ -178,11 +178,8 @@ def _find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], o
     if not sites:
         raise ModelError("the model must have norms or point-wise layers, but none was found: nothing can be folded")
     chosen = {site.path for site in select_sites(sites, only, skip)}
-    modules = [model.get_submodule(site.path) for site in sites]
-    return [
-        SiteFold(site, module, site.path in chosen, site.refused or refused(site, module))
-        for site, module in zip(sites, modules, strict=True)
-    ]
+    placed = ((site, model.get_submodule(site.path)) for site in sites)
+    return [SiteFold(site, m, site.path in chosen, site.refused or refused(site, m)) for site, m in placed]
 
 
 def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any) -> nn.Module:

@@ -244,11 +244,8 @@ def output_tensor(output: Any, batch: Any = None) -> tuple[str | None, Tensor]:
 
     It is the "logits", else of a ``batch`` of images the "class_token", else the "last_hidden_state", or first tensor.
     """
-    found = [
-        ("logits", _named(output, "logits")),
-        ("class_token", _class_token(output, batch)),
-        ("last_hidden_state", _named(output, "last_hidden_state")),
-    ]
+    logits, hidden = (_named(output, name) for name in ("logits", "last_hidden_state"))
+    found = [("logits", logits), ("class_token", _class_token(output, batch)), ("last_hidden_state", hidden)]
     values = output.values() if isinstance(output, Mapping) else output
     rest = values if isinstance(output, (Mapping, tuple, list)) else [output]
     for name, tensor in [*found, *((None, value) for value in rest)]:

@@ -80,11 +80,9 @@ class SizeStats:
         rows = torch.tensor(list(chosen.values()), device=x.device)
         squares = y[rows].double().square()
         share, channel = (squares / squares.sum(1, keepdim=True).clamp_min(1e-300)).max(1)
-        columns = (column.tolist() for column in (rows, sigma[rows], channel, share))
-        new = [
-            LargeToken(size, channel, part, *(None if each < 0 else each for each in known[i]))
-            for i, size, channel, part in zip(*columns, strict=True)
-        ]
+        columns = (column.tolist() for column in (sigma[rows], channel, share))
+        places_of = ((None if each < 0 else each for each in known[i]) for i in chosen.values())
+        new = [LargeToken(*figures, *place) for *figures, place in zip(*columns, places_of, strict=True)]
         both = sorted([*self._largest, *new], key=lambda token: token.size)
         named = {token if token.token is None else token.token: token for token in both}
         self._largest = sorted(named.values(), key=lambda token: token.size, reverse=True)[:_LARGEST]
