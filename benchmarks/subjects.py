@@ -26,7 +26,7 @@ import dynorm
 from dynorm.distill.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.files import write_text
-from dynorm.fit.choose import TOLERANCE
+from dynorm.fit.site_fit import TOLERANCE
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 

@@ -10,7 +10,7 @@ from dynorm.distill.distill import distill_
 from dynorm.errors import DataError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.fit.choose import TOLERANCE
+from dynorm.fit.site_fit import TOLERANCE
 from dynorm.replace import convert_, restore_
 from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure

@@ -32,8 +32,8 @@ from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.family import AUTO, layer_class
 from dynorm.find import find_norms
 from dynorm.fit import CalibrationWarning, calibrate_, refine_
-from dynorm.fit.choose import TOLERANCE
 from dynorm.fit.ranks import Ranks
+from dynorm.fit.site_fit import TOLERANCE
 from dynorm.hub.contents import is_changed, listed
 from dynorm.layers import AnnealedNorm
 from dynorm.replace import convert_

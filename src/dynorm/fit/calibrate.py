@@ -13,8 +13,8 @@ from dynorm import watch
 from dynorm.arguments import check_not_negative
 from dynorm.errors import ArgumentError
 from dynorm.family import NAMES
-from dynorm.fit.choose import TOLERANCE, SiteChoice
 from dynorm.fit.ranks import BATCH, OVER, Ranks
+from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers, swap_
