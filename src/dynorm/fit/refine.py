@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,29 +100,17 @@ def refine_(
             )
         ranks.require_alike(found.items())
         warn_of_defaults(model)
-        with (
-            watch.unchanged_on_error(layers),
-            watch.undisturbed(model, evaluate=True, grad=True),
-            _only_trained(model, layers),
-        ):
+        with watch.unchanged_on_error(layers), watch.undisturbed(model, evaluate=True, grad=True), ExitStack() as after:
+            # Only the layers' parameters require gradients meanwhile.
+            for p in model.parameters():
+                after.callback(p.requires_grad_, p.requires_grad)
+            model.requires_grad_(False)
+            for layer in layers:
+                layer.requires_grad_(True)
             feed = watch.cycled(batches, steps * accumulate)
             # Its own neighbours, so many at a time.
             errors = _descend(model, layers, zip(*[feed] * accumulate, strict=True), steps, lr, ranks)
     return RefinementReport(steps, errors[0], errors[-1])
-
-
-@contextmanager
-def _only_trained(model: nn.Module, layers: list[PointwiseNorm]) -> Iterator[None]:
-    """Let only the layers' parameters require gradients, as long as the context lasts."""
-    before = {p: p.requires_grad for p in model.parameters()}
-    try:
-        model.requires_grad_(False)
-        for layer in layers:
-            layer.requires_grad_(True)
-        yield
-    finally:
-        for p, trained in before.items():
-            p.requires_grad_(trained)
 
 
 def _descend(
