@@ -53,8 +53,8 @@ def toy_batches(count: int = 3) -> list[Tensor]:
 def test_the_fit_is_that_of_least_squares_on_the_outliers(site: NormSite, name: str) -> None:
     fitted, measured = tokens(seed=1), tokens(seed=2)
     outliers = Outliers(site, seed=0)
-    outliers.add_fitted(fitted[:70])
-    outliers.add_fitted(fitted[70:])
+    outliers.add(fitted[:70], fitted=70)
+    outliers.add(fitted[70:], fitted=len(fitted) - 70)
     outliers.add(measured)
     scale, center = 4.5, 0.25
 

@@ -9,7 +9,7 @@ from scipy import stats
 from torch import nn
 
 from dynorm.errors import ArgumentError
-from dynorm.report.output import average_ranks, pair_spearman, same_neighbours, spearman
+from dynorm.report.output import average_ranks, pairs_alike, spearman
 from dynorm.report.stats import FUNCTIONS, Histogram, Reservoir
 
 
@@ -24,23 +24,24 @@ class TestRanks:
     def test_what_has_no_order(self) -> None:
         assert spearman(torch.ones(5), torch.arange(5.0)) is None
         assert spearman(torch.ones(1), torch.ones(1)) is None
-        assert pair_spearman(torch.eye(2), torch.eye(2)) is None
+        assert pairs_alike(torch.eye(2), torch.eye(2)) == (None, None)
         with pytest.raises(ArgumentError, match="equally many"):
             spearman(torch.ones(3), torch.ones(4))
 
     def test_of_many_samples_an_even_choice_is_taken(self) -> None:
         a = nn.functional.normalize(torch.randn(2500, 3, generator=torch.Generator().manual_seed(0)), dim=1)
-        assert pair_spearman(a, a) == pytest.approx(1.0)
-        assert pair_spearman(a, a.flip(0)) == pytest.approx(0.0, abs=0.1)
-        assert same_neighbours(a, a) == 1
-        assert same_neighbours(a, a.flip(0)) < 0.01
+        assert pairs_alike(a, a) == (pytest.approx(1.0), 1)
+        correlation, neighbours = pairs_alike(a, a.flip(0))
+        assert correlation == pytest.approx(0.0, abs=0.1)
+        assert neighbours is not None
+        assert neighbours < 0.01
 
     def test_a_sample_is_not_its_own_neighbour(self) -> None:
         angles = torch.tensor([[0.0, 1.0, 3.0, 3.5], [0.0, 2.0, 3.0, 3.5]])
         before, now = torch.stack([angles.cos(), angles.sin()], dim=-1)
         # The second has the first beside it, then the third.
-        assert same_neighbours(before, now) == 0.75
-        assert same_neighbours(before[:2], now[:2]) is None
+        assert pairs_alike(before, now)[1] == 0.75
+        assert pairs_alike(before[:2], now[:2])[1] is None
 
 
 class TestStatistics:

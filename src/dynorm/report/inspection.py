@@ -137,12 +137,11 @@ def _run(model: nn.Module, watched: Watched, batch: Any, fitted: float) -> None:
         x = watch.site_tokens(stats.site, given, masks)
         watch.require_finite(stats.site.path, x)
         split = int(len(x) * fitted)
-        outliers.add_fitted(x[:split])
+        outliers.add(x, split)
         if fitted == 1.0:
             stats.add_fitted(x)
         else:
             stats.add(x, split, token_places(stats.site, given, batch))
-            outliers.add(x[split:])
 
     with watch.undisturbed(model, batch), watch.hooked(watched, hook, with_kwargs=True):
         watch.call(model, batch)
@@ -160,13 +159,10 @@ class Outliers:
         self._count = 0
         self._log_sum = self._log_square_sum = self._exact = 0.0
 
-    def add_fitted(self, x: Tensor) -> None:
-        """Add tokens (tokens, C) to those that the functions are fitted on."""
-        self._add(self._fitted, x)
-
-    def add(self, x: Tensor) -> None:
-        """Add tokens (tokens, C) to those that are measured on."""
-        beta = self._add(self._held_out, x)
+    def add(self, x: Tensor, fitted: int = 0) -> None:
+        """Add tokens (tokens, C): the functions are fitted on so many of them, and measured on the others."""
+        self._add(self._fitted, x[:fitted])
+        beta = self._add(self._held_out, x[fitted:])
         self._count += len(beta)
         log_beta = beta.clamp_min(torch.finfo(beta.dtype).tiny).log()
         self._log_sum += float(log_beta.sum())

@@ -121,7 +121,8 @@ class OutputComparison:
         found = OutputReport(kind, len(cosines), float(cosines.mean()), float(least), low, median, worst=int(worst))
         if self._kept:
             first, second = (torch.cat(each) for each in zip(*self._kept, strict=True))
-            found = replace(found, spearman=pair_spearman(first, second), neighbours=same_neighbours(first, second))
+            correlation, neighbours = pairs_alike(first, second)
+            found = replace(found, spearman=correlation, neighbours=neighbours)
         if self._same_class:
             found = replace(found, agreement=float(torch.cat(self._same_class).double().mean()))
         if len(self._sums) == 1:
@@ -202,41 +203,26 @@ def average_ranks(values: Tensor) -> Tensor:
     return ranks[group.flatten()]
 
 
-def pair_spearman(a: Tensor, b: Tensor) -> float | None:
-    """Return Spearman's correlation of the similarities of all pairs of rows, of the same samples' embeddings (N, D).
+def pairs_alike(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
+    """Compare the similarities of all pairs of rows in two embeddings (N, D) of the same samples, of length 1.
 
-    The rows have length 1. None for fewer than 3; of more than 2,000, an even choice of 2,000 is compared.
-
-    Example:
-        >>> a = normalize(torch.eye(4) + 0.1 * torch.arange(16.0).reshape(4, 4), dim=1)
-        >>> round(pair_spearman(a, a), 6)
-        1.0
-    """
-    rows, columns = torch.triu_indices(min(len(a), _MOST_PAIRED), min(len(a), _MOST_PAIRED), 1)
-    first, second = (_similarities(each)[rows, columns] for each in (a, b))
-    return spearman(first, second)
-
-
-def same_neighbours(a: Tensor, b: Tensor) -> float | None:
-    """Return how often a sample has the same nearest neighbour in both of its embeddings (N, D), as a share.
-
-    The rows have length 1. None for fewer than 3; of more than 2,000, an even choice of 2,000 is compared.
+    Return Spearman's correlation of the similarities, and how often a sample has the same nearest neighbour in both, as
+    a share. None for fewer than 3 rows; of more than 2,000, an even choice of 2,000 is compared.
 
     Example:
         >>> a = normalize(torch.eye(4) + 0.1 * torch.arange(16.0).reshape(4, 4), dim=1)
-        >>> same_neighbours(a, a)
-        1.0
+        >>> correlation, neighbours = pairs_alike(a, a)
+        >>> round(correlation, 6), neighbours
+        (1.0, 1.0)
     """
     if len(a) < 3:
-        return None
-    first, second = (_similarities(each).fill_diagonal_(-math.inf).argmax(1) for each in (a, b))
-    return float((first == second).double().mean())
-
-
-def _similarities(rows: Tensor) -> Tensor:
-    if len(rows) > _MOST_PAIRED:
-        rows = rows[torch.linspace(0, len(rows) - 1, _MOST_PAIRED, dtype=torch.float64).long()]
-    return rows.double() @ rows.double().T
+        return None, None
+    even = torch.linspace(0, len(a) - 1, min(len(a), _MOST_PAIRED), dtype=torch.float64).long()
+    first, second = (each[even].double() @ each[even].double().T for each in (a, b))
+    rows, columns = torch.triu_indices(len(even), len(even), 1)
+    correlation = spearman(first[rows, columns], second[rows, columns])
+    nearest, other = (each.fill_diagonal_(-math.inf).argmax(1) for each in (first, second))
+    return correlation, float((nearest == other).double().mean())
 
 
 def output_tensor(output: Any, batch: Any = None) -> tuple[str | None, Tensor]:

@@ -69,7 +69,8 @@ class MeasuredSite:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values, without the sampled points."""
-        return {name: value for name, value in asdict(self).items() if name not in ("picture", "sums")}
+        drawn = ("picture", "sums", "points")
+        return asdict(self, dict_factory=lambda pairs: {name: value for name, value in pairs if name not in drawn})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -289,9 +290,7 @@ class InspectedSite(MeasuredSite):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values, without the sampled points."""
-        row = super().to_dict()
-        del row["outliers"]["points"]
-        return row | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
+        return super().to_dict() | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
