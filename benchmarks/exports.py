@@ -11,6 +11,7 @@ from typing import Any
 
 import onnxruntime
 import torch
+from onnxscript import opset18
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -37,10 +38,15 @@ class InFloat32(nn.Module):
         return first(self.layer(x.to(self.dtype))).float()
 
 
+# torchao's integer product, which torch's exporter does not know.
+INT8 = {torch.ops.aten._int_mm.default: lambda a, b: opset18.MatMulInteger(a, b)}
+
+
 def onnx_program(model: nn.Module, example: dict[str, Tensor]) -> torch.onnx.ONNXProgram:
     """Export a model whose inputs have a batch and a length that may vary."""
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in example}
-    program = torch.onnx.export(model, (), kwargs=example, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    options: dict[str, Any] = {"dynamo": True, "verbose": False, "custom_translation_table": INT8}
+    program = torch.onnx.export(model, (), kwargs=example, dynamic_shapes=shapes, **options)
     assert program is not None
     return program
 

@@ -33,7 +33,7 @@ def study() -> dict[str, Any]:
     for _ in fitted(subject, "dyisru", 0, per_channel=True):
         pass
     batches = make_batches(subject.pretrained, subject.encoded[:CALIBRATION_TEXTS], BATCH, 0)
-    readers = find_readers(model, **batches[0])
+    readers = [reader for reader in find_readers(model, **batches[0]) if reader.refused is None]
     seen = outputs(model, {reader.layer for reader in readers}, batches)
     want = embeddings(model, tests)
     rows = []

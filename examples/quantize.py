@@ -40,7 +40,7 @@ def main() -> None:
             return (model(**held_out).last_hidden_state * mask).sum(1) / mask.sum(1)
 
     expected = embeddings(model)
-    readers = find_readers(model, **held_out)
+    readers = [reader for reader in find_readers(model, **held_out) if reader.refused is None]
     print(f"{len(readers)} linear layers read a point-wise layer, as {readers[0].linear} reads {readers[0].layer}")
     sources = {"bounds": {}, "six sigmas": {"sigmas": 6.0}, "seen": {"ranges": observed_ranges(model, batches)}}
     found = {}

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from dynorm import watch
 from dynorm.arguments import check_positive, upcast
-from dynorm.errors import ArgumentError, DataError
+from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.layers import AnnealedNorm, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
 from dynorm.replace.specs import require_layers
+from dynorm.site import NormSite
 
 Range = tuple[Tensor, Tensor]
 
@@ -63,14 +64,7 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
     Reference:
         arXiv 2503.21708, eq. 15: DyISRU's bound, sqrt(C - 1), is the largest value that LayerNorm itself can give.
     """
-    if not isinstance(layer, PointwiseNorm):
-        raise ArgumentError(
-            f"layer must be a point-wise layer of dynorm, got {type(layer).__name__}: pass a converted one"
-        )
-    if isinstance(layer, AnnealedNorm) and layer.position < 1:
-        raise ArgumentError(
-            f"an annealed layer must stand at t = 1, but is at {layer.position:g}: call finalize_ first"
-        )
+    require_function(layer)
     if sigmas is not None:
         check_positive("sigmas", sigmas)
     with torch.no_grad():
@@ -80,7 +74,21 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         return torch.minimum(*edges), torch.maximum(*edges)
 
 
-def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range]:
+def require_function(layer: nn.Module) -> None:
+    """Check that a module is a point-wise layer, and not on its way from a norm."""
+    if not isinstance(layer, PointwiseNorm):
+        raise ArgumentError(
+            f"layer must be a point-wise layer of dynorm, got {type(layer).__name__}: pass a converted one"
+        )
+    if isinstance(layer, AnnealedNorm) and layer.position < 1:
+        raise ArgumentError(
+            f"an annealed layer must stand at t = 1, but is at {layer.position:g}: call finalize_ first"
+        )
+
+
+def observed_ranges(
+    model: nn.Module, batches: Iterable[Any], *, inputs_of: Iterable[str] | None = None
+) -> dict[str, Range]:
     """Return the least and largest value that each channel of each point-wise layer gave, for :func:`quantize_`.
 
     The model runs in eval mode and is left as it was. Padding is left out, as in ``calibrate_``. A layer that no batch
@@ -89,12 +97,13 @@ def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range
     Args:
         model: a converted model.
         batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``.
+        inputs_of: paths of linear or point-wise layers; the ranges are those of their inputs then.
 
     Returns:
         By the layer's path, two tensors of shape (C,) in at least float32.
 
     Raises:
-        ModelError: the model has no point-wise layer, or is wrapped or compiled.
+        ModelError: the model has no point-wise layer, or none at a path of ``inputs_of``, or is wrapped or compiled.
         DataError: a batch is of the wrong kind, the model cannot run it, a layer gives what is not finite, or no layer
             is reached at all.
 
@@ -105,24 +114,30 @@ def observed_ranges(model: nn.Module, batches: Iterable[Any]) -> dict[str, Range
         tensor([0.8900, 0.0000, 2.0000, 0.0000])
     """
     watch.require_plain_model(model)
-    paths = {layer: path for path, layer in require_layers(model).items()}
+    watched: dict[nn.Module, str] = {layer: path for path, layer in require_layers(model).items()}
+    if inputs_of is not None:
+        try:
+            watched = {model.get_submodule(path): path for path in inputs_of}
+        except AttributeError as error:
+            raise ModelError(f"inputs_of must name modules of the model, but: {error}") from error
     found: dict[str, Range] = {}
     for batch in watch.iterate(batches):
         masks = watch.token_masks(batch)
 
-        def widen(layer: nn.Module, args: tuple[Any, ...], output: Tensor, masks: list[Tensor] = masks) -> None:
-            assert isinstance(layer, PointwiseNorm)
-            tokens, path = upcast(watch.site_tokens(layer, output, masks)), paths[layer]
+        def widen(layer: nn.Module, args: Any, kwargs: Any, output: Tensor, masks: list[Tensor] = masks) -> None:
+            value = output if inputs_of is None else (*args, *kwargs.values())[0]
+            site = layer if isinstance(layer, PointwiseNorm) else NormSite(watched[layer])
+            tokens, path = upcast(watch.site_tokens(site, value, masks)), watched[layer]
             watch.require_finite(path, tokens)
             if len(tokens):
                 low, high = tokens.aminmax(dim=0)
                 before = found.get(path, (low, high))
                 found[path] = low.minimum(before[0]), high.maximum(before[1])
 
-        with watch.undisturbed(model, batch, evaluate=True), watch.hooked(paths, widen):
+        with watch.undisturbed(model, batch, evaluate=True), watch.hooked(watched, widen, with_kwargs=True):
             watch.call(model, batch)
     if not found:
-        raise DataError("the batches must reach at least one point-wise layer, but reached none: give others")
+        raise DataError("the batches must reach at least one of the layers, but reached none: give others")
     return found
 
 
