@@ -127,6 +127,7 @@ quality: demo
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.picture
+	$(BIN)/python -m benchmarks.report_picture
 
 # What is lost on a task, for README.md: a few minutes. The texts are Debian's; apt-get fetches them.
 retrieval: demo

@@ -22,10 +22,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     :func:`dynorm.finalize_` when it is over. A run that is resumed from a checkpoint goes on where it was.
 
     Args:
-        start: the last step at t = 0; a float is a share of the run.
-        length: how many steps the annealing takes; a float is a share of the run.
-        shape: "linear", or "cosine", which begins and ends slowly.
-        order: all layers "together", or one after another: "last_first" or "first_last".
+        start, length, shape, order: those of :class:`dynorm.AnnealSchedule`.
 
     Raises:
         ArgumentError: an argument is outside its domain; or, when training begins, the annealing does not fit the run.

@@ -25,13 +25,9 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
 
     .. math:: y_r = \mathrm{weight}_r \cdot \mathrm{scale} \cdot f(x_r - \mathrm{center}) + \mathrm{bias}_r
 
-    on rank r, with the scale of all channels (:math:`\sqrt C` with the global C), and ``weight`` and ``bias``, and
-    constants of one value per channel, sharded as the channels are. The fused kernels serve, as they would for a plain
-    tensor. Gradients of parameters that are replicated are left as ``Partial`` where x is sharded; the optimizer, or
-    :func:`dynorm.parallel.reduce_gradients_` for all at once, makes the sum.
-
-    With witnesses K and sharded channels, each rank is sent the values of K of each token, in float32 (or float64), by
-    one all-reduce; the backward pass has another one.
+    on rank r, with the scale of all channels (:math:`\sqrt C` with the global C). What is sharded with x, and what is
+    sent for witnesses, is as for :class:`PointwiseParallel`; their values are sent in float32 (or float64). The fused
+    kernels serve, as they would for a plain tensor.
 
     Args:
         layer: a point-wise layer whose parameters are DTensors on the mesh of x.
