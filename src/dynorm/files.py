@@ -37,24 +37,18 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         >>> write_bytes(getfixture("tmp_path") / "a.png", b"...")
     """
     target = Path(path)
-    temporary: str | None = None
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     try:
         if target.is_dir():
             raise IsADirectoryError(f"{target} is a directory")
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp makes files that only their owner can read; the mask of others cannot be read without being set.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
+        temporary.write_bytes(data)
         os.replace(temporary, target)
     # A path with a null byte gives ValueError.
     except (OSError, ValueError) as error:
         raise StorageError(f"{str(target)!r} cannot be written: {error}; give a path that can be") from error
     finally:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+        if temporary.exists():
+            temporary.unlink()
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:

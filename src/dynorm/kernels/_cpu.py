@@ -35,11 +35,6 @@ _PER_CHANNEL = 4
 _log = logging.getLogger("dynorm")
 
 
-def available() -> bool:
-    """Say whether the kernels have been built."""
-    return _native() is not None
-
-
 def name() -> str:
     """Return the instruction set that runs: "cpu-avx512", "cpu-avx2" or "cpu-portable"; "torch" without kernels."""
     native = _native()

@@ -124,20 +124,16 @@ class AnnealedNorm(PointwiseNorm):
 
     def end(self) -> PointwiseNorm:
         """Return the point-wise layer at t = 1, which holds this one's own parameters."""
-        layer = self.target(**self.target_config(), device="meta")
+        layer = self.target(**super().config(), device="meta")
         for name, parameter in self._parameters.items():
             layer.register_parameter(name, parameter)
         layer.register_buffer("witnesses", self.witnesses)
         return layer.train(self.training)
 
-    def target_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments of the point-wise layer at t = 1."""
-        return super().config()
-
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
         own = {"kind": self.kind, "norm_eps": self.norm_eps, "t": self.position, "place": self.place}
-        return self.target_config() | own
+        return super().config() | own
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
@@ -149,13 +145,12 @@ class AnnealedNorm(PointwiseNorm):
         # Under autocast torch's norms cast as they do it, and so must ours.
         own = like and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         own = own or all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
-        if self.kind == "layernorm":
-            if trailing and own:
-                return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.norm_eps)
-            return functional.layer_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
+        if trailing and own and self.kind == "layernorm":
+            return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.norm_eps)
         if trailing and own and self.bias is None:
             return rms_norm(x, self.normalized_shape, self.weight, self.norm_eps)
-        return functional.rms_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
+        plain = functional.layer_norm if self.kind == "layernorm" else functional.rms_norm
+        return plain(x, self.weight, self.bias, self.norm_eps, self.dim)
 
     def _with_constants(self, y: Tensor) -> Tensor:
         """Let the constants have a gradient, 0, in training: DistributedDataParallel waits for one of each."""

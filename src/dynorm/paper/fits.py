@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dynorm.errors import ArgumentError
 from dynorm.functional import derf, dyisru, dyt, linear
-
-Array = NDArray[np.float64]
+from dynorm.paper.simulation import Array
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru_general, layer_norm
 from dynorm.paper.fits import FITTED, Fit, fit, fit_many, outputs_of
-from dynorm.paper.simulation import ClosedForm, Simulation, check_settings, closed_form, simulate
-
-Array = NDArray[np.float64]
+from dynorm.paper.simulation import Array, ClosedForm, Simulation, check_settings, closed_form, simulate
 
 CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
