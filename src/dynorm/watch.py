@@ -23,15 +23,8 @@ from dynorm.site import NormSite
 _TOKENS = ("attention_mask", "decoder_attention_mask")
 _PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
 
-HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+# The attributes in which a module keeps its hooks on calls.
+HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 
 
 def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:

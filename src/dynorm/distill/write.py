@@ -13,13 +13,9 @@ from dynorm.files import replaced_directory, require_writable, write_text
 from dynorm.hub.contents import is_changed
 from dynorm.report.page import rendered
 
-# fmt: off
-WEIGHTS = frozenset([
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".onnx", ".onnx_data", ".xml", ".msgpack", ".ot", ".gguf",
-    ".tflite",
-])
+_ENDINGS = ".safetensors .bin .pt .pth .ckpt .h5 .onnx .onnx_data .xml .msgpack .ot .gguf .tflite"
+WEIGHTS = frozenset(_ENDINGS.split())
 """The endings of files that hold weights."""
-# fmt: on
 CARD, ORIGINAL = "README.md", "README.original.md"
 # Of the original's metadata, with the lines below each: what holds for the changed model too.
 _KEPT = re.compile(r"^(?:license\w*|language|library_name|pipeline_tag|datasets):.*\n(?:[ \t-].*\n)*", re.MULTILINE)

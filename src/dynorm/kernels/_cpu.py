@@ -150,12 +150,8 @@ def _native() -> Any:
     native.set_parallel_for(_parallel_for())
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is not None:
-        # fmt: off
-        native.set_torch(
-            exchange, Tensor, Parameter, torch.empty_like, torch.is_grad_enabled, "requires_grad",
-            Tensor.is_neg, WATCHERS, forward_ad, "_current_level",
-        )
-        # fmt: on
+        known = (Tensor, Parameter, torch.empty_like, torch.is_grad_enabled, "requires_grad", Tensor.is_neg)
+        native.set_torch(exchange, *known, WATCHERS, forward_ad, "_current_level")
     return native
 
 

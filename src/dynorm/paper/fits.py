@@ -38,9 +38,7 @@ FAMILIES = {
     for family in (
         Family("DyT", "alpha", 1, dyt, lambda z: torch.cosh(z) ** -2, torch.atanh),
         Family("Derf", "alpha", 1, derf, lambda z: 2 / math.sqrt(math.pi) * torch.exp(-z * z), torch.erfinv),
-        Family(
-            "DyISRU", "beta", -2, dyisru, lambda z: (1 + z * z) ** -1.5, lambda f: f / torch.sqrt((1 - f) * (1 + f))
-        ),
+        Family("DyISRU", "beta", -2, dyisru, lambda z: (1 + z * z) ** -1.5, lambda f: f / ((1 - f) * (1 + f)) ** 0.5),
     )
 }
 FITTED = (*FAMILIES, "linear")
