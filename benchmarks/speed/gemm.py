@@ -21,9 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, Parameters
-from dynorm.kernels._triton import ceil_divide, check_parameters, per_channel
+from dynorm.kernels._triton import ceil_divide, check_parameters, choose, interpreted, on_device, per_channel
 from dynorm.kernels._triton_functions import parameter, value
-from dynorm.kernels._triton_tuning import choose, interpreted, on_device
 
 # From Hopper on, the copy engine loads tiles by descriptors; it wants addresses and rows aligned to this many bytes.
 _COPY_ENGINE, _ALIGNMENT = (9, 0), 16

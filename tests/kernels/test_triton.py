@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynorm.kernels import _triton_tuning
+from dynorm.kernels import _triton
 from dynorm.kernels._triton import available
 
 
@@ -49,12 +49,12 @@ def test_the_fastest_configuration_is_found_once(monkeypatch: pytest.MonkeyPatch
         return {1: 3.0, 2: 1.0, 3: math.inf}[tried[-1]]
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(_triton_tuning, "_chosen", {})
+    monkeypatch.setattr(_triton, "_chosen", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(_triton_tuning, "_milliseconds", milliseconds)
-    assert [_triton_tuning.choose("a", (1, 2, 3), tried.append) for _ in range(2)] == [2, 2]
+    monkeypatch.setattr(_triton, "_milliseconds", milliseconds)
+    assert [_triton.choose("a", (1, 2, 3), tried.append) for _ in range(2)] == [2, 2]
     assert tried == [1, 2, 3]
-    assert _triton_tuning.choose("b", (1, 3), tried.append) == 1
+    assert _triton.choose("b", (1, 3), tried.append) == 1
 
 
 @pytest.mark.parametrize("interpret", ["1", "0"])
@@ -63,8 +63,8 @@ def test_nothing_is_timed_in_the_interpreter_or_while_a_graph_is_captured(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(_triton_tuning, "_chosen", {})
-    assert _triton_tuning.choose("a", (1, 2), pytest.fail) == 1
+    monkeypatch.setattr(_triton, "_chosen", {})
+    assert _triton.choose("a", (1, 2), pytest.fail) == 1
 
 
 def test_without_triton_the_kernels_are_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
