@@ -121,6 +121,7 @@ def fold(
     out: Path,
     affine: bool = True,
     center: bool = True,
+    redundant: float = 0.0,
     add_bias: bool = False,
     untie: bool = False,
     only: list[str] | None = None,
@@ -137,5 +138,5 @@ def fold(
 
     say, _ = speaker(quiet=as_json)
     options: dict[str, Any] = {"affine": affine, "center": center, "add_bias": add_bias, "untie": untie}
-    options |= {"only": only or None, "skip": skip or None}
+    options |= {"redundant": redundant, "only": only or None, "skip": skip or None}
     show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

@@ -45,7 +45,7 @@ def fold_pretrained(
     for remark in remarks:
         say(remark)
     report = fold_(model, **(inputs | options))
-    if not any(report.count(name) for name in ("affine", "center", "constants")):
+    if not any(report.count(name) for name in ("affine", "center", "constants", "redundant")):
         raise ModelError(f"at least one norm must be foldable, but none is; nothing was written\n{report}")
     write_out(model, folder, out, overwrite, report, template="fold.md", remarks=remarks)
     say(f"saved {out / 'model'} and {out / 'report.json'}")

@@ -17,6 +17,7 @@ from dynorm.fold.apply import added_biases, applied, new_values, untied
 from dynorm.fold.capture import capture
 from dynorm.fold.check import Check, copied
 from dynorm.fold.graph import Graph
+from dynorm.fold.redundant import fold_redundant
 from dynorm.fold.refusals import refused, require_model
 from dynorm.fold.report import FoldReport
 from dynorm.fold.site_fold import SiteFold
@@ -37,6 +38,7 @@ def fold_(
     affine: bool = True,
     center: bool = True,
     constants: bool = True,
+    redundant: float = 0.0,
     add_bias: bool = False,
     untie: bool = False,
     only: Globs = None,
@@ -57,6 +59,9 @@ def fold_(
     - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias before it. With
       *affine*, a linear layer without witnesses goes altogether, where need be by rescaling the residual stream.
 
+    These are exact. *redundant*, a fourth, takes a norm out that feeds norms only, through products, as they take the
+    scale out of each token themselves. Their eps meets other sizes then: it is exact for an eps of 0 alone.
+
     The model is traced once with ``torch.export``. A part that cannot be shown to be safe is left alone, and the report
     says why. All new values are computed in float64 first. Then the outputs for the example and for fresh random inputs
     are compared; if they differ, everything is put back, to the bit. Parameters stay the same objects.
@@ -71,6 +76,8 @@ def fold_(
         affine: fold weights and biases.
         center: fold means.
         constants: fold the scales and centres of point-wise layers.
+        redundant: the relative error to allow for norms that go because they feed norms only: of their outputs, for
+            tokens as large as the example's, and measured of the model's, if ``tolerance`` is None. At 0 none goes.
         add_bias: give a linear layer a bias where a norm's bias needs one.
         untie: give tied weights, as of an embedding and a head, a tensor each where a fold needs it.
         only: globs of the norms' paths to fold; None means all.
@@ -84,7 +91,7 @@ def fold_(
         A report with one row per site: where each part went, or why it stays.
 
     Raises:
-        ArgumentError: ``tolerance`` is negative, or a glob matches no site.
+        ArgumentError: ``tolerance`` or ``redundant`` is negative, or a glob matches no site.
         ModelError: the model has no norm, cannot be traced, is in training mode, quantized, sharded, compiled,
             wrapped or on the meta device; its outputs are opaque, too coarse to be checked, or changed; or its code
             raised. It is then as it was.
@@ -102,10 +109,12 @@ def fold_(
         loads where dynorm is imported: save it with dynorm.save
 
     Reference:
-        S. Ashkboos et al., "SliceGPT", arXiv 2401.15024, section 3.1, for pre-norm transformers.
+        S. Ashkboos et al., "SliceGPT", arXiv 2401.15024, section 3.1, for pre-norm transformers; N. Graef et al.,
+        "FlashNorm", arXiv 2407.09577, for a norm before a norm.
     """
     if tolerance is not None:
         check_not_negative("tolerance", tolerance)
+    check_not_negative("redundant", redundant)
     require_model(model)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
@@ -119,10 +128,14 @@ def fold_(
         fold_means(graph, folds)
     if constants:
         fold_centers(graph, folds, add_bias)
+    if redundant and affine:
+        fold_redundant(model, graph, folds, example, redundant)
     error, checked = None, dict[str, Any]()
     try:
-        if any(fold.is_given or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
+        if any(fold.is_given or fold.is_gone or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
             before = Check(model, example, tolerance) if check else None
+            if before is not None and tolerance is None and any(fold.feeds for fold in folds):
+                before.tolerance = max(before.tolerance, redundant)
             with applied(model, folds, parts, *new_values(folds, parts), affine):
                 if before is not None:
                     error = before.require_same(model)

@@ -169,25 +169,34 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
     """
     if not is_move(node, source):
         return None
-    op, part = producer(node)
+    op, _ = producer(node)
     if _is_same(op):
         return axis
     channels = shape(source)[axis]
     # A size or an index that depends on values cannot be tried.
     if channels < 2 or not all(is_tensor(value) and -1 not in shape(value) for value in (*op.all_input_nodes, node)):
         return None
-
-    def tried(value: Node) -> Tensor:
-        # Other tensors are indices: whichever token is taken, a channel stays the same.
-        return _channels(shape(source), axis) if value is source else torch.zeros(shape(value), dtype=torch.long)
-
-    assert callable(op.target)
-    result = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
-    result = result if part is None else result[part]
+    result = moved_like(node, source, _channels(shape(source), axis))
     sizes = tuple(result.shape)
     whole = (a for a, n in enumerate(sizes) if n == channels and torch.equal(result, _channels(sizes, a)))
     to = next(whole, None) if result.numel() else None
     return None if to is not None and packet(op) in _VIEWS and _is_blurred(node, source, axis, to) else to
+
+
+def moved_like(node: Node, source: Node, given: Tensor) -> Tensor:
+    """Return what a move of ``source`` makes of another tensor of its shape."""
+    op, part = producer(node)
+    if _is_same(op):
+        return given
+
+    def tried(value: Node) -> Tensor:
+        # Other tensors are indices: whichever token is taken, a channel stays the same.
+        return given if value is source else torch.zeros(shape(value), dtype=torch.long)
+
+    assert callable(op.target)
+    result = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
+    moved: Tensor = result if part is None else result[part]
+    return moved
 
 
 def is_move(node: Node, source: Node) -> bool:

@@ -6,12 +6,12 @@ from typing import Any
 from dynorm.table import Plain, Table
 
 FOLDED, REFUSED, NOTHING, OFF = "folded", "refused", "nothing to fold", "off"
-_REWRITES = ("affine", "center", "constants")
+_REWRITES = ("affine", "center", "constants", "redundant")
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """The outcome of one of the three rewrites at one site.
+    """The outcome of one rewrite at one site.
 
     Args:
         state: "folded", "refused", "nothing to fold", or "off" where the caller did not want it.
@@ -49,6 +49,8 @@ class FoldedSite(Plain):
         parameters_removed: numbers that the model no longer holds, or holds as ones and zeros.
         operations_removed: operations on numbers that one call of the example no longer takes.
         becomes: the class that stands there now.
+        redundant: all of it, where it feeds norms only; they are in ``into``.
+        change: the most that the outputs of these norms change by that, relative, for tokens as large as the example's.
     """
 
     path: str
@@ -60,6 +62,8 @@ class FoldedSite(Plain):
     parameters_removed: int = 0
     operations_removed: int = 0
     becomes: str = ""
+    redundant: Rewrite = Rewrite(OFF)
+    change: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class FoldReport(Plain):
         return sum(site.operations_removed for site in self.sites)
 
     def count(self, rewrite: str, state: str = FOLDED) -> int:
-        """Return how many sites have a rewrite ("affine", "center" or "constants") in a state."""
+        """Return how many sites have a rewrite ("affine", "center", "constants" or "redundant") in a state."""
         return sum(getattr(site, rewrite).state == state for site in self.sites)
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,6 +132,9 @@ class FoldReport(Plain):
         if self.error is not None:
             where = "on fresh inputs" if self.fresh else "on the example alone, as the model takes no other,"
             notes.append(f"relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
+        changes = [site.change for site in self.sites if site.redundant.state == FOLDED]
+        if changes:
+            notes.append(f"{len(changes)} norms gone before norms, which change by at most {max(changes):.1e} for it")
         if self.sites and self.loads_with == "dynorm":
             notes.append("loads where dynorm is imported: save it with dynorm.save")
         of = {name: f"{self.count(name)} of {self.count(name) + self.count(name, REFUSED)}" for name in _REWRITES}

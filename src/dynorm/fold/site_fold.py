@@ -90,6 +90,9 @@ class SiteFold:
     through: bool = False  # it goes because the stream that it reads and writes is rescaled
     left: Tensor | None = None  # the part of such a layer's weight that must stay, and why
     left_because: str = ""
+    feeds: list["SiteFold"] = field(default_factory=list)  # the norms that it only feeds, where it goes for that
+    change: float = 0.0  # the most that the outputs of these change, relative
+    stands_because: str | None = None  # why it does not go
 
     def __post_init__(self) -> None:
         """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
@@ -127,7 +130,7 @@ class SiteFold:
     @property
     def is_gone(self) -> bool:
         """Tell whether nothing of it stays."""
-        return self.goes and self.left is None and (self.through or self.is_given)
+        return bool(self.feeds) or (self.goes and self.left is None and (self.through or self.is_given))
 
     @property
     def stream_refused(self) -> str | None:
@@ -161,10 +164,14 @@ class SiteFold:
         removed = (self.weight is not None) + (self.bias is not None) if given.state == FOLDED else 0
         removed += self.center_into is not None and not self.through
         # Taking the mean out is a sum and a difference.
-        operations = elements * (removed + 2 * self.becomes_rms)
+        # What is gone took squares, their sum, and a product.
+        operations = elements * (removed + 2 * self.becomes_rms + 3 * bool(self.feeds))
         kind, becomes = self.site.kind or self.site.class_name, "RMSNorm" if self.becomes_rms else ""
         becomes = "Identity" if self.is_gone else becomes
-        return FoldedSite(self.path, kind, channels, given, mean, constant, channels * removed, operations, becomes)
+        state = FOLDED if self.feeds else REFUSED if self.stands_because else OFF
+        gone = Rewrite(state, tuple(norm.path for norm in self.feeds), self.stands_because)
+        numbers = (channels * removed, operations, becomes, gone, self.change)
+        return FoldedSite(self.path, kind, channels, given, mean, constant, *numbers)
 
     def _affine_row(self) -> Rewrite:
         empty = self.weight is None and self.bias is None
