@@ -23,13 +23,22 @@ import dynorm
 from benchmarks.subjects import LENGTH, trained
 from dynorm.distill.pipeline import Recipe, inspect_pretrained
 from dynorm.distill.texts import split_texts, standard_library_docstrings
-from dynorm.report.page import DAYLIGHT, draw
+from dynorm.family import FAMILY
+from dynorm.report.page import draw
 from dynorm.table import shortened
 from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "inspection.json"
 STEPS, SAMPLES = 300, 256
+# The colours of a picture on white paper, by their use.
+DAYLIGHT = {name: function.color for name, function in FAMILY.items()} | {
+    "soft": "#5c6570",
+    "edge": "#c9c5bd",
+    "point": "#c3c7cc",
+    "bar": "#333a42",
+    "outlier": "#8a3ffc",
+}
 
 
 def save_picture(report: dynorm.InspectionReport, path: Path) -> None:
@@ -39,7 +48,7 @@ def save_picture(report: dynorm.InspectionReport, path: Path) -> None:
     figure = Figure(figsize=(9, 2.5 * rows), layout="constrained")
     panels = figure.subplots(rows, 3, squeeze=False).flatten()
     for axes, site in zip(panels, report.sites, strict=False):
-        draw(axes, site.outliers.fit, site.picture, site.outliers.points)
+        draw(axes, site.outliers.fit, site.picture, site.outliers.points, DAYLIGHT)
         residuals = site.outliers.residuals
         figures = "  ".join(f"{short} {residuals[name]:.2f}" for name, short in LABELS.items())
         axes.set_title(f"{shortened(site.path, 34)}\n{figures}", fontsize=9)

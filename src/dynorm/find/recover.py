@@ -8,15 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
-from dynorm.find.tokens import (
-    CannotProbeError,
-    Packing,
-    TokenFunction,
-    named_tensors,
-    plain_arithmetic,
-    plain_copy,
-    randomize_,
-)
+from dynorm.find.tokens import CannotProbeError, Packing, TokenFunction, named_tensors, plain_arithmetic, plain_copy
 from dynorm.site import NormSite
 
 # Relative errors that rounding may leave: in float64 a module may still compute in float32 inside.
@@ -114,12 +106,12 @@ def _open(given: TokenFunction, random: bool = True) -> TokenFunction:
     for wide in dict.fromkeys([torch.float64, torch.float32, given.dtype]):
         try:
             # In its own dtype the copy keeps that of each parameter, for they may differ.
-            replica = plain_copy(given.module, None if wide == given.dtype else wide)
+            replica = plain_copy(given.module, None if wide == given.dtype else wide, random=random)
         except (RuntimeError, TypeError) as error:
             failure = CannotProbeError(f"no copy in {wide}: {error}")
             continue
         for packing in given.packing.smaller():
-            function = TokenFunction(randomize_(replica) if random else replica, packing, wide, given.device)
+            function = TokenFunction(replica, packing, wide, given.device)
             try:
                 function(function.sample(1.0, seed=1))
             except CannotProbeError as error:
@@ -222,7 +214,7 @@ def _eps(given: TokenFunction, function: TokenFunction, formula: Formula) -> flo
     """Measure eps, and take the number of the module, or the plain decimal, that is as near as measuring can tell."""
     # In the module's own dtype, for eps may depend on it: torch.nn.RMSNorm(eps=None) takes the machine's. Only
     # float16 may be too coarse to show any.
-    own = TokenFunction(randomize_(plain_copy(given.module)), function.packing, given.dtype, given.device)
+    own = TokenFunction(plain_copy(given.module, random=True), function.packing, given.dtype, given.device)
     eps = _shown_eps(own, formula) or _shown_eps(function, formula)
     named = [(n, v) for part in given.module.modules() for n, v in part.__dict__.items() if type(v) is float]
     attributes = [value for name, value in sorted(named, key=lambda pair: "eps" not in pair[0])]

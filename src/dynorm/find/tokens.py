@@ -35,11 +35,12 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def plain_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def plain_copy(module: nn.Module, dtype: torch.dtype | None = None, *, random: bool = False) -> nn.Module:
     """Copy a module to experiment on: own tensors, cast to ``dtype`` if one is given, no hooks, the rest shared.
 
     ``copy.deepcopy`` would also copy what hooks and attributes refer to, which may be a whole model, and fails on
-    tensors that belong to a graph.
+    tensors that belong to a graph. With ``random`` every vector is filled with other positive numbers, so that each
+    shows by its effect; single numbers, such as a learned gain or an eps held in a buffer, keep their values.
     """
     known: dict[int, Any] = {}
 
@@ -64,19 +65,11 @@ def plain_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
         return new
 
     replica: nn.Module = copied(module)
-    return replica
-
-
-def randomize_(module: nn.Module) -> nn.Module:
-    """Fill every vector of a copy with other positive numbers, so that each shows by its effect.
-
-    Single numbers, such as a learned gain or an eps held in a buffer, keep their values.
-    """
     generator = torch.Generator().manual_seed(0)
-    for tensor in named_tensors(module).values():
+    for tensor in named_tensors(replica).values() if random else ():
         if tensor.is_floating_point() and tensor.numel() > 1:
             tensor.detach().copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
-    return module
+    return replica
 
 
 @dataclass(frozen=True)

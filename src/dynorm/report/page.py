@@ -22,18 +22,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from matplotlib.axes import Axes
 
-DAYLIGHT = {name: function.color for name, function in FAMILY.items()} | {
-    "ink": "#1f2328",
-    "soft": "#5c6570",
-    "edge": "#c9c5bd",
-    "point": "#c3c7cc",
-    "bar": "#333a42",
-    "outlier": "#8a3ffc",
-}
-"""The colours of a picture on white paper, by their use."""
-
 # Colours that stand for the page's own, which differ by day and night; matplotlib only knows fixed ones.
-_OF_THE_PAGE = {name: f"#0101{place:02x}" for place, name in enumerate(DAYLIGHT, start=1)}
+_USES = (*FAMILY, "soft", "edge", "point", "bar", "outlier")
+_OF_THE_PAGE = {use: f"#0101{place:02x}" for place, use in enumerate(_USES, start=1)}
 _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
 Points = tuple[list[float], list[float]]
 
@@ -124,12 +115,11 @@ def svg_picture(
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(words)}"', 1)
 
 
-def draw(
-    axes: "Axes", fit: CoreFit, sample: Picture, outliers: Points | None = None, colors: Mapping[str, str] = DAYLIGHT
-) -> None:
+def draw(axes: "Axes", fit: CoreFit, sample: Picture, outliers: Points | None, colors: Mapping[str, str]) -> None:
     """Draw points first, then bounds and curves, error bars or outliers on top; x is counted from the centre.
 
-    ``outliers`` are x and y of the points that the curves were fitted on, where these are outliers alone.
+    ``outliers`` are x and y of the points that the curves were fitted on, where these are outliers alone; ``colors``
+    are by use: a function's name, "soft", "edge", "point", "bar" and "outlier".
     """
     knee = PICTURE_KNEE * sample.sigma
     x = [x - fit.center for x in sample.x]
@@ -155,7 +145,7 @@ def draw(
         axes.errorbar(places, means, stds, fmt="none", ecolor=colors["bar"], elinewidth=1.1)
 
 
-def draw_sums(axes: "Axes", told: list[float], sums: list[float], colors: Mapping[str, str] = DAYLIGHT) -> None:
+def draw_sums(axes: "Axes", told: list[float], sums: list[float], colors: Mapping[str, str]) -> None:
     """Draw the norm's sum of each token against what tells it, beside the best constant; both axes logarithmic."""
     from matplotlib.ticker import LogLocator, NullLocator
 
