@@ -376,6 +376,5 @@ def _family(module: nn.Module, by_class: bool = False) -> str | None:
 
 
 def _is_named_norm(module: nn.Module) -> bool:
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module, by_class=True) is not None:
-        return True
-    return _NORM_NAME.search(type(module).__name__.lower()) is not None
+    is_torchs = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module, by_class=True) is not None
+    return is_torchs or _NORM_NAME.search(type(module).__name__.lower()) is not None

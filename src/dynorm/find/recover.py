@@ -1,6 +1,5 @@
 """Formula, axis, weight, bias and eps of a norm, recovered from the outputs of a copy of it for our own tokens."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -321,7 +320,7 @@ def _held(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
     tensor = named_tensors(module).get(name)
     if tensor is None:
         raise ModelError(f"the module at {site.path!r} must hold {name!r}, as when it was found, but does not")
-    if tensor.numel() != math.prod(site.normalized_shape):
+    if tensor.numel() != torch.Size(site.normalized_shape).numel():
         raise ModelError(
             f"the sites must be this model's, but {name!r} of {site.path!r} has shape {tuple(tensor.shape)} and not "
             f"{site.normalized_shape}: call find_norms again"

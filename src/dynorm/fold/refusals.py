@@ -1,7 +1,6 @@
 """Where a fold is refused: the checks of a model, a site, its readers and the writers of its stream."""
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -62,7 +61,7 @@ def refused(site: NormSite, module: nn.Module) -> str | None:
         return "the model is the norm itself: nothing reads it"
     if not isinstance(site.dim, int):
         return f"it normalizes several axes together, {site.dim}"
-    if math.prod(site.normalized_shape) < 2:
+    if site.normalized_shape[0] < 2:
         return "it has a single channel"
     for has, name, what in ((site.has_weight, site.weight_name, "weight"), (site.has_bias, site.bias_name, "bias")):
         if has and name is None:

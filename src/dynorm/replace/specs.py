@@ -1,6 +1,5 @@
 """The layers of a converted model: where they stand, the norms they replaced, their serial form, and the swap."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -71,7 +70,7 @@ def identity() -> nn.Identity:
     """Return what stands where a norm was folded away."""
     module = nn.Identity()
     # nn.TransformerEncoderLayer compares the eps of its norms; NaN is equal to none.
-    module.eps = math.nan  # type: ignore[assignment]
+    module.eps = float("nan")  # type: ignore[assignment]
     return module
 
 

@@ -1,6 +1,5 @@
 """Measure what a converted model lost, site by site and as a whole, on held-out data."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -249,7 +248,7 @@ class _Site:
         return SiteReport(
             **figures | {"path": self.path},
             layer=NAMES.get(type(layer), type(layer).__name__),
-            error_now=math.sqrt(self._residual / spread) if spread > 0 else None,
+            error_now=(self._residual / spread) ** 0.5 if spread > 0 else None,
             beta=float(layer.beta().detach().median()),
             center=None if layer.center is None else float(layer.center.detach().median()),
             saturated=self.saturated / self.seen if self.seen else None,
