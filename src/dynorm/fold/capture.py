@@ -80,16 +80,13 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
             f"{message}; data-dependent control flow cannot be analysed: write it with torch.where, skip it if "
             "torch.compiler.is_exporting(), or fold the parts of the model that have none"
         ) from error
-    targets = {
-        spec.arg.name: str(spec.target).removeprefix("model.").rpartition(".")
-        for spec in program.graph_signature.input_specs
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None
-    }
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     modules = dict(model.named_modules(remove_duplicate=False))
     read: dict[tuple[nn.Module, str], list[Node]] = {}
-    for node in (node for node in program.graph.nodes if node.op == "placeholder" and node.name in targets):
-        path, _, name = targets[node.name]
-        read.setdefault((modules[path], name), []).append(node)
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            path, _, name = str(spec.target).removeprefix("model.").rpartition(".")
+            read.setdefault((modules[path], name), []).append(placeholders[spec.arg.name])
     slots = []
     for tensor, held_by in owners.items():
         each = [Slot(tensor, [owner], nodes=read.get((owner.module, owner.name), [])) for owner in held_by]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -118,24 +118,22 @@ class OutputComparison:
             return OutputReport(kind, 0)
         low, median = cosines.quantile(torch.tensor([0.05, 0.5], dtype=torch.float64)).tolist()
         least, worst = cosines.min(0)
-        found = OutputReport(kind, len(cosines), float(cosines.mean()), float(least), low, median, worst=int(worst))
+        figures: dict[str, Any] = {"worst": int(worst)}
         if self._kept:
             first, second = (torch.cat(each) for each in zip(*self._kept, strict=True))
-            correlation, neighbours = pairs_alike(first, second)
-            found = replace(found, spearman=correlation, neighbours=neighbours)
+            figures["spearman"], figures["neighbours"] = pairs_alike(first, second)
         if self._same_class:
-            found = replace(found, agreement=float(torch.cat(self._same_class).double().mean()))
+            figures["agreement"] = float(torch.cat(self._same_class).double().mean())
         if len(self._sums) == 1:
             ((distance, y, yy),) = self._sums.values()
             spread = (yy - y * y / len(cosines)).sum()
             if spread > 1e-12 * yy.sum():
-                found = replace(found, error=float((distance.sum() / spread).sqrt()))
-        if not self._tokens:
-            return found
-        names = ("loss_original", "loss_now", "kl", "accuracy_original", "accuracy_now", "agreement")
-        figures = dict(zip(names, (self._predicted / self._tokens).tolist(), strict=True))
-        difference = figures["loss_now"] - figures["loss_original"]
-        return replace(found, tokens=self._tokens, loss_difference=difference, **figures)
+                figures["error"] = float((distance.sum() / spread).sqrt())
+        if self._tokens:
+            names = ("loss_original", "loss_now", "kl", "accuracy_original", "accuracy_now", "agreement")
+            figures |= dict(zip(names, (self._predicted / self._tokens).tolist(), strict=True))
+            figures |= {"tokens": self._tokens, "loss_difference": figures["loss_now"] - figures["loss_original"]}
+        return OutputReport(kind, len(cosines), float(cosines.mean()), float(least), low, median, **figures)
 
     def _named_tensor(self, output: Any, batch: Any) -> tuple[str | None, Tensor]:
         return output_tensor(output, batch) if self._pick is None else (None, _floating(self._pick(output)))
