@@ -17,8 +17,8 @@ from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassi
 from dynorm.cli import main
 from dynorm.distill.convert_model import convert_model
 from dynorm.distill.distill import output_loss
-from dynorm.distill.images import Crop, find_images
 from dynorm.distill.inputs import CROPS, image_inputs
+from dynorm.distill.media import Crop, find_images
 from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
 from dynorm.distill.pretrained import ShuffledBatches, load_pretrained
 from dynorm.errors import ArgumentError, DataError, StorageError
@@ -159,7 +159,7 @@ def test_images_that_cannot_be_read_are_named_and_left_out(vision: Path, images:
     report = convert_pretrained(vision, tmp_path / "out", QUICK, images=[mixed], say=said.append)
     bad = [str(mixed / name) for name in ("cut.png", "empty.webp", "words.jpg")]
     assert report.meta["images_that_cannot_be_read"] == bad
-    assert f"left out, for they cannot be read: 3 images: {', '.join(bad)}" in said
+    assert f"left out, for they cannot be read: 3 files of images: {', '.join(bad)}" in said
     assert report.meta["images_to_fit"] + report.meta["images_held_out"] == 24
 
 
@@ -219,12 +219,12 @@ def test_what_images_need_is_checked_first(vision: Path, images: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_audio_is_refused(encoder: Path, tmp_path: Path) -> None:
-    from transformers import WhisperConfig
+def test_a_model_of_another_input_is_refused(tmp_path: Path) -> None:
+    from transformers import TimeSeriesTransformerConfig
 
-    WhisperConfig(architectures=["WhisperModel"]).save_pretrained(tmp_path / "audio")
-    with pytest.raises(ArgumentError, match="WhisperModel takes input_features: convert it in Python"):
-        convert_pretrained(tmp_path / "audio", tmp_path / "out", QUICK)
+    TimeSeriesTransformerConfig(architectures=["TimeSeriesTransformerModel"]).save_pretrained(tmp_path / "series")
+    with pytest.raises(ArgumentError, match="TimeSeriesTransformerModel takes past_values: convert it in Python"):
+        convert_pretrained(tmp_path / "series", tmp_path / "out", QUICK)
 
 
 def test_a_pooler_that_is_random_is_not_measured(images: Path, tmp_path: Path) -> None:

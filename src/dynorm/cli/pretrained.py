@@ -37,6 +37,7 @@ def convert(
     to: Function = Function.dyisru,
     texts: list[Path] | None = None,
     images: list[Path] | None = None,
+    audio: list[Path] | None = None,
     steps: int | None = None,
     minutes: float | None = None,
     refine: int = 50,
@@ -60,7 +61,7 @@ def convert(
     overwrite: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Replace the norms of a pretrained model, set their constants from texts or images, measure, and save.
+    """Replace the norms of a pretrained model, set their constants from texts, images or audio, measure, save.
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
@@ -86,6 +87,7 @@ def inspect(
     model: Path,
     texts: list[Path] | None = None,
     images: list[Path] | None = None,
+    audio: list[Path] | None = None,
     html: Path | None = None,
     samples: int = 256,
     max_length: int | None = None,

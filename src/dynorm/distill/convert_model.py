@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from dynorm.distill.distill import distill_
+from dynorm.distill.pretrained import KINDS
 from dynorm.errors import DataError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
@@ -16,16 +17,17 @@ from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure
 from dynorm.watch import arguments, iterate
 
-# What a recipe leaves open: for an encoder of texts, one of images, and a language model. The last two's were measured
-# on DINOv2-small and SmolLM2-135M.
+# What a recipe leaves open: for an encoder of texts, one of images, a language model, and a model of audio. The last
+# three's were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
 ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
 IMAGES = {"batch": 8, "calibration": 128, "per_channel": False, "lean": 0.0, "witnesses": 8}
 LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
+AUDIO = {"batch": 4, "calibration": 32, "per_channel": False, "lean": 0.0, "witnesses": 8}
 
 
-def suits(language_model: bool, images: bool) -> dict[str, Any]:
-    """Return what a recipe leaves open, for a kind of model; one that generates text may take images too."""
-    return LANGUAGE if language_model else IMAGES if images else ENCODER
+def suits(language_model: bool, noun: str) -> dict[str, Any]:
+    """Return what a recipe leaves open, for a kind of model; one that generates text may take "images" too."""
+    return LANGUAGE if language_model else {"images": IMAGES, "audio": AUDIO}.get(noun, ENCODER)
 
 
 def convert_model(
@@ -56,7 +58,7 @@ def convert_model(
         only: globs of the paths to convert; None means all.
         skip: globs of the paths to leave alone.
         per_channel: one constant per channel instead of one per layer; None takes True, or False for a model of
-            transformers that generates text or takes images.
+            transformers that generates text or takes images or audio.
         witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function. None takes 4,
             or 8 for a model of these kinds.
         tolerance: of :func:`calibrate_`, for ``to="auto"``.
@@ -84,7 +86,8 @@ def convert_model(
         fit = [batch for k, batch in enumerate(fit) if k not in apart]
     if not fit:
         raise DataError("there must be batches to fit on and others to measure on, got 1: give more, or held_out=")
-    kind = suits(getattr(model, "can_generate", bool)(), getattr(model, "main_input_name", None) == "pixel_values")
+    noun = KINDS.get(getattr(model, "main_input_name", ""), "texts")
+    kind = suits(noun != "audio" and getattr(model, "can_generate", bool)(), noun)
     per_channel = kind["per_channel"] if per_channel is None else per_channel
     witnesses = kind["witnesses"] if witnesses is None else witnesses
     args, kwargs = arguments(model, fit[0])

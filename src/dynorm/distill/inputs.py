@@ -1,6 +1,7 @@
-"""What a pretrained model is fitted to and measured on: texts or images, as samples, and samples as batches."""
+"""What a pretrained model is fitted to and measured on: texts, images or audio, as samples and as batches of them."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dynorm.distill.images import Crop
+from dynorm.distill.media import Clip, Crop
 from dynorm.distill.pretrained import Pretrained, encode, make_batches
+from dynorm.distill.speech import Listener
 
 Batches = Sequence[dict[str, Tensor]]
 
@@ -23,7 +25,7 @@ class Inputs:
     """Samples of a kind, and how they become batches.
 
     Args:
-        noun: "texts" or "images".
+        noun: "texts", "images" or "audio".
         fit: samples to fit on.
         held_out: samples to measure on, of other texts or files.
         batches: returns samples in batches of a size, shuffled where there is a seed.
@@ -57,29 +59,45 @@ def text_inputs(
 def image_inputs(pretrained: Pretrained, fit: list[Path], held_out: list[Path], facts: dict[str, Any]) -> Inputs:
     """Return images as crops: those that are measured on whole, the others in squares too."""
 
-    def batches(samples: Sequence[Crop], size: int, seed: int | None = None) -> Batches:
-        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-        if seed is not None:
-            random.Random(seed).shuffle(parts)
-        return _Reading(pretrained.tokenizer, parts)
+    def read(crops: Sequence[Crop]) -> dict[str, Tensor]:
+        images = [crop.read() for crop in crops]
+        return {"pixel_values": pretrained.tokenizer(images, return_tensors="pt")["pixel_values"]}
 
     crops, whole = ([Crop(file, k) for k in range(n) for file in files] for n, files in ((CROPS, fit), (1, held_out)))
     counts = {"images_to_fit": len(fit), "crops": CROPS}
-    return Inputs("images", crops, whole, batches, lambda place: held_out[place].name, facts, counts)
+    return Inputs("images", crops, whole, partial(_read_later, read), lambda k: held_out[k].name, facts, counts)
+
+
+def audio_inputs(listener: Listener, fit: list[Clip], held_out: list[Clip], facts: dict[str, Any]) -> Inputs:
+    """Return audio files in batches of about equal length; note how many have another rate than the model takes."""
+
+    def batches(samples: Sequence[Clip], size: int, seed: int | None = None) -> Batches:
+        return _read_later(listener.batch, sorted(samples, key=lambda clip: clip.seconds), size, seed)
+
+    def name(place: int) -> str:
+        return sorted(held_out, key=lambda clip: clip.seconds)[place].name
+
+    if rates := Counter(clip.rate for clip in fit + held_out if clip.rate != listener.rate):
+        facts = facts | {"audio_at_another_rate": dict(rates)}
+    return Inputs("audio", fit, held_out, batches, name, facts, {"audio_to_fit": len(fit)})
+
+
+def _read_later(read: Callable[[Any], Any], samples: Sequence[Any], size: int, seed: int | None = None) -> Batches:
+    parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+    if seed is not None:
+        random.Random(seed).shuffle(parts)
+    return _Reading(read, parts)
 
 
 @dataclass(frozen=True)
 class _Reading(Sequence[Any]):
-    """Batches of images that are read when they are taken, for all together may not fit into memory."""
+    """Batches of files that are read when they are taken, for all together may not fit into memory."""
 
-    processor: Any
-    parts: Sequence[Sequence[Crop]]
+    read: Callable[[Any], Any]
+    parts: Sequence[Sequence[Any]]
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return _Reading(self.processor, self.parts[index])
-        images = [crop.read() for crop in self.parts[index]]
-        return {"pixel_values": self.processor(images, return_tensors="pt")["pixel_values"]}
+        return _Reading(self.read, self.parts[index]) if isinstance(index, slice) else self.read(self.parts[index])

@@ -16,8 +16,8 @@ import torch
 from dynorm.arguments import check_not_negative, check_positive
 from dynorm.distill.convert_model import suits
 from dynorm.distill.distill import FEW, distill_
-from dynorm.distill.images import find_images
-from dynorm.distill.inputs import Batches, Inputs, image_inputs, text_inputs
+from dynorm.distill.inputs import Batches, Inputs, audio_inputs, image_inputs, text_inputs
+from dynorm.distill.media import find_audio, find_images
 from dynorm.distill.pretrained import (
     Checkpoint,
     Pretrained,
@@ -26,7 +26,8 @@ from dynorm.distill.pretrained import (
     library_versions,
     within_positions,
 )
-from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
+from dynorm.distill.speech import Listener, word_errors
+from dynorm.distill.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.distill.write import folders_of_modules, require_output, write_model, write_out
 from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.family import AUTO, layer_class
@@ -53,29 +54,31 @@ _DOCSTRINGS = "docstrings of the standard library"
 
 # Batches of held-out texts that each stage is measured on: few, for a decoder's take half a minute on two cores.
 _COMPARED = 2
-# Blocks in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be left after that.
+# Blocks, or audio files, in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be
+# left after that.
 CALIBRATION_BLOCKS = 2
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert a model. None stands for what suits its kind: a language model, or an encoder of texts or images.
+    """How to convert a model. None stands for what suits its kind: one of language, images or audio, or text encoder.
 
     Args:
         to: the layer that replaces the norms; not one that still is a norm at first.
         steps: distillation steps, 0 for none; or
         minutes: the time for distillation.
         refine: steps of joint refinement of the constants, 0 for none.
-        held_out: how many texts or image files to keep for measuring.
+        held_out: how many texts, or files of images or audio, to keep for measuring.
         max_length: the longest text in tokens, 128; for a language model, the size of a block of joined texts, 256.
-        batch: texts per step, 32; or blocks, 4; or images, 8.
+        batch: texts per step, 32; or blocks, 4; or images, 8; or audio files, 4.
         only: globs of the paths to convert.
         skip: globs of the paths to leave alone.
-        calibration: how many texts, 256, or blocks, 24, or images, 128, the constants are fitted to, site by site.
+        calibration: how many texts, 256, or blocks, 24, or images, 128, or audio files, 32, the constants are fitted
+            to, site by site.
         lean: of :func:`calibrate_`, 0.7 or 0.
-        per_channel: one constant per channel (an encoder of texts), or one per layer (a model of language or images).
-        witnesses: how many channels each layer may read to tell a token's size: 4, or 8 in a model of language or
-            images; 0 for the pure function.
+        per_channel: one constant per channel (an encoder of texts), or one per layer (other models).
+        witnesses: how many channels each layer may read to tell a token's size: 4 in an encoder of texts, else 8; 0
+            for the pure function.
         tolerance: of :func:`calibrate_`, where ``to`` is "auto".
         seed: for the split, the order of texts and the training.
         lr: the highest learning rate of distillation; None takes ``distillation_rate``.
@@ -130,9 +133,9 @@ class Recipe:
         if self.lr is not None:
             check_positive("lr", self.lr)
 
-    def filled(self, language_model: bool, images: bool = False) -> Recipe:
+    def filled(self, language_model: bool, noun: str = "texts") -> Recipe:
         """Return the recipe with what suits the kind of model in the place of None."""
-        kind = suits(language_model, images)
+        kind = suits(language_model, noun)
         return replace(self, **{name: value for name, value in kind.items() if getattr(self, name) is None})
 
 
@@ -143,6 +146,7 @@ def convert_pretrained(
     *,
     texts: Paths = (),
     images: Paths = (),
+    audio: Paths = (),
     name: str | None = None,
     device: str = "cpu",
     dtype: str = "float32",
@@ -157,12 +161,13 @@ def convert_pretrained(
     On several processes of torchrun, each fits to its share of the texts, and the first one writes.
 
     Args:
-        source: the folder of a transformers model with its tokenizer or image processor, or a GGUF file.
+        source: the folder of a transformers model with its tokenizer or processor, or a GGUF file.
         out: the new folder; ``model`` (loadable), ``report.json`` and ``report.html`` go there.
         recipe: how to do it; the demo's way by default.
         texts: files and folders of texts; the docstrings of Python's standard library by default.
         images: files and folders of images, for a model that takes these. Those that cannot be read are left out, and
             named in the report.
+        audio: the same, of speech or other sound.
         name: the model's name in the report; the folder's by default.
         device: "cpu", "cuda", ...
         dtype: of the weights, or "auto" for the checkpoint's own.
@@ -173,10 +178,10 @@ def convert_pretrained(
         track: wraps the batches of a stage, to show a progress bar; given them and a description.
 
     Returns:
-        The report on held-out texts or images.
+        The report on held-out texts, images or audio.
 
     Raises:
-        DynormError: bad arguments, texts, images, model or folder; nothing is written then.
+        DynormError: bad arguments, texts, images, audio, model or folder; nothing is written then.
     """
     recipe, out = recipe or Recipe(), Path(out)
     recipe.check()
@@ -193,14 +198,16 @@ def convert_pretrained(
         require_output(checkpoints, checkpoints, (), overwrite=True)
     if Path(source).is_dir():
         folders_of_modules(Path(source))
-    job = _Job.load(Checkpoint(source, device, dtype), {"texts": texts, "images": images}, recipe, say, track)
+    given = {"texts": texts, "images": images, "audio": audio}
+    job = _Job.load(Checkpoint(source, device, dtype), given, recipe, say, track)
     model, remarks, recipe = job.pretrained.model, job.pretrained.remarks, job.recipe
     noun = job.inputs.noun
-    counts = f"{job.inputs.counts[f'{noun}_to_fit']} {noun} to fit on, {len(job.inputs.held_out)} held out"
-    say(f"{type(model).__name__} from {source}: {counts}")
+    counts = f"{job.inputs.counts[f'{noun}_to_fit']} to fit on, {len(job.inputs.held_out)} held out"
+    say(f"{type(model).__name__} from {source}, {noun}: {counts}")
     for remark in remarks:
         say(remark)
-    job.original = copy.deepcopy(model)
+    if job.original is None:
+        job.original = copy.deepcopy(model)
     job.convert_()
     if recipe.refine:
         job.refine_()
@@ -223,26 +230,28 @@ def inspect_pretrained(
     *,
     texts: Paths = (),
     images: Paths = (),
+    audio: Paths = (),
     samples: int = 256,
     name: str | None = None,
     device: str = "cpu",
     say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
 ) -> InspectionReport:
-    """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts or images.
+    """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts, images or audio.
 
-    The arguments are those of :func:`convert_pretrained`, and ``samples``: how many texts (of a language model: blocks)
-    or images to fit on at most, and how many to measure on.
+    The arguments are those of :func:`convert_pretrained`, and ``samples``: how many texts (of a language model: blocks
+    of texts), images or audio files to fit on at most, and how many to measure on.
 
     Raises:
-        DynormError: bad arguments, texts, images, model or folder.
+        DynormError: bad arguments, texts, images, audio, model or folder.
     """
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
     recipe = replace(recipe, held_out=samples)
-    job = _Job.load(Checkpoint(source, device), {"texts": texts, "images": images}, recipe, say, track)
+    given = {"texts": texts, "images": images, "audio": audio}
+    job = _Job.load(Checkpoint(source, device), given, recipe, say, track)
     fitted, measured = (job.batches(part[:samples]) for part in (job.inputs.fit, job.inputs.held_out))
     model, decode = job.pretrained.model, getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None)
     sites = find_norms(model, **arguments(model, fitted[0])[1])
@@ -264,6 +273,7 @@ class _Job:
     say: Say
     track: Track
     original: Any = None
+    listener: Listener | None = None
     ranks: Ranks = field(default_factory=Ranks)
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
@@ -274,20 +284,26 @@ class _Job:
         checkpoint.require_modules((*recipe.only, *recipe.skip))
         noun, whole, found = checkpoint.require_kind(**given), checkpoint.language_model, list[Any]()
         facts: dict[str, Any] = {noun: [str(path) for path in given[noun]] or _DOCSTRINGS}
-        if noun == "images":
+        if noun != "texts":
             if recipe.max_length is not None:
-                raise ArgumentError(f"max_length must be left out for a model of images, got {recipe.max_length}")
-            found, damaged = find_images(given[noun])
+                raise ArgumentError(f"max_length must be left out for a model of {noun}, got {recipe.max_length}")
+            found, damaged = find_images(given[noun]) if noun == "images" else find_audio(given[noun])
             if damaged:
-                facts["images_that_cannot_be_read"] = damaged
-                say(f"left out, for they cannot be read: {len(damaged)} images: {listed(damaged)}")
+                facts[f"{noun}_that_cannot_be_read"] = damaged
+                say(f"left out, for they cannot be read: {len(damaged)} files of {noun}: {listed(damaged)}")
         else:
             # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
             found = read_texts(given[noun], whole=whole) if given[noun] else standard_library_docstrings(whole=whole)
-        fit, held_out = split_texts(found, recipe.held_out, recipe.seed, noun)
-        pretrained, filled = checkpoint.load(), recipe.filled(whole, noun == "images")
+        fit, held_out = (split_audio if noun == "audio" else split_texts)(found, recipe.held_out, recipe.seed, noun)
+        pretrained, filled = checkpoint.load(), recipe.filled(whole, noun)
         if noun == "images":
             return _Job(pretrained, filled, image_inputs(pretrained, fit, held_out, facts), say, track)
+        if noun == "audio":
+            listener = Listener(pretrained, copy.deepcopy(pretrained.model))
+            inputs = audio_inputs(listener, fit, held_out, facts)
+            for rate, count in inputs.facts.get("audio_at_another_rate", {}).items():
+                say(f"resampled to {listener.rate:,} Hz, as the model takes it: {count} files of {rate:,} Hz")
+            return _Job(pretrained, filled, inputs, say, track, listener.original, listener)
         longest = within_positions(pretrained, filled.max_length or 0)
         inputs = text_inputs(pretrained, fit, held_out, facts, longest)
         return _Job(pretrained, replace(filled, max_length=longest), inputs, say, track)
@@ -320,7 +336,7 @@ class _Job:
 
     def convert_(self) -> None:
         model, recipe = self.pretrained.model, self.recipe
-        size = CALIBRATION_BLOCKS if self.pretrained.language_model else None
+        size = CALIBRATION_BLOCKS if self.pretrained.language_model or self.listener else None
         batches = self.batches(self.calibration, recipe.seed, size)
         with self.stage("find"):
             sites = find_norms(model, **arguments(model, batches[len(batches) // 2])[1])
@@ -384,9 +400,10 @@ class _Job:
             tests = self.track(self.batches(held_out), f"measuring on {len(held_out)} held-out {self.inputs.noun}")
             fit_on = self.batches(self.calibration)
             report = measure(model, tests, original=self.original, fit_on=fit_on, seed=seed, meta=meta)
-        if self.pretrained.language_model:
+        if self.pretrained.language_model or (self.listener and self.listener.tokenizer):
             with self.stage("continue"):
-                report = replace(report, continuations=self.continuations())
+                made = self.transcripts(self.listener) if self.listener else self.continuations()
+                report = replace(report, continuations=made)
         report.meta["seconds"], report.meta["stages"] = self.seconds, self.details
         if report.output.worst is not None:
             report.meta["worst_sample"] = self.inputs.name(report.output.worst)
@@ -405,3 +422,14 @@ class _Job:
             Continuation(decode(prompt), decode(a), decode(b), share)
             for prompt, a, b, share in zip(prompts, before, now, same, strict=True)
         ]
+
+    def transcripts(self, listener: Listener) -> list[Continuation]:
+        """Return what the original and the converted model write down of the held-out audio."""
+        found, batches = list[Continuation](), self.batches(self.inputs.held_out)
+        for batch in self.track(batches, f"writing down {len(self.inputs.held_out)} audio files"):
+            written = (listener.write(model, batch) for model in (self.original, self.pretrained.model))
+            for before, now in zip(*(map(listener.text, ids) for ids in written), strict=True):
+                wrong, words = word_errors(now, before)
+                words = max(words, 1)
+                found.append(Continuation(self.inputs.name(len(found)), before, now, 1 - wrong / words, words))
+        return found

@@ -17,16 +17,18 @@ from dynorm.errors import ArgumentError, DataError, DynormError, StorageError, r
 from dynorm.hub.contents import listed
 from dynorm.site import any_match
 
+KINDS = {"input_ids": "texts", "pixel_values": "images", "input_features": "audio", "input_values": "audio"}
+"""What a user gives for a model's main input."""
 _TOKENIZER = re.compile(r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$")
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model with the tokenizer that turns texts into its inputs, or the processor that does so with images.
+    """A model with the tokenizer that turns texts into its inputs, or the processor that does so with images or audio.
 
     Args:
         model: the model, in eval mode.
-        tokenizer: its tokenizer, or image processor.
+        tokenizer: its tokenizer, image processor, or processor or feature extractor of audio.
         language_model: whether it predicts the next token; else it is taken for an encoder.
         source: the folder or file it came from.
         remarks: a sentence for each part of the checkpoint that is not in the model, or of the model that is not in it.
@@ -40,7 +42,7 @@ class Pretrained:
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
-    """Load a transformers model from a folder or a GGUF file, with its tokenizer or image processor; no network.
+    """Load a transformers model from a folder or a GGUF file, with its tokenizer or processor; no network.
 
     Args:
         source: a folder as ``save_pretrained`` writes it, or a ``.gguf`` file, whose weights are dequantized.
@@ -49,13 +51,13 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
             distillation are lost in 16 bits.
 
     Returns:
-        The model, as the causal language model or the classifier of images that its config names, else as the bare
-        encoder.
+        The model with the head that its config names, where that is for language, speech, or classes of images or
+        audio; else the bare encoder.
 
     Raises:
         ArgumentError: torch cannot use the device, there is no such dtype, or a GGUF file needs the library gguf.
-        StorageError: the source does not exist, holds no model and tokenizer or image processor that transformers can
-            read, or lacks weights of the model, or has layers that its config does not.
+        StorageError: the source does not exist, holds no model and tokenizer or processor that transformers can read,
+            or lacks weights of the model, or has layers that its config does not.
 
     Example:
         >>> load_pretrained("/nowhere")
@@ -102,21 +104,29 @@ class Checkpoint:
         self.config = self._read(transformers.AutoConfig)
         names = self.config.architectures or ["ForCausalLM" if self.gguf else ""]
         self.language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-        classifier = any(name.endswith("ForImageClassification") for name in names)
-        self.auto = (
-            transformers.AutoModelForCausalLM if self.language_model
-            else transformers.AutoModelForImageClassification if classifier
-            else transformers.AutoModel
-        )  # fmt: skip
         known = transformers.MODEL_MAPPING.get(type(self.config), None)
         self.takes: str = getattr(known[0] if isinstance(known, tuple) else known, "main_input_name", "input_ids")
+        self.kind = KINDS.get(self.takes)
+        heads = {
+            "ForCausalLM": transformers.AutoModelForCausalLM,
+            "LMHeadModel": transformers.AutoModelForCausalLM,
+            "ForImageClassification": transformers.AutoModelForImageClassification,
+        }
+        if self.kind == "audio":
+            heads = {
+                "ForConditionalGeneration": transformers.AutoModelForSpeechSeq2Seq,
+                "ForCTC": transformers.AutoModelForCTC,
+                "ForAudioClassification": transformers.AutoModelForAudioClassification,
+                "ForSequenceClassification": transformers.AutoModelForAudioClassification,
+            }
+        found = (auto for end, auto in heads.items() if any(name.endswith(end) for name in names))
+        self.auto = next(found, transformers.AutoModel)
 
     def load(self) -> Pretrained:
-        """Return the model and its tokenizer or image processor, ready for batches."""
-        images = self.takes == "pixel_values"
-        tokenizer = self.image_processor() if images else self.tokenizer()
+        """Return the model and its tokenizer or processor, ready for batches."""
+        tokenizer = self.tokenizer() if self.kind == "texts" else self.processor()
         model, remarks = self.model(self.auto)
-        if not images and tokenizer.pad_token is None:
+        if self.kind == "texts" and tokenizer.pad_token is None:
             # Any token will do: the mask hides it.
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
         if self.gguf:
@@ -126,17 +136,16 @@ class Checkpoint:
         return Pretrained(model.to(self.device), tokenizer, self.language_model, self.source, remarks)
 
     def require_kind(self, **given: Sequence[Any]) -> str:
-        """Check that the texts or images that are given are of the model's kind, and return which of the two it is."""
-        kinds = {"input_ids": "texts", "pixel_values": "images"}
+        """Check that the texts, images or audio that are given are of the model's kind, and return which that is."""
         name = (self.config.architectures or [type(self.config).__name__])[0]
-        if (kind := kinds.get(self.takes)) is None:
+        if (kind := self.kind) is None:
             raise ArgumentError(
-                f"the model must take input_ids or pixel_values, but {name} takes {self.takes}: convert it in Python, "
+                f"the model must take one of {listed(KINDS)}, but {name} takes {self.takes}: convert it in Python, "
                 "with dynorm.convert_model"
             )
-        others = [other for other in kinds.values() if other != kind and given[other]]
+        others = [other for other, paths in given.items() if other != kind and paths]
         # Texts there are with every Python.
-        if others or (kind == "images" and not given[kind]):
+        if others or (kind != "texts" and not given[kind]):
             raise ArgumentError(f"{kind} must be given for {name}, got {others[0] if others else 'none'}")
         return kind
 
@@ -156,7 +165,7 @@ class Checkpoint:
         """Return the model in eval mode, and the remarks of :class:`Pretrained`; refuse one that lacks weights."""
         model, info = self._read(cls, dtype=self.dtype, output_loading_info=True)
         remarks = _require_same_parts(self.source, model, info)
-        if self.takes == "pixel_values" and any("pooler" in key for key in info["missing_keys"]):
+        if self.kind == "images" and any("pooler" in key for key in info["missing_keys"]):
             # Random, it would come between the class token and the figures.
             model.pooler = None
         return model.eval(), remarks
@@ -168,7 +177,7 @@ class Checkpoint:
         missing = f"{self.source} must hold the model's tokenizer, but has none of"
         if not (self.gguf or any(_TOKENIZER.match(file.name) for file in self.source.iterdir())):
             raise StorageError(
-                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there; convert a model of audio in "
+                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there; convert other models in "
                 "Python, with dynorm.convert_model"
             )
         tokenizer = self._read(AutoTokenizer, f"the tokenizer in {self.source}")
@@ -179,16 +188,23 @@ class Checkpoint:
             raise StorageError(f"{missing} {listed(names)}: copy them there")
         return tokenizer
 
-    def image_processor(self) -> Any:
-        """Return the image processor, or raise StorageError where there is none."""
-        from transformers import AutoImageProcessor
+    def processor(self) -> Any:
+        """Return the processor of images or audio, or raise StorageError where it is missing or lacks a tokenizer."""
+        import transformers
 
+        what, cls = "image processor", transformers.AutoImageProcessor
+        if self.kind == "audio":
+            what, cls = "feature extractor", transformers.AutoFeatureExtractor
         names = ("preprocessor_config.json", "processor_config.json")
         if not any((self.source / name).is_file() for name in names):
             raise StorageError(
-                f"{self.source} must hold the model's image processor, but has none of {listed(names)}: copy it there"
+                f"{self.source} must hold the model's {what}, but has none of {listed(names)}: copy it there"
             )
-        return self._read(AutoImageProcessor, f"the image processor in {self.source}")
+        if self.auto in (transformers.AutoModelForSpeechSeq2Seq, transformers.AutoModelForCTC):
+            # Only to see that there is one.
+            self.tokenizer()
+            what, cls = "processor", transformers.AutoProcessor
+        return self._read(cls, f"the {what} in {self.source}")
 
     def _read(self, cls: Any, what: str | None = None, **options: Any) -> Any:
         place, more = (self.source.parent, {"gguf_file": self.source.name}) if self.gguf else (self.source, {})

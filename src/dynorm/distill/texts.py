@@ -96,6 +96,19 @@ def split_texts(texts: list[Any], held_out: int, seed: int = 0, noun: str = "tex
     return shuffled[held_out:], shuffled[:held_out]
 
 
+def split_audio(clips: list[Any], held_out: int, seed: int = 0, noun: str = "audio") -> tuple[list[Any], list[Any]]:
+    """Do so with audio files. Of eight folders or more, whole ones are held out, for a speaker may have one."""
+    folders: dict[Path, list[Any]] = {}
+    for clip in clips:
+        folders.setdefault(clip.file.parent, []).append(clip)
+    if len(folders) < _FEWEST:
+        return split_texts(clips, held_out, seed, noun)
+    share = max(1, round(held_out * len(folders) / len(clips)))
+    parts = split_texts(list(folders.values()), share, seed, noun)
+    fit, apart = ([clip for folder in part for clip in folder] for part in parts)
+    return random.Random(seed).sample(fit, len(fit)), apart
+
+
 def _texts_of(file: Path, whole: bool) -> Iterator[str]:
     try:
         # Editors on Windows begin files with a byte order mark.

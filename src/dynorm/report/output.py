@@ -140,7 +140,7 @@ class OutputComparison:
 
     def _kind(self, batch: Any, name: str | None, tensor: Tensor, run_again: Callable[[Any], Any]) -> Kind:
         if name == "logits":
-            ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
+            ids: Any = batch.get(_predicted_ids(batch)) if isinstance(batch, Mapping) else None
             fits = isinstance(ids, Tensor) and ids.ndim == 2 and tensor.ndim == 3 and ids.shape == tensor.shape[:2]
             return "language" if fits and self._is_causal(batch, ids, tensor, run_again) else "tensor"
         is_masked = any(mask.shape == tensor.shape[:2] for mask in token_masks(batch))
@@ -152,7 +152,7 @@ class OutputComparison:
         place = torch.arange(ids.shape[1], device=ids.device)
         last = (_valid(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
         other = torch.where(place == last, (ids + 1) % logits.shape[-1], ids)
-        _, again = self._named_tensor(run_again({**batch, "input_ids": other}), batch)
+        _, again = self._named_tensor(run_again({**batch, _predicted_ids(batch): other}), batch)
         before = (_valid(logits, batch).to(ids.device) & (place < last)).to(logits.device)
         if again.shape != logits.shape or not before.any():
             return False
@@ -162,7 +162,7 @@ class OutputComparison:
     def _add_predictions(self, batch: Any, original: Tensor, now: Tensor) -> None:
         """Add the loss of each model, the divergence and the hits; sample after sample, for logits are large."""
         valid = _valid(original, batch)
-        ids = batch["input_ids"].to(original.device)
+        ids = batch[_predicted_ids(batch)].to(original.device)
         for sample, target, p, q in zip(valid, ids, original, now, strict=True):
             known = sample[:-1] & sample[1:]
             p, q, target = p[:-1][known].float(), q[:-1][known].float(), target[1:][known]
@@ -258,6 +258,10 @@ def _floating(tensor: Any) -> Tensor:
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise DataError(f"the output must hold a floating point tensor to compare, got {got}: pass output=")
     return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor
+
+
+def _predicted_ids(batch: Mapping[str, Any]) -> str:
+    return "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
 
 
 def _valid(tensor: Tensor, batch: Any) -> Tensor:

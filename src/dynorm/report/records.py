@@ -207,12 +207,16 @@ class SiteReport(MeasuredSite):
 
 @dataclass(frozen=True)
 class Continuation:
-    """A held-out text, as the original and the converted model go on with it, token by likeliest token."""
+    """A held-out text, as the original and the converted model go on with it, or audio, as they write it down.
 
-    prompt: str  # the tokens that both were given
-    original: str  # the original's continuation
+    Both take the likeliest token at each step.
+    """
+
+    prompt: str  # the tokens that both were given, or the audio file
+    original: str  # the original's continuation or transcript
     now: str  # the converted model's
-    same: float  # the share of places where both have the same token
+    same: float  # the share of places with the same token; of a transcript one minus the word error rate
+    length: int = 1  # the original's words, by which transcripts count
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -224,7 +228,8 @@ class ModelReport(Report):
         sites: the replaced norms, in call order.
         output: the model's output beside the original's.
         batches: how many batches were measured.
-        continuations: held-out texts, as ``dynorm convert`` has a language model and its original go on with them.
+        continuations: held-out texts, as ``dynorm convert`` has a language model and its original go on with them, or
+            audio files, as both write them down.
         unreached: paths of the layers that no batch reached.
         meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
     """
@@ -236,8 +241,9 @@ class ModelReport(Report):
 
     @property
     def same(self) -> float | None:
-        """Return the share of equal tokens over all continuations."""
-        return fmean(each.same for each in self.continuations) if self.continuations else None
+        """Return the share of equal tokens over all continuations, or one minus the word error rate of transcripts."""
+        found = self.continuations
+        return fmean((each.same for each in found), [each.length for each in found]) if found else None
 
     def verdict(self) -> str:
         """Return in a few sentences what was lost, which sample lost most, and what to do next."""

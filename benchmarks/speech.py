@@ -1,0 +1,88 @@
+"""What a model of speech loses and gets back: Whisper tiny.en after calibration, and after a short distillation.
+
+``python -m benchmarks.speech`` writes benchmarks/results/speech.json. Steps and files are given, not minutes, so that a
+busy machine gives the same figures. It needs the packages of requirements-models.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import dynorm
+from benchmarks.subjects import Row, add_rows
+from dynorm.distill.inputs import audio_inputs
+from dynorm.distill.media import Clip, find_audio
+from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
+from dynorm.distill.pretrained import ShuffledBatches, load_pretrained
+from dynorm.distill.speech import Listener, word_errors
+from dynorm.distill.texts import split_audio
+from dynorm.report.conversion import compare
+from tools.demo_model import folder
+from tools.speech import gather
+
+RESULTS = Path(__file__).parent / "results" / "speech.json"
+FIGURES = ("loss_original", "loss_difference", "kl", "agreement")
+ABOUT = {"model": "Whisper tiny.en, 22 LayerNorms", "held_out": 24, "batch": 4}
+
+
+def agreement(pairs: Iterable[tuple[str, str]]) -> float:
+    """Return one minus the word error rate of transcripts, each with the wanted one."""
+    wrong, words = (sum(each) for each in zip(*(word_errors(*pair) for pair in pairs), strict=True))
+    return round(1 - wrong / words, 4)
+
+
+def spoken(clip: Clip) -> str:
+    """Return what is said in a file."""
+    return clip.file.with_suffix(".txt").read_text()
+
+
+def main() -> None:
+    """Calibrate, distil, and add a row for each stage."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40, help="distillation steps of 4 files, 0 for none")
+    (steps,) = vars(parser.parse_args()).values()
+    pretrained, (clips, _) = load_pretrained(folder("whisper")), find_audio([gather(Path("build/speech"))])
+    model, original = pretrained.model, deepcopy(pretrained.model)
+    recipe, listener = Recipe().filled(False, "audio"), Listener(pretrained, original)
+    inputs = audio_inputs(listener, *split_audio(clips, ABOUT["held_out"]), {})
+    started = time.process_time()
+
+    def transcripts(of: Any) -> dict[Clip, str]:
+        batches = inputs.batches(inputs.held_out, ABOUT["batch"])
+        return {
+            clip: listener.text(ids)
+            for part in batches.parts
+            for clip, ids in zip(part, listener.write(of, listener.batch(part)), strict=True)
+        }
+
+    before = transcripts(original)
+    right = agreement((before[clip], spoken(clip)) for clip in before)
+
+    def add(stage: str, done: int) -> None:
+        out, now = compare(model, original, inputs.batches(inputs.held_out, ABOUT["batch"])), transcripts(model)
+        row: Row = {"stage": stage, "steps": done, "files": done * ABOUT["batch"]}
+        row |= {name: round(getattr(out, name), 4) for name in FIGURES}
+        row |= {"word_agreement": agreement((now[clip], before[clip]) for clip in now)}
+        row |= {"words_right": agreement((now[clip], spoken(clip)) for clip in now), "words_right_original": right}
+        add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
+        print(json.dumps(row), flush=True)
+
+    calibration = inputs.batches(inputs.fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
+    sites = dynorm.find_norms(model, **calibration[0])
+    dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
+    dynorm.calibrate_(model, calibration, lean=recipe.lean)
+    add("calibrated", 0)
+    if steps:
+        batches = ShuffledBatches(inputs.batches, inputs.fit, ABOUT["batch"], 0)
+        dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True)
+        add("distilled", steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Models of audio: what they hear, what they write down of it, and how many words of two transcripts differ."""
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynorm.distill.media import Clip
+from dynorm.distill.pretrained import Pretrained
+
+
+class Listener:
+    """Turns audio files into a model's inputs. A decoder is given what the original writes down of them, greedily.
+
+    Args:
+        pretrained: whose processor is used.
+        original: the model before its conversion; it writes down a file when that is first needed.
+    """
+
+    def __init__(self, pretrained: Pretrained, original: Any) -> None:
+        self.processor, self.original = pretrained.tokenizer, original
+        self.tokenizer = getattr(self.processor, "tokenizer", None)
+        self.extractor = getattr(self.processor, "feature_extractor", self.processor)
+        self.rate: int = self.extractor.sampling_rate
+        self.has_decoder = "decoder_input_ids" in inspect.signature(original.forward).parameters
+        self._written: dict[Clip, list[int]] = {}
+
+    def batch(self, clips: Sequence[Clip]) -> dict[str, Tensor]:
+        """Return what the model takes; where it has no window to fill, all are cut to the shortest."""
+        sounds = [clip.read(self.rate) for clip in clips]
+        length = getattr(self.extractor, "n_samples", min(map(len, sounds)))
+        heard = self.extractor([each[:length].numpy() for each in sounds], sampling_rate=self.rate, return_tensors="pt")
+        batch = {self.original.main_input_name: heard[self.original.main_input_name].to(self.original.dtype)}
+        if not self.has_decoder:
+            return batch
+        if not set(clips) <= self._written.keys():
+            self._written |= dict(zip(clips, self.write(self.original, batch), strict=True))
+        ids = [self._written[clip] for clip in clips]
+        places = torch.arange(max(map(len, ids))).expand(len(ids), -1)
+        mask = places < torch.tensor([len(each) for each in ids])[:, None]
+        padded = torch.zeros_like(places).masked_scatter(mask, torch.tensor([i for each in ids for i in each]))
+        return batch | {"decoder_input_ids": padded, "decoder_attention_mask": mask.long()}
+
+    @torch.no_grad()
+    def write(self, model: Any, batch: dict[str, Tensor]) -> list[list[int]]:
+        """Return the likeliest tokens that a model writes down of each sound; without a head for that, the first."""
+        sound = {model.main_input_name: batch[model.main_input_name].to(model.device)}
+        if not self.has_decoder:
+            likeliest: list[list[int]] = model(**sound).logits.argmax(-1).tolist()
+            return likeliest
+        if self.tokenizer is None:
+            return [[model.config.decoder_start_token_id]] * len(batch[model.main_input_name])
+        options = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True}
+        found: list[list[int]] = model.generate(**sound, **options).sequences.tolist()
+        for ids in found:
+            # The end, and what pads it.
+            while len(ids) > 1 and ids[-1] in (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id):
+                ids.pop()
+        return found
+
+    def text(self, ids: list[int]) -> str:
+        """Return the transcript of its tokens."""
+        return str(self.processor.decode(ids, skip_special_tokens=True)).strip()
+
+
+def word_errors(found: str, wanted: str) -> tuple[int, int]:
+    """Return how many words must be put in, left out or exchanged at least, and how many are wanted.
+
+    Case and punctuation do not count.
+
+    Example:
+        >>> word_errors("A quick brown box.", "The quick, brown fox!")
+        (2, 4)
+    """
+    first, second = (re.findall(r"[\w']+", text.lower()) for text in (found, wanted))
+    row = list(range(len(second) + 1))
+    for i, word in enumerate(first, start=1):
+        before, row = row, [i]
+        for j, other in enumerate(second):
+            row.append(min(before[j] + (word != other), before[j + 1] + 1, row[j] + 1))
+    return row[-1], len(second)
