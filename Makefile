@@ -6,6 +6,7 @@ MODEL ?= minilm
 NAME_minilm := all-MiniLM-L6-v2
 NAME_smollm2 := SmolLM2-135M-Instruct
 NAME_dinov2 := DINOv2-small
+NAME_whisper := Whisper-tiny.en
 # Where the processor knows bfloat16, a step of distillation takes half the time.
 BF16 := $(if $(shell grep -m 1 avx512_bf16 /proc/cpuinfo 2>&1),--bf16)
 OPTIONS_minilm := $(BF16)
@@ -13,11 +14,15 @@ OPTIONS_minilm := $(BF16)
 OPTIONS_smollm2 := --refine 0 --held-out 96 --keep-original $(BF16)
 # Some 170 photographs are fitted to in crops, and 96 measured as they are.
 OPTIONS_dinov2 := --images build/pictures --refine 0 --held-out 96 --keep-original $(BF16)
+# Twenty voices, of which whole ones are held out.
+OPTIONS_whisper := --audio build/speech --refine 0 --held-out 48 --keep-original $(BF16)
+DATA_dinov2 := build/pictures
+DATA_whisper := build/speech
 OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 MINUTES ?= $(if $(filter minilm,$(MODEL)),5,9)
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo models test architectures lint docs bench fold gone wire deploy quality retrieval distillation paper activations study sanitize wheel clean
+.PHONY: setup demo models test architectures lint docs bench fold gone wire deploy quality retrieval distillation speech paper activations study sanitize wheel clean
 
 KERNELS := src/dynorm/kernels/_native.abi3.so
 
@@ -60,18 +65,24 @@ wheel:
 build/pictures: | .venv/setup.stamp
 	$(BIN)/python tools/pictures.py $@
 
+# The sentences that the model of speech is converted on: a package of espeak-ng speaks them.
+build/speech: | .venv/models.stamp
+	$(BIN)/python tools/speech.py $@
+
 # The main job on a real model. STEPS=0 fits the constants only; MINUTES=10 distils longer. MODEL=smollm2 takes a decoder,
-# MODEL=dinov2 an encoder of images.
-demo: setup $(if $(filter minilm,$(MODEL)),,.venv/models.stamp) $(if $(filter dinov2,$(MODEL)),build/pictures)
+# MODEL=dinov2 an encoder of images, MODEL=whisper a model of speech.
+demo: setup $(if $(filter minilm,$(MODEL)),,.venv/models.stamp) $(DATA_$(MODEL))
 	@mkdir -p build
 	model="$$($(BIN)/python tools/demo_model.py $(MODEL))" && $(BIN)/dynorm convert "$$model" $(OUT) \
 		--name $(NAME_$(MODEL)) $(LENGTH) $(OPTIONS_$(MODEL)) --overwrite
 	@echo "Read $(OUT)/report.html in a browser; the model is in $(OUT)/model."
 
-# The decoder and the encoder of images, each within a quarter of an hour on 2 cores that know bfloat16.
+# The decoder, the encoder of images and the model of speech, each within a quarter of an hour on 2 cores that know
+# bfloat16.
 models:
 	$(MAKE) demo MODEL=smollm2
 	$(MAKE) demo MODEL=dinov2
+	$(MAKE) demo MODEL=whisper
 
 test: setup
 	# A thread a process: two pools of two threads on two cores wait for each other.
@@ -146,6 +157,11 @@ distillation: setup
 		"DyISRU, annealed" "DyISRU, twice the rate"
 	$(BIN)/python -m benchmarks.distillation --steps 200 --model language --recipes DyISRU "DyISRU, annealed" \
 		"DyISRU, twice the rate"
+	$(BIN)/python -m benchmarks.tables
+
+# What a model of speech loses and gets back, for docs/quality.md: about a quarter of an hour.
+speech: .venv/models.stamp build/speech
+	$(BIN)/python -m benchmarks.speech
 	$(BIN)/python -m benchmarks.tables
 
 # The figures and tables of the paper, for docs/mathematics.md.

@@ -1,4 +1,4 @@
-"""Print where a real model of a package on PyPI is: ``python tools/demo_model.py [minilm | smollm2 | dinov2 | whisper]``."""
+"""Print where a real model of a package on PyPI is: ``python tools/demo_model.py``, with a name of MODELS or none."""
 
 import sys
 from importlib import import_module

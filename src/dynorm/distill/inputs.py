@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,18 @@ def image_inputs(pretrained: Pretrained, fit: list[Path], held_out: list[Path], 
 
 def audio_inputs(listener: Listener, fit: list[Clip], held_out: list[Clip], facts: dict[str, Any]) -> Inputs:
     """Return audio files in batches of about equal length; note how many have another rate than the model takes."""
+    length, counts = attrgetter("seconds"), {"audio_to_fit": len(fit)}
 
     def batches(samples: Sequence[Clip], size: int, seed: int | None = None) -> Batches:
-        return _read_later(listener.batch, sorted(samples, key=lambda clip: clip.seconds), size, seed)
+        return _read_later(listener.batch, sorted(samples, key=length), size, seed)
 
     def name(place: int) -> str:
-        return sorted(held_out, key=lambda clip: clip.seconds)[place].name
+        # Of a speaker's folder, maybe.
+        return "/".join(sorted(held_out, key=length)[place].file.parts[-2:])
 
     if rates := Counter(clip.rate for clip in fit + held_out if clip.rate != listener.rate):
         facts = facts | {"audio_at_another_rate": dict(rates)}
-    return Inputs("audio", fit, held_out, batches, name, facts, {"audio_to_fit": len(fit)})
+    return Inputs("audio", fit, held_out, batches, name, facts, counts)
 
 
 def _read_later(read: Callable[[Any], Any], samples: Sequence[Any], size: int, seed: int | None = None) -> Batches:

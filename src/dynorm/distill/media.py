@@ -50,11 +50,6 @@ class Clip:
     rate: int
     seconds: float
 
-    @property
-    def name(self) -> str:
-        """Return the file's name for a reader, with its folder's: a speaker may have one."""
-        return f"{self.file.parent.name}/{self.file.name}"
-
     def read(self, rate: int) -> Tensor:
         """Return its channels' mean, as ``rate`` samples per second from -1 to 1."""
         return resampled(_decoded(self.file)[0], self.rate, rate)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dynorm.distill.media import Clip
 from dynorm.distill.pretrained import Pretrained
@@ -38,11 +39,9 @@ class Listener:
             return batch
         if not set(clips) <= self._written.keys():
             self._written |= dict(zip(clips, self.write(self.original, batch), strict=True))
-        ids = [self._written[clip] for clip in clips]
-        places = torch.arange(max(map(len, ids))).expand(len(ids), -1)
-        mask = places < torch.tensor([len(each) for each in ids])[:, None]
-        padded = torch.zeros_like(places).masked_scatter(mask, torch.tensor([i for each in ids for i in each]))
-        return batch | {"decoder_input_ids": padded, "decoder_attention_mask": mask.long()}
+        ids = [torch.tensor(self._written[clip]) for clip in clips]
+        mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+        return batch | {"decoder_input_ids": pad_sequence(ids, batch_first=True), "decoder_attention_mask": mask}
 
     @torch.no_grad()
     def write(self, model: Any, batch: dict[str, Tensor]) -> list[list[int]]:
