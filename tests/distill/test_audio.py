@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -316,3 +317,20 @@ def test_in_python_a_model_of_audio_gets_the_recipe_of_the_command(whisper: Path
     assert report.output.kind == "language"
     assert {layer.get_parameter("log_beta").numel() for layer in dynorm_layers(loaded.model).values()} == {1}
     assert max(len(layer.witness_channels) for layer in dynorm_layers(loaded.model).values()) == 8
+
+
+def test_whisper_writes_once_whatever_marks_of_time_it_sets(
+    whisper: Path, audio: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, (clips, _), given = load_pretrained(whisper), find_audio([audio]), list[Any]()
+    own = WhisperForConditionalGeneration.generate
+
+    @functools.wraps(own)
+    def generate(*args: Any, **options: Any) -> Any:
+        given.append(options["force_unique_generate_call"])
+        return own(*args, **options)
+
+    monkeypatch.setattr(WhisperForConditionalGeneration, "generate", generate)
+    listener = Listener(loaded, loaded.model)
+    assert len(listener.write(loaded.model, listener.batch(clips[:3]))) == 3
+    assert given == [True, True]

@@ -53,6 +53,9 @@ class Listener:
         if self.tokenizer is None:
             return [[model.config.decoder_start_token_id]] * len(batch[model.main_input_name])
         options = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True}
+        # Else Whisper begins anew after a mark of time, and returns only the sounds that have one.
+        known = inspect.signature(model.generate).parameters
+        options |= {name: True for name in ("force_unique_generate_call",) if name in known}
         found: list[list[int]] = model.generate(**sound, **options).sequences.tolist()
         for ids in found:
             # The end, and what pads it.
