@@ -134,7 +134,7 @@ def fold_(
     try:
         if any(fold.is_given or fold.is_gone or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
             before = Check(model, example, tolerance) if check else None
-            if before is not None and tolerance is None and any(fold.feeds for fold in folds):
+            if before is not None and tolerance is None and any(fold.change for fold in folds):
                 before.tolerance = max(before.tolerance, redundant)
             with applied(model, folds, parts, *new_values(folds, parts), affine):
                 if before is not None:

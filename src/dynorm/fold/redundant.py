@@ -15,6 +15,7 @@ from torch import nn
 from dynorm.fold.check import Inputs, copied
 from dynorm.fold.graph import Graph, is_move, moved_like, packet, producer, shape, users
 from dynorm.fold.refusals import RefusedError
+from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site_fold import SiteFold
 from dynorm.watch import hooked, site_tokens, undisturbed
 
@@ -31,16 +32,17 @@ def fold_redundant(model: nn.Module, graph: Graph, folds: Sequence[SiteFold], ex
     for fold in (fold for fold in folds if fold.chosen and fold.site.kind in _NORMS):
         try:
             fed = _fed(graph, folds, fold)
-            if fold in needed or any(norm.feeds or norm is fold for norm in fed):
+            if not fed or fold in needed or any(norm.redundant.state == FOLDED or norm is fold for norm in fed):
                 raise RefusedError("it, or a norm beside it in a row, goes")
             ends = [square(squares[fold.module]) + fold.site.eps for square in (min, max)]
             pairs = [(min(squares[norm.module]), norm.site.eps, end) for norm in fed for end in ends]
-            fold.change = max((abs(math.sqrt((m + eps) / (m + eps / s)) - 1) for m, eps, s in pairs), default=0.0)
-            if fold.change > accepted:
-                raise RefusedError(f"an eps after it would change outputs by up to {fold.change:.1e}")
-            fold.feeds, needed = fed, needed | set(fed)
+            change = max(abs(math.sqrt((m + eps) / (m + eps / s)) - 1) for m, eps, s in pairs)
+            if change > accepted:
+                raise RefusedError(f"an eps after it would change outputs by up to {change:.1e}")
+            fold.redundant, fold.change = Rewrite(FOLDED, tuple(norm.path for norm in fed)), change
+            needed |= set(fed)
         except RefusedError as refusal:
-            fold.stands_because = str(refusal)
+            fold.redundant = Rewrite(REFUSED, reason=str(refusal))
 
 
 def _fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
@@ -76,7 +78,7 @@ def _fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFo
 
 def _mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -> dict[nn.Module, list[float]]:
     """Return the mean squares of the tokens that norms take, a LayerNorm's about their means; none of a token of 0."""
-    sites = {fold.module: fold.site for fold in folds if fold.site.kind in _NORMS}
+    sites = {fold.module: fold.site for fold in folds if fold.refused is None and fold.site.kind in _NORMS}
     found: dict[nn.Module, list[float]] = {module: [] for module in sites}
 
     def take(module: nn.Module, args: tuple[Any, ...], _: object) -> None:

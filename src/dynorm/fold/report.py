@@ -133,8 +133,8 @@ class FoldReport(Plain):
             where = "on fresh inputs" if self.fresh else "on the example alone, as the model takes no other,"
             notes.append(f"relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
         changes = [site.change for site in self.sites if site.redundant.state == FOLDED]
-        if changes:
-            notes.append(f"{len(changes)} norms gone before norms, which change by at most {max(changes):.1e} for it")
+        most = f"{len(changes)} norms gone before norms, which change by at most {max(changes, default=0):.1e} for it"
+        notes += [most] * bool(changes)
         if self.sites and self.loads_with == "dynorm":
             notes.append("loads where dynorm is imported: save it with dynorm.save")
         of = {name: f"{self.count(name)} of {self.count(name) + self.count(name, REFUSED)}" for name in _REWRITES}

@@ -90,9 +90,8 @@ class SiteFold:
     through: bool = False  # it goes because the stream that it reads and writes is rescaled
     left: Tensor | None = None  # the part of such a layer's weight that must stay, and why
     left_because: str = ""
-    feeds: list["SiteFold"] = field(default_factory=list)  # the norms that it only feeds, where it goes for that
-    change: float = 0.0  # the most that the outputs of these change, relative
-    stands_because: str | None = None  # why it does not go
+    redundant: Rewrite = field(default_factory=lambda: Rewrite(OFF))  # whether it goes because it feeds norms only
+    change: float = 0.0  # the most that the outputs of these change then, relative
 
     def __post_init__(self) -> None:
         """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
@@ -130,7 +129,8 @@ class SiteFold:
     @property
     def is_gone(self) -> bool:
         """Tell whether nothing of it stays."""
-        return bool(self.feeds) or (self.goes and self.left is None and (self.through or self.is_given))
+        is_line = self.goes and self.left is None and (self.through or self.is_given)
+        return is_line or self.redundant.state == FOLDED
 
     @property
     def stream_refused(self) -> str | None:
@@ -165,12 +165,10 @@ class SiteFold:
         removed += self.center_into is not None and not self.through
         # Taking the mean out is a sum and a difference.
         # What is gone took squares, their sum, and a product.
-        operations = elements * (removed + 2 * self.becomes_rms + 3 * bool(self.feeds))
+        operations = elements * (removed + 2 * self.becomes_rms + 3 * (self.redundant.state == FOLDED))
         kind, becomes = self.site.kind or self.site.class_name, "RMSNorm" if self.becomes_rms else ""
         becomes = "Identity" if self.is_gone else becomes
-        state = FOLDED if self.feeds else REFUSED if self.stands_because else OFF
-        gone = Rewrite(state, tuple(norm.path for norm in self.feeds), self.stands_because)
-        numbers = (channels * removed, operations, becomes, gone, self.change)
+        numbers = (channels * removed, operations, becomes, self.redundant, self.change)
         return FoldedSite(self.path, kind, channels, given, mean, constant, *numbers)
 
     def _affine_row(self) -> Rewrite:
