@@ -96,7 +96,8 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[Values
     for part in parts:
         for found in {found.weight: found for found in part.reads}.values():
             values[found.weight] = found.scaled(value(found.weight), part.factor)
-        for slot, axis in dict(write.scaled_in for write in part.writes).items():
+        # A gain takes the factor, where there is one.
+        for slot, axis in dict((w.slot, w.axis) if w.gain is None else (w.gain[1], 0) for w in part.writes).items():
             values[slot] = value(slot) / along(part.factor.to(slot.tensor.device), axis, slot.tensor.ndim)
             if slot in added:
                 added[slot] = added[slot] / part.factor.to(slot.tensor.device)

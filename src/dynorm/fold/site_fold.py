@@ -54,11 +54,6 @@ class Write:
     gain: tuple[Leaf, Slot] | None = None  # the parameter that scales each channel on the way (LayerScale), and its use
     is_new: bool = False  # it is a weight, whose layer is given a bias in its place
 
-    @property
-    def scaled_in(self) -> tuple[Slot, int]:
-        """Return the parameter that takes a factor for each channel, and its axis: the gain, where there is one."""
-        return (self.slot, self.axis) if self.gain is None else (self.gain[1], 0)
-
 
 @dataclass(eq=False)
 class Stream:
