@@ -12,33 +12,15 @@ from dynorm.distill import distill_
 from dynorm.distill.convert_model import convert_model
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
 from dynorm.find import find_norms
-from dynorm.fit import (
-    CalibrationReport,
-    CalibrationWarning,
-    InitializationReport,
-    Monitor,
-    RefinementReport,
-    calibrate_,
-    init_from_batch_,
-    refine_,
-)
+from dynorm.fit.calibrate import CalibrationReport, CalibrationWarning, calibrate_
+from dynorm.fit.initialize import InitializationReport, init_from_batch_
+from dynorm.fit.monitor import Monitor
+from dynorm.fit.refine import RefinementReport, refine_
 from dynorm.fold import FoldedSite, FoldReport, as_stock, fold_
 from dynorm.hub import load, save
 from dynorm.kernels import backend
-from dynorm.layers import (
-    ELN,
-    AnnealedDerf,
-    AnnealedDyISRU,
-    AnnealedDyT,
-    AnnealedLinear,
-    AnnealedNorm,
-    Derf,
-    DyISRU,
-    DyT,
-    LinearControl,
-    PointwiseNorm,
-    param_groups,
-)
+from dynorm.layers import ELN, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups
+from dynorm.layers.annealed import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
 from dynorm.replace import ConversionReport, convert_, restore_
 from dynorm.report import InspectedSite, InspectionReport, ModelReport, OutputReport, SiteReport, inspect_norms, measure
 from dynorm.site import NormSite

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dynorm import layers
 from dynorm.errors import ArgumentError
+from dynorm.layers import annealed
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Function:
 FAMILY: dict[str, Function] = {
     row.name: row
     for row in (
-        Function("dyisru", "DyISRU", layers.DyISRU, layers.AnnealedDyISRU, "#0072B2", "#3F9FE0"),
-        Function("dyt", "DyT", layers.DyT, layers.AnnealedDyT, "#D55E00", "#FF8B3D"),
-        Function("derf", "Derf", layers.Derf, layers.AnnealedDerf, "#009E73", "#2CC597"),
-        Function("linear", "linear", layers.LinearControl, layers.AnnealedLinear, "#CC79A7", "#E68FC4"),
+        Function("dyisru", "DyISRU", layers.DyISRU, annealed.AnnealedDyISRU, "#0072B2", "#3F9FE0"),
+        Function("dyt", "DyT", layers.DyT, annealed.AnnealedDyT, "#D55E00", "#FF8B3D"),
+        Function("derf", "Derf", layers.Derf, annealed.AnnealedDerf, "#009E73", "#2CC597"),
+        Function("linear", "linear", layers.LinearControl, annealed.AnnealedLinear, "#CC79A7", "#E68FC4"),
     )
 }
 """The functions by name."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import dynorm
-from dynorm.layers import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
+from dynorm.layers.annealed import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
 
 LAYERS = [AnnealedDyISRU, AnnealedDyT, AnnealedDerf, AnnealedLinear]
 KINDS = ["layernorm", "rmsnorm"]

@@ -38,8 +38,9 @@ from dynorm.fit.site_fit import TOLERANCE
 from dynorm.hub.contents import is_changed, listed
 from dynorm.layers import AnnealedNorm
 from dynorm.replace import convert_
-from dynorm.report import Continuation, InspectionReport, ModelReport, inspect_norms, measure
+from dynorm.report import InspectionReport, ModelReport, inspect_norms, measure
 from dynorm.report.conversion import compare
+from dynorm.report.records import Continuation
 from dynorm.site import select_sites
 from dynorm.watch import arguments
 

@@ -1,6 +1,6 @@
 """Point-wise layers: DyISRU (ELN), DyT, Derf, the linear control, and the annealed layers that lead to them."""
 
-from dynorm.layers.annealed import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
+from dynorm.layers.annealed import AnnealedNorm
 from dynorm.layers.base import PointwiseNorm
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
@@ -10,17 +10,4 @@ from dynorm.layers.linear import LinearControl
 
 ELN = DyISRU  # the name in the first version of the paper
 
-__all__ = [
-    "ELN",
-    "AnnealedDerf",
-    "AnnealedDyISRU",
-    "AnnealedDyT",
-    "AnnealedLinear",
-    "AnnealedNorm",
-    "Derf",
-    "DyISRU",
-    "DyT",
-    "LinearControl",
-    "PointwiseNorm",
-    "param_groups",
-]
+__all__ = ["ELN", "AnnealedNorm", "Derf", "DyISRU", "DyT", "LinearControl", "PointwiseNorm", "param_groups"]

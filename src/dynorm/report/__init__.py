@@ -3,15 +3,6 @@
 from dynorm.report.conversion import measure
 from dynorm.report.inspection import inspect_norms
 from dynorm.report.output import OutputReport
-from dynorm.report.records import Continuation, InspectedSite, InspectionReport, ModelReport, SiteReport
+from dynorm.report.records import InspectedSite, InspectionReport, ModelReport, SiteReport
 
-__all__ = [
-    "Continuation",
-    "InspectedSite",
-    "InspectionReport",
-    "ModelReport",
-    "OutputReport",
-    "SiteReport",
-    "inspect_norms",
-    "measure",
-]
+__all__ = ["InspectedSite", "InspectionReport", "ModelReport", "OutputReport", "SiteReport", "inspect_norms", "measure"]
