@@ -482,11 +482,7 @@ def _trainer(
         optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     schedule = LambdaLR(optimizer, lambda step: rate_factor(step, arguments.max_steps, job.gone))
     trainer = Distiller(
-        model=job,
-        args=arguments,
-        train_dataset=Batches(),
-        optimizers=(optimizer, schedule),
-        callbacks=[Course(), *callbacks],
+        job, arguments, train_dataset=Batches(), optimizers=(optimizer, schedule), callbacks=[Course(), *callbacks]
     )
     # Without its bar the Trainer prints its log instead, in the middle of ours.
     trainer.remove_callback(PrinterCallback)
