@@ -51,6 +51,8 @@ def _fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFo
         raise RefusedError(fold.kept)
     if fold.bias is not None and bool(fold.bias.any()):
         raise RefusedError("its bias is not 0")
+    if fold.site.output_dtype is not None:
+        raise RefusedError(f"it makes {fold.site.output_dtype} of what it takes")
     if fold.site.kind == "layernorm" and not fold.becomes_rms:
         raise RefusedError(f"it takes the mean out: {fold.stream_refused or 'center is off'}")
     # Each value with the number of each element's token, and whether a product has read the norm.
