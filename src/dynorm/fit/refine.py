@@ -193,20 +193,18 @@ def recomputing(model: nn.Module) -> Iterator[None]:
         if getattr(module, "gradient_checkpointing", False)
         and "GradientCheckpointingLayer" in (cls.__name__ for cls in type(module).__mro__)
     ]
-    functions = [layer._gradient_checkpointing_func for layer in layers]
 
     def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
         layer.training = False
         # Reentrant, what is recorded inside would have no gradient.
         return checkpoint(forward, *args, use_reentrant=False)
 
-    try:
+    with ExitStack() as after:
         for layer in layers:
+            after.callback(setattr, layer, "training", False)
+            after.callback(setattr, layer, "_gradient_checkpointing_func", layer._gradient_checkpointing_func)
             layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
         yield
-    finally:
-        for layer, function in zip(layers, functions, strict=True):
-            layer.training, layer._gradient_checkpointing_func = False, function
 
 
 def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:

@@ -156,24 +156,23 @@ class Outliers:
     def __init__(self, site: NormSite, seed: int) -> None:
         self.site = site
         self._fitted, self._held_out = (Reservoir(_KEPT, seed + half) for half in (0, 1))
-        self._count = 0
-        self._log_sum = self._log_square_sum = self._exact = 0.0
+        # How many there are, the sum of their constants' logarithms and of the squares of these.
+        self._logs = torch.zeros(3, dtype=torch.float64)
+        self._exact = 0.0
 
     def add(self, x: Tensor, fitted: int = 0) -> None:
         """Add tokens (tokens, C): the functions are fitted on so many of them, and measured on the others."""
         self._add(self._fitted, x[:fitted])
         beta = self._add(self._held_out, x[fitted:])
-        self._count += len(beta)
         log_beta = beta.clamp_min(torch.finfo(beta.dtype).tiny).log()
-        self._log_sum += float(log_beta.sum())
-        self._log_square_sum += float(log_beta.square().sum())
+        self._logs += torch.stack([torch.ones_like(log_beta).sum(), log_beta.sum(), log_beta.square().sum()]).cpu()
 
     def fit(self, scale: float, center: float) -> OutlierFit:
         """Fit each function by least squares and measure it; where one half has no tokens, on the other.
 
         The scale is the bound of the functions; the centre the site's mean where the norm centres, else 0.
         """
-        held_out = self._held_out if self._count else self._fitted
+        held_out = self._held_out if len(self._held_out) else self._fitted
         fitted = self._fitted if len(self._fitted) else held_out
         (x, y), (other_x, other_y) = (torch.tensor(kept.points(), dtype=torch.float64) for kept in (fitted, held_out))
         start = float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12)) * scale**2
@@ -188,8 +187,8 @@ class Outliers:
             residual = function(other_x, torch.tensor(betas[name], dtype=torch.float64), center, scale) - other_y
             errors[name] = float(residual.norm() / other_y.norm().clamp_min(1e-300))
             residuals[name] = float(residual.abs().mean())
-        mean = self._log_sum / max(self._count, 1)
-        spread = math.sqrt(max(self._log_square_sum / max(self._count, 1) - mean * mean, 0.0))
+        _, mean, square = (self._logs / self._logs[0].clamp_min(1)).tolist()
+        spread = math.sqrt(max(square - mean * mean, 0.0))
         few = slice(None, None, max(1, len(other_x) // 800))
         points = other_x[few].tolist(), other_y[few].tolist()
         fit = CoreFit(scale, center, betas, errors)
