@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dynorm import functional
+from dynorm.arguments import upcast
 
 # The definitions by name; a function's number is its place, as in csrc/types.h.
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -36,7 +36,7 @@ class Form(NamedTuple):
 
     def constant(self, stored: Tensor) -> Tensor:
         """Return the constant in at least float32, not its logarithm."""
-        value = stored if stored.dtype in (torch.float32, torch.float64) else stored.float()
+        value = upcast(stored)
         if not self.logarithmic:
             return value
         return (-0.5 * value).exp() if self.function == LINEAR else value.exp()

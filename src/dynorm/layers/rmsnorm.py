@@ -61,12 +61,9 @@ class RMSNorm(nn.Module):
         checked = check_dim(dim, self.normalized_shape)
         assert isinstance(checked, int)
         self.dim, self.norm_eps = checked, check_not_negative("norm_eps", norm_eps)
-
-        def made(has: bool, value: float) -> nn.Parameter | None:
-            return nn.Parameter(torch.full(self.normalized_shape, value, device=device, dtype=dtype)) if has else None
-
-        self.register_parameter("weight", made(elementwise_affine, 1.0))
-        self.register_parameter("bias", made(bias, 0.0))
+        for name, has, value in (("weight", elementwise_affine, 1.0), ("bias", bias, 0.0)):
+            full = torch.full(self.normalized_shape, value, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(full) if has else None)
 
     @property
     def eps(self) -> float:

@@ -39,10 +39,9 @@ def build_page() -> str:
 
 def save_page(path: str | os.PathLike[str]) -> Path:
     """Write the explorer's page, whole or not at all, and return its absolute path; a missing folder is made."""
-    target = Path(path)
-    require_writable(target)
-    write_text(target, build_page())
-    return target.resolve()
+    require_writable(path)
+    write_text(path, build_page())
+    return Path(path).resolve()
 
 
 def _read(*parts: str) -> str:
