@@ -20,6 +20,7 @@ import dynorm
 from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.distill.texts import standard_library_docstrings
 from dynorm.family import FAMILY
+from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import TokenScales
 from dynorm.replace.specs import Replaced
@@ -56,7 +57,8 @@ def draw(inputs: dict[str, Tensor]) -> None:
     fits = {}
     for path, x in inputs.items():
         layer = dynorm.DyISRU(x.shape[1], scale=(x.shape[1] - 1) ** 0.5, elementwise_affine=False).requires_grad_(False)
-        fits[path] = SiteFit(layer, Replaced(nn.LayerNorm(layer.channels), NormSite("", kind="layernorm")))
+        norm = Replaced(nn.LayerNorm(layer.channels), NormSite("", kind="layernorm"))
+        fits[path] = SiteFit(layer, norm, Ranks())
         fits[path].update(x, dynorm.functional.layer_norm(x))
         fits[path].solve_()
     in_order = sorted(fits, key=lambda path: fits[path].error)

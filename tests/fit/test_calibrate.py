@@ -17,6 +17,7 @@ import dynorm
 from dynorm import CalibrationWarning
 from dynorm.errors import DataError, ModelError
 from dynorm.fit import site_fit as fit
+from dynorm.fit.ranks import Ranks
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import Replaced
 from dynorm.site import NormSite
@@ -104,14 +105,14 @@ def test_a_layer_that_is_the_norm_is_recovered(to: str, per_channel: bool) -> No
     model = converted(site(nn.LayerNorm(C).double()), x, to=to, per_channel=per_channel)
     layer = model[0]
     norm = Replaced(nn.LayerNorm(C), NormSite("", kind="layernorm", eps=1e-5))
-    fitted = fit.SiteFit(layer, norm)
+    fitted = fit.SiteFit(layer, norm, Ranks())
     fitted.update(x, x)
     truth = copy.deepcopy(layer)
     with torch.no_grad():
         truth.fill_slope_(fitted._betas[min(6, len(fitted._betas) - 1)])
         truth.weight.uniform_(0.5, 2.0)
         truth.bias.normal_()
-    again = fit.SiteFit(layer, norm)
+    again = fit.SiteFit(layer, norm, Ranks())
     again.update(x, truth(x).detach())
     again.solve_()
     assert again.error < 1e-6

@@ -75,14 +75,12 @@ class SiteFit:
             least squares shrank them, and the constant beside witnesses at 0.3 of the typical sum or more.
     """
 
-    def __init__(
-        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks | None = None, *, careful: bool = False
-    ) -> None:
+    def __init__(self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, *, careful: bool = False) -> None:
         self.layer = layer
         self.kind, self.eps = norm.site.kind, norm.site.eps
         self.tokens = 0
         self._residual = math.nan
-        self._ranks = Ranks() if ranks is None else ranks
+        self._ranks = ranks
         self._function = layer.target if isinstance(layer, AnnealedNorm) else type(layer)
         weight = None if isinstance(layer, AnnealedNorm) else layer.weight
         self._weight = None if weight is None else weight.detach().to(torch.float64, copy=True).flatten()
