@@ -127,8 +127,8 @@ gone: setup
 wire: setup
 	$(BIN)/python -m benchmarks.wire
 
-# What compile, export, ONNX and int8 make of converted models: about half an hour.
-deploy: setup
+# What compile, export, ONNX and int8 make of converted models: about an hour.
+deploy: setup .venv/models.stamp build/pictures
 	$(BIN)/python -m benchmarks.deploy
 
 # The figures of README.md and docs/: about half an hour on 2 cores. What is measured already stays; delete

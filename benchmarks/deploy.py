@@ -1,8 +1,8 @@
-"""The figures and tables of docs/deploy.md: ``python -m benchmarks.deploy``, about a quarter of an hour on one core.
+"""The figures and tables of docs/deploy.md: ``python -m benchmarks.deploy``, about an hour on one core.
 
-Four parts, each written to benchmarks/results/deploy.json as soon as it is measured: the code that Inductor generates,
-the roads of export, the dtypes of onnxruntime, and int8. ``--only code int8`` measures some of them anew, ``--only``
-without a name none; the page is renewed in any case.
+Each part is written to benchmarks/results/deploy.json as soon as it is measured: the code that Inductor generates, the
+roads of export, the dtypes of onnxruntime, and int8 on three models, two of which ``make models`` installs. ``--only
+code int8`` measures some of them anew, ``--only`` without a name none; the page is renewed in any case.
 """
 
 from __future__ import annotations
@@ -75,7 +75,28 @@ def int8() -> Any:
     return study()
 
 
-PARTS: dict[str, Callable[[], Any]] = {"code": code, "parity": parity, "dtypes": dtypes, "int8": int8}
+def decoder() -> Any:
+    """Measure int8 on a decoder."""
+    from benchmarks.int8_models import decoder
+
+    return decoder()
+
+
+def images() -> Any:
+    """Measure int8 on a model of images."""
+    from benchmarks.int8_models import images
+
+    return images()
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "code": code,
+    "parity": parity,
+    "dtypes": dtypes,
+    "int8": int8,
+    "decoder": decoder,
+    "images": images,
+}
 
 
 def load() -> dict[str, Any]:
@@ -157,6 +178,30 @@ def bound_table() -> str:
     return "\n".join(lines)
 
 
+def decoder_table() -> str:
+    """One row per way: what is lost to the converted model on two kinds of text."""
+    found = load()["decoder"]
+    lines = [
+        "| linear layers in int8 | activations | docstrings: loss | KL | reference: loss | KL |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("original", "converted"):
+        losses = found[f"loss_{name}"]
+        lines.append(f"| none: {name}, float32 | | {losses['docstrings']:.4f} | | {losses['reference']:.4f} | |")
+    for row in found["rows"]:
+        cells = [f"{row[name]['loss']:+.4f} | {row[name]['kl']:.4f}" for name in ("docstrings", "reference")]
+        lines.append(f"| {row['linears']}: {row['count']} | {row['way']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def image_table() -> str:
+    """One row per way: how near the class tokens stay."""
+    lines = ["| linear layers in int8 | activations | mean cosine | worst |", "|---|---|---|---|"]
+    for row in load()["images"]["rows"]:
+        lines.append(f"| {row['linears']}: {row['count']} | {row['way']} | {row['cosine']:.5f} | {row['worst']:.4f} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "code": code_table,
     "excerpt": code_excerpt,
@@ -164,6 +209,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "dtypes": dtype_table,
     "int8": int8_table,
     "bounds": bound_table,
+    "decoder": decoder_table,
+    "images": image_table,
 }
 
 
