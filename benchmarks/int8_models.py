@@ -18,8 +18,8 @@ from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_so
 import dynorm
 from benchmarks.decoder import ABOUT, blocks, prose
 from benchmarks.int8 import by_torchao
-from dynorm.distill.images import find_images
 from dynorm.distill.inputs import image_inputs
+from dynorm.distill.media import find_images
 from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
 from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
@@ -66,7 +66,7 @@ def decoder() -> dict[str, Any]:
 def images() -> dict[str, Any]:
     """Return how near the class tokens of photographs stay to those of the converted model in float32."""
     pretrained = load_pretrained(folder("dinov2"))
-    model, recipe = pretrained.model, Recipe().filled(language_model=False, images=True)
+    model, recipe = pretrained.model, Recipe().filled(False, "images")
     files, _ = find_images(["build/pictures"])
     source = image_inputs(pretrained, files[PHOTOGRAPHS:], files[:PHOTOGRAPHS], {})
     calibration = [dict(batch) for batch in source.batches(source.fit[: recipe.calibration], recipe.batch)]
