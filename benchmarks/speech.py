@@ -46,10 +46,12 @@ def main() -> None:
     """Calibrate, distil, and add a row for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=24, help="distillation steps of 4 files, 0 for none")
-    (steps,) = vars(parser.parse_args()).values()
+    parser.add_argument("--per-layer", action="store_true", help="one constant per layer and lean=0, not the default")
+    steps, per_layer = vars(parser.parse_args()).values()
     pretrained, (clips, _) = load_pretrained(folder("whisper")), find_audio([gather(Path("build/speech"))])
     model, original = pretrained.model, deepcopy(pretrained.model)
-    recipe, listener = Recipe().filled(False, "audio"), Listener(pretrained, original)
+    recipe = Recipe(**{"per_channel": False, "lean": 0.0} if per_layer else {}).filled(False, "audio")
+    listener = Listener(pretrained, original)
     inputs = audio_inputs(listener, *split_audio(clips, ABOUT["held_out"]), {})
     started = time.process_time()
 
@@ -66,7 +68,8 @@ def main() -> None:
 
     def add(stage: str, done: int) -> None:
         out, now = compare(model, original, inputs.batches(inputs.held_out, ABOUT["batch"])), transcripts(model)
-        row: Row = {"stage": stage, "steps": done, "files": done * ABOUT["batch"]}
+        row: Row = {"stage": stage, "per_channel": recipe.per_channel, "lean": recipe.lean, "steps": done}
+        row |= {"files": done * ABOUT["batch"]}
         row |= {name: round(getattr(out, name), 4) for name in FIGURES}
         row |= {"word_agreement": agreement((now[clip], before[clip]) for clip in now)}
         row |= {"words_right": agreement((now[clip], spoken(clip)) for clip in now), "words_right_original": right}

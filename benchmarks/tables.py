@@ -107,6 +107,22 @@ def decoder_table() -> str:
     return "\n".join(lines)
 
 
+def speech_table() -> str:
+    """One row per stage of Whisper: its words and likeliest tokens beside the original's, and the right words."""
+    found = load("speech")
+    lines = [
+        "| constants | stage | files heard | words as the original's | likeliest token | KL | right words |",
+        "|---|---|---|---|---|---|---|",
+        f"| | the original | | | | | {found['rows'][0]['words_right_original']:.1%} |",
+    ]
+    for row in found["rows"]:
+        what = "one per channel" if row["per_channel"] else "one per layer, `lean=0`"
+        shares = " | ".join(f"{row[name]:.1%}" for name in ("word_agreement", "agreement"))
+        figures = f"{shares} | {row['kl']:.2f} | {row['words_right']:.1%}"
+        lines.append(f"| {what} | {row['stage']} | {row['files']} | {figures} |")
+    return "\n".join(lines)
+
+
 def _with_worst(rows: list[dict[str, Any]]) -> str:
     """Mean cosine / worst text of any seed / mean Spearman."""
     if not rows:
@@ -312,7 +328,12 @@ def _three(values: dict[str, float]) -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": retrieval_table},
-    "docs/quality.md": {"retrieval": retrieval_table, "quality": quality_table, "distillation": distillation_tables},
+    "docs/quality.md": {
+        "retrieval": retrieval_table,
+        "speech": speech_table,
+        "quality": quality_table,
+        "distillation": distillation_tables,
+    },
     "docs/speed.md": {
         "speed-machine": speed_machine,
         "speed-ratios": speed_ratios,
