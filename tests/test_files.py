@@ -28,7 +28,7 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("name", ["missing/a.txt", "a\0b", "folder"])
+@pytest.mark.parametrize("name", ["missing/a.txt", "a\0b", "folder", "a" * 300])
 def test_what_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(dynorm.StorageError, match="cannot be written"):

@@ -47,7 +47,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     except (OSError, ValueError) as error:
         raise StorageError(f"{str(target)!r} cannot be written: {error}; give a path that can be") from error
     finally:
-        if temporary.exists():
+        # Not its own exists(), which raises where the name is too long.
+        if os.path.exists(temporary):
             temporary.unlink()
 
 

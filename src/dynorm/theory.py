@@ -6,8 +6,8 @@ are those of arXiv 2503.21708. All functions raise :class:`dynorm.ArgumentError`
 
 ``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and ``eps`` what the norm
 adds to its variance or mean of squares, not negative. Results have the shape and dtype of ``x``. To leave one channel
-out takes at least two, and O(C); one huge channel costs no digits, at itself or elsewhere. The ``beta`` that a slope
-is made of is a positive float, or a tensor of any shape, and the result is alike.
+out takes at least two, and O(C); one huge channel costs no digits, at itself or elsewhere. A ``beta`` that is
+given is a positive float, or a tensor of any shape; the result is alike.
 """
 
 import math

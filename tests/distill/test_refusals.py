@@ -87,7 +87,7 @@ def test_a_folder_without_any_tokenizer_file_does_not_talk_of_libraries(source: 
     with pytest.raises(StorageError) as caught:
         load_pretrained(source)
     assert "sentencepiece" not in str(caught.value)
-    assert "convert other models in Python" in str(caught.value)
+    assert "convert the model in Python" in str(caught.value)
 
 
 def test_few_texts_hold_out_a_quarter(encoder: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def convert(
     overwrite: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Replace the norms of a pretrained model, set their constants from texts, images or audio, measure, save.
+    """Replace the norms of a pretrained model, fit their constants to texts, images or audio, measure, save.
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """

@@ -44,8 +44,8 @@ _MEASURED, FEW = 4, 20
 _SHARE = 0.1
 # Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
 _RATE, _WIDTH = 1.5e-4, 384
-# The best rates of an encoder, a decoder and an encoder of images are about as many times the largest first step that
-# makes the loss smaller. The last may be a 64th of what its width tells.
+# The best rate is about four times the largest first step that makes the loss smaller. This was measured on an encoder,
+# a decoder and an encoder of images, whose rate may be a 64th of what the width tells.
 _FIRST_STEPS, _HALVINGS = 4, 8
 _WARM_UP = 10
 
@@ -112,8 +112,9 @@ def distill_(
         steps: how many steps to take. Give this or ``minutes``.
         minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
         lr: the highest learning rate. A twentieth of the steps, or the first ten, warm up to it, then it falls to 0 as
-            a cosine, over the steps or, where that is sooner, the minutes. None takes :func:`distillation_rate`, halved
-            until a step of a quarter of it along the signs of the gradients, as Adam's first, makes the loss smaller.
+            a cosine, over the steps or, where that is sooner, the minutes. None finds one: that of
+            :func:`distillation_rate`, halved until a first step makes the loss smaller. That step goes along the signs
+            of the gradients, as Adam's does, at a quarter of the rate.
         seed: of whatever the models or callbacks draw.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. Where the processor
             knows bfloat16, a step takes a third of the time.

@@ -56,7 +56,7 @@ class Clip:
 
 
 def resampled(samples: Tensor, rate: int, wanted: int) -> Tensor:
-    """Return samples (N,), of which ``rate`` make a second, as ``wanted`` of them: the frequencies that both can hold.
+    """Return samples (N,) of ``rate`` per second at another rate, ``wanted``, with the frequencies that both can hold.
 
     Example:
         >>> wave = torch.sin(torch.arange(64) / 64 * 2 * torch.pi)

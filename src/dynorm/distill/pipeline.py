@@ -62,7 +62,7 @@ CALIBRATION_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert a model. None stands for what suits its kind: one of language, images or audio, or text encoder.
+    """How to convert a model. None stands for what suits its kind: an encoder of texts, or language, images or audio.
 
     Args:
         to: the layer that replaces the norms; not one that still is a norm at first.
@@ -82,7 +82,7 @@ class Recipe:
             for the pure function.
         tolerance: of :func:`calibrate_`, where ``to`` is "auto".
         seed: for the split, the order of texts and the training.
-        lr: the highest learning rate of distillation; None takes ``distillation_rate``.
+        lr: the highest learning rate of distillation; None lets :func:`distill_` find it.
         bf16: distil under ``torch.autocast`` in bfloat16.
         accumulate: batches in a step of distillation, on each process.
         checkpoints: a folder for the Trainer's checkpoints, from which a stopped run goes on.

@@ -177,7 +177,7 @@ class Checkpoint:
         missing = f"{self.source} must hold the model's tokenizer, but has none of"
         if not (self.gguf or any(_TOKENIZER.match(file.name) for file in self.source.iterdir())):
             raise StorageError(
-                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there; convert other models in "
+                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there, or convert the model in "
                 "Python, with dynorm.convert_model"
             )
         tokenizer = self._read(AutoTokenizer, f"the tokenizer in {self.source}")

@@ -45,7 +45,7 @@ class Listener:
 
     @torch.no_grad()
     def write(self, model: Any, batch: dict[str, Tensor]) -> list[list[int]]:
-        """Return the likeliest tokens that a model writes down of each sound; without a head for that, the first."""
+        """Return the likeliest tokens that a model writes down of each sound; without a tokenizer, where it starts."""
         sound = {model.main_input_name: batch[model.main_input_name].to(model.device)}
         if not self.has_decoder:
             likeliest: list[list[int]] = model(**sound).logits.argmax(-1).tolist()
@@ -54,8 +54,8 @@ class Listener:
             return [[model.config.decoder_start_token_id]] * len(batch[model.main_input_name])
         options = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True}
         # Else Whisper begins anew after a mark of time, and returns only the sounds that have one.
-        known = inspect.signature(model.generate).parameters
-        options |= {name: True for name in ("force_unique_generate_call",) if name in known}
+        if "force_unique_generate_call" in inspect.signature(model.generate).parameters:
+            options["force_unique_generate_call"] = True
         found: list[list[int]] = model.generate(**sound, **options).sequences.tolist()
         for ids in found:
             # The end, and what pads it.

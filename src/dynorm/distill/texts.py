@@ -97,7 +97,10 @@ def split_texts(texts: list[Any], held_out: int, seed: int = 0, noun: str = "tex
 
 
 def split_audio(clips: list[Any], held_out: int, seed: int = 0, noun: str = "audio") -> tuple[list[Any], list[Any]]:
-    """Do so with audio files. Of eight folders or more, whole ones are held out, for a speaker may have one."""
+    """Shuffle audio files and put some aside, as :func:`split_texts` does with texts.
+
+    Of eight folders or more, whole ones are put aside: a folder may hold one speaker.
+    """
     folders: dict[Path, list[Any]] = {}
     for clip in clips:
         folders.setdefault(clip.file.parent, []).append(clip)

@@ -111,10 +111,10 @@ class _NormFunctions(TorchFunctionMode):
 
 
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Observation], ...]:
-    """Run the model once and watch each of its modules; return all, and those called in the order of first return.
+    """Run the model once and watch each of its modules; return all, and those called, in the order they returned.
 
-    Nothing of the run stays, also when the model raises, which is a DataError. Layers of dynorm and parametrizations of
-    weights, and the modules in them, are left out.
+    Nothing of the run stays. DataError is raised if the model raises on this input. Layers of dynorm and
+    parametrizations of weights, and the modules in them, are left out.
     """
     ours = {
         id(part)
@@ -131,7 +131,8 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen = found[id(module)]
-        called.extend([seen] if not seen.calls else [])
+        if not seen.calls:
+            called.append(seen)
         seen.record(args, kwargs, output)
 
     try:
@@ -376,5 +377,5 @@ def _family(module: nn.Module, by_class: bool = False) -> str | None:
 
 
 def _is_named_norm(module: nn.Module) -> bool:
-    is_torchs = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module, by_class=True) is not None
-    return is_torchs or _NORM_NAME.search(type(module).__name__.lower()) is not None
+    is_known = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module, by_class=True) is not None
+    return is_known or _NORM_NAME.search(type(module).__name__.lower()) is not None

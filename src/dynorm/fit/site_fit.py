@@ -1,6 +1,6 @@
 """The least-squares fit of one point-wise layer to the norm it replaces, and the choice of the simplest that holds.
 
-It is streamed: memory is O(C), however many tokens.
+The fit is streamed: its memory is O(C), however many tokens there are.
 """
 
 import copy
@@ -261,9 +261,8 @@ class SiteChoice:
     constants that the batches before gave, so all tokens but the first batch's are held out once, and none is lost to
     the fit.
 
-    The arguments are those of :class:`SiteFit`, where ``layer`` stands at the site, at ``path``, until the choice is
-    made, and ``tolerance``: by how much the error of the layer to choose may exceed the best one, over the target's
-    spread.
+    The arguments are those of :class:`SiteFit`, and two more. ``path`` is where ``layer`` stands. ``tolerance`` is how
+    far the chosen layer's error may lie above the best one, over the target's spread.
     """
 
     def __init__(

@@ -59,8 +59,8 @@ def fold_(
     - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias before it. With
       *affine*, a linear layer without witnesses goes altogether, where need be by rescaling the residual stream.
 
-    These are exact. *redundant*, a fourth, takes a norm out that feeds norms only, through products, as they take the
-    scale out of each token themselves. Their eps meets other sizes then: it is exact for an eps of 0 alone.
+    These are exact. A fourth, *redundant*, takes out a norm that feeds only norms, through products: they take out each
+    token's scale themselves. It is exact up to their eps, which then meets tokens of another size.
 
     The model is traced once with ``torch.export``. A part that cannot be shown to be safe is left alone, and the report
     says why. All new values are computed in float64 first. Then the outputs for the example and for fresh random inputs
@@ -76,8 +76,9 @@ def fold_(
         affine: fold weights and biases.
         center: fold means.
         constants: fold the scales and centres of point-wise layers.
-        redundant: the relative error to allow for norms that go because they feed norms only: of their outputs, for
-            tokens as large as the example's, and measured of the model's, if ``tolerance`` is None. At 0 none goes.
+        redundant: the largest relative change to allow where a norm goes because it feeds only norms. It bounds these
+            norms' outputs, for tokens as large as the example's, and the model's too if ``tolerance`` is None. At 0
+            none goes.
         add_bias: give a linear layer a bias where a norm's bias needs one.
         untie: give tied weights, as of an embedding and a head, a tensor each where a fold needs it.
         only: globs of the norms' paths to fold; None means all.

@@ -49,8 +49,8 @@ class FoldedSite(Plain):
         parameters_removed: numbers that the model no longer holds, or holds as ones and zeros.
         operations_removed: operations on numbers that one call of the example no longer takes.
         becomes: the class that stands there now.
-        redundant: all of it, where it feeds norms only; they are in ``into``.
-        change: the most that the outputs of these norms change by that, relative, for tokens as large as the example's.
+        redundant: the whole norm, where it feeds only norms, which ``into`` names.
+        change: the largest relative change of their outputs by that, for tokens as large as the example's.
     """
 
     path: str
@@ -132,9 +132,8 @@ class FoldReport(Plain):
         if self.error is not None:
             where = "on fresh inputs" if self.fresh else "on the example alone, as the model takes no other,"
             notes.append(f"relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
-        changes = [site.change for site in self.sites if site.redundant.state == FOLDED]
-        most = f"{len(changes)} norms gone before norms, which change by at most {max(changes, default=0):.1e} for it"
-        notes += [most] * bool(changes)
+        if changes := [site.change for site in self.sites if site.redundant.state == FOLDED]:
+            notes.append(f"gone before other norms: {len(changes)}; those change by at most {max(changes):.1e}")
         if self.sites and self.loads_with == "dynorm":
             notes.append("loads where dynorm is imported: save it with dynorm.save")
         of = {name: f"{self.count(name)} of {self.count(name) + self.count(name, REFUSED)}" for name in _REWRITES}

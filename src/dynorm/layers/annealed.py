@@ -31,7 +31,7 @@ class AnnealedNorm(PointwiseNorm):
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
-        *args: as for the point-wise layer that it ends as, whose shapes and dtypes it has too.
+        *args: as for the point-wise layer that it ends as; so are shapes and dtypes.
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: the number that this norm adds to the variance, or to the mean square.
         t: how far it is annealed, from 0 to 1; :func:`dynorm.set_anneal_` moves it.

@@ -16,8 +16,10 @@ class Derf(AlphaNorm):
 
     The published checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
 
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these; ``scale`` is 1 by default.
+
     Args:
-        normalized_shape: as for :class:`DyISRU`, as are shapes and all arguments but these; ``scale`` is 1 by default.
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes.
         alpha_init: the first alpha, positive; 0.5 as published.
         shift_init: the first shift; 0 as published.
 

@@ -10,8 +10,10 @@ class DyT(AlphaNorm):
     ``scale`` is 1 as published; sqrt(C - 1) makes it scaled DyT, LayerNorm with its slope factor F(x) held
     constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
 
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these; ``scale`` is 1 by default.
+
     Args:
-        normalized_shape: as for :class:`DyISRU`, as are shapes and all arguments but these; ``scale`` is 1 by default.
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes.
         alpha_init: the first alpha, positive; 0.5 as published.
 
     Raises:

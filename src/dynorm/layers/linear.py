@@ -14,8 +14,7 @@ class LinearControl(LogBetaNorm):
     not what helps. Only with witnesses, whose squares must stay finite, does an input farther than 2**63 (float64:
     2**511) from the centre count as that far.
 
-    Args:
-        normalized_shape: as for :class:`DyISRU`, as are shapes and all other arguments.
+    Shapes, dtypes and all arguments are those of :class:`DyISRU`.
 
     Raises:
         ArgumentError: an argument of :class:`DyISRU`, or ``beta_init``, is outside its domain.

@@ -83,7 +83,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
     watch.others |= watch.sources(list(result.values()) if isinstance(result, Mapping) else result)
     reads = {path: watch.reads[path] for path in linears.values() if path in watch.reads}
     if not any(layer is not None for read in reads.values() for layer, _ in read):
-        raise ModelError("a linear layer must read a point-wise layer's output, but none does: convert what they read")
+        raise ModelError("a linear layer must read a point-wise layer's output, but none does: convert more norms")
     refused = {path: _refusal(read) for path, read in reads.items()}
     # A layer that a refused one reads cannot be changed either.
     watch.others |= {layer for path, read in reads.items() if refused[path] for layer, _ in read if layer is not None}
@@ -187,8 +187,8 @@ def quantize_(
             the linear layer's own path.
         sigmas: clip beyond so many standard deviations, as for :func:`output_range`; None for the bound itself.
         symmetric: as for :func:`static_scale`.
-        per_channel: a scale for each channel; symmetric only. A number p from 0 to 1 takes these scales to its power,
-            so that weights and activations share what channels differ by; True is 1.
+        per_channel: a scale for each channel; symmetric only. A number from 0 to 1 raises these scales to that power,
+            so that weights and activations share the differences between channels. True is 1.
         ranges: least and largest values that were seen, by path of the linear layer or else of the point-wise layer
             that it reads, instead of the bound; see :func:`observed_ranges`.
 

@@ -21,9 +21,9 @@ class Int8Table(nn.Module):
 
     Args:
         layer: a point-wise layer without witnesses, which would make an output depend on several inputs.
-        inputs: the least and the largest input, numbers or of ``normalized_shape``, for a scale for each channel; see
-            ``inputs_of`` of :func:`observed_ranges`.
-        outputs: the same of the output; None for the bound of all channels, :func:`output_range`.
+        inputs: the least and the largest input: tensors of one number, or of ``normalized_shape`` for one scale per
+            channel. :func:`observed_ranges` with ``inputs_of`` measures them.
+        outputs: the same of the output; None takes the bound over all channels, from :func:`output_range`.
         symmetric: as for :func:`static_scale`.
 
     Shape:

@@ -190,10 +190,11 @@ def _norms_of(original: nn.Module | None, layers: Mapping[str, PointwiseNorm]) -
     watch.require_plain_model(original)
     norms = dict(original.named_modules(remove_duplicate=False))
     for path in layers:
-        if path not in norms or isinstance(norms[path], PointwiseNorm):
-            lost = f"has no {path!r}: pass a model of the same class"
-            found = f"its {path!r} is converted already" if path in norms else lost
-            raise ModelError(f"original must be the model before convert_, but {found}")
+        must = "original must be the model before convert_, but"
+        if path not in norms:
+            raise ModelError(f"{must} has no {path!r}: pass a model of the same class")
+        if isinstance(norms[path], PointwiseNorm):
+            raise ModelError(f"{must} its {path!r} is converted already")
     return {norms[path]: layer for path, layer in layers.items()}
 
 
