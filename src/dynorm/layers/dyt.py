@@ -10,7 +10,7 @@ class DyT(AlphaNorm):
     ``scale`` is 1 as published; sqrt(C - 1) makes it scaled DyT, LayerNorm with its slope factor F(x) held
     constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
 
-    Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these; ``scale`` is 1 by default.
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes.
