@@ -123,6 +123,18 @@ def speech_table() -> str:
     return "\n".join(lines)
 
 
+def images_table() -> str:
+    """One row per stage of DINOv2: how far the embeddings of held-out photographs are from the original's."""
+    lines = [
+        "| stage | steps | cosine: mean | median | worst | rank correlation of all pairs | nearest neighbour kept |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in load("images")["rows"]:
+        figures = (f"{row[name]:.3f}" for name in ("cosine_mean", "cosine_median", "cosine_min", "spearman"))
+        lines.append(f"| {row['stage']} | {row['steps']} | {' | '.join(figures)} | {row['neighbours']:.0%} |")
+    return "\n".join(lines)
+
+
 def _with_worst(rows: list[dict[str, Any]]) -> str:
     """Mean cosine / worst text of any seed / mean Spearman."""
     if not rows:
@@ -343,6 +355,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/witnesses.md": {"witnesses": witness_table, "decoder": decoder_table},
     "docs/anneal.md": {"steps": steps_table},
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
+    "docs/howto/vision.md": {"images": images_table},
     "docs/howto/processes.md": {"memory": memory_table},
     "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
 }
