@@ -284,8 +284,8 @@ def test_a_power_of_the_scales_is_folded() -> None:
     assert_close(model.a.weight.act_quant_scale, scales.max().pow(0.25).reshape(1, 1, 1))
 
 
-@pytest.mark.parametrize("power", [-0.1, 1.5, math.nan])
-def test_a_power_outside_of_0_to_1_is_refused(power: float) -> None:
+@pytest.mark.parametrize("power", [-0.1, 1.5, math.nan, "all"])
+def test_a_power_outside_of_0_to_1_is_refused(power: Any) -> None:
     model, x = net(), torch.randn(2, C)
     readers = find_readers(model, x)
     assert_refused_unchanged(model, readers, dynorm.ArgumentError, "a power from 0 to 1", per_channel=power)

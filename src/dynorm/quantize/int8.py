@@ -200,7 +200,7 @@ def quantize_(
             float64, torchao is missing, or as for :func:`output_range`.
         ModelError: there is nothing to quantize, something is quantized already, or the paths are not this model's.
     """
-    if not 0 <= per_channel <= 1:
+    if not (hasattr(per_channel, "__float__") and 0 <= per_channel <= 1):
         raise ArgumentError(f"per_channel must be True, False or a power from 0 to 1, got {per_channel!r}")
     if per_channel and not symmetric:
         raise ArgumentError("scales per channel must be symmetric: one zero point serves all channels of a product")
