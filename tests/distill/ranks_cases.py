@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import dynorm
+from dynorm.distill import output_loss
 
 assert Trainer  # It is imported once, and not by every process.
 # Batches of all ranks, refinement steps, distillation steps.
@@ -172,6 +173,13 @@ def unfit() -> Batch:
     return {"input_ids": torch.full((2, 3), 64)}
 
 
+def unlearned(ours: Any, theirs: Any, batch: Any) -> Any:
+    """A loss that fails on one rank, and only where gradients are wanted."""
+    if torch.is_grad_enabled() and dist.get_rank() == 1:
+        raise ValueError("mine")
+    return output_loss(ours, theirs, batch)
+
+
 def errors(folder: Path) -> Any:
     """A rank that cannot read a batch, or run it, in each stage."""
     acts = {
@@ -186,6 +194,10 @@ def errors(folder: Path) -> Any:
             found[f"{name}, unread"] = failing(unread, act)
         except ValueError as error:
             found[f"{name}, unread"] = [type(error).__name__, str(error)]
+    try:
+        dynorm.distill_(calibrated(), share(batches()), steps=COUNT, loss=unlearned, quiet=True)
+    except (dynorm.DynormError, ValueError) as error:
+        found["search"] = [type(error).__name__, str(error)]
     other = llama()
     with torch.no_grad():
         other.model.norm.weight.add_(dist.get_rank())

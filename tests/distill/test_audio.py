@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import sys
 import types
@@ -220,12 +221,14 @@ def test_audio_that_cannot_be_read_or_has_another_rate_is_named(whisper: Path, a
     (mixed / "again.wav").write_bytes(whole)
     (mixed / "notes.txt").write_text("of another kind")
     write(mixed / "silent.wav", np.zeros(0))
+    (mixed / "timeless.wav").write_bytes(whole[:24] + bytes(4) + whole[28:])
     write(mixed / "other.wav", tone(4, 1, 8000), 8000)
     said: list[str] = []
     report = convert_pretrained(whisper, tmp_path / "out", QUICK, audio=[mixed], say=said.append)
-    bad = [str(mixed / name) for name in ("cut.wav", "empty.wav", "other.flac", "silent.wav", "words.wav")]
+    bad = [str(mixed / name) for name in ("cut.wav", "empty.wav", "other.flac", "silent.wav", "timeless.wav",
+                                        "words.wav")]  # fmt: skip
     assert report.meta["audio_that_cannot_be_read"] == bad
-    assert any(line.startswith("left out, for they cannot be read: 5 files of audio: ") for line in said)
+    assert any(line.startswith("left out, for they cannot be read: 6 files of audio: ") for line in said)
     assert report.meta["audio_to_fit"] + report.meta["audio_held_out"] == 25
     assert report.meta["audio_at_another_rate"] == {8000: 1}
     assert "resampled to 16,000 Hz, as the model takes it: 1 files of 8,000 Hz" in said
@@ -244,6 +247,9 @@ def test_soundfile_reads_where_it_is_installed(tmp_path: Path, monkeypatch: pyte
     (clip,), damaged = find_audio([tmp_path])
     assert (clip.rate, clip.seconds, damaged) == (2, 1, [])
     assert clip.read(2).tolist() == [0.25, 0.25]
+    library.read = lambda file, **options: (np.float32([[0.5], [np.nan]]), 2)  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"files that soundfile can read, but .* has none, of 1"):
+        find_audio([tmp_path])
 
 
 def test_whole_folders_are_held_out_where_there_are_eight() -> None:
@@ -270,6 +276,9 @@ def test_what_audio_needs_is_checked_first(whisper: Path, audio: Path, encoder: 
         convert_pretrained(whisper, out, QUICK, audio=[audio / "00.wav", audio / "01.wav"])
     with pytest.raises(DataError, match="audio must come from files and folders that exist"):
         find_audio([tmp_path / "nowhere"])
+    os.mkfifo(tmp_path / "pipe.wav")
+    with pytest.raises(DataError, match="audio must come from files and folders that exist"):
+        find_audio([tmp_path / "pipe.wav"])
     with pytest.raises(ArgumentError, match="max_length must be left out for a model of audio, got 16"):
         convert_pretrained(whisper, out, Recipe(max_length=16), audio=[audio])
     for name, what in (("preprocessor_config.json", "feature extractor"), ("tokenizer.json", "tokenizer")):

@@ -96,6 +96,35 @@ def test_the_rate_is_one_whose_first_step_helps() -> None:
         dynorm.distill_(net, batches, steps=40, lr=usual, quiet=True)
 
 
+def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.norm, self.out = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+            self.out.weight = self.into.weight
+            self.flags = nn.Parameter(torch.ones(8, dtype=torch.bool), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.into.weight.detach().clone())
+            return self.out(self.norm(self.into(x))) * self.flags
+
+    torch.manual_seed(0)
+    seen, data, net = list[Tensor](), torch.randn(32, 8), Tied()
+    dynorm.convert_(net, dynorm.find_norms(net, data))
+    seen.clear()
+    distill_(net, [data], steps=1, quiet=True)
+    # Teacher and model: for the loss before, the start of the search, the gradients and the first trial.
+    assert not torch.equal(seen[7], seen[5])
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(dynorm.ModelError, match="must have weights that require gradients, but all are frozen"):
+        distill_(classifier().requires_grad_(False), images(), steps=1, quiet=True)
+    net = classifier()
+    with pytest.raises(dynorm.ModelError, match="or it is its own teacher"):
+        distill_(net, images(), teacher=net, steps=1, quiet=True)
+
+
 def test_an_error_in_the_search_for_the_rate_leaves_the_weights() -> None:
     net, calls = classifier(), itertools.count()
     before = copy.deepcopy(net.state_dict())

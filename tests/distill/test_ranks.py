@@ -90,6 +90,9 @@ def test_all_ranks_stop_where_one_fails_and_the_weights_are_as_they_were(two: Fo
             assert first[name][1].startswith(message)
         assert "IndexError" in second[stage][1]
         assert second[f"{stage}, unread"] == ("ValueError", "the disk is gone")
+    assert first["search"][0] == "DataError"
+    assert first["search"][1].startswith(message)
+    assert second["search"] == ("ValueError", "mine")
     for found in (first, second):
         assert found["others"][0] == "ModelError"
         assert "those of rank 1 differ" in found["others"][1]

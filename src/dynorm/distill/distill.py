@@ -132,8 +132,9 @@ def distill_(
             or a count no integer; or ``minutes`` with batches that can be gone through only once.
         DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
             hold nothing to compare; or another rank failed. The weights are then as they were, on every rank.
-        ModelError: the model has no point-wise layer that replaced a norm, or is sharded and has no teacher; another
-            rank's layers differ; or the environment does not name the group's processes, as torchrun makes it.
+        ModelError: the model has no point-wise layer that replaced a norm, or nothing to train, or is sharded and has
+            no teacher; another rank's layers differ; or the environment does not name the group's processes, as
+            torchrun makes it.
         StorageError: the checkpoint in the folder is another model's.
 
     Warns:
@@ -269,6 +270,11 @@ class _Distillation(nn.Module):
             ranks.require_alike(layers.items())
         teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
         self.model, self.teacher = model, teacher.eval().requires_grad_(False)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ModelError(
+                "the model must have weights that require gradients, but all are frozen, or it is its own teacher: "
+                "call requires_grad_() on what is to be trained, and give another model as the teacher"
+            )
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
         self.samples, self.gone = 0, 0.0
         self.last = torch.zeros(())
@@ -284,14 +290,18 @@ class _Distillation(nn.Module):
         rate, start = distillation_rate(self.model), self.measure([batch])
         self.model.zero_grad()
         self(batch).backward()
+        # A rank that has failed is to be seen before the sums.
+        self.ranks.all_say(BATCH)
         signs = {}
-        for name, p in self.model.named_parameters():
+        for p in (p for p in self.model.parameters() if p.requires_grad):
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
-            signs[name] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
+            signs[p] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
         self.model.zero_grad()
         for _ in range(_HALVINGS):
-            step = rate / _FIRST_STEPS
-            self.model.load_state_dict(weights | {name: weights[name] - step * sign for name, sign in signs.items()})
+            self.model.load_state_dict(weights)
+            with torch.no_grad():
+                for p, sign in signs.items():
+                    p.sub_(sign, alpha=rate / _FIRST_STEPS)
             if self.measure([batch]) < start:
                 break
             rate /= 2

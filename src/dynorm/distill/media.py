@@ -123,8 +123,8 @@ def _decoded(file: Path) -> tuple[Tensor, int]:
         whole = np.zeros((data.size // width, 4), np.uint8)
         whole[:, 4 - width :] = data.reshape(-1, width) ^ (128 if width == 1 else 0)
         values = (whole.view("<i4") / 2.0**31).astype(np.float32).reshape(-1, channels)
-    if not len(values):
-        raise EOFError(f"there must be samples in {file}")
+    if not (rate and len(values) and np.isfinite(values).all()):
+        raise EOFError(f"there must be finite samples in {file}, and a rate")
     return torch.from_numpy(values).mean(1), rate
 
 
@@ -140,7 +140,8 @@ def _found(
     found: dict[bytes, Any] = {}
     damaged: list[str] = []
     for path in map(Path, paths):
-        if not path.exists():
+        # A pipe can be read once only.
+        if not (path.is_dir() or path.is_file()):
             raise DataError(f"{noun} must come from files and folders that exist, but {path} does not")
         inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
         files, before = inside if path.is_dir() else [path], len(damaged)
