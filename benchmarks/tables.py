@@ -116,7 +116,7 @@ def speech_table() -> str:
         f"| | the original | | | | | {found['rows'][0]['words_right_original']:.1%} |",
     ]
     for row in found["rows"]:
-        what = "one per channel" if row["per_channel"] else "one per layer, `lean=0`"
+        what = "one per channel, `lean=0.7`" if row["per_channel"] else "one per layer"
         shares = " | ".join(f"{row[name]:.1%}" for name in ("word_agreement", "agreement"))
         figures = f"{shares} | {row['kl']:.2f} | {row['words_right']:.1%}"
         lines.append(f"| {what} | {row['stage']} | {row['files']} | {figures} |")

@@ -22,7 +22,7 @@ from dynorm.watch import arguments, iterate
 ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
 IMAGES = {"batch": 8, "calibration": 128, "per_channel": False, "lean": 0.0, "witnesses": 8}
 LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
-AUDIO = {"batch": 4, "calibration": 32, "per_channel": True, "lean": 0.7, "witnesses": 8}
+AUDIO = {"batch": 4, "calibration": 32, "per_channel": False, "lean": 0.0, "witnesses": 8}
 
 
 def suits(language_model: bool, noun: str) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def convert_model(
         only: globs of the paths to convert; None means all.
         skip: globs of the paths to leave alone.
         per_channel: one constant per channel instead of one per layer; None takes True, or False for a model of
-            transformers that generates text or takes images.
+            transformers that generates text or takes images or audio.
         witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function. None takes 4,
-            or 8 for a model of these kinds or of audio.
+            or 8 for a model of these kinds.
         tolerance: of :func:`calibrate_`, for ``to="auto"``.
         refine: steps that fit all constants together.
         distill: steps that train all weights; they need transformers.

@@ -77,7 +77,7 @@ class Recipe:
         calibration: how many texts, 256, or blocks, 24, or images, 128, or audio files, 32, the constants are fitted
             to, site by site.
         lean: of :func:`calibrate_`, 0.7 or 0.
-        per_channel: one constant per channel (texts and audio), or one per layer (a model of language or images).
+        per_channel: one constant per channel (an encoder of texts), or one per layer (other models).
         witnesses: how many channels each layer may read to tell a token's size: 4 in an encoder of texts, else 8; 0
             for the pure function.
         tolerance: of :func:`calibrate_`, where ``to`` is "auto".
