@@ -154,7 +154,7 @@ def test_int8(per_channel: bool) -> None:
     model = nn.Sequential(nn.Linear(32, 32), layer, nn.Linear(32, 32)).eval().requires_grad_(False)
     x = torch.randn(64, 32) * (1 + 10 * torch.eye(32)[3])
     wanted = model(x)
-    readers = find_readers(model, x)
-    assert [(reader.linear, reader.layer, reader.refused) for reader in readers] == [("2", "1", None)]
+    readers = [reader for reader in find_readers(model, x) if reader.refused is None]
+    assert [(reader.linear, reader.layer) for reader in readers] == [("2", "1")]
     quantize_(model, readers, per_channel=per_channel)
     assert (model(x) - wanted).square().mean() < 5e-3 * wanted.square().mean()
