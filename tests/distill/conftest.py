@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from dynorm.cli import main
 from dynorm.distill.texts import read_texts
 
 # Files of the standard library: all of it takes seconds to read, in each process that collects the tests.
@@ -66,3 +68,16 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("texts") / "texts.txt"
     file.write_text("\n\n".join(TEXTS), "utf-8")
     return file
+
+
+@pytest.fixture
+def status(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | str | None]:
+    """Runs the command line with some words, and returns what it ends with."""
+
+    def ran(*words: object) -> int | str | None:
+        monkeypatch.setattr("sys.argv", ["dynorm", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    return ran

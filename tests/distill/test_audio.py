@@ -9,6 +9,7 @@ import shutil
 import sys
 import types
 import wave
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from dynorm.cli import main
 from dynorm.distill.convert_model import convert_model
 from dynorm.distill.inputs import audio_inputs
 from dynorm.distill.media import Clip, find_audio, resampled
@@ -303,14 +303,8 @@ def test_distillation_and_inspection_take_audio(
 
 
 def test_the_command_line_takes_audio(
-    whisper: Path, audio: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whisper: Path, audio: Path, tmp_path: Path, status: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def status(*words: object) -> int | str | None:
-        monkeypatch.setattr("sys.argv", ["dynorm", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code
-
     quick = ["--batch", 4, "--refine", 0, "--held-out", 6, "--json"]
     files = [word for i in range(12) for word in ("--audio", audio / f"{i:02}.wav")]
     assert status("convert", whisper, tmp_path / "out", *quick, *files) == 0

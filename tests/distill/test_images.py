@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from PIL import Image
 from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassification, ViTModel
 
-from dynorm.cli import main
 from dynorm.distill.convert_model import convert_model
 from dynorm.distill.distill import output_loss
 from dynorm.distill.inputs import CROPS, image_inputs
@@ -264,14 +264,8 @@ def test_distillation_and_inspection_take_images(
 
 
 def test_the_command_line_takes_images(
-    vision: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    vision: Path, images: Path, tmp_path: Path, status: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def status(*words: object) -> int | str | None:
-        monkeypatch.setattr("sys.argv", ["dynorm", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code
-
     quick = ["--batch", 4, "--refine", 0, "--held-out", 6, "--json"]
     files = [word for i in range(12) for word in ("--images", images / f"{i:02}.png")]
     assert status("convert", vision, tmp_path / "out", *quick, *files) == 0
