@@ -372,7 +372,6 @@ class LogBetaNorm(PointwiseNorm):
 
     constants = ("log_beta",)
     own_arguments = ("beta_init",)
-    constant_from = staticmethod(torch.log)
     log_beta: nn.Parameter
 
     def __init__(
@@ -394,6 +393,11 @@ class LogBetaNorm(PointwiseNorm):
     def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
         """Return beta."""
         return (upcast(constants[0]).exp(),)
+
+    @staticmethod
+    def constant_from(beta: Tensor, /) -> Tensor:
+        """Return ``log(beta)``."""
+        return beta.log()
 
     def _initial_constants(self) -> dict[str, float]:
         return {"log_beta": math.log(self.channels if self.beta_init is None else self.beta_init)}
