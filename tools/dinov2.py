@@ -7,7 +7,6 @@ transposed. Both models are run on the same pictures of noise, and must agree.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dynorm.cli.application import quiet_libraries
+from dynorm.files import replaced_directory
 
 TOLERANCE = 1e-4
 # As its makers prepare pictures: the shorter side of 256 pixels, and the square of 224 in the middle.
@@ -37,18 +37,18 @@ def rebuild(file: Path, folder: Path) -> None:
     quiet_libraries()
     from transformers import Dinov2Config
 
-    graph, new = onnx.load(file), folder.with_name(f"{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    # The token that stands for masked patches is of use in training alone.
-    config = Dinov2Config(hidden_size=384, num_attention_heads=6, image_size=518, use_mask_token=False)
-    config.architectures = ["Dinov2Model"]
-    config.save_pretrained(new)
-    save_file(weights(graph.graph), new / "model.safetensors", metadata={"format": "pt"})
-    (new / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=1) + "\n")
-    error = distance(graph, new)
-    if not error <= TOLERANCE:
-        raise SystemExit(f"Dinov2Model must agree with {file} up to {TOLERANCE}, but they differ by {error:.2g}")
-    new.rename(folder)
+    graph = onnx.load(file)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_directory(folder) as new:
+        # The token that stands for masked patches is of use in training alone.
+        config = Dinov2Config(hidden_size=384, num_attention_heads=6, image_size=518, use_mask_token=False)
+        config.architectures = ["Dinov2Model"]
+        config.save_pretrained(new)
+        save_file(weights(graph.graph), new / "model.safetensors", metadata={"format": "pt"})
+        (new / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=1) + "\n")
+        error = distance(graph, new)
+        if not error <= TOLERANCE:
+            raise SystemExit(f"Dinov2Model must agree with {file} up to {TOLERANCE}, but they differ by {error:.2g}")
 
 
 def weights(graph: Any) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
+
+from dynorm.files import replaced_directory
 
 # Which files of each package are photographs; the rest are drawings, icons, and the same picture in other sizes.
 PACKAGES = {
@@ -34,22 +35,21 @@ def gather(folder: Path) -> Path:
     """Return a folder with the photographs of all packages; it is there whole, or not at all."""
     if folder.is_dir():
         return folder
-    new = folder.with_name(f"{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "lists" / "partial").mkdir(parents=True)
         # With lists of its own, apt-get needs neither root's rights nor an update by somebody else.
         apt = ["apt-get", "-qq", "-o", f"Dir::State::lists={scratch}/lists", "-o", "APT::Sandbox::User=root"]
         subprocess.run([*apt, "update"], check=True)
         subprocess.run([*apt, "download", *PACKAGES], cwd=scratch, check=True)
-        for package, pattern in PACKAGES.items():
-            (archive,) = Path(scratch).glob(f"{package}_*.deb")
-            content = subprocess.run(["dpkg-deb", "--fsys-tarfile", archive], capture_output=True, check=True).stdout
-            for name, image in _images(content, pattern):
-                if min(image.size) >= SMALLEST:
-                    smaller(image).save(new / f"{package}-{Path(name).stem}.jpg", quality=92)
-    return new.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with replaced_directory(folder) as new:
+            for package, pattern in PACKAGES.items():
+                (archive,) = Path(scratch).glob(f"{package}_*.deb")
+                tar = subprocess.run(["dpkg-deb", "--fsys-tarfile", archive], capture_output=True, check=True).stdout
+                for name, image in _images(tar, pattern):
+                    if min(image.size) >= SMALLEST:
+                        smaller(image).save(new / f"{package}-{Path(name).stem}.jpg", quality=92)
+    return folder
 
 
 def _images(archive: bytes, pattern: str) -> Iterator[tuple[str, Image.Image]]:

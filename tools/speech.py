@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import sys
 import wave
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from dynorm.distill.texts import standard_library_docstrings
+from dynorm.files import replaced_directory
 
 # Accents of English, each by several speakers; the speakers of the reference read no docstrings.
 READERS = [f"{accent}+{speaker}" for accent in ("en-us", "en", "en-gb-x-rp", "en-gb-scotland") for speaker in
@@ -83,18 +83,18 @@ def gather(folder: Path) -> Path:
     """Return a folder with the speech of all voices; it is there whole, or not at all."""
     if folder.is_dir():
         return folder
-    new = folder.with_name(f"{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    for voices, texts in ((READERS, standard_library_docstrings(whole=True)), (OTHERS, topics.values())):
-        found = sentences(part for text in texts for part in re.split(r"\n\s*\n", text))
-        for place, voice in enumerate(voices):
-            own = found[place * len(found) // len(voices) : (place + 1) * len(found) // len(voices)]
-            (new / voice).mkdir(parents=True)
-            for number, (said, samples, rate) in zip(range(FILES), recordings(own, voice), strict=False):
-                file = new / voice / f"{number:02}.wav"
-                write(file, samples, rate)
-                file.with_suffix(".txt").write_text("\n".join(said) + "\n")
-    return new.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_directory(folder) as new:
+        for voices, texts in ((READERS, standard_library_docstrings(whole=True)), (OTHERS, topics.values())):
+            found = sentences(part for text in texts for part in re.split(r"\n\s*\n", text))
+            for place, voice in enumerate(voices):
+                own = found[place * len(found) // len(voices) : (place + 1) * len(found) // len(voices)]
+                (new / voice).mkdir()
+                for number, (said, samples, rate) in zip(range(FILES), recordings(own, voice), strict=False):
+                    file = new / voice / f"{number:02}.wav"
+                    write(file, samples, rate)
+                    file.with_suffix(".txt").write_text("\n".join(said) + "\n")
+    return folder
 
 
 def write(file: Path, samples: Any, rate: int) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dynorm.cli.application import quiet_libraries
+from dynorm.files import replaced_directory
 
 # Of the encoder's output, relative to its size.
 TOLERANCE = 1e-4
@@ -54,26 +55,25 @@ def rebuild(file: Path, folder: Path) -> None:
     quiet_libraries()
     from transformers import GenerationConfig, WhisperConfig
 
-    new = folder.with_name(f"{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    layers = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
-              (("layers", 4), ("attention_heads", 6), ("ffn_dim", 1536))}  # fmt: skip
-    tokens = {"bos_token_id": START, "eos_token_id": END, "pad_token_id": END, "decoder_start_token_id": START}
-    config = WhisperConfig(vocab_size=51864, d_model=384, **layers, **tokens)
-    config.architectures = ["WhisperForConditionalGeneration"]
-    config.save_pretrained(new)
-    save_file(weights(file.read_bytes()), new / "model.safetensors", metadata={"format": "pt"})
-    own = json.loads((file.parent / "config.json").read_text("utf-8"))
-    GenerationConfig(
-        **tokens, max_length=448, is_multilingual=False, return_timestamps=False, prev_sot_token_id=BEFORE,
-        no_timestamps_token_id=WITHOUT_TIMES, forced_decoder_ids=None, alignment_heads=own["alignment_heads"],
-        suppress_tokens=own["suppress_ids"], begin_suppress_tokens=own["suppress_ids_begin"],
-    ).save_pretrained(new)  # fmt: skip
-    shutil.copyfile(file.parent / "tokenizer.json", new / "tokenizer.json")
-    for name, content in (("preprocessor_config", PROCESSOR), ("tokenizer_config", TOKENIZER)):
-        (new / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    require_alike(file.parent, new)
-    new.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_directory(folder) as new:
+        layers = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
+                  (("layers", 4), ("attention_heads", 6), ("ffn_dim", 1536))}  # fmt: skip
+        tokens = {"bos_token_id": START, "eos_token_id": END, "pad_token_id": END, "decoder_start_token_id": START}
+        config = WhisperConfig(vocab_size=51864, d_model=384, **layers, **tokens)
+        config.architectures = ["WhisperForConditionalGeneration"]
+        config.save_pretrained(new)
+        save_file(weights(file.read_bytes()), new / "model.safetensors", metadata={"format": "pt"})
+        own = json.loads((file.parent / "config.json").read_text("utf-8"))
+        GenerationConfig(
+            **tokens, max_length=448, is_multilingual=False, return_timestamps=False, prev_sot_token_id=BEFORE,
+            no_timestamps_token_id=WITHOUT_TIMES, forced_decoder_ids=None, alignment_heads=own["alignment_heads"],
+            suppress_tokens=own["suppress_ids"], begin_suppress_tokens=own["suppress_ids_begin"],
+        ).save_pretrained(new)  # fmt: skip
+        shutil.copyfile(file.parent / "tokenizer.json", new / "tokenizer.json")
+        for name, content in (("preprocessor_config", PROCESSOR), ("tokenizer_config", TOKENIZER)):
+            (new / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        require_alike(file.parent, new)
 
 
 def variables(data: bytes) -> dict[str, Tensor]:
@@ -113,9 +113,7 @@ def weights(data: bytes) -> dict[str, Tensor]:
             name = re.sub(pattern, replacement, name)
         *owner, matrix, kind = f"model/{name}".split("/")
         parts = _JOINED.get((owner[-1], matrix), (matrix,))
-        for part, own in zip(
-            parts, tensor.float().chunk(len(parts)) if len(parts) > 1 else [tensor.float()], strict=True
-        ):
+        for part, own in zip(parts, tensor.float().chunk(len(parts)), strict=True):
             if (part, kind) == ("k_proj", "bias"):
                 if own.any():
                     raise SystemExit(f"keys must have no bias, but {name} has one")
@@ -134,10 +132,8 @@ def require_alike(ours: Path, folder: Path) -> None:
     from tools.speech import speak
 
     original = ctranslate2.models.Whisper(str(ours), compute_type="float32")
-    model, processor = (
-        WhisperForConditionalGeneration.from_pretrained(folder).eval(),
-        AutoProcessor.from_pretrained(folder),
-    )
+    model, processor = (cls.from_pretrained(folder) for cls in (WhisperForConditionalGeneration, AutoProcessor))
+    model.eval()
     for text in SENTENCES:
         samples, rate = speak(text)
         sound = resampled(torch.from_numpy(samples / 2.0**15), rate, PROCESSOR["sampling_rate"]).float().numpy()

@@ -240,14 +240,14 @@ def test_soundfile_reads_where_it_is_installed(tmp_path: Path, monkeypatch: pyte
         DataError, match=r"files that Python, which knows WAV alone .install soundfile for others., can"
     ):
         find_audio([tmp_path])
-    library = types.ModuleType("soundfile")
-    library.__spec__ = types.SimpleNamespace(name="soundfile")  # type: ignore[assignment]
-    library.read = lambda file, **options: (np.float32([[0.5, 0], [0, 0.5]]), 2)  # type: ignore[attr-defined]
+    library: Any = types.ModuleType("soundfile")
+    library.__spec__ = types.SimpleNamespace(name="soundfile")
+    library.read = lambda file, **options: (np.float32([[0.5, 0], [0, 0.5]]), 2)
     monkeypatch.setitem(sys.modules, "soundfile", library)
     (clip,), damaged = find_audio([tmp_path])
     assert (clip.rate, clip.seconds, damaged) == (2, 1, [])
     assert clip.read(2).tolist() == [0.25, 0.25]
-    library.read = lambda file, **options: (np.float32([[0.5], [np.nan]]), 2)  # type: ignore[attr-defined]
+    library.read = lambda file, **options: (np.float32([[0.5], [np.nan]]), 2)
     with pytest.raises(DataError, match=r"files that soundfile can read, but .* has none, of 1"):
         find_audio([tmp_path])
 

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dynorm.hub import contents
+
+# What damages a saved folder, and what the error says of it.
+Damages = dict[str, tuple[Callable[[Path], object], str]]
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -23,7 +27,7 @@ def fresh(script: str, *arguments: object, check: bool = True) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, check=check)
 
 
-def full_disk(*arguments: object, **options: object) -> None:
+def full_disk(*arguments: object, **options: object) -> NoReturn:
     raise OSError(28, "No space left on device")
 
 

@@ -128,7 +128,7 @@ def test_two_renames_serve_where_directories_cannot_be_exchanged(
         rename = Path.rename
 
         def second_fails(self: Path, to: Path) -> Path:
-            return full_disk() if self.suffix == ".tmp" else rename(self, to)  # type: ignore[func-returns-value]
+            return full_disk() if self.suffix == ".tmp" else rename(self, to)
 
         monkeypatch.setattr(Path, "rename", second_fails)
         with pytest.raises(StorageError, match="No space left"):

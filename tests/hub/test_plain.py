@@ -17,7 +17,7 @@ import dynorm
 from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.hub import contents, load, save
 from dynorm.replace.specs import dynorm_layers
-from tests.hub.folders import cut, edit_config, edit_weights, flip, fresh, garbage, replace_text
+from tests.hub.folders import Damages, cut, edit_config, edit_weights, flip, fresh, garbage, replace_text
 from tests.hub.models import WITNESSES, OwnLayer, build, convert, converted, same_state, witnessed
 
 KINDS = ("dyisru", "dyt", "derf", "linear")
@@ -201,7 +201,7 @@ def repeat_layer(folder: Path) -> None:
     edit_config(folder, layers=layers[:1] * 40_000)
 
 
-PLAIN_DAMAGES = {
+PLAIN_DAMAGES: Damages = {
     "directory": (shutil.rmtree, "must be a directory"),
     "empty": (lambda d: [p.unlink() for p in d.iterdir()], "has neither dynorm.json nor config.json"),
     "no json": (lambda d: (d / "dynorm.json").write_text("{"), "dynorm.json must be JSON"),
@@ -251,17 +251,21 @@ PLAIN_DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", PLAIN_DAMAGES)
-def test_damaged_directories_say_what_is_wrong(tmp_path: Path, damage: str) -> None:
-    save(converted(), tmp_path / "m")
-    act, message = PLAIN_DAMAGES[damage]
-    act(tmp_path / "m")  # type: ignore[no-untyped-call]
+def assert_refused(folder: Path, act: Callable[[Path], object], message: str) -> None:
+    act(folder)
     given = build()
     before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
     with pytest.raises(StorageError, match=message):
-        load(tmp_path / "m", given)
+        load(folder, given)
+    assert not dynorm_layers(given)
     assert list(given.state_dict()) == list(before)
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
+
+
+@pytest.mark.parametrize("damage", PLAIN_DAMAGES)
+def test_damaged_directories_say_what_is_wrong(tmp_path: Path, damage: str) -> None:
+    save(converted(), tmp_path / "m")
+    assert_refused(tmp_path / "m", *PLAIN_DAMAGES[damage])
 
 
 NOT_ITS_OWN = r"1\.witnesses' in .*safetensors must be the channels that dynorm\.json names, \[3, 0\], got "
@@ -295,7 +299,7 @@ def test_chosen_witnesses_come_back(tmp_path: Path) -> None:
     assert torch.equal(loaded(x), model(x))
 
 
-WITNESS_DAMAGES = {
+WITNESS_DAMAGES: Damages = {
     "out of range": (lambda d: edit_config(d, layers__0__config__witnesses=[3, 8]), "layer 0: .* 8 is out of range"),
     "twice": (lambda d: edit_config(d, layers__0__config__witnesses=[3, 3]), "layer 0: .* named twice"),
     "a word": (lambda d: edit_config(d, layers__0__config__witnesses="all"), "layer 0: .* integers, got 'all'"),
@@ -327,14 +331,7 @@ WITNESS_DAMAGES = {
 def test_witnesses_that_do_not_fit_are_refused(tmp_path: Path, damage: str) -> None:
     save(witnessed(converted()), tmp_path / "m")
     assert load(tmp_path / "m", build())[1].witness_channels == WITNESSES
-    act, message = WITNESS_DAMAGES[damage]
-    act(tmp_path / "m")  # type: ignore[no-untyped-call]
-    given = build()
-    before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
-    with pytest.raises(StorageError, match=message):
-        load(tmp_path / "m", given)
-    assert not dynorm_layers(given)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
+    assert_refused(tmp_path / "m", *WITNESS_DAMAGES[damage])
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:

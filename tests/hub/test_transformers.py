@@ -19,7 +19,18 @@ import dynorm
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.hub import load, save
 from dynorm.replace.specs import dynorm_layers
-from tests.hub.folders import cut, edit_config, edit_weights, flip, fresh, full_disk, garbage, leftovers, replace_text
+from tests.hub.folders import (
+    Damages,
+    cut,
+    edit_config,
+    edit_weights,
+    flip,
+    fresh,
+    full_disk,
+    garbage,
+    leftovers,
+    replace_text,
+)
 from tests.hub.models import (
     WITNESSES,
     OwnLayer,
@@ -265,7 +276,7 @@ def test_a_transformers_save_that_fails_leaves_nothing_behind(
 
 NORM = "encoder.layer.1.output.LayerNorm"
 LAYER = "quantization_config__layers__0"
-DAMAGES = {
+DAMAGES: Damages = {
     "no json": (lambda d: (d / "config.json").write_text("{"), "config.json must be JSON"),
     "no layers": (lambda d: edit_config(d, quantization_config=None), "must name dynorm's layers"),
     "other": (lambda d: edit_config(d, quantization_config__quant_method="awq"), "must name dynorm's layers"),
@@ -309,7 +320,7 @@ DAMAGES = {
 def test_a_plain_from_pretrained_notices_what_was_changed(tmp_path: Path, damage: str) -> None:
     save(bert(), tmp_path / "m")
     act, message = DAMAGES[damage]
-    act(tmp_path / "m")  # type: ignore[no-untyped-call]
+    act(tmp_path / "m")
     with pytest.raises(StorageError, match=message):
         transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
 
@@ -387,7 +398,7 @@ def test_a_model_that_torchao_quantized_is_refused(tmp_path: Path, monkeypatch: 
 def test_damaged_transformers_directories_say_what_is_wrong(tmp_path: Path, damage: str) -> None:
     save(bert(), tmp_path / "m")
     act, message = DAMAGES[damage]
-    act(tmp_path / "m")  # type: ignore[no-untyped-call]
+    act(tmp_path / "m")
     with pytest.raises(StorageError, match=message):
         load(tmp_path / "m")
 
@@ -408,7 +419,7 @@ def test_witnesses_of_a_transformers_model_come_back(tmp_path: Path, to: str) ->
 
 
 INDEX = f"{NORM}.witnesses"
-TRANSFORMERS_WITNESS_DAMAGES = {
+TRANSFORMERS_WITNESS_DAMAGES: Damages = {
     "out of range": (lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3, 16]}), "16 is out of range"),
     "twice": (lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3, 3]}), "layer 0: .* named twice"),
     "others": (
@@ -439,7 +450,7 @@ def test_witnesses_of_a_transformers_model_that_do_not_fit_are_refused(tmp_path:
         pytest.skip("transformers itself warns of tensors without a place, and raises for those of another shape")
     save(witnessed(bert()), tmp_path / "m")
     act, message = TRANSFORMERS_WITNESS_DAMAGES[damage]
-    act(tmp_path / "m")  # type: ignore[no-untyped-call]
+    act(tmp_path / "m")
     with pytest.raises(StorageError, match=message):
         load(tmp_path / "m") if way == "load" else transformers.AutoModel.from_pretrained(tmp_path / "m")
 
