@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -490,6 +491,23 @@ def test_what_cannot_be_traced_says_where_and_what_to_do(capfd: pytest.CaptureFi
         fold_(model, torch.randn(2, C).double())
     assert capfd.readouterr().out == ""
     assert "forward" not in model.norm.__dict__
+
+
+def test_a_folder_that_is_called_as_torch_or_this_package_is_not_taken_for_it(tmp_path: Path) -> None:
+    """As a clone of the repository is, by default."""
+    file = tmp_path / "torch" / "dynorm" / "mine.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def decide(x):\n    return x * 2 if x.sum() > 0 else x\n")
+    namespace: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), namespace)
+
+    class Deciding(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.reader(self.norm(namespace["decide"](x)))
+            return y
+
+    with pytest.raises(ModelError, match=r"but at .*dynorm/mine\.py:2 \(in decide\) it raised"):
+        fold_(shaken(Deciding()), torch.randn(2, C).double())
 
 
 def bad_models() -> dict[str, tuple[Callable[[], nn.Module], str]]:

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,9 +72,10 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
     # torch.export raises a dozen kinds of its own, and passes on whatever the model's code raises.
     except Exception as error:
         message = (str(error).strip().splitlines() or ["nothing more"])[0]
-        # The innermost line that is neither torch's nor ours.
-        own = ("/torch/", "/dynorm/", "<string>", "/site-packages/sympy/", sys.base_prefix + "/lib")
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in own)]
+        # The innermost line that is neither torch's nor ours; a user's folder may be called torch or dynorm too.
+        ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>", sys.base_prefix + "/lib")
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+        frames = [f for f in frames if "/site-packages/sympy/" not in f.filename]
         where = f" at {frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})" if frames else ""
         raise ModelError(
             f"the model must be traceable by torch.export, but{where} it raised {type(error).__name__}: "
