@@ -8,9 +8,10 @@ import re
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import is_dataclass
+from functools import partial, wraps
 from importlib.resources import files
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -42,16 +43,39 @@ def options(
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a command: its parameters with defaults are options, and the help of all stands in options.toml."""
+    """Register a command: its parameters with defaults are options, and the help of all stands in options.toml.
+
+    In the place of a parameter that is a record stand those of its fields that have a help there.
+    """
     known = tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8"))
-    texts, hints = known["shared"] | known[function.__name__], get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        more = dict(texts[name]) if isinstance(texts[name], dict) else {"help": texts[name]}
-        # An option that is off has no second name to put it off.
-        names = more.pop("names", [f"--{name.replace('_', '-')}"] if parameter.default is False else [])
-        kind = typer.Argument if parameter.default is parameter.empty else typer.Option
-        function.__annotations__[name] = Annotated[hints[name], kind(*names, **more)]
-    return app.command()(function)
+    texts, given = known["shared"] | known[function.__name__], list[inspect.Parameter]()
+    records: dict[str, tuple[Any, list[str]]] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        fields = [parameter]
+        if is_dataclass(record := parameter.annotation):
+            known_fields = inspect.signature(cast("type[Any]", record), eval_str=True).parameters.values()
+            fields = [field for field in known_fields if field.name in texts]
+            records[name] = record, [field.name for field in fields]
+        given += [_described(field, texts[field.name]) for field in fields]
+
+    @wraps(function)
+    def run(**values: Any) -> None:
+        for name, (record, fields) in records.items():
+            values[name] = record(**{field: values.pop(field) for field in fields})
+        function(**values)
+
+    run.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    return app.command()(run)
+
+
+def _described(parameter: inspect.Parameter, text: str | dict[str, Any]) -> inspect.Parameter:
+    """Return a parameter as typer takes it, with its help."""
+    more = dict(text) if isinstance(text, dict) else {"help": text}
+    # An option that is off has no second name to put it off.
+    names = more.pop("names", [f"--{parameter.name.replace('_', '-')}"] if parameter.default is False else [])
+    kind = typer.Argument if parameter.default is parameter.empty else typer.Option
+    hint = list[str] if parameter.annotation == Sequence[str] else parameter.annotation
+    return parameter.replace(annotation=Annotated[hint, kind(*names, **more)])
 
 
 def main() -> None:

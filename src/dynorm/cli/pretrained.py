@@ -2,61 +2,26 @@
 
 import sys
 import warnings
-from dataclasses import fields
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from dynorm.cli.application import command, quiet_libraries, show, speaker
+from dynorm.distill.pipeline import Given, Recipe, convert_pretrained, inspect_pretrained
 from dynorm.files import require_writable
-
-
-class Function(StrEnum):
-    """The layers that a command may put in."""
-
-    dyisru = "dyisru"
-    dyt = "dyt"
-    derf = "derf"
-    linear = "linear"
-    auto = "auto"
-
-
-def _recipe_of(given: dict[str, Any], *left_out: str) -> tuple[Any, dict[str, Any]]:
-    """Return a recipe of the options that its fields are named after, and the rest; the others have their defaults."""
-    from dynorm.distill.pipeline import Recipe
-
-    names = {field.name for field in fields(Recipe)} & given.keys()
-    rest = given.keys() - names - set(left_out)
-    return Recipe(**{name: given[name] for name in names}), {name: given[name] for name in rest}
+from dynorm.fit.ranks import joined
 
 
 @command
 def convert(
     model: Path,
     out: Path,
-    to: Function = Function.dyisru,
-    texts: list[Path] | None = None,
-    images: list[Path] | None = None,
-    audio: list[Path] | None = None,
-    steps: int | None = None,
-    minutes: float | None = None,
-    refine: int = 50,
-    only: list[str] | None = None,
-    skip: list[str] | None = None,
-    held_out: int = 512,
-    max_length: int | None = None,
-    batch: int | None = None,
-    per_channel: bool | None = None,
-    witnesses: int | None = None,
-    tolerance: float = 0.05,
-    lr: float | None = None,
-    bf16: bool = False,
-    accumulate: int = 1,
-    seed: int = 0,
+    recipe: Recipe,
+    texts: list[str] | None = None,
+    images: list[str] | None = None,
+    audio: list[str] | None = None,
     name: str | None = None,
     device: str = "cpu",
     dtype: str = "float32",
-    checkpoints: Path | None = None,
     keep_original: bool = False,
     overwrite: bool = False,
     as_json: bool = False,
@@ -65,19 +30,16 @@ def convert(
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
-    given = {name: value for name, value in locals().items() if value is not None}
     quiet_libraries()
-    from dynorm.distill.pipeline import convert_pretrained
-    from dynorm.fit.ranks import joined
-
     with joined(device) as ranks:
         say, track = speaker(quiet=as_json or ranks.rank > 0)
         if ranks.rank:
             # The first process says what holds for all.
             warnings.simplefilter("ignore")
+        given = Given(texts=texts or (), images=images or (), audio=audio or (), name=name, device=device, dtype=dtype)
+        keep = {"keep_original": keep_original, "overwrite": overwrite}
         quiet = as_json or not sys.stderr.isatty()
-        recipe, rest = _recipe_of(given, "model", "out", "as_json")
-        report = convert_pretrained(model, out, recipe, quiet=quiet, say=say, track=track, **rest)
+        report = convert_pretrained(model, out, recipe, quiet=quiet, say=say, track=track, **keep, **given)
         if not ranks.rank:
             show(report, as_json)
 
@@ -85,15 +47,12 @@ def convert(
 @command
 def inspect(
     model: Path,
-    texts: list[Path] | None = None,
-    images: list[Path] | None = None,
-    audio: list[Path] | None = None,
+    recipe: Recipe,
+    texts: list[str] | None = None,
+    images: list[str] | None = None,
+    audio: list[str] | None = None,
     html: Path | None = None,
     samples: int = 256,
-    max_length: int | None = None,
-    only: list[str] | None = None,
-    skip: list[str] | None = None,
-    seed: int = 0,
     name: str | None = None,
     device: str = "cpu",
     as_json: bool = False,
@@ -102,15 +61,12 @@ def inspect(
 
     Example: dynorm inspect ./all-MiniLM-L6-v2 --html inspection.html
     """
-    given = {name: value for name, value in locals().items() if value is not None}
     quiet_libraries()
-    from dynorm.distill.pipeline import inspect_pretrained
-
     if html is not None:
         require_writable(html)
     say, track = speaker(quiet=as_json)
-    recipe, rest = _recipe_of(given, "model", "html", "as_json")
-    report = inspect_pretrained(model, recipe, say=say, track=track, **rest)
+    given = Given(texts=texts or (), images=images or (), audio=audio or (), name=name, device=device)
+    report = inspect_pretrained(model, recipe, samples=samples, say=say, track=track, **given)
     if html is not None:
         report.to_html(html)
         say(f"wrote {html}")

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
 from dynorm.arguments import check_not_negative, check_positive
 from dynorm.distill.convert_model import suits
 from dynorm.distill.distill import FEW, distill_
-from dynorm.distill.inputs import Batches, Inputs, audio_inputs, image_inputs, text_inputs
+from dynorm.distill.inputs import Inputs, audio_inputs, image_inputs, text_inputs
 from dynorm.distill.media import find_audio, find_images
 from dynorm.distill.pretrained import (
+    Batches,
     Checkpoint,
     Pretrained,
     ShuffledBatches,
@@ -62,41 +63,20 @@ CALIBRATION_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert a model. None stands for what suits its kind: an encoder of texts, or language, images or audio.
+    """How to convert a model: the options of ``dynorm convert``, whose meaning stands in ``cli/options.toml``.
 
-    Args:
-        to: the layer that replaces the norms; not one that still is a norm at first.
-        steps: distillation steps, 0 for none; or
-        minutes: the time for distillation.
-        refine: steps of joint refinement of the constants, 0 for none.
-        held_out: how many texts, or files of images or audio, to keep for measuring.
-        max_length: the longest text in tokens, 128; for a language model, the size of a block of joined texts, 256.
-        batch: texts per step, 32; or blocks, 4; or images, 8; or audio files, 4.
-        only: globs of the paths to convert.
-        skip: globs of the paths to leave alone.
-        calibration: how many texts, 256, or blocks, 24, or images, 128, or audio files, 32, the constants are fitted
-            to, site by site.
-        lean: of :func:`calibrate_`, 0.7 or 0.
-        per_channel: one constant per channel (an encoder of texts), or one per layer (other models).
-        witnesses: how many channels each layer may read to tell a token's size: 4 in an encoder of texts, else 8; 0
-            for the pure function.
-        tolerance: of :func:`calibrate_`, where ``to`` is "auto".
-        seed: for the split, the order of texts and the training.
-        lr: the highest learning rate of distillation; None lets :func:`distill_` find it.
-        bf16: distil under ``torch.autocast`` in bfloat16.
-        accumulate: batches in a step of distillation, on each process.
-        checkpoints: a folder for the Trainer's checkpoints, from which a stopped run goes on.
+    None stands for what suits the kind of model: an encoder of texts, or language, images or audio. The command line
+    leaves out ``calibration``, the number of samples that the constants are fitted to, site by site, and ``lean`` of
+    :func:`calibrate_`.
     """
 
-    to: str = "dyisru"
+    to: Literal["dyisru", "dyt", "derf", "linear", "auto"] = "dyisru"
     steps: int | None = None
     minutes: float | None = None
     refine: int = 50
     held_out: int = 512
     max_length: int | None = None
     batch: int | None = None
-    calibration: int | None = None
-    lean: float | None = None
     only: Sequence[str] = ()
     skip: Sequence[str] = ()
     per_channel: bool | None = None
@@ -106,7 +86,9 @@ class Recipe:
     lr: float | None = None
     bf16: bool = False
     accumulate: int = 1
-    checkpoints: str | Path | None = None
+    checkpoints: Path | None = None
+    calibration: int | None = None
+    lean: float | None = None
 
     def check(self) -> None:
         """Check every value, or raise ArgumentError."""
@@ -140,86 +122,71 @@ class Recipe:
         return replace(self, **{name: value for name, value in kind.items() if getattr(self, name) is None})
 
 
+class Given(TypedDict, total=False):
+    """What a model is fitted to and measured on, and where it goes."""
+
+    texts: Paths  # files and folders; by default the docstrings of Python's standard library
+    images: Paths
+    audio: Paths
+    name: str | None  # the model's in the report; by default the folder's
+    device: str
+    dtype: str  # of the weights, or "auto" for the checkpoint's own
+
+
 def convert_pretrained(
     source: str | Path,
     out: str | Path,
     recipe: Recipe | None = None,
     *,
-    texts: Paths = (),
-    images: Paths = (),
-    audio: Paths = (),
-    name: str | None = None,
-    device: str = "cpu",
-    dtype: str = "float32",
     keep_original: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
     say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
+    **given: Unpack[Given],
 ) -> ModelReport:
-    """Convert a pretrained model and save it, with its report, in a folder.
+    """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
-    On several processes of torchrun, each fits to its share of the texts, and the first one writes.
-
-    Args:
-        source: the folder of a transformers model with its tokenizer or processor, or a GGUF file.
-        out: the new folder; ``model`` (loadable), ``report.json`` and ``report.html`` go there.
-        recipe: how to do it; the demo's way by default.
-        texts: files and folders of texts; the docstrings of Python's standard library by default.
-        images: files and folders of images, for a model that takes these. Those that cannot be read are left out, and
-            named in the report.
-        audio: the same, of speech or other sound.
-        name: the model's name in the report; the folder's by default.
-        device: "cpu", "cuda", ...
-        dtype: of the weights, or "auto" for the checkpoint's own.
-        keep_original: write ``original`` too, the model before the conversion.
-        overwrite: replace a model that is in ``out`` already.
-        quiet: no progress bar.
-        say: called with a line at the start of each stage.
-        track: wraps the batches of a stage, to show a progress bar; given them and a description.
-
-    Returns:
-        The report on held-out texts, images or audio.
+    ``model`` (loadable), ``report.json`` and ``report.html`` go there, and ``original``, the model before, where that
+    is to be kept. On several processes of torchrun, each fits to its share of the samples, and the first one writes.
+    ``say`` is called with a line at the start of each stage; ``track`` wraps a stage's batches, to show a bar, and is
+    given them and a description.
 
     Raises:
         DynormError: bad arguments, texts, images, audio, model or folder; nothing is written then.
     """
-    recipe, out = recipe or Recipe(), Path(out)
+    recipe, source, out = recipe or Recipe(), Path(source), Path(out)
     recipe.check()
     require_library("matplotlib", "the report's pictures", "plots")
     names = ("model", "original") if keep_original else ("model",)
-    require_output(Path(source), out, (*names, "report.json", "report.html"), overwrite=overwrite)
+    require_output(source, out, (*names, "report.json", "report.html"), overwrite=overwrite)
     if recipe.checkpoints is not None:
         checkpoints = Path(recipe.checkpoints)
-        for folder in (Path(source), *(out / name for name in names)):
+        for folder in (source, *(out / name for name in names)):
             if checkpoints.resolve().is_relative_to(folder.resolve()):
                 raise ArgumentError(
                     f"checkpoints must have a folder of their own, but {checkpoints} is inside {folder}"
                 )
         require_output(checkpoints, checkpoints, (), overwrite=True)
-    if Path(source).is_dir():
-        folders_of_modules(Path(source))
-    given = {"texts": texts, "images": images, "audio": audio}
-    job = _Job.load(Checkpoint(source, device, dtype), given, recipe, say, track)
-    model, remarks, recipe = job.pretrained.model, job.pretrained.remarks, job.recipe
-    noun = job.inputs.noun
+    folders_of_modules(source)
+    job = _load(source, recipe, say, track, **given)
+    model, remarks, noun = job.pretrained.model, job.pretrained.remarks, job.inputs.noun
     counts = f"{job.inputs.counts[f'{noun}_to_fit']} to fit on, {len(job.inputs.held_out)} held out"
-    say(f"{type(model).__name__} from {source}, {noun}: {counts}")
-    for remark in remarks:
-        say(remark)
+    for line in (f"{type(model).__name__} from {source}, {noun}: {counts}", *remarks):
+        say(line)
     if job.original is None:
         job.original = copy.deepcopy(model)
     job.convert_()
-    if recipe.refine:
+    if job.recipe.refine:
         job.refine_()
-    if recipe.steps or recipe.minutes:
+    if job.recipe.steps or job.recipe.minutes:
         job.distill_(quiet)
-    report = job.measure(name)
+    report = job.measure()
     if job.ranks.rank:
         return report
-    write_out(model, Path(source), out, overwrite, report, template="conversion.md", remarks=remarks)
+    write_out(model, source, out, overwrite, report, template="conversion.md", remarks=remarks)
     if keep_original:
-        write_model(job.original, Path(source), out / "original", overwrite)
+        write_model(job.original, source, out / "original", overwrite)
     report.to_html(out / "report.html")
     say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
     return report
@@ -229,19 +196,14 @@ def inspect_pretrained(
     source: str | Path,
     recipe: Recipe | None = None,
     *,
-    texts: Paths = (),
-    images: Paths = (),
-    audio: Paths = (),
     samples: int = 256,
-    name: str | None = None,
-    device: str = "cpu",
     say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
+    **given: Unpack[Given],
 ) -> InspectionReport:
     """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts, images or audio.
 
-    The arguments are those of :func:`convert_pretrained`, and ``samples``: how many texts (of a language model: blocks
-    of texts), images or audio files to fit on at most, and how many to measure on.
+    Of these, or of blocks of texts, at most ``samples`` are fitted to, and as many measured on.
 
     Raises:
         DynormError: bad arguments, texts, images, audio, model or folder.
@@ -250,17 +212,58 @@ def inspect_pretrained(
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
-    recipe = replace(recipe, held_out=samples)
-    given = {"texts": texts, "images": images, "audio": audio}
-    job = _Job.load(Checkpoint(source, device), given, recipe, say, track)
+    job = _load(Path(source), replace(recipe, held_out=samples), say, track, **given)
     fitted, measured = (job.batches(part[:samples]) for part in (job.inputs.fit, job.inputs.held_out))
     model, decode = job.pretrained.model, getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None)
     sites = find_norms(model, **arguments(model, fitted[0])[1])
     sites, seed = select_sites(sites, recipe.only or None, recipe.skip or None), recipe.seed
-    meta = job.meta(name) | {"max_length": job.recipe.max_length, "seed": seed}
+    meta = job.meta | {"max_length": job.recipe.max_length, "seed": seed}
     meta[f"{job.inputs.noun}_held_out"] = len(job.inputs.held_out[:samples])
     fit_on, tests = track(fitted, "fitting"), track(measured, "measuring")
     return inspect_norms(model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode)
+
+
+def _load(
+    source: Path,
+    recipe: Recipe,
+    say: Say,
+    track: Track,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    **given: Paths,
+) -> _Job:
+    """Return a model with its samples, and the recipe filled; what costs little is checked first."""
+    checkpoint = Checkpoint(source, device, dtype)
+    checkpoint.require_modules((*recipe.only, *recipe.skip))
+    noun, whole = checkpoint.require_kind(given), checkpoint.language_model
+    paths, damaged = given.get(noun, ()), list[str]()
+    if noun == "texts":
+        # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
+        found: Any = read_texts(paths, whole=whole) if paths else standard_library_docstrings(whole=whole)
+    elif recipe.max_length is not None:
+        raise ArgumentError(f"max_length must be left out for a model of {noun}, got {recipe.max_length}")
+    else:
+        found, damaged = find_images(paths) if noun == "images" else find_audio(paths)
+    facts: dict[str, Any] = {noun: [str(path) for path in paths] or _DOCSTRINGS}
+    if damaged:
+        facts[f"{noun}_that_cannot_be_read"] = damaged
+        say(f"left out, for they cannot be read: {len(damaged)} files of {noun}: {listed(damaged)}")
+    parts = (split_audio if noun == "audio" else split_texts)(found, recipe.held_out, recipe.seed, noun)
+    pretrained, recipe, listener = checkpoint.load(), recipe.filled(whole, noun), None
+    if noun == "audio":
+        listener = Listener(pretrained, copy.deepcopy(pretrained.model))
+        inputs = audio_inputs(listener, *parts, facts)
+        for rate, count in inputs.facts.get("audio_at_another_rate", {}).items():
+            say(f"resampled to {listener.rate:,} Hz, as the model takes it: {count} files of {rate:,} Hz")
+    elif noun == "images":
+        inputs = image_inputs(pretrained, *parts, facts)
+    else:
+        recipe = replace(recipe, max_length=within_positions(pretrained, recipe.max_length or 0))
+        inputs = text_inputs(pretrained, *parts, facts, recipe.max_length or 0)
+    original = listener and listener.original
+    return _Job(pretrained, recipe, inputs, name or source.stem, say, track, original, listener)
 
 
 @dataclass
@@ -271,6 +274,7 @@ class _Job:
     # A Recipe that is filled: nothing in it is None that suits the kind of model.
     recipe: Any
     inputs: Inputs
+    name: str
     say: Say
     track: Track
     original: Any = None
@@ -278,36 +282,6 @@ class _Job:
     ranks: Ranks = field(default_factory=Ranks)
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def load(checkpoint: Checkpoint, given: dict[str, Paths], recipe: Recipe, say: Say, track: Track) -> _Job:
-        # What costs little comes first.
-        checkpoint.require_modules((*recipe.only, *recipe.skip))
-        noun, whole, found = checkpoint.require_kind(**given), checkpoint.language_model, list[Any]()
-        facts: dict[str, Any] = {noun: [str(path) for path in given[noun]] or _DOCSTRINGS}
-        if noun != "texts":
-            if recipe.max_length is not None:
-                raise ArgumentError(f"max_length must be left out for a model of {noun}, got {recipe.max_length}")
-            found, damaged = find_images(given[noun]) if noun == "images" else find_audio(given[noun])
-            if damaged:
-                facts[f"{noun}_that_cannot_be_read"] = damaged
-                say(f"left out, for they cannot be read: {len(damaged)} files of {noun}: {listed(damaged)}")
-        else:
-            # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
-            found = read_texts(given[noun], whole=whole) if given[noun] else standard_library_docstrings(whole=whole)
-        fit, held_out = (split_audio if noun == "audio" else split_texts)(found, recipe.held_out, recipe.seed, noun)
-        pretrained, filled = checkpoint.load(), recipe.filled(whole, noun)
-        if noun == "images":
-            return _Job(pretrained, filled, image_inputs(pretrained, fit, held_out, facts), say, track)
-        if noun == "audio":
-            listener = Listener(pretrained, copy.deepcopy(pretrained.model))
-            inputs = audio_inputs(listener, fit, held_out, facts)
-            for rate, count in inputs.facts.get("audio_at_another_rate", {}).items():
-                say(f"resampled to {listener.rate:,} Hz, as the model takes it: {count} files of {rate:,} Hz")
-            return _Job(pretrained, filled, inputs, say, track, listener.original, listener)
-        longest = within_positions(pretrained, filled.max_length or 0)
-        inputs = text_inputs(pretrained, fit, held_out, facts, longest)
-        return _Job(pretrained, replace(filled, max_length=longest), inputs, say, track)
 
     @property
     def calibration(self) -> list[Any]:
@@ -317,9 +291,10 @@ class _Job:
     def batches(self, samples: Sequence[Any], seed: int | None = None, size: int | None = None) -> Batches:
         return self.inputs.batches(samples, size or self.recipe.batch, seed)
 
-    def meta(self, name: str | None) -> dict[str, Any]:
+    @property
+    def meta(self) -> dict[str, Any]:
         return {
-            "model": name or self.pretrained.source.stem,
+            "model": self.name,
             **self.inputs.facts,
             f"{self.inputs.noun}_held_out": len(self.inputs.held_out),
             "versions": library_versions(),
@@ -388,10 +363,10 @@ class _Job:
                 **{name: getattr(recipe, name) for name in ("lr", "seed", "bf16", "accumulate", "checkpoints")},
             ).to_dict()
 
-    def measure(self, name: str | None) -> ModelReport:
+    def measure(self) -> ModelReport:
         """Return the report on the held-out samples."""
         model, seed, held_out = self.pretrained.model, self.recipe.seed, self.inputs.held_out
-        meta = self.meta(name) | {
+        meta = self.meta | {
             "recipe": asdict(self.recipe),
             **self.inputs.counts,
             "device": str(next(model.parameters()).device),

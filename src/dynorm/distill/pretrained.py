@@ -3,7 +3,7 @@
 import platform
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,11 @@ class Pretrained:
     language_model: bool
     source: Path
     remarks: tuple[str, ...] = ()
+
+    def padded(self, ids: Sequence[list[int]]) -> dict[str, Tensor]:
+        """Return a batch of texts that :func:`encode` returned."""
+        found = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt")
+        return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
@@ -135,7 +140,7 @@ class Checkpoint:
             vars(model.config).pop("quantization_config", None)
         return Pretrained(model.to(self.device), tokenizer, self.language_model, self.source, remarks)
 
-    def require_kind(self, **given: Sequence[Any]) -> str:
+    def require_kind(self, given: Mapping[str, Sequence[Any]]) -> str:
         """Check that the texts, images or audio that are given are of the model's kind, and return which that is."""
         name = (self.config.architectures or [type(self.config).__name__])[0]
         if (kind := self.kind) is None:
@@ -145,7 +150,7 @@ class Checkpoint:
             )
         others = [other for other, paths in given.items() if other != kind and paths]
         # Texts there are with every Python.
-        if others or (kind != "texts" and not given[kind]):
+        if others or (kind != "texts" and not given.get(kind)):
             raise ArgumentError(f"{kind} must be given for {name}, got {others[0] if others else 'none'}")
         return kind
 
@@ -312,6 +317,35 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
     return blocks
 
 
+@dataclass(frozen=True)
+class Batches(Sequence[Any]):
+    """Parts of the samples, each made a batch when it is taken, for all together may not fit into memory."""
+
+    make: Callable[[Any], dict[str, Tensor]]
+    parts: Sequence[Sequence[Any]]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Batches(self.make, self.parts[index]) if isinstance(index, slice) else self.make(self.parts[index])
+
+
+def in_batches(
+    make: Callable[[Any], dict[str, Tensor]],
+    samples: Sequence[Any],
+    size: int,
+    seed: int | None = None,
+    length: Callable[[Any], float] = len,
+) -> Batches:
+    """Return samples of about equal length together, from short to long; a seed shuffles the batches."""
+    ordered = sorted(samples, key=length)
+    parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    if seed is not None:
+        random.Random(seed).shuffle(parts)
+    return Batches(make, parts)
+
+
 def make_batches(
     pretrained: Pretrained, encoded: Sequence[list[int]], batch_size: int = 32, seed: int | None = None
 ) -> list[dict[str, Tensor]]:
@@ -323,26 +357,12 @@ def make_batches(
         batch_size: texts per batch.
         seed: shuffles the batches; None leaves them from short to long.
     """
-    by_length, batches = sorted(encoded, key=len), []
-    for start in range(0, len(by_length), batch_size):
-        ids = by_length[start : start + batch_size]
-        padded = pretrained.tokenizer.pad({"input_ids": ids}, return_tensors="pt")
-        batches.append({name: padded[name] for name in ("input_ids", "attention_mask")})
-    if seed is not None:
-        random.Random(seed).shuffle(batches)
-    return batches
+    return list(in_batches(pretrained.padded, encoded, batch_size, seed))
 
 
 @dataclass
 class ShuffledBatches:
-    """Batches of other samples and in another order at each pass, as ``make`` returns them; the first has ``seed``.
-
-    Args:
-        make: takes samples, the size of a batch and a seed, as :func:`make_batches` does after the model.
-        samples: all of them.
-        batch_size: how many make a batch.
-        seed: of the next pass.
-    """
+    """Batches of other samples and in another order at each pass, as ``make`` returns them of a size and a seed."""
 
     make: Callable[[Sequence[Any], int, int], Sequence[dict[str, Tensor]]]
     samples: Sequence[Any]
