@@ -8,7 +8,7 @@ from typing import Literal
 from dynorm.errors import ArgumentError
 from dynorm.layers.groups import LOG_RATE
 
-Start = Literal["published", "batch", "path"]
+Start = Literal["published", "tuned", "batch", "path"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,12 @@ class Arm:
         norm: the norm it trains with, or that is replaced: "layernorm", "rmsnorm", or "own", the model's.
         layer: the name that ``dynorm.convert_`` knows, or None for a norm throughout.
         start: where the constants come from: "published", the papers' defaults (slope 0.5 for all sites, no scale);
+            "tuned", the slope that DyT's authors chose for the narrowest language models of their table;
             "batch", closed form 5 on the first batch, scale sqrt(C); "path", the activations at its begin.
         embedding_scaled: whether a learned factor, sqrt(C) at first, follows the embedding (language models only).
         constants_rate: the rate of the constants over that of the other weights, where a run says nothing else.
         witnesses: how many witness channels each layer has, the first ones.
+        final_norm: whether the last site keeps its norm.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Arm:
     embedding_scaled: bool = False
     constants_rate: float = 1.0
     witnesses: int = 0
+    final_norm: bool = False
 
     @property
     def annealed(self) -> bool:
@@ -53,6 +56,7 @@ ARMS = {
         Arm("layernorm", "LayerNorm", norm="layernorm"),
         Arm("rmsnorm", "RMSNorm", norm="rmsnorm"),
         Arm("dyt_published", "DyT as published", layer="dyt", start="published", embedding_scaled=True),
+        Arm("dyt_tuned", "DyT as tuned by its authors", layer="dyt", start="tuned", embedding_scaled=True),
         Arm("dyisru_published", "DyISRU as published", layer="dyisru", start="published"),
         Arm("dyt", "scaled DyT", layer="dyt", start="batch"),
         Arm("derf", "scaled Derf", layer="derf", start="batch"),
@@ -64,6 +68,14 @@ ARMS = {
             start="batch",
             constants_rate=LOG_RATE,
             witnesses=4,
+        ),
+        Arm(
+            "dyisru_final_norm",
+            "DyISRU, the final norm kept",
+            layer="dyisru",
+            start="batch",
+            constants_rate=LOG_RATE,
+            final_norm=True,
         ),
         Arm("linear", "linear (control)", layer="linear", start="batch", constants_rate=LOG_RATE),
         Arm("dyisru_annealed", "norm, then DyISRU (annealed)", layer="annealed", start="path"),

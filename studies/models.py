@@ -16,6 +16,11 @@ from studies.sizes import Size
 
 # DyT's and DyISRU's published start: slope 0.5 at 0 for every site, which is b = 1 / 0.5^2.
 PUBLISHED_BETA = 4.0
+# The authors of DyT choose alpha for LLaMA by width and place (attention / feed-forward / final): 0.8 / 0.2 / 0.2 at
+# 4,096 (7B), 0.6 / 0.15 / 0.15 at 5,120, 0.2 / 0.05 / 0.05 at 8,192, and the narrower the larger: 1.0 everywhere at
+# 1,024, the narrowest that they list. Ours are narrower still and take that, as no further is known; for images they
+# keep 0.5. https://github.com/jiachenzhu/DyT, other_tasks/LLaMA, and arXiv 2503.10622.
+TUNED_BETA = 1.0
 
 
 def build(settings: Settings, data: Data) -> nn.Module:
@@ -37,6 +42,8 @@ def install_(model: nn.Module, settings: Settings, data: Data) -> None:
     if arm.layer is None:
         _replace_norms_(model, sites, arm.norm)
         return
+    if arm.final_norm:
+        sites = sites[:-1]
     # An RMSNorm knows no centre; annealing a LayerNorm goes from the token's mean to a learned one.
     center = settings.center
     if center is None:
@@ -66,13 +73,41 @@ def constants(model: nn.Module) -> dict[str, float]:
     return {path: float(layer.beta().detach().median()) for path, layer in dynorm_layers(model).items()}
 
 
+def embeddings(model: nn.Module) -> set[Tensor]:
+    """Return the tables of a model, which the last layer may share."""
+    return {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+class StreamScale:
+    """Sees the stream at the last site, and says how far its scale is from that of the start.
+
+    Args:
+        model: with layers whose constants were just set from a batch: the last one's beta is then C times the mean
+            square of the stream there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        *_, layer = dynorm_layers(model).values()
+        self.target = layer.beta().detach().mean() / layer.channels
+        self._stream: Tensor | None = None
+        layer.register_forward_pre_hook(self._see)
+
+    def loss(self) -> Tensor:
+        """Return the square of the logarithm of the last forward's mean square over that of the start."""
+        assert self._stream is not None
+        return (self._stream.float().square().mean() / self.target.to(self._stream.device)).log().square()
+
+    def _see(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._stream = args[0]
+
+
 def _start_(model: nn.Module, settings: Settings, batch: dict[str, Any]) -> None:
     arm = settings.arm_spec
     layers = dynorm_layers(model).values()
-    if arm.start == "published":
+    if arm.start in ("published", "tuned"):
         for layer in layers:
             layer.scale = 1.0
-            layer.set_slope_(PUBLISHED_BETA)
+            layer.set_slope_(TUNED_BETA if arm.start == "tuned" and settings.task == "text" else PUBLISHED_BETA)
     elif arm.annealed and any(layer.relative_constants for layer in layers):
         # Its rate goes with its size, and that should be near the one at which the annealing begins.
         dynorm.init_from_batch_(model, batch)

@@ -21,9 +21,9 @@ from studies.tables import rate
 
 COLOURS = {"layernorm": "#111111", "rmsnorm": "#8a8a8a"}
 COLOURS |= {name: row.color for row in FAMILY.values() for name in (row.name, row.annealed_name)}
-STYLES = {None: "-", "batch": "-", "published": ":", "path": "--"}
+STYLES = {None: "-", "batch": "-", "published": ":", "tuned": "-.", "path": "--"}
 # A single run has no line to tell it by.
-MARKERS = {None: "o", "batch": "o", "published": "s", "path": "D"}
+MARKERS = {None: "o", "batch": "o", "published": "s", "tuned": "s", "path": "D"}
 # The arms whose constants are drawn.
 SHOWN = ("dyisru", "dyt", "dyisru_annealed", "dyt_published")
 # How far above the best of a panel its top is, in nats; what lies higher is drawn at the top.
@@ -156,7 +156,7 @@ def _panels(panels: list[tuple[Part, dict[str, dict[str, Any]]]]) -> tuple[Figur
 
 def _look(group: Mapping[str, Any]) -> dict[str, Any]:
     arm = ARMS[group["arm"]]
-    return {"color": COLOURS[arm.layer or arm.name], "ls": STYLES[arm.start], "lw": 1.6}
+    return {"color": COLOURS[arm.layer or arm.name], "ls": "-." if arm.witnesses else STYLES[arm.start], "lw": 1.6}
 
 
 def _legend(figure: Figure, panels: list[tuple[Part, dict[str, dict[str, Any]]]]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -15,6 +15,8 @@ from studies.sizes import size_of, weights
 # Where sweeps begin: the best of the first arms stood in the middle of these, and a sweep goes on where it does not.
 NORM_RATES = (2e-3, 4e-3, 8e-3)
 DIRECT_RATES = (5e-4, 1e-3, 2e-3)
+# A rate is good when it costs no more than this, in nats, over the arm's best.
+GOOD = 0.05
 # Beyond these a sweep is not extended, wherever its best is.
 LOWEST, HIGHEST = 2.5e-5, 6.4e-2
 CORE = ("layernorm", "dyisru_annealed", "dyisru", "dyt")
@@ -37,6 +39,7 @@ class Part:
         fixed: other settings, the same for all.
         variants: settings of each arm's variants; the default is the arm as it is.
         rates: where sweeps of single arms begin, if not with the above.
+        once: arms of which one seed is enough.
     """
 
     key: str
@@ -50,6 +53,7 @@ class Part:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[Mapping[str, Any], ...] = ({},)
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    once: tuple[str, ...] = ()
 
     def sweeps(self) -> Iterator[list[Settings]]:
         """Give the runs of each arm and variant with seed 0, rates rising."""
@@ -59,16 +63,32 @@ class Part:
                 yield [Settings(arm, lr, steps=self.steps, **{**self.fixed, **variant}) for lr in rates]
 
 
-SMALL = Part("small", "600 steps", seeds=(1, 2))
+SMALL = Part("small", "600 steps", (*ALL, "dyt_tuned"), seeds=(1, 2), once=("dyt_tuned",))
 LONG = Part(
     "long",
     "3,000 steps",
-    (*CORE, "dyt_published"),
+    (*CORE, "dyisru_witnesses", "dyt_published"),
     steps=3000,
     norm_rates=(2e-3, 4e-3, 8e-3),
     direct_rates=(5e-4, 1e-3),
     # A run takes half an hour: the range is asked for where the answer is in doubt.
-    rates={"dyisru": (5e-4, 1e-3, 2e-3, 4e-3), "dyisru_annealed": (4e-3,), "dyt_published": (1e-3, 2e-3)},
+    rates={
+        "dyisru": (5e-4, 1e-3, 2e-3, 4e-3),
+        "dyisru_witnesses": (1e-3, 2e-3, 4e-3),
+        "dyisru_annealed": (4e-3,),
+        "dyt_published": (2e-3,),
+    },
+    extend=False,
+    seeds=(1, 2),
+    once=("dyt_published",),
+)
+LONGEST = Part(
+    "longest",
+    "12,000 steps",
+    ("layernorm", "dyisru", "dyt"),
+    steps=12_000,
+    # Each at the best of its rates at 3,000 steps.
+    rates={"layernorm": (4e-3,), "dyisru": (5e-4,), "dyt": (1e-3,)},
     extend=False,
 )
 WITNESSES = Part(
@@ -150,7 +170,37 @@ LLAMA = Part(
     ("rmsnorm", "dyisru", "dyt", "dyisru_annealed"),
     fixed={"model": "llama"},
 )
-PLAN = (SMALL, LONG, WITNESSES, SHARES, RECIPES, OTHERS, RATES, PATHS, DIGITS, MEDIUM, LLAMA)
+# An update has the size of AdamW's, and so may the rates.
+MUON = Part(
+    "muon",
+    "Muon in place of AdamW for the matrices of the blocks, 600 steps",
+    ("layernorm", "dyisru", "dyt", "dyisru_witnesses"),
+    rates={"dyisru_witnesses": (1e-3, 4e-3)},
+    extend=False,
+    fixed={"optimizer": "muon"},
+)
+FINAL = Part(
+    "final_norm",
+    "The final norm kept, 600 steps",
+    ("dyisru_final_norm",),
+    direct_rates=(1e-3, 2e-3),
+    extend=False,
+)
+FINAL_LONG = replace(FINAL, key="final_norm_long", title="The final norm kept, 3,000 steps", steps=3000)
+BOUND = Part(
+    "bound",
+    "The growth of the stream bounded by a loss, 600 steps",
+    ("dyisru",),
+    direct_rates=(1e-3, 2e-3),
+    extend=False,
+    variants=({"scale_loss": 0.1},),
+)
+BOUND_LONG = replace(
+    BOUND, key="bound_long", title="The growth of the stream bounded by a loss, 3,000 steps", steps=3000
+)
+# What changes one thing; the page has these in one place.
+SIDE = (MUON, FINAL, FINAL_LONG, BOUND, BOUND_LONG, SHARES, RECIPES, OTHERS, RATES, PATHS)
+PLAN = (SMALL, LONG, WITNESSES, MEDIUM, LLAMA, DIGITS, LONGEST, *SIDE)
 
 
 @dataclass(frozen=True)
@@ -180,12 +230,13 @@ def planned(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> lis
         sweeps = [extended(sweep, results) if part.extend else sweep for sweep in part.sweeps()]
         found += [Planned(settings, part.title) for sweep in sweeps for settings in sweep]
         for sweep in sweeps:
-            chosen = best(sweep, results)
+            seeds = () if sweep[0].arm in part.once else part.seeds
+            chosen = settled(sweep, results, seeds)
             done = all(settings.name in results for settings in sweep)
             # Where all runs diverged there is nothing to repeat.
             if chosen is not None or not done:
                 like = chosen if done and chosen is not None else sweep[len(sweep) // 2]
-                found += [Planned(_again(like, seed), part.title, certain=done) for seed in part.seeds]
+                found += [Planned(_again(like, seed), part.title, certain=done) for seed in seeds]
     return found
 
 
@@ -212,6 +263,31 @@ def best(sweep: list[Settings], results: Mapping[str, Record]) -> Settings | Non
     """Return the best run of a sweep, of those that are done and did not diverge, by the items for choosing."""
     done = [s for s in sweep if s.name in results and results[s.name]["loss"] is not None]
     return min(done, key=lambda s: fmean(for_choosing(results[s.name])), default=None)
+
+
+def settled(sweep: list[Settings], results: Mapping[str, Record], seeds: Iterable[int]) -> Settings | None:
+    """Return the run of a sweep at the rate that is repeated and reported.
+
+    Of the rates that are good by the sweep alone it is that with the most seeds, and of several such the one with the
+    lowest mean: so neither the luck of one seed nor an only one decides between rates that are alike.
+
+    Args:
+        sweep: with seed 0.
+        results: what is known, by the run's name.
+        seeds: the others that count.
+    """
+    first = best(sweep, results)
+    if first is None:
+        return None
+
+    def losses(settings: Settings) -> list[float]:
+        names = [settings.name, *(_again(settings, seed).name for seed in seeds if seed)]
+        done = (results[name] for name in names if name in results)
+        return [fmean(for_choosing(record)) for record in done if record["loss"] is not None]
+
+    (lowest,) = losses(first)[:1]
+    good = [s for s in sweep if best([s], results) and losses(s)[0] <= lowest + GOOD]
+    return min(good, key=lambda s: (-len(losses(s)), fmean(losses(s))))
 
 
 def for_choosing(record: Record) -> list[float]:

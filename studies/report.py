@@ -11,18 +11,18 @@ import typer
 
 from dynorm.errors import DataError
 from dynorm.files import require_writable, write_bytes, write_text
-from studies.plan import LONG, PLAN, SMALL, Part
+from studies.plan import LONG, LONGEST, PLAN, SIDE, SMALL, Part
 from studies.runs import ROOT, RUNS, dumps, read_all, read_log
 from studies.summary import summarize
-from studies.tables import NOT_YET, answers, checkpoints, functions, left, rates, table
+from studies.tables import NOT_YET, answers, checkpoints, functions, left, on_the_way, rates, table, titled
 from studies.train import main
 
 STUDY = ROOT / "studies" / "results" / "study.json"
 PAGE = ROOT / "docs" / "study.md"
 IMAGES = ROOT / "docs" / "images"
 CAPTIONS = {
-    "study-rates": "Held-out loss of each arm over its learning rate, seed 0: squares as published, diamonds "
-    "annealed. A triangle at the top lies above the panel, or diverged.",
+    "study-rates": "Held-out loss of each arm over its learning rate, seed 0: squares as published, or "
+    "as tuned by the authors, diamonds annealed. A triangle at the top lies above the panel, or diverged.",
     "study-curves": "Held-out loss over the steps, each arm at its best rate, seed 0.",
     "study-constants": "The constant of every norm's site as it moved, at the arm's best rate, seed 0; the first site "
     "is dark, the last light.",
@@ -80,13 +80,15 @@ def with_parts(text: str, study: Mapping[str, Any]) -> str:
 def parts(study: Mapping[str, Any]) -> dict[str, str]:
     """Return the generated parts of the page by their mark."""
     found = {"answers": answers(study), "functions": functions(study), "good-rates": rates(study)}
-    found |= {part.key: table(part, study) for part in PLAN}
+    found |= {part.key: table(part, study) for part in PLAN if part not in (LONGEST, *SIDE)}
+    found["long"] = "\n\n".join(filter(None, (found["long"], titled([LONGEST], study))))
+    found["variants"] = titled(SIDE, study) or f"{NOT_YET.capitalize()}."
     drawn = has_runs(study, SMALL) or has_runs(study, LONG)
     for name, caption in CAPTIONS.items():
         there = drawn and (name != "study-constants" or has_constants(study))
         image = f"![{caption}](images/{name}.png)\n\n{caption}"
         found[name.removeprefix("study-")] = image if there else f"{NOT_YET.capitalize()}."
-    found |= {"checkpoints": checkpoints(study), "left": left(study)}
+    found |= {"checkpoints": checkpoints(study), "on-the-way": on_the_way(study), "left": left(study)}
     return found
 
 

@@ -33,6 +33,10 @@ class Settings:
         center: whether a centre is learned; by default only by annealed arms that begin with LayerNorm.
         warmup_constants: set the constants anew from a batch at ten steps during the warm-up, as at the start.
         share: how much of a token's typical sum the witnesses carry at the start, for direct arms that have some.
+        optimizer: "adamw", or "muon" for the matrices but the embeddings, with AdamW for the rest.
+        scale_loss: a bound on the growth of the stream, for direct arms that are set from a batch: so many times the
+            squared logarithm of its mean square at the last site, over that at the start, is added to the training
+            loss (the fixed target of TaperNorm, arXiv 2602.10408); 0 leaves it out.
         path_start: where the annealing begins, as a share of the steps.
         path_length: how long it is, as a share of the steps.
         path_shape: "linear" or "cosine".
@@ -63,6 +67,8 @@ class Settings:
     path_order: str = "together"
     device: str = "cpu"
     bf16: bool = False
+    optimizer: str = "adamw"
+    scale_loss: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, before anything is built."""
@@ -77,6 +83,8 @@ class Settings:
             raise ArgumentError(
                 f"the model must be one of {', '.join(MODELS[self.task])} for {self.task}, got {self.model!r}"
             )
+        if self.optimizer not in ("adamw", "muon"):
+            raise ArgumentError(f"the optimizer must be adamw or muon, got {self.optimizer!r}")
         if self.device not in ("cpu", "cuda"):
             raise ArgumentError(f"the device must be cpu or cuda, got {self.device!r}")
         size_of(self.task, self.size)
@@ -106,6 +114,8 @@ class Settings:
             parts.append("warm")
         if self.share != SHARE:
             parts.append(f"share{self.share:g}")
+        if self.scale_loss:
+            parts.append(f"bound{self.scale_loss:g}")
         if (self.path_start, self.path_length) != PATH[:2]:
             parts.append(f"path{self.path_start:g}+{self.path_length:g}")
         parts += [value for value in (self.path_shape, self.path_order) if value not in PATH]
@@ -116,6 +126,7 @@ class Settings:
         """What runs share that differ in learning rate and seed only."""
         parts = [self.task, str(self.model), self.size, f"{self.steps}", self.variant]
         parts += [f"warmup{self.warmup}"] if self.warmup != 100 else []
+        parts += [self.optimizer] if self.optimizer != "adamw" else []
         parts += [self.device] if self.device != "cpu" else []
         parts += ["bf16"] if self.bf16 else []
         return "-".join(parts)
@@ -132,7 +143,7 @@ class Settings:
     def _check_numbers(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ArgumentError(f"the learning rate must be positive and finite, got {self.lr!r}")
-        for name in ("lr", "constants_rate", "share", "path_start", "path_length"):
+        for name in ("lr", "constants_rate", "share", "scale_loss", "path_start", "path_length"):
             value = getattr(self, name)
             if math.isfinite(value) and float(f"{value:g}") != value:
                 raise ArgumentError(f"{name} must have at most six digits, for the run's name, got {value!r}")
@@ -163,6 +174,10 @@ class Settings:
             )
         if self.share != SHARE and not (arm.witnesses and arm.start == "batch"):
             raise ArgumentError(f"{arm.name} has no witnesses that are set from a batch: leave --share out")
+        if not (math.isfinite(self.scale_loss) and self.scale_loss >= 0):
+            raise ArgumentError(f"the weight of the scale's loss must not be negative, got {self.scale_loss!r}")
+        if self.scale_loss and (arm.start != "batch" or arm.final_norm):
+            raise ArgumentError(f"{arm.name} does not set its last constant from a batch: leave --scale-loss out")
         if not 0 < self.share < 1:
             raise ArgumentError(f"the witnesses' share must be between 0 and 1, got {self.share!r}")
         path = (self.path_start, self.path_length, self.path_shape, self.path_order)

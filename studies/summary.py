@@ -7,12 +7,10 @@ from statistics import fmean, mean, stdev
 from typing import Any
 
 from studies.arms import ARMS
-from studies.plan import PLAN, Part, best, for_reporting, missing
+from studies.plan import GOOD, PLAN, Part, for_reporting, missing, settled
 from studies.runs import Record
 from studies.settings import Settings
 
-# A rate is good when it costs no more than this, in nats, over the arm's best.
-GOOD = 0.05
 # The comparison that the paper leaves open, with constants set from a batch and as published; and the control.
 PAIRS = (
     ("dyisru", "dyt"),
@@ -48,6 +46,7 @@ def summarize(
             found[name]["against"] = against(_at_best(runs), _at_best(baseline))
             if found[norm]["best_lr"] is not None:
                 found[name]["level"] = level(found[name], found[norm])
+        found[name]["on_the_way"] = on_the_way(_at_best(runs), log)
     waiting = [item.part for item in missing(results, plan)]
     finished = [(s, log(s.name)) for runs in groups.values() for s, r in runs if not r["diverged"]]
     return {
@@ -63,9 +62,9 @@ def summarize(
 def summary(runs: Runs) -> dict[str, Any]:
     """Return what the runs of one group say; they differ in rate and seed only.
 
-    The best rate is that of seed 0, and so is the good range, since the sweep is; mean and half the range are over all
-    seeds at the best rate that did not diverge. Losses are those of the held-out items by which no rate was chosen;
-    accuracies are of all of them.
+    The best rate is the settled one. The good range is that of seed 0, since the sweep is; mean and half the range are
+    over all seeds at the best rate that did not diverge. Losses are those of the held-out items by which no rate was
+    chosen; accuracies are of all of them.
     """
     settings = runs[0][0]
     first = sorted(((s, loss_of(r)) for s, r in runs if s.seed == 0), key=lambda run: run[0].lr)
@@ -174,6 +173,20 @@ def checkpoints(runs: Iterable[tuple[Settings, list[Record]]]) -> list[dict[str,
     ]
 
 
+def on_the_way(runs: Runs, log: Callable[[str], list[Record]]) -> dict[str, float] | None:
+    """Return the lowest held-out loss on the way, its step and the last loss: means over runs; None without a log."""
+    logs = [[line for line in log(s.name) if line.get("held_out") is not None] for s, r in runs if not r["diverged"]]
+    lowest = [min(lines, key=lambda line: float(line["held_out"])) for lines in logs if lines]
+    if not lowest:
+        return None
+    last = fmean(lines[-1]["held_out"] for lines in logs if lines)
+    return {
+        "lowest": fmean(line["held_out"] for line in lowest),
+        "step": fmean(line["step"] for line in lowest),
+        "last": last,
+    }
+
+
 def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
     """Return the rates at which a group's runs lose no more than 0.05 nats to the baseline at its best rate."""
     limit = baseline["rates"][f"{baseline['best_lr']:g}"] + GOOD
@@ -182,7 +195,7 @@ def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
 
 def baseline_of(settings: Settings) -> Settings:
     """Return the settings that a run is compared with: the model's own norm, everything else equal."""
-    plain = ("center", "per_channel", "constants_rate", "warmup_constants", "share")
+    plain = ("center", "per_channel", "constants_rate", "warmup_constants", "share", "scale_loss")
     kept = {name: value for name, value in settings.to_dict().items() if name not in plain and "path" not in name}
     return Settings(**kept | {"arm": own_norm(settings)})
 
@@ -205,9 +218,9 @@ def loss_of(record: Record) -> float | None:
 
 
 def _at_best(runs: Runs) -> Runs:
-    """The runs of a group at the best rate of its sweep, which is that of seed 0, lowest seed first."""
+    """The runs of a group at the rate that is reported, lowest seed first."""
     by_name = {s.name: r for s, r in runs}
-    chosen = best([s for s, _ in runs if s.seed == 0], by_name)
+    chosen = settled([s for s, _ in runs if s.seed == 0], by_name, {s.seed for s, _ in runs})
     return (
         [] if chosen is None else sorted((run for run in runs if run[0].lr == chosen.lr), key=lambda run: run[0].seed)
     )

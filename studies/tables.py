@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from studies.arms import ARMS
-from studies.plan import DIGITS, LLAMA, LONG, MEDIUM, SMALL, WITNESSES, Part
+from studies.plan import (
+    BOUND,
+    BOUND_LONG,
+    DIGITS,
+    FINAL,
+    FINAL_LONG,
+    LLAMA,
+    LONG,
+    LONGEST,
+    MEDIUM,
+    MUON,
+    SMALL,
+    WITNESSES,
+    Part,
+)
 from studies.settings import Settings
 from studies.summary import PAIRS, words
 
@@ -24,7 +38,13 @@ def table(part: Part, study: Mapping[str, Any]) -> str:
         name = words({"arm": sweep[0].arm, "variant": sweep[0].variant})
         if group is not None:
             rows.append(f"| {' | '.join([name, *cells(group, sweep, accuracy)])} |")
-    return "\n".join(rows) if len(rows) > 2 else f"{NOT_YET.capitalize()}."
+    return _unless_empty(rows)
+
+
+def titled(parts: Iterable[Part], study: Mapping[str, Any]) -> str:
+    """Return the tables of those parts that have a run, each below its title."""
+    ran = [part for part in parts if any(sweep[0].group in study["groups"] for sweep in part.sweeps())]
+    return "\n\n".join(f"{part.title}:\n\n{table(part, study)}" for part in ran)
 
 
 def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> list[str]:
@@ -75,14 +95,25 @@ def answers(study: Mapping[str, Any]) -> str:
     """Return what each arm loses to its norm, in a table."""
     return _found(
         study,
+        ("DyISRU from the first step against LayerNorm, 600 steps", SMALL, "dyisru", difference),
+        ("DyISRU from the first step against LayerNorm, 3,000 steps", LONG, "dyisru", difference),
+        ("DyISRU from the first step against LayerNorm, 12,000 steps", LONGEST, "dyisru", difference),
+        ("scaled DyT from the first step against LayerNorm, 600 steps", SMALL, "dyt", difference),
+        ("scaled DyT from the first step against LayerNorm, 3,000 steps", LONG, "dyt", difference),
+        ("scaled DyT from the first step against LayerNorm, 12,000 steps", LONGEST, "dyt", difference),
+        ("DyT as tuned by its authors against LayerNorm, 600 steps", SMALL, "dyt_tuned", difference),
         ("annealed DyISRU against LayerNorm, 600 steps", SMALL, "dyisru_annealed", difference),
         ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed", difference),
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
-        ("DyISRU from the first step against LayerNorm, 600 steps", SMALL, "dyisru", difference),
-        ("DyISRU from the first step against LayerNorm, 3,000 steps", LONG, "dyisru", difference),
         ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
-        ("scaled DyT from the first step against LayerNorm, 600 steps", SMALL, "dyt", difference),
-        ("scaled DyT from the first step against LayerNorm, 3,000 steps", LONG, "dyt", difference),
+        ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", difference),
+        ("DyISRU with the final norm kept against LayerNorm, 600 steps", FINAL, "dyisru_final_norm", difference),
+        ("DyISRU with the final norm kept against LayerNorm, 3,000 steps", FINAL_LONG, "dyisru_final_norm", difference),
+        ("DyISRU with the stream's growth bounded against LayerNorm, 600 steps", BOUND, "dyisru", difference),
+        ("DyISRU with the stream's growth bounded against LayerNorm, 3,000 steps", BOUND_LONG, "dyisru", difference),
+        ("Muon: DyISRU from the first step against LayerNorm, 600 steps", MUON, "dyisru", difference),
+        ("Muon: scaled DyT from the first step against LayerNorm, 600 steps", MUON, "dyt", difference),
+        ("Muon: DyISRU with four witnesses against LayerNorm, 600 steps", MUON, "dyisru_witnesses", difference),
         ("Llama: DyISRU from the first step against RMSNorm, 600 steps", LLAMA, "dyisru", difference),
         ("Llama: annealed DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru_annealed", difference),
         ("10 M parameters: DyISRU from the first step against LayerNorm, 600 steps", MEDIUM, "dyisru", difference),
@@ -97,6 +128,7 @@ def rates(study: Mapping[str, Any]) -> str:
         ("good rates of DyISRU with four witnesses, 600 steps", WITNESSES, "dyisru_witnesses", good),
         ("good rates of DyISRU from the first step, 3,000 steps", LONG, "dyisru", good),
         (behind, LONG, "dyisru", level),
+        ("good rates of DyISRU with four witnesses, 3,000 steps", LONG, "dyisru_witnesses", good),
         ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
     )
@@ -112,13 +144,13 @@ def functions(study: Mapping[str, Any]) -> str:
                 against = study["pairs"].get(part.key, {}).get(f"{mine} against {other}")
                 question = f"{ARMS[mine].words} against {ARMS[other].words}, {part.title}"
                 both = {arm: _group(study, part, arm) for arm in (mine, other)}
-                found = next(filter(None, (_lost(*each) for each in both.values())), NOT_YET)
+                found = next(filter(None, (_lost(*each) for each in both.values())), "")
                 if against is not None:
                     waiting = {arm: _so_far(group, sweep) for arm, (group, sweep) in both.items() if group is not None}
                     so_far = (f"{ARMS[arm].words}: {text}" for arm, text in waiting.items() if text)
                     found = "; ".join((difference({"against": against}), *so_far))
-                rows.append(f"| {question} | {found} |")
-    return "\n".join(rows)
+                rows += [f"| {question} | {found} |"] if found not in ("", NOT_YET) else []
+    return _unless_empty(rows)
 
 
 _HEAD = ("| question | found |", "|---|---|")
@@ -133,8 +165,12 @@ def _found(study: Mapping[str, Any], *questions: tuple[str, Part, str, Callable[
         if group is not None and not found:
             said = say(group)
             found = "; ".join(filter(None, (said, _so_far(group, sweep)))) if said else NOT_YET
-        rows.append(f"| {question} | {found} |")
-    return "\n".join(rows)
+        rows += [f"| {question} | {found} |"] if found != NOT_YET else []
+    return _unless_empty(rows)
+
+
+def _unless_empty(rows: list[str]) -> str:
+    return "\n".join(rows) if len(rows) > 2 else f"{NOT_YET.capitalize()}."
 
 
 def _group(study: Mapping[str, Any], part: Part, arm: str) -> tuple[Mapping[str, Any] | None, list[Settings]]:
@@ -151,7 +187,19 @@ def checkpoints(study: Mapping[str, Any]) -> str:
         rows.append(
             f"| {found['task']} | {found['steps']:,} | {found['kind']} | {found['runs']} | {found['last']} | {most} |"
         )
-    return "\n".join(rows) if study["checkpoints"] else f"{NOT_YET.capitalize()}."
+    return _unless_empty(rows)
+
+
+def on_the_way(study: Mapping[str, Any]) -> str:
+    """Return each arm's lowest held-out loss on the way at its best rate, beside the last one."""
+    rows = ["| arm | lowest on the way | at step | the last |", "|---|---|---|---|"]
+    for part in (SMALL, LONG, DIGITS):
+        for sweep in part.sweeps():
+            found = (study["groups"].get(sweep[0].group) or {}).get("on_the_way")
+            if found is not None:
+                cells = (f"{found['lowest']:.3f}", f"{found['step']:,.0f}", f"{found['last']:.3f}")
+                rows.append(f"| {sweep[0].arm_spec.words}, {part.title} | {' | '.join(cells)} |")
+    return _unless_empty(rows)
 
 
 def left(study: Mapping[str, Any]) -> str:

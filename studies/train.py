@@ -47,6 +47,8 @@ def command(
         bool, typer.Option("--warmup-constants", help="Set the constants anew ten times during the warm-up.")
     ] = False,
     share: Annotated[float, typer.Option(help="The witnesses' share of the sum at the start.")] = SHARE,
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon for the blocks' matrices.")] = "adamw",
+    scale_loss: Annotated[float, typer.Option(help="Weight of a loss that holds the stream's scale.")] = 0.0,
     path_start: Annotated[float, typer.Option(help="Where the annealing begins, a share of the steps.")] = 0.6,
     path_length: Annotated[float, typer.Option(help="How long it is, a share of the steps.")] = 0.3,
     path_shape: Annotated[str, typer.Option(help="linear or cosine.")] = "linear",
@@ -68,7 +70,8 @@ def command(
 
     settings = Settings(
         arm, lr, steps, seed, task, model, size, warmup, constants_rate, per_channel, center, warmup_constants,
-        share, path_start, path_length, path_shape, path_order, device, bf16,
+        share, path_start, path_length, path_shape, path_order, device, bf16, optimizer,
+        scale_loss,
     )  # fmt: skip
     quiet_libraries()
     record = run(settings, out=out, checkpoints=checkpoints, quiet=as_json, again=again)

@@ -18,7 +18,8 @@ from dynorm.anneal.schedule import positions
 from dynorm.errors import ArgumentError, StorageError
 from studies.callbacks import WarmUp, Watch
 from studies.data import Data
-from studies.models import constants
+from studies.models import StreamScale, constants, embeddings
+from studies.muon import MuonAndAdamW
 from studies.runs import Record, RunFiles
 from studies.settings import Settings
 
@@ -77,10 +78,12 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
         assert settings.constants_rate is not None
         rate = settings.lr * settings.constants_rate
         self._groups = dynorm.param_groups(model, lr=settings.lr, weight_decay=WEIGHT_DECAY, constants_lr=rate)
+        self._scale = StreamScale(model) if settings.scale_loss else None
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Return the mean loss in nats."""
-        return losses(*_forward(model, inputs)).mean()
+        """Return the mean loss in nats; with what the stream's growth costs, where the settings bound it."""
+        loss = losses(*_forward(model, inputs)).mean()
+        return loss if self._scale is None else loss + self.settings.scale_loss * self._scale.loss()
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
@@ -94,10 +97,14 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
         return loss.mean(), loss, hits
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make AdamW with decay on matrices only, and the constants' own rate."""
+        """Make the settings' optimizer, with decay on matrices only, and the constants' own rate."""
         made = self.optimizer
         if made is None:
-            made = self.optimizer = torch.optim.AdamW(self._groups, fused=True)
+            if self.settings.optimizer == "muon":
+                made = MuonAndAdamW(self._groups, embeddings(self.model))
+            else:
+                made = torch.optim.AdamW(self._groups, fused=True)
+            self.optimizer = made
         return made
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

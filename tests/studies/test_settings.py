@@ -39,6 +39,12 @@ from studies.settings import Settings
         ({"warmup_constants": True, "warmup": 9}, "10 steps or more"),
         ({"share": 0.9}, "has no witnesses"),
         ({"arm": "dyisru_witnesses", "share": 1.0}, "between 0 and 1"),
+        ({"optimizer": "sgd"}, "optimizer must be adamw or muon"),
+        ({"scale_loss": -0.1}, "must not be negative"),
+        ({"scale_loss": float("nan")}, "must not be negative"),
+        ({"scale_loss": 0.1000001}, "scale_loss must have at most six digits"),
+        ({"arm": "layernorm", "scale_loss": 0.1}, "leave --scale-loss out"),
+        ({"arm": "dyisru_final_norm", "scale_loss": 0.1}, "leave --scale-loss out"),
         ({"path_start": 0.5}, "is not annealed"),
         ({"arm": "dyisru_annealed", "path_start": 0.8}, "begin after the first step and end before the last"),
         ({"arm": "dyisru_annealed", "path_length": 0.0}, "begin after the first step and end before the last"),
@@ -57,6 +63,7 @@ def test_names_differ_where_settings_do() -> None:
         "arm": "linear_annealed", "lr": 2e-3, "steps": 700, "seed": 1, "model": "llama", "size": "medium",
         "warmup": 50, "constants_rate": 10.0, "per_channel": True, "center": False, "path_start": 0.5,
         "path_length": 0.2, "path_shape": "cosine", "path_order": "last_first", "device": "cuda", "bf16": True,
+        "optimizer": "muon",
     }  # fmt: skip
     several = [Settings(**annealed | {name: value}) for name, value in changes.items()]
     several += [
@@ -65,8 +72,9 @@ def test_names_differ_where_settings_do() -> None:
         Settings(**annealed | {"center": True}),
     ]
     several += [Settings("dyisru", 1e-3), Settings("dyisru", 1e-3, warmup_constants=True)]
+    several += [Settings("dyisru", 1e-3, scale_loss=0.1)]
     several += [Settings("dyisru_witnesses", 1e-3), Settings("dyisru_witnesses", 1e-3, share=0.9)]
-    assert {field.name for field in fields(Settings)} == {*changes, "task", "warmup_constants", "share"}
+    assert {field.name for field in fields(Settings)} == {*changes, "task", "warmup_constants", "share", "scale_loss"}
     assert len({settings.name for settings in several}) == len(several)
 
 

@@ -35,7 +35,7 @@ def test_the_plan_holds_every_arm_once_and_can_be_run() -> None:
     runs = planned({})
     names = [run.settings.name for run in runs]
     assert len(set(names)) == len(names)
-    assert {run.settings.arm for run in runs} == set(ARMS) == {*ALL, *WITNESSES.arms}
+    assert {run.settings.arm for run in runs} == set(ARMS) == {*ALL, *WITNESSES.arms, "dyt_tuned", "dyisru_final_norm"}
     assert len({part.key for part in PLAN}) == len(PLAN)
     assert {run.settings.seed for run in runs if run.certain} == {0}
 
@@ -117,7 +117,7 @@ def test_time_is_estimated_from_what_was_measured() -> None:
     # Half the blocks a step.
     assert seconds(medium, known) == pytest.approx(600 * 0.25 * (8 * 320**2) / (6 * 128**2) / 2)
     assert seconds(Settings("dyisru", 1e-3, task="digits"), known) is None
-    wanted = sum(len(sweep) for sweep in LONG.sweeps())
+    wanted = len(missing(known, (LONG,)))
     rest = f"{wanted} runs left, about {wanted * 3000 * 0.25 / 3600:.1f} h on one core"
     assert left("*", known, plan=(LONG,)) == [f"3,000 steps: {rest}", f"all: {rest}"]
     assert "not known yet" in left("*", {}, plan=(LONG,))[0]

@@ -17,17 +17,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dynorm
 from dynorm.errors import ArgumentError, DataError, StorageError
 from dynorm.replace.specs import dynorm_layers
 from studies.arms import ARMS
 from studies.callbacks import WarmUp
-from studies.data import load
-from studies.models import build, constants, remeasure_
+from studies.data import draw_batch, load
+from studies.models import StreamScale, build, constants, embeddings, remeasure_
+from studies.muon import MuonAndAdamW
 from studies.runs import BusyError, RunFiles, read_all, read_log
 from studies.settings import Settings
 from studies.sizes import size_of
 from studies.train import main, run
-from studies.trainer import StudyTrainer, logged_every, losses
+from studies.trainer import StudyTrainer, logged_every, losses, make_trainer
 from tests.parallel.launch import launch, values
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +77,7 @@ def test_every_arm_learns_and_leaves_its_files(arm: str, tmp_path: Path) -> None
     assert record["loss"] < math.log(256) - 1
     assert sum(record["parts"]) / len(record["parts"]) == pytest.approx(record["loss"], abs=1e-4)
     assert record["seconds_per_step"] > 0
+    assert len(record["constants"]) == (0 if ARMS[arm].layer is None else 4 if ARMS[arm].final_norm else 5)
     assert bool(record["constants"]) == (ARMS[arm].layer is not None)
     log = read_log(settings.name, tmp_path / "runs")
     assert [line["step"] for line in log] == [4, 8, 12, 16, 20]
@@ -90,6 +93,7 @@ def test_every_arm_learns_and_leaves_its_files(arm: str, tmp_path: Path) -> None
     [
         {"arm": "dyisru_annealed"},
         {"arm": "dyt", "warmup_constants": True, "per_channel": True},
+        {"arm": "dyisru", "optimizer": "muon", "scale_loss": 0.1},
         {"arm": "dyt_published", "model": "llama"},
         {"arm": "linear_annealed", "task": "digits", "path_order": "last_first"},
     ],
@@ -281,24 +285,31 @@ def test_no_gpu_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_arms_put_their_layers_everywhere(arm: str, options: dict[str, Any]) -> None:
     settings = tiny(arm, **options)
     model = build(settings, load(settings))
-    norms = [m for m in model.modules() if "norm" in type(m).__name__.lower() and not hasattr(m, "_dynorm_layer")]
+    kept = ARMS[arm].final_norm
+    found = {path: m for path, m in model.named_modules() if "norm" in type(m).__name__.lower()}
+    norms = {path: m for path, m in found.items() if not hasattr(m, "_dynorm_layer")}
     layers = dynorm_layers(model)
     if ARMS[arm].layer is None:
         # Two in each of the two blocks, and one at the end.
         assert len(norms) == 5
         assert not layers
         wanted = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[arm]
-        assert all(isinstance(norm, wanted) or options == {"model": "llama"} for norm in norms)
+        assert all(isinstance(norm, wanted) or options == {"model": "llama"} for norm in norms.values())
         return
-    assert not norms
-    assert len(layers) == 5
-    scale = 1.0 if ARMS[arm].start == "published" else 4.0 if ARMS[arm].start == "batch" else None
+    # The one at the end is in no block, which would have a number.
+    assert [any(part.isdigit() for part in path.split(".")) for path in norms] == [False] * kept
+    assert len(layers) == 5 - kept
+    scale = 1.0 if ARMS[arm].start in ("published", "tuned") else 4.0 if ARMS[arm].start == "batch" else None
     assert all(scale in (None, layer.scale) for layer in layers.values())
 
 
 def test_published_and_measured_starts() -> None:
-    published = dynorm_layers(build(tiny("dyt_published"), load(tiny("dyt_published"))))
-    assert all(float(layer.get_parameter("alpha").detach()) == 0.5 for layer in published.values())
+    for arm, options, alpha in (
+        ("dyt_published", {}, 0.5), ("dyt_tuned", {}, 1.0), ("dyt_tuned", {"task": "digits"}, 0.5),
+    ):  # fmt: skip
+        settings = tiny(arm, **options)
+        layers = dynorm_layers(build(settings, load(settings))).values()
+        assert all(float(layer.get_parameter("alpha").detach()) == alpha for layer in layers)
     betas = {
         arm: [float(layer.beta().detach()) for layer in dynorm_layers(build(tiny(arm), load(tiny(arm)))).values()]
         for arm in ("dyisru", "dyt", "derf", "linear")
@@ -383,6 +394,57 @@ def test_the_command(
     assert says in said.err
     if status == 0:
         assert json.loads(said.out)["steps_taken"] == 6
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_resumes_with_its_rates() -> None:
+    settings = tiny("dyisru", optimizer="muon")
+    model = build(settings, load(settings))
+    groups = dynorm.param_groups(model, lr=1e-2, weight_decay=0.1)
+    made = MuonAndAdamW(groups, embeddings(model))
+    names = {id(p): path for path, p in model.named_parameters()}
+    inner = [names[id(p)] for group in made.parts["muon"].param_groups for p in group["params"]]
+    # Two in the attention and two in the feed-forward part of each of the two blocks.
+    assert len(inner) == 8
+    assert all(".h." in path and path.endswith("weight") and "ln" not in path for path in inner)
+    assert sorted(id(p) for group in made.param_groups for p in group["params"]) == sorted(names)
+    rates = [(len(group["params"]), group["lr"]) for group in groups]
+    other = MuonAndAdamW(groups, embeddings(model))
+    for group in made.param_groups:
+        group["lr"] /= 2
+    other.load_state_dict(made.state_dict())
+    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in made.param_groups]
+    # What a schedule writes after that reaches the two that make the steps.
+    other.param_groups[0]["lr"] = 0.125
+    assert other.parts["muon"].param_groups[0]["lr"] == 0.125
+    assert [(len(group["params"]), group["lr"]) for group in groups] == rates
+
+
+def test_the_bound_holds_the_streams_scale_at_that_of_the_start(tmp_path: Path) -> None:
+    settings = tiny("dyisru", scale_loss=1.0)
+    data = load(settings)
+    model = build(settings, data)
+    batch = {"input_ids": draw_batch(data, settings.size_spec.batch)["input_ids"]}
+    scale = StreamScale(model)
+    model(**batch)
+    # That batch set the constants.
+    assert float(scale.loss().detach()) == pytest.approx(0, abs=1e-6)
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 3  # type: ignore[operator]
+        model.get_parameter("transformer.wpe.weight").mul_(3)
+    model(**batch)
+    # Nearly all of the stream is the embeddings yet.
+    assert float(scale.loss().detach()) == pytest.approx(math.log(9) ** 2, rel=0.1)
+    grown = {}
+    for weight in (0.0, 1.0):
+        chosen = tiny("dyisru", scale_loss=weight)
+        model = build(chosen, data)
+        scale = StreamScale(model)
+        files = RunFiles(chosen.name, tmp_path / "runs", tmp_path / "checkpoints")
+        files.prepare()
+        make_trainer(model, data, chosen, files, quiet=True).train()
+        model(**batch)
+        grown[weight] = float(scale.loss().detach())
+    assert grown[1.0] < 0.25 * grown[0.0]
 
 
 @pytest.mark.slow
