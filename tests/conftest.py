@@ -1,5 +1,7 @@
 """What all tests share: one thread, for the tensors are small, and the same random numbers in every order."""
 
+import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -8,6 +10,15 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
+
+# pytest listens to each logger that does not propagate, and torch then writes down each graph that it traces.
+logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector of garbage what was imported to collect the tests: it is an eighth of the run, and stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
