@@ -8,6 +8,8 @@ from collections.abc import Iterator
 # Inductor would compile and load a trial for each instruction set of this CPU, which takes longer than most tests.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+# Its own check of random generators, once it is imported, sees no object that is frozen below.
+import hypothesis  # noqa: F401
 import pytest
 import torch
 
