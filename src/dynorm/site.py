@@ -71,13 +71,7 @@ def select_sites(
     """Return the sites that match a glob of `only`, match none of `skip`, and pass `filter_fn`, in their order.
 
     A glob is compared with every path of a site, aliases too; `*` also spans dots. Refused sites stay refused: they are
-    chosen like the others, so that a report can name them. None for `only` chooses all; `filter_fn` is called with each
-    remaining site. A glob that matches no site is an ArgumentError.
-
-    Example:
-        >>> sites = [NormSite("layers.0.norm"), NormSite("layers.1.norm"), NormSite("head.norm")]
-        >>> [site.path for site in select_sites(sites, only="layers.*", skip="*.1.*")]
-        ['layers.0.norm']
+    chosen like the others, so that a report can name them. A glob that matches no site is an ArgumentError.
     """
     only_globs, skip_globs = as_globs(only), as_globs(skip)
 

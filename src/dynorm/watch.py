@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -154,13 +153,6 @@ def undisturbed(
     ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling them. The devices of
     ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, ``grad`` leaves gradients on, and
     ``attributes`` puts back whatever else the modules hold: no forward may leave something on ``self``.
-
-    Example:
-        >>> model = nn.BatchNorm1d(3)
-        >>> with undisturbed(model):
-        ...     _ = model(torch.randn(4, 3))
-        >>> model.num_batches_tracked.item()
-        0
     """
     # Both the tables and the values: a model may write into a buffer, or put another tensor in its place.
     # A run leaves our own layers alone; their witnesses are buffers that calibration gives them meanwhile.
@@ -227,34 +219,29 @@ def hooked(layers: Iterable[nn.Module], hook: Any, **options: bool) -> Iterator[
         yield
 
 
-# Module and name of a class, the state it means, and the remedy. Looked up only among modules that are
-# loaded already: a model cannot be of a class that nobody imported, and torch.distributed takes its time.
-_WRAPPERS = (
-    ("torch._dynamo.eval_frame", "OptimizedModule", "compiled", "pass model._orig_mod, compile afterwards"),
-    ("torch.nn.parallel", "DistributedDataParallel", "wrapped in DDP", "pass model.module, wrap afterwards"),
-    ("torch.nn.parallel", "DataParallel", "wrapped in DataParallel", "pass model.module, wrap afterwards"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "wrapped in FSDP", "wrap it afterwards"),
-    ("torch.distributed.fsdp", "FSDPModule", "sharded", "call fully_shard afterwards"),
-    ("torch.export._unlift", "_StatefulGraphModule", "exported", "pass the module that was exported"),
-    ("torch.export.unflatten", "UnflattenedModule", "exported", "pass the module that was exported"),
-    ("torch.jit", "ScriptModule", "a ScriptModule", "pass the module that was scripted or traced"),
-)
+# By torch's name of a class, for torch.distributed takes its time to import: the state it means, and the remedy.
+_WRAPPERS = {
+    "OptimizedModule": ("compiled", "pass model._orig_mod, compile afterwards"),
+    "DistributedDataParallel": ("wrapped in DDP", "pass model.module, wrap afterwards"),
+    "DataParallel": ("wrapped in DataParallel", "pass model.module, wrap afterwards"),
+    "FullyShardedDataParallel": ("wrapped in FSDP", "wrap it afterwards"),
+    "FSDPModule": ("sharded", "call fully_shard afterwards"),
+    "_StatefulGraphModule": ("exported", "pass the module that was exported"),
+    "UnflattenedModule": ("exported", "pass the module that was exported"),
+    "ScriptModule": ("a ScriptModule", "pass the module that was scripted or traced"),
+}
 
 
 def require_plain_model(model: nn.Module) -> None:
-    """Check that a model is plain modules with real tensors, so that its parts can be watched and replaced.
-
-    The error says which call to make first.
-    """
+    """Refuse a model that is not plain modules with real tensors, which alone can be watched and replaced."""
     if not isinstance(model, nn.Module):
         if type(model).__name__ == "ExportedProgram":
             raise ModelError("the model must be a plain module, but is exported: pass the module that was exported")
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
-        for origin, name, state, remedy in _WRAPPERS:
-            if _is_a(module, origin, name):
-                raise ModelError(f"{place} must be a plain module, but is {state}: {remedy}")
+        if known := [_WRAPPERS[name] for name in _torch_classes(module) if name in _WRAPPERS]:
+            raise ModelError(f"{place} must be a plain module, but is {': '.join(known[0])}")
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise ModelError(f"{place} must be a plain module, but is compiled: call .compile() afterwards")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -272,9 +259,8 @@ def require_plain_model(model: nn.Module) -> None:
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Return whether ``fully_shard``, FSDP2, has sharded a module."""
-    return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
+    return "FSDPModule" in _torch_classes(module)
 
 
-def _is_a(module: nn.Module, origin: str, name: str) -> bool:
-    wrapper = getattr(sys.modules.get(origin), name, None)
-    return wrapper is not None and isinstance(module, wrapper)
+def _torch_classes(module: nn.Module) -> list[str]:
+    return [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")]

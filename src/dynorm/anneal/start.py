@@ -78,12 +78,11 @@ class AnnealStart:
 
     def cancel_(self) -> None:
         """Stop watching, and change nothing; a second call does nothing."""
-        if not self._watching:
-            return
-        self._watching = False
-        for handle in self._handles:
-            handle.remove()
-        self._stance.__exit__(None, None, None)
+        if self._watching:
+            self._watching = False
+            self._stance.__exit__(None, None, None)
+            for handle in self._handles:
+                handle.remove()
 
     def finish_(self) -> None:
         """Set the constants from the activations so far, and stop watching.
@@ -117,8 +116,6 @@ class AnnealStart:
             layer.fill_constants_(beta, torch.zeros_like(center) if layer.kind == "rmsnorm" else center)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _in_backward():
-            return
         found = [] if self._owner is not None else token_masks(_named(module, args, kwargs))
         if found:
             self._owner = module
@@ -127,8 +124,6 @@ class AnnealStart:
         self._running.append(module)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if _in_backward():
-            return
         # One that raised may have left others on the list.
         while self._running and self._running.pop() is not module:
             pass
@@ -136,7 +131,8 @@ class AnnealStart:
             self._owner = None
 
     def _add(self, layer: AnnealedNorm, args: tuple[Any, ...], output: Tensor) -> None:
-        if _in_backward():
+        # Run again for its gradients, as activation checkpointing lets it; it was counted. No public way tells.
+        if torch._C._current_graph_task_id() != -1:
             return
         with torch.no_grad():
             x = site_tokens(layer, args[0].detach(), self._masks).double()
@@ -174,9 +170,3 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         bound = dict(kwargs)
     inner = [value for value in (*args, *kwargs.values()) if isinstance(value, Mapping)]
     return {name: value for each in (*inner, bound, kwargs) for name, value in each.items()}
-
-
-def _in_backward() -> bool:
-    """Return whether a module runs again for its gradients, as activation checkpointing lets it: it was counted."""
-    # There is no public way to ask.
-    return torch._C._current_graph_task_id() != -1

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,11 +187,7 @@ def _report(choice: SiteChoice) -> SiteCalibration:
 
 
 def warn_of_defaults(model: nn.Module) -> None:
-    """Warn, once for all, of layers that replaced a norm and have the constants with which they were made.
-
-    Warns:
-        CalibrationWarning: there are such layers; annealed ones get their constants later.
-    """
+    """Warn once of all layers with the constants that they were made with; annealed ones get theirs later."""
     left = []
     for path, layer in dynorm_layers(model).items():
         if replaced_by(layer) is not None and not isinstance(layer, AnnealedNorm):
@@ -246,14 +242,22 @@ def _fit_all(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks
 def norm_outputs(model: nn.Module, batch: Any) -> Outputs:
     """Run a batch through the original model and return its norms' outputs, a list per layer in call order."""
     outputs: Outputs = defaultdict(list)
-
-    def hook(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        original = original_forward(layer, *args)
-        # A copy: the model may go on to write into its own.
-        outputs[layer].append(original.clone())
-        return original
-
-    # The random state comes back, so that a model which draws numbers draws the same ones when it is run again.
-    with watch.undisturbed(model, batch, grad=True), watch.hooked(dynorm_layers(model).values(), hook):
-        watch.call(model, batch)
+    # A copy: the model may go on to write into its own.
+    run_norms(model, dynorm_layers(model).values(), batch, lambda layer, _, y: outputs[layer].append(y.clone()))
     return outputs
+
+
+def run_norms(model: nn.Module, norms: Iterable[nn.Module], batch: Any, see: Callable[..., object]) -> Any:
+    """Run a batch, without gradient, with the norm in the place of each layer; ``see`` gets each, its input and output.
+
+    The random state comes back, so that a model which draws numbers draws the same ones when it is run again.
+    """
+
+    def hook(norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if isinstance(norm, PointwiseNorm):
+            output = original_forward(norm, *args)
+        see(norm, args[0] if args else next(iter(kwargs.values())), output)
+        return output
+
+    with watch.undisturbed(model, batch), watch.hooked(norms, hook, with_kwargs=True):
+        return watch.call(model, batch)

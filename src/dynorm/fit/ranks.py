@@ -19,10 +19,7 @@ _WORDS = {BATCH: "a new batch", OVER: "the end of its batches", END: "the end of
 
 @contextmanager
 def joined(device: str) -> Iterator["Ranks"]:
-    """Join the other processes that torchrun started, if it did, until the work inside is done.
-
-    With "cuda" each process computes on its own GPU.
-    """
+    """Join the processes that torchrun started, if it did, for the work inside; with "cuda" each on its own GPU."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch.distributed.is_initialized()
     if not alone:
         if device == "cuda":
@@ -35,19 +32,10 @@ def joined(device: str) -> Iterator["Ranks"]:
 
 
 class Ranks:
-    """The processes of the default group, each with its own share of the data.
+    """The processes of the default group, each with its own share of the data; without a group this one alone.
 
     Every exchange has the same size, however far a rank is; sums follow only when all have reached the same layer. So
-    a rank that fails, or goes another way, is seen by the others, which raise too instead of waiting.
-
-    Args:
-        group: the processes; the default group when None, and this process alone where there is none.
-        error: the class to raise where another rank failed.
-
-    Example:
-        >>> ranks = Ranks()
-        >>> ranks.size, ranks.summed(torch.ones(2))
-        (1, tensor([1., 1.]))
+    a rank that fails, or goes another way, is seen by the others, which raise ``error`` instead of waiting.
     """
 
     def __init__(
@@ -95,10 +83,7 @@ class Ranks:
         return float(self.summed(torch.tensor([value], dtype=torch.float64, device=self.device))) / self.size
 
     def all_say(self, word: int) -> list[int]:
-        """Tell the others how far this rank is, and return how far each is.
-
-        Where another rank has failed, an error of the class that was given is raised; so by all that exchange.
-        """
+        """Tell the others how far this rank is, and return how far each is; raise where another one has failed."""
         if self._over:
             return [word]
         mine = torch.tensor([word], dtype=torch.int64, device=self.device)
@@ -115,11 +100,7 @@ class Ranks:
         return found
 
     def meet(self, paths: Sequence[str], path: str | None = None) -> None:
-        """Wait until every rank has reached the same one of the layers at ``paths``; None is the end of a batch.
-
-        Raises:
-            DataError: a rank has reached another layer.
-        """
+        """Wait until every rank has reached the layer at ``path``, or the end of a batch; DataError if one has not."""
         found = self.all_say(END if path is None else paths.index(path))
         if len(set(found)) == 1:
             return
@@ -132,11 +113,7 @@ class Ranks:
         )
 
     def require_alike(self, layers: Iterable[tuple[str, PointwiseNorm]]) -> None:
-        """Check that every rank has the same layers with the same constants, weights and biases.
-
-        Raises:
-            ModelError: on every rank, if one differs.
-        """
+        """Check that every rank has the same layers and values; ModelError on every rank if one differs."""
         own = [(path, layer, list(layer.named_parameters())) for path, layer in layers]
         words = [
             (path, type(layer).__name__, layer.config(), [(name, p.dtype, tuple(p.shape)) for name, p in named])
@@ -147,11 +124,7 @@ class Ranks:
     def require_same(
         self, words: object, values: Iterable[Tensor] = (), what: str = "point-wise layers with the same constants"
     ) -> None:
-        """Check that every rank describes its layers with the same words and values.
-
-        Raises:
-            ModelError: on every rank, if one differs.
-        """
+        """Check that every rank has the same words and values for its layers; ModelError on every rank if not."""
         if self._over:
             return
         seen = hashlib.sha256(repr(words).encode())

@@ -148,8 +148,7 @@ def _descend(
 
 def _gradients(model: nn.Module, parameters: list[nn.Parameter], batch: Any, step: int) -> Tensor:
     """Return the loss of a batch, of each parameter whether it has a part in it, and their gradients, one by one."""
-    with torch.no_grad():
-        wanted = norm_outputs(model, batch)
+    wanted = norm_outputs(model, batch)
     with torch.enable_grad(), recomputing(model), recorded({layer: layer for layer in wanted}) as given:
         watch.call(model, batch)
         loss = joint_error(wanted, given, watch.token_masks(batch))
@@ -208,11 +207,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 
 
 def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
-    r"""Return the mean over the sites of ``|f - y|^2 / |y - mean y|^2``, y wanted and f given, padding left out.
-
-    Raises:
-        DataError: no site has both.
-    """
+    """Return the mean over the sites of ``|f - y|^2 / |y - mean y|^2``, y wanted and f given, padding left out."""
     errors = []
     for layer, wanted_of_layer in wanted.items():
         for whole, output in zip(wanted_of_layer, given[layer], strict=False):

@@ -66,13 +66,8 @@ class SiteFit:
     Of an annealed layer only the constants are fitted, to the core of its norm: its weight and bias are the norm's, and
     the norm needs them until the annealing has begun.
 
-    Args:
-        layer: the layer to be fitted; its affine map decides which parameters are fitted beside beta.
-        norm: the norm that it replaced: its kind says which leave-one-out statistic beta starts from, and whether there
-            is a centre. It also says how many witnesses to choose; with 0, those that the layer has keep their places.
-        ranks: the processes over which to sum: each adds its own tokens, at the same time.
-        careful: rather have outputs too small than too large, for layers whose errors add up: leave the weights as
-            least squares shrank them, and the constant beside witnesses at 0.3 of the typical sum or more.
+    All ``ranks`` add their own tokens, at the same time. A ``careful`` fit rather has outputs too small
+    than too large, for layers whose errors add up.
     """
 
     def __init__(self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, *, careful: bool = False) -> None:
@@ -100,8 +95,7 @@ class SiteFit:
     def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
         """Add tokens x (tokens, C), finite, with the outputs y that the layer should return, and how much they count.
 
-        Until one has a spread over its channels, nothing can be fitted and nothing is added. Of an annealed layer y is
-        not looked at.
+        Until one has a spread over its channels, nothing can be fitted and nothing is added.
         """
         if isinstance(self.layer, AnnealedNorm):
             y = (functional.layer_norm if self.kind == "layernorm" else functional.rms_norm)(x, eps=self.eps)
@@ -259,10 +253,7 @@ class SiteChoice:
 
     There is only one, the layer that stands there, unless the norm was replaced by "auto". Each batch measures the
     constants that the batches before gave, so all tokens but the first batch's are held out once, and none is lost to
-    the fit.
-
-    The arguments are those of :class:`SiteFit`, and two more. ``path`` is where ``layer`` stands. ``tolerance`` is how
-    far the chosen layer's error may lie above the best one, over the target's spread.
+    the fit. ``tolerance`` is how far the chosen layer's error may lie above the best one, over the target's spread.
     """
 
     def __init__(

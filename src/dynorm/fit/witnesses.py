@@ -54,20 +54,8 @@ class TokenScales:
     The sums are a matrix of 66 x 66 for the 64 channels whose part :math:`u_k^2 / S` varies most in the first tokens,
     and a second one for the held-out quarter of the tokens.
 
-    Args:
-        kind: "layernorm" or "rmsnorm": which sum is the norm's.
-        eps: the norm's eps.
-        channels: fixed witnesses, of which only the gains are wanted; None chooses them.
-        ranks: the processes over which to sum: each adds its own tokens, at the same time.
-        least: a smaller sum counts as this one; None takes a quarter of the typical sum of this rank's first tokens.
-
-    Example:
-        >>> x = torch.randn(1000, 16) * (1 + 9 * (torch.arange(1000)[:, None] % 5 == 0))
-        >>> x[:, 3] *= 20
-        >>> scales = TokenScales("rmsnorm", 0.0)
-        >>> scales.update(x)
-        >>> scales.choose(1).channels
-        (3,)
+    Of fixed ``channels`` only the gains are wanted. All ``ranks`` add their own tokens, at the same time. A sum below
+    ``least`` counts as that; None takes a quarter of the typical sum of this rank's first tokens.
     """
 
     def __init__(
@@ -90,14 +78,12 @@ class TokenScales:
 
     @torch.no_grad()
     def update(self, u: Tensor, first: int | None = None) -> None:
-        """Add tokens (tokens, C), their centre subtracted; one without a spread tells nothing and is left out.
-
-        ``first`` is the number of the first token among those of all ranks; None counts this rank's alone.
-        """
+        """Add tokens (tokens, C) about their centre, the first of them number ``first`` among those of all ranks."""
         number = (self._seen if first is None else first) + torch.arange(len(u), device=u.device).double()
         self._seen += len(u)
         square = u.double().square().mean(1)
         moment = square - u.double().mean(1).square() if self._kind == "layernorm" else square
+        # A token without a spread tells nothing.
         alive = moment > DEAD * square
         u, number, moment = u[alive].double(), number[alive], moment[alive, None]
         parts, one, total = u.square(), torch.ones_like(moment), u.shape[1] * (moment + self._eps)
@@ -117,7 +103,7 @@ class TokenScales:
         self._sums = self._sums.to(new.device) + new
 
     def choose(self, limit: int) -> Witnesses:
-        """Return at most ``limit`` witnesses, added one by one for as long as each lessens the held-out error by 2 %.
+        """Return at most ``limit`` witnesses, added one by one while each lessens the held-out error by 2 %.
 
         Fixed channels are all taken, whatever they tell. Call it on every rank.
         """

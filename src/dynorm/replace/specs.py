@@ -12,6 +12,7 @@ from dynorm.family import NAMES, layer_class
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
+from dynorm.table import Plain
 from dynorm.watch import HOOK_TABLES
 
 _NESTED = "_dynorm_use_nested_tensor"
@@ -30,16 +31,12 @@ class Replaced(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class LayerSpec(Plain):
     """One point-wise layer of a model, or what a fold left, as plain values: where it stands, how to build it empty."""
 
     layer: str  # a name of dynorm.family.LAYERS, "rmsnorm" or "identity"
     config: Mapping[str, Any]  # the constructor's arguments
     paths: tuple[str, ...] = ()  # every path of the layer, the first one leading
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the spec as plain values that JSON knows."""
-        return {"layer": self.layer, "paths": list(self.paths), "config": dict(self.config)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "LayerSpec":

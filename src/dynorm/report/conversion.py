@@ -1,27 +1,26 @@
 """Measure what a converted model lost, site by site and as a whole, on held-out data."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynorm import watch
-from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import NAMES
-from dynorm.fit.calibrate import warn_of_defaults
+from dynorm.fit.calibrate import run_norms, warn_of_defaults
 from dynorm.fit.monitor import saturated_share
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import original_forward, replaced_by, require_layers
+from dynorm.replace.specs import replaced_by, require_layers
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
-from dynorm.report.sizes import token_places
-from dynorm.report.stats import Reservoir, SiteStats
+from dynorm.report.stats import Reservoir, SiteStats, parted, reached
 
 # So many tokens are drawn in the picture of their sums.
 _DRAWN = 400
-
-See = Callable[[PointwiseNorm, Tensor, Tensor], None]
 
 
 def measure(
@@ -84,11 +83,9 @@ def measure(
     watch.require_plain_model(model)
     warn_of_defaults(model)
     found = _Measurement(model, original, OutputComparison(output), seed, points)
-    with watch.undisturbed(nn.ModuleList(found.models), evaluate=True):
-        for batch in () if fit_on is None else watch.iterate(fit_on, "fit_on"):
-            found.fit(batch)
-        for batch in watch.iterate(batches):
-            found.add(batch, halve=fit_on is None)
+    with watch.undisturbed(nn.ModuleList([model, found.original]), evaluate=True):
+        for batch, share in parted(watch.iterate(batches), fit_on):
+            found.add(batch, share)
     return found.report(meta)
 
 
@@ -109,78 +106,49 @@ class _Measurement:
         self, model: nn.Module, original: nn.Module | None, comparison: OutputComparison, seed: int, points: int
     ) -> None:
         layers = require_layers(model, with_norms=True)
-        self.model, self.original, self.comparison = model, original, comparison
-        self.models = [each for each in (model, original) if each is not None]
+        self.model, self.original, self.comparison = model, model if original is None else original, comparison
         self.sites = {layer: _Site(path, layer, seed, points) for path, layer in layers.items()}
         self.norms = _norms_of(original, layers)
 
-    def run_original(self, batch: Any, see: See) -> Any:
-        """Return the original's output; ``see`` gets each layer with its norm's input and output."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            layer = self.norms[module]
-            output = original_forward(layer, *args) if self.original is None else output
-            see(layer, args[0], output)
-            return output
-
-        # Random states come back, so that a model which draws numbers draws the same ones when converted.
-        with watch.undisturbed(self.models[-1], batch), watch.hooked(self.norms, hook):
-            return watch.call(self.models[-1], batch)
-
-    def fit(self, batch: Any) -> None:
-        """Add a batch to those that the functions are fitted on."""
-        masks = watch.token_masks(batch)
-        self.run_original(batch, lambda layer, x, _: self.sites[layer].stats.add_fitted(self._tokens(layer, x, masks)))
-
-    def add(self, batch: Any, *, halve: bool) -> None:
-        """Add a batch to those that are measured on, or its second half alone, and fit on the first."""
-        masks = watch.token_masks(batch)
+    def add(self, batch: Any, share: float) -> None:
+        """Add a batch; one that the functions are fitted on as a whole is run through the original alone."""
         wanted: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.sites}
 
-        def see_norm(layer: PointwiseNorm, x: Tensor, y: Tensor) -> None:
-            tokens = self._tokens(layer, x, masks)
-            # A copy: the model may go on to write into its own.
-            wanted[layer].append(self._tokens(layer, y, masks).clone())
-            site = self.sites[layer]
-            site.add_sums(tokens)
-            places = token_places(site.stats.site, x, batch)
-            site.stats.add(tokens, len(tokens) // 2 if halve else 0, places)
+        def see_norm(norm: nn.Module, x: Tensor, y: Tensor) -> None:
+            site = self.sites[self.norms[norm]]
+            tokens = site.see(x, batch, share)
+            if share < 1:
+                site.add_sums(tokens)
+                # A copy: the model may go on to write into its own.
+                wanted[site.layer].append(site.tokens_of(y, batch).clone())
 
         def see_layer(layer: PointwiseNorm, args: tuple[Any, ...], y: Tensor) -> None:
-            site, now = self.sites[layer], watch.site_tokens(layer, y, masks)
-            self._tokens(layer, args[0], masks)
+            site, now = self.sites[layer], watch.site_tokens(layer, y, watch.token_masks(batch))
+            site.tokens_of(args[0], batch)
             site.saturated += float(saturated_share(layer, now)) * len(now)
             site.seen += len(now)
             norms = wanted[layer].pop(0) if wanted[layer] else None
             if norms is not None and norms.shape == now.shape:
                 site.compare(now, norms)
 
-        first = self.run_original(batch, see_norm)
-        with watch.hooked(self.sites, see_layer):
-            second = watch.call(self.model, batch)
-        self.comparison.add(batch, first, second, lambda changed: self.run_original(changed, lambda *_: None))
+        first = run_norms(self.original, self.norms, batch, see_norm)
+        if share < 1:
+            with watch.hooked(self.sites, see_layer):
+                second = watch.call(self.model, batch)
+            again = partial(run_norms, self.original, self.norms, see=lambda *_: None)
+            self.comparison.add(batch, first, second, again)
 
     def report(self, meta: Mapping[str, Any] | None) -> ModelReport:
         """Return the report; sites in call order."""
-        sites = sorted(self.sites.values(), key=lambda site: site.stats.site.order)
-        rows = [site.report() for site in sites if site.stats.tokens]
-        if not rows:
-            raise DataError("the batches must reach at least one converted norm, but reached none: give others")
-        unreached = [site.path for site in self.sites.values() if not site.stats.tokens]
+        rows = [site.report() for site in reached(self.sites.values(), "converted norm")]
         return ModelReport(
             model=type(self.model).__name__,
             sites=rows,
             output=self.comparison.report(),
             batches=self.comparison.batches,
-            unreached=unreached,
+            unreached=[site.site.path for site in self.sites.values() if not site.tokens],
             meta=dict(meta or {}),
         )
-
-    def _tokens(self, layer: PointwiseNorm, x: Tensor, masks: list[Tensor]) -> Tensor:
-        """Return the tokens of x, (tokens, C), without padding, after a look at them."""
-        tokens = watch.site_tokens(layer, x, masks)
-        watch.require_finite(self.sites[layer].path, tokens)
-        return tokens
 
 
 def _norms_of(original: nn.Module | None, layers: Mapping[str, PointwiseNorm]) -> dict[nn.Module, PointwiseNorm]:
@@ -198,15 +166,14 @@ def _norms_of(original: nn.Module | None, layers: Mapping[str, PointwiseNorm]) -
     return {norms[path]: layer for path, layer in layers.items()}
 
 
-class _Site:
-    """A layer with the sums of its own inputs and outputs, and of those of the norm that it replaced."""
+class _Site(SiteStats):
+    """A layer with the sums of its own inputs and outputs, beside those of the norm that it replaced."""
 
     def __init__(self, path: str, layer: PointwiseNorm, seed: int, points: int) -> None:
         replaced = replaced_by(layer)
         assert replaced is not None
-        self.path = path
+        super().__init__(replace(replaced.site, path=path), seed + replaced.site.order, points)
         self.layer, self.why = layer, replaced.why
-        self.stats = SiteStats(replaced.site, seed + replaced.site.order, points)
         device = next(layer.parameters()).device
         self.seen, self.saturated, self._compared, self._residual = 0, 0.0, 0, 0.0
         self._sums = torch.zeros(2, layer.channels, dtype=torch.float64, device=device)
@@ -223,9 +190,9 @@ class _Site:
     @torch.no_grad()
     def add_sums(self, x: Tensor) -> None:
         """Compare the norm's own sum of each token (tokens, C) with the layer's, ``beta + sum gain_k u_k^2``."""
-        x, site, channels = x.double().to(self._told.device), self.stats.site, list(self.layer.witness_channels)
-        moment = x.var(1, correction=0) if site.kind == "layernorm" else x.square().mean(1)
-        wanted = (x.shape[1] * (moment + site.eps)).clamp_min(torch.finfo(x.dtype).tiny)
+        x, channels = x.double().to(self._told.device), list(self.layer.witness_channels)
+        moment = x.var(1, correction=0) if self.site.kind == "layernorm" else x.square().mean(1)
+        wanted = (x.shape[1] * (moment + self.site.eps)).clamp_min(torch.finfo(x.dtype).tiny)
         told = self.layer.beta().double().median().expand_as(wanted)
         if self.layer.log_gain is not None:
             far = x if self.layer.center is None else x - self.layer.center.double().flatten()
@@ -239,15 +206,14 @@ class _Site:
 
     def report(self) -> SiteReport:
         """Return the row."""
-        layer, fit = self.layer, self.stats.fit()
+        layer, fit = self.layer, self.fit()
         whole, told, square, one, one_square = self._told.tolist()
         constant, left = (1 - a * a / (b * whole) if b else 1.0 for a, b in ((one, one_square), (told, square)))
         # Of the outputs' mean square about their channel's mean.
         y, yy = self._sums / max(self._compared, 1)
         spread = float((yy - y * y).sum()) * self._compared
-        figures = self.stats.figures() | {f"error_{name}": error for name, error in fit.errors.items()}
         return SiteReport(
-            **figures | {"path": self.path},
+            **self.figures() | {f"error_{name}": error for name, error in fit.errors.items()},
             layer=NAMES.get(type(layer), type(layer).__name__),
             error_now=(self._residual / spread) ** 0.5 if spread > 0 else None,
             beta=float(layer.beta().detach().median()),

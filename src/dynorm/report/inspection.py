@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import functional, theory, watch
-from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.errors import ArgumentError, ModelError
 from dynorm.find.probe import find_norms
+from dynorm.fit.calibrate import run_norms
 from dynorm.fit.site_fit import own_betas
 from dynorm.report.records import InspectedSite, InspectionReport
-from dynorm.report.sizes import TokenSizes, token_places
-from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Reservoir, SiteStats, best_beta, normalized
+from dynorm.report.sizes import TokenSizes
+from dynorm.report.stats import FUNCTIONS, OutlierFit, Reservoir, SiteStats, core_fit, normalized, parted, reached
 from dynorm.site import NormSite
 
 Curve = Callable[[Tensor, Tensor, float, float], Tensor]
-Watched = dict[nn.Module, tuple[SiteStats, "Outliers"]]
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
 _KEPT = 20_000
 
@@ -84,35 +83,42 @@ def inspect_norms(
     watched = _watched(model, sites, seed, points)
     count = 0
     with watch.undisturbed(model, evaluate=True):
-        for batch in () if fit_on is None else watch.iterate(fit_on, "fit_on"):
-            _run(model, watched, batch, fitted=1.0)
-        for batch in remaining:
-            count += 1
-            _run(model, watched, batch, fitted=0.0 if fit_on is not None else 0.5)
-    reached = [entry for entry in watched.values() if entry[0].tokens]
-    if not reached:
-        raise DataError("the batches must reach at least one norm, but reached none: give batches that use them")
+        for batch, share in parted(remaining, fit_on):
+            count += share < 1
+            run_norms(model, watched, batch, lambda norm, x, _: watched[norm].see(x, batch, share))  # noqa: B023
     return InspectionReport(
         model=type(model).__name__,
-        sites=[_row(*entry, decode) for entry in sorted(reached, key=lambda entry: entry[0].site.order)],
+        sites=[site.report(decode) for site in reached(watched.values(), "norm")],
         batches=count,
         refused={site.path: site.refused for site in sites if site.refused is not None},
-        unreached=[stats.site.path for stats, _ in watched.values() if not stats.tokens],
+        unreached=[stats.site.path for stats in watched.values() if not stats.tokens],
         meta=dict(meta or {}),
     )
 
 
-def _row(stats: SiteStats, outliers: "Outliers", decode: Callable[[int], str] | None) -> InspectedSite:
-    """Return the row of the report, the largest tokens by their text where ``decode`` knows it."""
-    core, figures = stats.fit(), stats.figures()
-    if decode is not None:
-        sizes: TokenSizes = figures["sizes"]
-        named = (replace(t, token=decode(t.token)) if isinstance(t.token, int) else t for t in sizes.tokens)
-        figures["sizes"] = replace(sizes, tokens=tuple(named))
-    return InspectedSite(**figures, outliers=outliers.fit(core.scale, core.center), core=core)
+class _Site(SiteStats):
+    """A norm with its outliers."""
+
+    def __init__(self, site: NormSite, seed: int, points: int) -> None:
+        super().__init__(site, seed, points)
+        self.outliers = Outliers(site, seed)
+
+    def see(self, x: Tensor, batch: Any, share: float) -> Tensor:
+        tokens = super().see(x, batch, share)
+        self.outliers.add(tokens, int(len(tokens) * share))
+        return tokens
+
+    def report(self, decode: Callable[[int], str] | None) -> InspectedSite:
+        """Return the row of the report, the largest tokens by their text where ``decode`` knows it."""
+        core, figures = self.fit(), self.figures()
+        if decode is not None:
+            sizes: TokenSizes = figures["sizes"]
+            named = (replace(t, token=decode(t.token)) if isinstance(t.token, int) else t for t in sizes.tokens)
+            figures["sizes"] = replace(sizes, tokens=tuple(named))
+        return InspectedSite(**figures, outliers=self.outliers.fit(core.scale, core.center), core=core)
 
 
-def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int) -> Watched:
+def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int) -> dict[nn.Module, _Site]:
     usable = [site for site in sites if site.refused is None and math.prod(site.normalized_shape) > 1]
     if not usable:
         reasons = "; ".join(f"{site.path}: {site.refused}" for site in sites[:3] if site.refused)
@@ -123,28 +129,7 @@ def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int
     modules = dict(model.named_modules(remove_duplicate=False))
     if missing := [site.path for site in usable if site.path not in modules]:
         raise ModelError(f"the sites must be those of this model, but it has no {missing[0]!r}")
-    seeds = [(site, seed + site.order) for site in usable]
-    return {modules[site.path]: (SiteStats(site, own, points), Outliers(site, own)) for site, own in seeds}
-
-
-def _run(model: nn.Module, watched: Watched, batch: Any, fitted: float) -> None:
-    """Add the tokens of a batch to the sums of each norm, a share of which is fitted on, and the rest measured on."""
-    masks = watch.token_masks(batch)
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        stats, outliers = watched[module]
-        given = args[0] if args else next(iter(kwargs.values()))
-        x = watch.site_tokens(stats.site, given, masks)
-        watch.require_finite(stats.site.path, x)
-        split = int(len(x) * fitted)
-        outliers.add(x, split)
-        if fitted == 1.0:
-            stats.add_fitted(x)
-        else:
-            stats.add(x, split, token_places(stats.site, given, batch))
-
-    with watch.undisturbed(model, batch), watch.hooked(watched, hook, with_kwargs=True):
-        watch.call(model, batch)
+    return {modules[site.path]: _Site(site, seed + site.order, points) for site in usable}
 
 
 class Outliers:
@@ -172,26 +157,20 @@ class Outliers:
 
         The scale is the bound of the functions; the centre the site's mean where the norm centres, else 0.
         """
-        held_out = self._held_out if len(self._held_out) else self._fitted
-        fitted = self._fitted if len(self._fitted) else held_out
-        (x, y), (other_x, other_y) = (torch.tensor(kept.points(), dtype=torch.float64) for kept in (fitted, held_out))
+        fitted, held_out = self._fitted or self._held_out, self._held_out or self._fitted
+        x, y = torch.tensor(fitted.points(), dtype=torch.float64)
         start = float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12)) * scale**2
-
-        def squares(function: Curve, beta: Tensor) -> Tensor:
-            error: Tensor = function(x.expand(len(beta), -1), beta[:, None], center, scale) - y
-            return error.square().sum(-1)
-
-        betas, errors, residuals = {}, {}, {}
-        for name, function in FUNCTIONS.items():
-            betas[name] = best_beta(partial(squares, function), start)
-            residual = function(other_x, torch.tensor(betas[name], dtype=torch.float64), center, scale) - other_y
-            errors[name] = float(residual.norm() / other_y.norm().clamp_min(1e-300))
-            residuals[name] = float(residual.abs().mean())
+        fit = core_fit(fitted, held_out, center, scale, start)
+        x, y = torch.tensor(held_out.points(), dtype=torch.float64)
+        values = {
+            name: f(x, torch.tensor(fit.betas[name], dtype=torch.float64), center, scale)
+            for name, f in FUNCTIONS.items()
+        }
+        residuals = {name: float((value - y).abs().mean()) for name, value in values.items()}
         _, mean, square = (self._logs / self._logs[0].clamp_min(1)).tolist()
         spread = math.sqrt(max(square - mean * mean, 0.0))
-        few = slice(None, None, max(1, len(other_x) // 800))
-        points = other_x[few].tolist(), other_y[few].tolist()
-        fit = CoreFit(scale, center, betas, errors)
+        few = slice(None, None, max(1, len(x) // 800))
+        points = x[few].tolist(), y[few].tolist()
         return OutlierFit(fit, residuals, math.exp(mean), spread, self._exact, points)
 
     def _add(self, kept: Reservoir, x: Tensor) -> Tensor:

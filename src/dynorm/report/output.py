@@ -74,7 +74,7 @@ class OutputComparison:
     """
 
     def __init__(self, pick: Callable[[Any], Tensor] | None = None) -> None:
-        self._pick = pick
+        self._named_tensor = output_tensor if pick is None else lambda output, _: (None, _floating(pick(output)))
         self.kind: Kind | None = None
         self.batches = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -135,9 +135,6 @@ class OutputComparison:
             figures |= {"tokens": self._tokens, "loss_difference": figures["loss_now"] - figures["loss_original"]}
         return OutputReport(kind, len(cosines), float(cosines.mean()), float(least), low, median, **figures)
 
-    def _named_tensor(self, output: Any, batch: Any) -> tuple[str | None, Tensor]:
-        return output_tensor(output, batch) if self._pick is None else (None, _floating(self._pick(output)))
-
     def _kind(self, batch: Any, name: str | None, tensor: Tensor, run_again: Callable[[Any], Any]) -> Kind:
         if name == "logits":
             ids: Any = batch.get(_predicted_ids(batch)) if isinstance(batch, Mapping) else None
@@ -175,12 +172,7 @@ class OutputComparison:
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Return Spearman's rank correlation, ties with their average rank; None where one of the two does not vary.
-
-    Example:
-        >>> round(spearman(torch.tensor([1.0, 2.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 2.0, 9.0])), 4)
-        0.9487
-    """
+    """Return Spearman's rank correlation, ties with their average rank; None where one of the two does not vary."""
     if a.numel() != b.numel():
         raise ArgumentError(f"a and b must hold equally many values, got {a.numel()} and {b.numel()}")
     if a.numel() < 2:
@@ -190,12 +182,7 @@ def spearman(a: Tensor, b: Tensor) -> float | None:
 
 
 def average_ranks(values: Tensor) -> Tensor:
-    """Return the ranks of values from 1 on, in float64; equal values share the mean of theirs.
-
-    Example:
-        >>> average_ranks(torch.tensor([5.0, 1.0, 5.0]))
-        tensor([2.5000, 1.0000, 2.5000], dtype=torch.float64)
-    """
+    """Return the ranks of values from 1 on, in float64; equal values share the mean of theirs."""
     _, group, count = torch.unique(values, return_inverse=True, return_counts=True)
     ranks: Tensor = count.cumsum(0).double() - (count - 1) / 2
     return ranks[group.flatten()]
@@ -206,12 +193,6 @@ def pairs_alike(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
 
     Return Spearman's correlation of the similarities, and how often a sample has the same nearest neighbour in both, as
     a share. None for fewer than 3 rows; of more than 2,000, an even choice of 2,000 is compared.
-
-    Example:
-        >>> a = normalize(torch.eye(4) + 0.1 * torch.arange(16.0).reshape(4, 4), dim=1)
-        >>> correlation, neighbours = pairs_alike(a, a)
-        >>> round(correlation, 6), neighbours
-        (1.0, 1.0)
     """
     if len(a) < 3:
         return None, None
@@ -228,29 +209,22 @@ def output_tensor(output: Any, batch: Any = None) -> tuple[str | None, Tensor]:
 
     It is the "logits", else of a ``batch`` of images the "class_token", else the "last_hidden_state", or first tensor.
     """
-    logits, hidden = (_named(output, name) for name in ("logits", "last_hidden_state"))
-    found = [("logits", logits), ("class_token", _class_token(output, batch)), ("last_hidden_state", hidden)]
+    names = ("logits", "pooler_output", "last_hidden_state")
+    known = output if isinstance(output, Mapping) else {name: getattr(output, name, None) for name in names}
+    logits, pooled, hidden = map(known.get, names)
+    pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
+    token = None
+    if isinstance(pixels, Tensor) and pixels.ndim == 4:
+        # As the model pools it, or else its first token.
+        first = hidden[:, 0] if isinstance(hidden, Tensor) and hidden.ndim == 3 else None
+        token = pooled.flatten(1) if isinstance(pooled, Tensor) else first
     values = output.values() if isinstance(output, Mapping) else output
     rest = values if isinstance(output, (Mapping, tuple, list)) else [output]
+    found = [("logits", logits), ("class_token", token), ("last_hidden_state", hidden)]
     for name, tensor in [*found, *((None, value) for value in rest)]:
         if isinstance(tensor, Tensor):
             return name, _floating(tensor)
     return None, _floating(output)
-
-
-def _class_token(output: Any, batch: Any) -> Tensor | None:
-    """Return one vector per image, (B, D): as the model pools it, or else its first token."""
-    pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
-    if not isinstance(pixels, Tensor) or pixels.ndim != 4:
-        return None
-    pooled, hidden = (_named(output, name) for name in ("pooler_output", "last_hidden_state"))
-    if isinstance(pooled, Tensor):
-        return pooled.flatten(1)
-    return hidden[:, 0] if isinstance(hidden, Tensor) and hidden.ndim == 3 else None
-
-
-def _named(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _floating(tensor: Any) -> Tensor:

@@ -19,9 +19,6 @@ from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
 from dynorm.table import Column, Table, plain
 
-# In the order in which every report names them.
-TITLES = {name: FAMILY[name].title for name in FUNCTIONS}
-
 
 def _constant(value: float) -> str:
     """Return a constant as a table shows it: whole where it is large, else to three digits."""
@@ -345,7 +342,8 @@ class InspectionReport(Report):
     def findings(self) -> str:
         """Return the sentences that follow from the figures alone."""
         span = tuple(math.exp(f(site.outliers.beta_spread for site in self.sites)) for f in (min, max))
-        return _paragraph("findings.txt", found=self.summary(), titles=TITLES, span=span)
+        titles = {name: FAMILY[name].title for name in FUNCTIONS}
+        return _paragraph("findings.txt", found=self.summary(), titles=titles, span=span)
 
 
 def _paragraph(template: str, **values: Any) -> str:

@@ -67,10 +67,10 @@ class SizeStats:
         self._scales = TokenScales(site.kind or "layernorm", site.eps, least=0.0)
         self._largest: list[LargeToken] = []
 
-    def add(self, x: Tensor, sigma: Tensor, y: Tensor, places: Tensor | None) -> None:
-        """Add tokens (tokens, C) with their sigmas, the norm's core, and their places, (tokens, 2)."""
+    def add(self, x: Tensor, sigma: Tensor, y: Tensor, places: Tensor) -> None:
+        """Add tokens (tokens, C) with their sigmas, the norm's core, and their places, (tokens, 2), -1 if unknown."""
         self._scales.update(x)
-        known = [[-1, -1]] * len(x) if places is None else places.tolist()
+        known = places.tolist()
         chosen: dict[int, int] = {}
         for i in sigma.argsort(descending=True, stable=True).tolist():
             # Those without a number are all different.

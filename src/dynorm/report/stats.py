@@ -1,17 +1,19 @@
 """The statistics of one site: sums and histograms of fixed size, however many tokens go by."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dynorm.errors import DataError
 from dynorm.family import FAMILY
-from dynorm.report.sizes import SizeStats
+from dynorm.report.sizes import SizeStats, token_places
 from dynorm.site import NormSite
+from dynorm.watch import iterate, require_finite, site_tokens, token_masks
 
 # Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003 sigma wide at the
 # origin, 1.6 % of u far from it. They end at a billion sigmas.
@@ -26,6 +28,7 @@ PICTURE_KNEE = 2.0
 # The picture's error bars: how many there may be, and how many values each must stand for.
 _BARS, _LEAST_VALUES = 25, 8
 _CHUNK = 1 << 20
+Stats = TypeVar("Stats", bound="SiteStats")
 
 
 FUNCTIONS = {name: FAMILY[name].layer.curve for name in ("linear", "dyt", "dyisru")}
@@ -52,6 +55,28 @@ class Picture:
     sigma: float  # the typical sigma of the site, the unit of its axis
 
 
+@dataclass(frozen=True)
+class CoreFit:
+    """A norm's core as one function of one number, for each of :data:`FUNCTIONS`."""
+
+    scale: float  # the bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm
+    center: float  # the mean of the activations where the norm centres, else 0
+    betas: dict[str, float]  # each one's constant of least squares: the inverse square of its slope at 0 over ``scale``
+    errors: dict[str, float]  # the relative error of each on the held-out tokens
+
+
+@dataclass(frozen=True)
+class OutlierFit:
+    """The functions, each with one constant fitted on outliers, compared with other outliers."""
+
+    fit: CoreFit  # the curves; their errors are relative, ``|y - f| / |y|``
+    residuals: dict[str, float]  # mean absolute residual ``|f - y|`` of each, in units of the core
+    beta: float  # geometric mean of the constants of which each outlier would need its own
+    beta_spread: float  # standard deviation of their natural logarithm: 0 if one constant serves all
+    exact: float  # the largest ``|f - y|`` of DyISRU with these own constants
+    points: tuple[list[float], list[float]]  # x and y of some of the outliers that were measured on
+
+
 class Histogram:
     r"""Pairs (x, y) binned by x, from which the distance of y from any smooth function of x follows.
 
@@ -63,13 +88,6 @@ class Histogram:
 
     This is exact for a straight line, and right to the third order of a bin's width otherwise. The bins are finest at
     the origin; the unit is the typical size of ``x - origin``.
-
-    Example:
-        >>> histogram = Histogram(origin=0.0, unit=1.0)
-        >>> x = torch.randn(1000, dtype=torch.float64)
-        >>> histogram.add(x, 0.5 * x)
-        >>> histogram.error("linear", torch.tensor([4.0]), center=0.0, scale=1.0).item() < 1e-6
-        True
     """
 
     def __init__(self, origin: float, unit: float, device: torch.device | str = "cpu") -> None:
@@ -124,38 +142,6 @@ class Histogram:
         return [Bin(a, b, c, int(d)) for a, b, c, d in zip(*(v.tolist() for v in columns), strict=True)]
 
 
-@dataclass(frozen=True)
-class CoreFit:
-    """A norm's core as one function of one number, for each of :data:`FUNCTIONS`."""
-
-    scale: float  # the bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm
-    center: float  # the mean of the activations where the norm centres, else 0
-    betas: dict[str, float]  # each one's constant of least squares: the inverse square of its slope at 0 over ``scale``
-    errors: dict[str, float]  # the relative error of each on the held-out tokens
-
-
-@dataclass(frozen=True)
-class OutlierFit:
-    """The functions, each with one constant fitted on outliers, compared with other outliers."""
-
-    fit: CoreFit  # the curves; their errors are relative, ``|y - f| / |y|``
-    residuals: dict[str, float]  # mean absolute residual ``|f - y|`` of each, in units of the core
-    beta: float  # geometric mean of the constants of which each outlier would need its own
-    beta_spread: float  # standard deviation of their natural logarithm: 0 if one constant serves all
-    exact: float  # the largest ``|f - y|`` of DyISRU with these own constants
-    points: tuple[list[float], list[float]]  # x and y of some of the outliers that were measured on
-
-
-def best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
-    """Return the beta of least error: a grid of twelve decades about ``start``, then four finer ones."""
-    low, high, count = math.log10(start) - 4, math.log10(start) + 8, 97
-    for _ in range(5):
-        grid = torch.linspace(low, high, count, dtype=torch.float64)
-        best = int(error(10**grid).argmin())
-        low, high, count = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, count - 1)]), 17
-    return float(10 ** grid[best])
-
-
 class Reservoir:
     """A sample without replacement of fixed size, in which x far from the origin is drawn more often.
 
@@ -179,10 +165,37 @@ class Reservoir:
         both = torch.cat([self._kept, new], dim=1)
         self._kept = both[:, both[0].topk(min(self.size, both.shape[1])).indices]
 
+    def error(self, name: str, betas: Tensor, center: float, scale: float) -> Tensor:
+        """Return ``|y - f| / |y|`` for each beta of one of :data:`FUNCTIONS`."""
+        x, y = torch.tensor(self.points(), dtype=torch.float64)
+        residual = FUNCTIONS[name](x.expand(len(betas), -1), betas[:, None], center, scale) - y
+        error: Tensor = residual.norm(dim=1) / y.norm().clamp_min(1e-300)
+        return error
+
     def points(self) -> tuple[list[float], list[float]]:
         """Return the sample, sorted by x, as two lists."""
         _, x, y = self._kept[:, self._kept[1].argsort()].tolist()
         return x, y
+
+
+def core_fit(
+    fitted: Histogram | Reservoir, held_out: Histogram | Reservoir, center: float, scale: float, start: float
+) -> CoreFit:
+    """Fit the functions to some values, their betas looked for about ``start``, and measure their errors on others."""
+    betas = {name: _best_beta(partial(fitted.error, name, center=center, scale=scale), start) for name in FUNCTIONS}
+    alone = {name: torch.tensor([beta], dtype=torch.float64) for name, beta in betas.items()}
+    errors = {name: float(held_out.error(name, beta, center, scale)) for name, beta in alone.items()}
+    return CoreFit(scale, center, betas, errors)
+
+
+def _best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
+    """Return the beta of least error: a grid of twelve decades about ``start``, then four finer ones."""
+    low, high, count = math.log10(start) - 4, math.log10(start) + 8, 97
+    for _ in range(5):
+        grid = torch.linspace(low, high, count, dtype=torch.float64)
+        best = int(error(10**grid).argmin())
+        low, high, count = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, count - 1)]), 17
+    return float(10 ** grid[best])
 
 
 class SiteStats:
@@ -194,52 +207,65 @@ class SiteStats:
         channels = math.prod(site.normalized_shape)
         self.scale = math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1))
         self._seed, self._points = seed, points
-        self._started = False
         self._sizes = SizeStats(site)
         self._peak = self._core_peak = 0.0
         self._log_sum = self._log_square_sum = 0.0
 
-    def add_fitted(self, x: Tensor) -> None:
-        """Add tokens (tokens, C) to those that the functions are fitted on, and to nothing else."""
-        for part in self._parts(x):
-            self.fitted.add(part, normalized(self.site, part)[1])
+    def see(self, x: Tensor, batch: Any, share: float) -> Tensor:
+        """Add an input of the norm, and return its tokens (tokens, C) without padding.
 
-    def add(self, x: Tensor, fitted: int, places: Tensor | None = None) -> None:
-        """Add tokens (tokens, C): the functions are fitted on so many of them, and measured on the others.
-
-        The places are what :func:`dynorm.report.sizes.token_places` knows of them.
+        The functions are fitted on so large a share of them, and measured on the others; 1 adds to nothing else.
         """
-        start = self.tokens
-        for is_fitted, tokens in ((True, x[:fitted]), (False, x[fitted:])):
-            for part in self._parts(tokens):
-                sigma, y, deviation = normalized(self.site, part)
-                first = self.tokens - start
-                self._sizes.add(part, sigma, y, None if places is None else places[first : first + len(part)])
-                self.tokens += len(sigma)
-                log_sigma = sigma.double().log()
-                self._log_sum += float(log_sigma.sum())
-                self._log_square_sum += float(log_sigma.square().sum())
-                index = ((log_sigma / math.log(2) + _OCTAVES) * _SIGMAS_PER_OCTAVE).long()
-                self._sigmas += torch.bincount(index.clamp(0, len(self._sigmas) - 1), minlength=len(self._sigmas))
-                self._peak = max(self._peak, float(deviation.abs().max()))
-                self._core_peak = max(self._core_peak, float(y.abs().max()))
-                (self.fitted if is_fitted else self.held_out).add(part, y)
-                if not is_fitted:
-                    weight = 1 + (part - self.fitted.origin).abs() / self.fitted.unit
-                    self.sample.add(part, y, weight)
+        tokens = self.tokens_of(x, batch)
+        if not len(tokens):
+            return tokens
+        split, size = int(len(tokens) * share), max(1, _CHUNK // tokens.shape[1])
+        if not hasattr(self, "sample"):
+            self._start(tokens[: split or None])
+        places = token_places(self.site, x, batch)
+        places = torch.full((len(tokens), 2), -1) if places is None else places
+        for kept, part in ((self.fitted, slice(split)), (self.held_out, slice(split, None))):
+            for some, known in zip(*(torch.split(each[part], size) for each in (tokens, places)), strict=True):
+                if len(some):
+                    self._add(some, known, kept, share)
+        return tokens
+
+    def tokens_of(self, x: Tensor, batch: Any) -> Tensor:
+        """Return the tokens of x, (tokens, C), without padding, after a look at them."""
+        tokens = site_tokens(self.site, x, token_masks(batch))
+        require_finite(self.site.path, tokens)
+        return tokens
+
+    def _start(self, x: Tensor) -> None:
+        """Lay the bins by the first tokens; these decide no more than how fine they are."""
+        origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
+        unit = float(normalized(self.site, x)[0].double().log().mean().exp())
+        self.fitted, self.held_out = (Histogram(origin, unit, x.device) for _ in range(2))
+        self.sample = Reservoir(self._points, self._seed, x.device)
+        self._sigmas = torch.zeros(2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device)
+
+    def _add(self, x: Tensor, places: Tensor, kept: Histogram, share: float) -> None:
+        sigma, y, deviation = normalized(self.site, x)
+        kept.add(x, y)
+        if share == 1:
+            return
+        self._sizes.add(x, sigma, y, places)
+        self.tokens += len(sigma)
+        log_sigma = sigma.double().log()
+        self._log_sum += float(log_sigma.sum())
+        self._log_square_sum += float(log_sigma.square().sum())
+        index = ((log_sigma / math.log(2) + _OCTAVES) * _SIGMAS_PER_OCTAVE).long()
+        self._sigmas += torch.bincount(index.clamp(0, len(self._sigmas) - 1), minlength=len(self._sigmas))
+        self._peak = max(self._peak, float(deviation.abs().max()))
+        self._core_peak = max(self._core_peak, float(y.abs().max()))
+        if kept is self.held_out:
+            self.sample.add(x, y, 1 + (x - kept.origin).abs() / kept.unit)
 
     def fit(self) -> CoreFit:
         """Fit the functions and measure their errors; where one of the two has no tokens, on those of the other."""
-        fitted = self.fitted if len(self.fitted) else self.held_out
-        held_out = self.held_out if len(self.held_out) else self.fitted
+        fitted, held_out = self.fitted or self.held_out, self.held_out or self.fitted
         center = fitted.mean() if self.site.kind == "layernorm" else 0.0
-        betas, errors = {}, {}
-        for name in FUNCTIONS:
-            error = partial(fitted.error, name, center=center, scale=self.scale)
-            betas[name] = best_beta(error, (self.scale * fitted.unit) ** 2)
-            beta = torch.tensor([betas[name]], dtype=torch.float64)
-            errors[name] = float(held_out.error(name, beta, center, self.scale))
-        return CoreFit(self.scale, center, betas, errors)
+        return core_fit(fitted, held_out, center, self.scale, (self.scale * fitted.unit) ** 2)
 
     def figures(self) -> dict[str, Any]:
         """Return the fields of :class:`dynorm.report.records.MeasuredSite`."""
@@ -263,18 +289,21 @@ class SiteStats:
         below = int((self._sigmas.cumsum(0).double() / self.tokens < q).sum())
         return math.pow(2, (below + 0.5) / _SIGMAS_PER_OCTAVE - _OCTAVES)
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the tokens in parts that fit into memory; the first ones lay the bins, if only how fine they are."""
-        if not len(x):
-            return ()
-        if not self._started:
-            self._started = True
-            origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
-            unit = float(normalized(self.site, x)[0].double().log().mean().exp())
-            self.fitted, self.held_out = (Histogram(origin, unit, x.device) for _ in range(2))
-            self.sample = Reservoir(self._points, self._seed, x.device)
-            self._sigmas = torch.zeros(2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device)
-        return torch.split(x, max(1, _CHUNK // x.shape[1]))
+
+def parted(batches: Iterable[Any], fit_on: Iterable[Any] | None) -> Iterator[tuple[Any, float]]:
+    """Yield each batch with the share of its tokens to fit functions on: of ``fit_on`` all, else half of the others."""
+    for batch in () if fit_on is None else iterate(fit_on, "fit_on"):
+        yield batch, 1.0
+    for batch in batches:
+        yield batch, 0.5 if fit_on is None else 0.0
+
+
+def reached(sites: Iterable[Stats], what: str) -> list[Stats]:
+    """Return the sites that tokens have reached, in call order; DataError where there is none."""
+    found = sorted((site for site in sites if site.tokens), key=lambda site: site.site.order)
+    if not found:
+        raise DataError(f"the batches must reach at least one {what}, but reached none: give batches that use them")
+    return found
 
 
 def normalized(site: NormSite, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
