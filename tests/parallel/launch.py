@@ -1,6 +1,6 @@
-"""Several processes that run the same cases, and what each of them found; ``launch`` for tests, ``main`` inside.
+"""Several processes that run the same cases, and what each of them found.
 
-The modules are imported once, and the processes forked from there: an import a process would take most of the time.
+All are forked from one server that has imported what the cases need: an import a launch would take most of the time.
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ import importlib
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 ROOT = Path(__file__).parents[2]
 # What a collective waits for a rank that does not come; well below what a launch may take.
 PATIENCE = 60
+# Optimizers and checkpoints would import the first in every process.
+IMPORTED = [
+    "torch._dynamo", "tests.parallel.launch", "tests.parallel.tensor_cases", "tests.parallel.data_cases",
+    "tests.parallel.bad_cases", "tests.distill.ranks_cases", "tests.distill.test_anneal", "tests.studies.process_cases",
+]  # fmt: skip
 Found = list[dict[str, Any]]
 
 
@@ -32,20 +36,25 @@ def launch(module: str, processes: int, folder: Path, *cases: str, timeout: floa
     A case that raises on a rank has {"error": class, "message": text, "trace": traceback} there. With ``dead``, a rank
     ends in the last case, and has nothing of it.
     """
-    words = [sys.executable, "-m", "tests.parallel.launch", module, str(processes), str(folder), *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    run = subprocess.Popen(
-        words, cwd=ROOT, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        output, errors = run.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        # The group is the run and what it forked, nothing else.
-        os.killpg(run.pid, signal.SIGKILL)
-        raise
-    assert (run.returncode != 0) == dead, f"{output[-2000:]}\n{errors[-4000:]}"
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload(IMPORTED)
+    words = (processes, folder, module if "." in module else f"tests.parallel.{module}", cases)
+    workers = [fork.Process(target=_work, args=(rank, *words)) for rank in range(processes)]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    # The server that the first launch starts keeps this environment.
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", PYTHONPATH=path):
+        for worker in workers:
+            worker.start()
+    until = time.monotonic() + timeout
+    for worker in workers:
+        worker.join(max(0, until - time.monotonic()))
+    late = [worker for worker in workers if worker.is_alive()]
+    for worker in late:
+        worker.kill()
+        worker.join()
+    said = "\n".join(log.read_text("utf-8")[-4000:] for log in sorted(folder.glob(f"{processes}-*.log")))
+    assert not late, f"not done after {timeout} s\n{said}"
+    assert any(worker.exitcode for worker in workers) == dead, said
     return [json.loads((folder / f"{processes}-{rank}.json").read_text("utf-8")) for rank in range(processes)]
 
 
@@ -73,7 +82,12 @@ def _run(case: Callable[[Path], Any], folder: Path) -> Any:
         return {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()[-3000:]}
 
 
-def _work(rank: int, processes: int, folder: Path, cases: list[Callable[[Path], Any]]) -> None:
+def _work(rank: int, processes: int, folder: Path, module: str, names: tuple[str, ...]) -> None:
+    with (folder / f"{processes}-{rank}.log").open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    loaded = importlib.import_module(module)
+    cases: list[Callable[[Path], Any]] = [getattr(loaded, name) for name in names]
     torch.set_num_threads(1)
     store = f"file://{folder}/{processes}.store"
     patience = timedelta(seconds=PATIENCE)
@@ -94,24 +108,3 @@ def _work(rank: int, processes: int, folder: Path, cases: list[Callable[[Path], 
             torch.distributed.barrier()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def main() -> None:
-    """Fork the processes and wait for them."""
-    module, processes, folder, *names = sys.argv[1:]
-    # Optimizers and checkpoints would import it in every process.
-    importlib.import_module("torch._dynamo")
-    loaded = importlib.import_module(module if "." in module else f"tests.parallel.{module}")
-    cases = [getattr(loaded, name) for name in names]
-    fork = multiprocessing.get_context("fork")
-    count = int(processes)
-    workers = [fork.Process(target=_work, args=(rank, count, Path(folder), cases)) for rank in range(count)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    sys.exit(max(abs(worker.exitcode or 0) for worker in workers))
-
-
-if __name__ == "__main__":
-    main()
