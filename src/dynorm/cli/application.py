@@ -8,10 +8,9 @@ import re
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
 from functools import partial, wraps
 from importlib.resources import files
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -45,26 +44,24 @@ def options(
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Register a command: its parameters with defaults are options, and the help of all stands in options.toml.
 
-    In the place of a parameter that is a record stand those of its fields that have a help there.
+    The fields of a ``recipe`` that have a help there are options too.
     """
     known = tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8"))
-    texts, given = known["shared"] | known[function.__name__], list[inspect.Parameter]()
-    records: dict[str, tuple[Any, list[str]]] = {}
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        fields = [parameter]
-        if is_dataclass(record := parameter.annotation):
-            known_fields = inspect.signature(cast("type[Any]", record), eval_str=True).parameters.values()
-            fields = [field for field in known_fields if field.name in texts]
-            records[name] = record, [field.name for field in fields]
-        given += [_described(field, texts[field.name]) for field in fields]
+    texts, given = (
+        known["shared"] | known[function.__name__],
+        dict(inspect.signature(function, eval_str=True).parameters),
+    )
+    recipe = given.pop("recipe").annotation if "recipe" in given else object
+    fields = {n: field for n, field in inspect.signature(recipe, eval_str=True).parameters.items() if n in texts}
 
     @wraps(function)
     def run(**values: Any) -> None:
-        for name, (record, fields) in records.items():
-            values[name] = record(**{field: values.pop(field) for field in fields})
+        if fields:
+            values["recipe"] = recipe(**{name: values.pop(name) for name in fields})
         function(**values)
 
-    run.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    options = [_described(option, texts[name]) for name, option in (given | fields).items()]
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return app.command()(run)
 
 

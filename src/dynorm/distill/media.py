@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynorm.distill.sources import files_of
 from dynorm.errors import DataError, require_library
 
 # The shortest side of a crop, in shorter sides of the image.
@@ -140,11 +141,7 @@ def _found(
     found: dict[bytes, Any] = {}
     damaged: list[str] = []
     for path in map(Path, paths):
-        # A pipe can be read once only.
-        if not (path.is_dir() or path.is_file()):
-            raise DataError(f"{noun} must come from files and folders that exist, but {path} does not")
-        inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
-        files, before = inside if path.is_dir() else [path], len(damaged)
+        files, before = files_of(path, noun, suffixes), len(damaged)
         for file in files:
             try:
                 sample = look(file)

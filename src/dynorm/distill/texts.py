@@ -5,11 +5,12 @@ import random
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dynorm.distill.sources import files_of
 from dynorm.errors import ArgumentError, DataError
 
 _SHORTEST, _FEWEST = 20, 8
@@ -37,10 +38,7 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
     """
     texts: list[str] = []
     for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):
-        if not path.exists():
-            raise DataError(f"texts must come from files and folders that exist, but {path} does not")
-        inside = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
-        found = [text for file in (inside if path.is_dir() else [path]) for text in _texts_of(file, whole)]
+        found = [text for file in files_of(path, "texts", _SUFFIXES) for text in _texts_of(file, whole)]
         if not found:
             raise DataError(f"texts must have a paragraph or line of {_SHORTEST} characters, but {path} has none")
         texts += found
@@ -49,29 +47,21 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
     return list(dict.fromkeys(texts))
 
 
-def standard_library_docstrings(*, whole: bool = False) -> list[str]:
+# They take five seconds to read.
+@cache
+def standard_library_docstrings(*, whole: bool = False) -> tuple[str, ...]:
     """Return the first paragraphs of the docstrings of Python's standard library, its tests left out.
 
     ``whole`` takes whole docstrings, as they are written, for a language model. There are about 6,000 texts, each once,
     in the order of the files; the same for the same version of Python.
-
-    Example:
-        >>> len(standard_library_docstrings()) > 1000
-        True
     """
-    return list(_standard_library(whole))
-
-
-# They take five seconds to read.
-@cache
-def _standard_library(whole: bool) -> tuple[str, ...]:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     files = (file for file in sorted(root.rglob("*.py")) if not left_out & set(file.relative_to(root).parts))
     return tuple(dict.fromkeys(text for file in files for text in _texts_of(file, whole)))
 
 
-def split_texts(texts: list[Any], held_out: int, seed: int = 0, noun: str = "texts") -> tuple[list[Any], list[Any]]:
+def split_texts(texts: Sequence[Any], held_out: int, seed: int = 0, noun: str = "texts") -> tuple[list[Any], list[Any]]:
     """Shuffle texts, or whatever the ``noun`` says, and put some aside, to be used for measuring only.
 
     Of fewer than twice ``held_out`` texts a quarter is put aside. Returned are those to fit on, and those held out.
@@ -79,11 +69,6 @@ def split_texts(texts: list[Any], held_out: int, seed: int = 0, noun: str = "tex
     Raises:
         ArgumentError: ``held_out`` is not positive.
         DataError: there are fewer than eight texts.
-
-    Example:
-        >>> fit, test = split_texts([f"text {i}" for i in range(10)], held_out=4)
-        >>> len(fit), len(test), set(fit) & set(test)
-        (6, 4, set())
     """
     if held_out < 1:
         raise ArgumentError(f"held_out must be at least 1, got {held_out}")
@@ -97,10 +82,7 @@ def split_texts(texts: list[Any], held_out: int, seed: int = 0, noun: str = "tex
 
 
 def split_audio(clips: list[Any], held_out: int, seed: int = 0, noun: str = "audio") -> tuple[list[Any], list[Any]]:
-    """Shuffle audio files and put some aside, as :func:`split_texts` does with texts.
-
-    Of eight folders or more, whole ones are put aside: a folder may hold one speaker.
-    """
+    """Split audio files; of eight folders or more, whole ones are put aside, for a folder may hold one speaker."""
     folders: dict[Path, list[Any]] = {}
     for clip in clips:
         folders.setdefault(clip.file.parent, []).append(clip)
