@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, Parameters
-from dynorm.kernels._triton import ceil_divide, check_parameters, choose, interpreted, on_device, per_channel
+from dynorm.kernels._triton import ceil_divide, check_parameters, choose, interpreted, per_channel
 from dynorm.kernels._triton_functions import parameter, value
 
 # From Hopper on, the copy engine loads tiles by descriptors; it wants addresses and rows aligned to this many bytes.
@@ -117,7 +117,7 @@ def gemm_add_forward(
             num_stages=tile.stages,
         )
 
-    with on_device(a):
+    with torch.cuda.device_of(a):
         # Few rows want other tiles than many: timed apart, by powers of 2.
         key = (a.device, a.dtype, m.bit_length(), n, k, described, by_columns, options["PRECISION"])
         launch(choose(key, TILES[a.element_size()], launch))

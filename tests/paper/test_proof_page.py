@@ -150,6 +150,7 @@ def test_every_formula_can_be_shown(formula: str) -> None:
 @pytest.mark.parametrize(
     ("formula", "as_latex", "as_plain"),
     [
+        ("(x_i - mu) / sqrt(sigma**2)", r"\frac{x_i - \mu}{\sqrt{\sigma^{2}}}", "(xᵢ − μ) / √(σ²)"),
         ("a - (b - c)", r"a - \left(b - c\right)", "a − (b − c)"),
         ("a - (b + c)", r"a - \left(b + c\right)", "a − (b + c)"),
         ("a - b - c", "a - b - c", "a − b − c"),

@@ -1,6 +1,6 @@
 """Fused kernels for eager mode, which the layers call: C++ on a CPU, Triton on a GPU."""
 
 from dynorm.kernels._dispatch import backend, pointwise, traced
-from dynorm.kernels._form import DERF, DYISRU, DYT, LINEAR, Parameters
+from dynorm.kernels._form import DERF, DYISRU, DYT, LINEAR, Form, Parameters
 
-__all__ = ["DERF", "DYISRU", "DYT", "LINEAR", "Parameters", "backend", "pointwise", "traced"]
+__all__ = ["DERF", "DYISRU", "DYT", "LINEAR", "Form", "Parameters", "backend", "pointwise", "traced"]

@@ -105,9 +105,7 @@ def serve_gradients(
     native = _native()
     found: tuple[Tensor | None, ...] | None = None
     if native is not None:
-        function, logarithmic, scale, channels, _, witnesses = form
-        told = (witnesses,) if witnesses else ()
-        found = native.serve_gradients(grad, inputs, needed, function, logarithmic, scale, channels, *told)
+        found = native.serve_gradients(grad, inputs, needed, *form[:4], *((form.witnesses,) if form.witnesses else ()))
     return found
 
 

@@ -1,6 +1,6 @@
 """Which kernel serves a layer's call in eager mode, and its gradients.
 
-``y = weight * scale * f(x - center) + bias``, with f of :data:`FUNCTIONS`. :func:`pointwise` is what the layers call:
+``y = weight * scale * f(x - center) + bias``, with f of ``_form.FUNCTIONS``. :func:`pointwise` is what the layers call:
 straight to the kernel, because a trip through torch's dispatcher costs more than a small input's arithmetic. Where no
 kernel serves, the plain definition in ``dynorm.functional`` does, and it gives second derivatives everywhere.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from dynorm.arguments import upcast, watched
+from dynorm.arguments import watched
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
-from dynorm.kernels._form import DERF, FUNCTIONS, Form, Parameters
+from dynorm.kernels._form import Form, Parameters
 
 # Triton's kernels are the longer for each.
 MOST_WITNESSES = 16
@@ -201,17 +201,9 @@ def _kernels_of(x: Tensor) -> Any:
 
 def plain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
     """Return y by the definition, with x seen as (outer, channels, inner)."""
-    constant = form.constant(parameters[0]).reshape(-1)
-    shift, center, weight, bias = [None if p is None else p.reshape(-1) for p in parameters[1:5]]
-    z = x.reshape(-1, form.channels, form.inner)
-    options: dict[str, Any] = {"weight": weight, "bias": bias, "center": center, "scale": form.scale, "dim": 1}
-    if len(parameters) > 5:
-        log_gain = parameters[5]
-        options["witnesses"] = torch.tensor(form.witnesses, device=x.device)
-        options["gain"] = None if log_gain is None else upcast(log_gain).exp()
-    constants = (constant, shift) if form.function == DERF and shift is not None else (constant,)
-    definition = list(FUNCTIONS.values())[form.function]
-    return definition(z, *constants, **options).reshape(x.shape)
+    flat: Any = [None if p is None else p.reshape(-1) for p in parameters]
+    witnesses = torch.tensor(form.witnesses, device=x.device) if form.witnesses else None
+    return form.definition(x.reshape(-1, form.channels, form.inner), flat, 1, witnesses).reshape(x.shape)
 
 
 def _plain_gradients(

@@ -1,12 +1,12 @@
 """A kernel's call without its tensors, and the order of its parameters: what all kernels agree on."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from dynorm import functional
-from dynorm.arguments import upcast
+from dynorm.arguments import Axes, upcast
 
 # The definitions by name; a function's number is its place, as in csrc/types.h.
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -40,3 +40,12 @@ class Form(NamedTuple):
         if not self.logarithmic:
             return value
         return (-0.5 * value).exp() if self.function == LINEAR else value.exp()
+
+    def definition(self, x: Tensor, parameters: Parameters, dim: Axes = -1, witnesses: Tensor | None = None) -> Tensor:
+        """Return y by the definition, with the channels at ``dim``; the sixth parameter is of ``witnesses``."""
+        stored, shift, center, weight, bias, *told = parameters
+        constants = [self.constant(stored)] + ([shift] if self.function == DERF and shift is not None else [])
+        options: dict[str, Any] = {"weight": weight, "bias": bias, "center": center, "scale": self.scale, "dim": dim}
+        if told:
+            options |= {"witnesses": witnesses, "gain": None if told[0] is None else upcast(told[0]).exp()}
+        return list(FUNCTIONS.values())[self.function](x, *constants, **options)

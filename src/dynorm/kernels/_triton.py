@@ -4,7 +4,6 @@ What they compute and what they are given is that of :mod:`dynorm.kernels._cpu`.
 not with this file.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import math
@@ -77,7 +76,8 @@ def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = 
         forward_kernel[grid](source, *given, *told, y, *sizes, **options, ELEMENTS=elements, num_warps=warps)
 
     configuration = _FORWARD[0]
-    with on_device(x):
+    # Triton launches on the current device, whatever its arguments are.
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         # Timing runs the kernel again and again, which over its own input would not be the same again.
         if x.numel() >= _WORTH_TIMING and y.data_ptr() != x.data_ptr():
             kind = (form.function, columns, last, len(form.witnesses))
@@ -115,7 +115,7 @@ def backward(
     count = len(form.witnesses)
     rows = torch.empty(blocks, outer, dtype=dtype, device=x.device) if count else None
     options = {"FUNCTION": form.function, "WITNESSES": count, **per_channel(given), "num_warps": 4}
-    with on_device(x):
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         backward_kernel[(chunks * blocks,)](
             *(grad, x, *given[:4], *told, grad_x, partial, rows),
             *(outer, channels, inner, steps, all_steps, form.scale),
@@ -257,11 +257,6 @@ def choose(key: Hashable, candidates: Sequence[Candidate], launch: Callable[[Can
 def interpreted() -> bool:
     """Say whether Triton's interpreter is on."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make the device of ``x`` the current one: Triton launches there, whatever its arguments are."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

@@ -51,7 +51,7 @@ class PointwiseNorm(nn.Module):
 
     _dynorm_layer: ClassVar[bool] = True
     kernel: ClassVar[int]
-    function: ClassVar[Callable[..., Tensor]]
+    constant_from: ClassVar[Callable[..., Tensor]]  # the first constant, for a slope of 1 / sqrt(beta) at 0
     constants: ClassVar[tuple[str, ...]] = ()
     # The constructor's arguments that a subclass adds, each also an attribute.
     own_arguments: ClassVar[tuple[str, ...]] = ()
@@ -179,25 +179,20 @@ class PointwiseNorm(nn.Module):
         parameters: kernels.Parameters = (constant, shift, center, weight, bias)
         if self.witness_channels:
             parameters = (constant, shift, center, weight, bias, gain)
-        form = (self.scale, self.normalized_shape, self.dim, first == "log_beta", self.witness_channels)
-        y = kernels.pointwise(self.kernel, x, parameters, *form)
-        if y is not None:
-            return y
-        constants = (constant,) if shift is None else (constant, shift)
-        options: dict[str, Any] = {"weight": weight, "bias": bias, "center": center}
-        if gain is not None:
-            options |= {"witnesses": self.witnesses, "gain": upcast(gain).exp()}
-        return self.function(x, *self.arguments(*constants), scale=self.scale, dim=self.dim, **options)
+        given = (self.scale, self.normalized_shape, self.dim, first == "log_beta", self.witness_channels)
+        y = kernels.pointwise(self.kernel, x, parameters, *given)
+        return self.form(self.scale).definition(x, parameters, self.dim, self.witnesses) if y is None else y
 
-    @staticmethod
-    def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
-        """Return the arguments of :attr:`function` after x, from the constants as the layer holds them."""
-        return constants
+    @classmethod
+    def form(cls, scale: float) -> kernels.Form:
+        """Return what its definition needs besides tensors and their axes."""
+        return kernels.Form(cls.kernel, cls.constants[0] == "log_beta", scale, channels=1, inner=1)
 
     @classmethod
     def curve(cls, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:
         """Return ``scale * f(x - center)``, with the constant that gives f the slope ``1 / sqrt(beta)`` at 0."""
-        return cls.function(x, *cls.arguments(cls.constant_from(beta)), center=center, scale=scale)
+        parameters: Any = (cls.constant_from(beta), None, center, None, None)
+        return cls.form(scale).definition(x, parameters)
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
@@ -345,11 +340,6 @@ class PointwiseNorm(nn.Module):
         """Return the first values of the constants: the constructor's arguments, in the same order."""
         return {name: getattr(self, first) for name, first in zip(self.constants, self.own_arguments, strict=True)}
 
-    @staticmethod
-    def constant_from(beta: Tensor, /) -> Tensor:
-        """Return the first constant, as the layer holds it, for a slope of ``1 / sqrt(beta)``."""
-        raise NotImplementedError
-
     def _forward_symbol(self, x: Any) -> Any:
         """Let ``torch.fx.symbolic_trace`` record one call of the layer, as it does for torch's own; refuse all else."""
         if not isinstance(x, torch.fx.Proxy):
@@ -371,6 +361,7 @@ class LogBetaNorm(PointwiseNorm):
     """
 
     constants = ("log_beta",)
+    constant_from = staticmethod(torch.log)
     own_arguments = ("beta_init",)
     log_beta: nn.Parameter
 
@@ -388,16 +379,6 @@ class LogBetaNorm(PointwiseNorm):
     def beta(self) -> Tensor:
         """Return ``exp(log_beta)`` in at least float32."""
         return upcast(self.log_beta).exp()
-
-    @staticmethod
-    def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
-        """Return beta."""
-        return (upcast(constants[0]).exp(),)
-
-    @staticmethod
-    def constant_from(beta: Tensor, /) -> Tensor:
-        """Return ``log(beta)``."""
-        return beta.log()
 
     def _initial_constants(self) -> dict[str, float]:
         return {"log_beta": math.log(self.channels if self.beta_init is None else self.beta_init)}

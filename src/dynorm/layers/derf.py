@@ -5,7 +5,7 @@ from typing import Unpack
 
 from torch import nn
 
-from dynorm import functional, kernels, theory
+from dynorm import kernels, theory
 from dynorm.arguments import Shape
 from dynorm.errors import ArgumentError
 from dynorm.layers.base import AlphaNorm, LayerOptions
@@ -37,7 +37,6 @@ class Derf(AlphaNorm):
     """
 
     kernel = kernels.DERF
-    function = staticmethod(functional.derf)
     constant_from = staticmethod(theory.derf_alpha)
     constants = ("alpha", "shift")
     own_arguments = ("alpha_init", "shift_init")

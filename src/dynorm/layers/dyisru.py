@@ -1,6 +1,6 @@
 """DyISRU, also called ELN: the exact counterpart of LayerNorm (arXiv 2503.21708, eq. 15)."""
 
-from dynorm import functional, kernels
+from dynorm import kernels
 from dynorm.layers.base import LogBetaNorm
 
 
@@ -44,4 +44,3 @@ class DyISRU(LogBetaNorm):
     """
 
     kernel = kernels.DYISRU
-    function = staticmethod(functional.dyisru_general)

@@ -1,6 +1,6 @@
 """DyT, dynamic tanh (arXiv 2503.10622), and scaled DyT (arXiv 2503.21708, eq. 11): one layer, two scales."""
 
-from dynorm import functional, kernels, theory
+from dynorm import kernels, theory
 from dynorm.layers.base import AlphaNorm
 
 
@@ -30,5 +30,4 @@ class DyT(AlphaNorm):
     """
 
     kernel = kernels.DYT
-    function = staticmethod(functional.dyt)
     constant_from = staticmethod(theory.scaled_dyt_alpha)

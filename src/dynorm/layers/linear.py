@@ -1,9 +1,6 @@
 """The linear control: DyISRU without its bound, so that a study can tell what the bound is worth."""
 
-from torch import Tensor
-
-from dynorm import functional, kernels
-from dynorm.arguments import upcast
+from dynorm import kernels
 from dynorm.layers.base import LogBetaNorm
 
 
@@ -26,9 +23,3 @@ class LinearControl(LogBetaNorm):
     """
 
     kernel = kernels.LINEAR
-    function = staticmethod(functional.linear)
-
-    @staticmethod
-    def arguments(*constants: Tensor) -> tuple[Tensor, ...]:
-        """Return the slope, ``1 / sqrt(beta)``."""
-        return ((-0.5 * upcast(constants[0])).exp(),)

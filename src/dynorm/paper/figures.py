@@ -47,13 +47,7 @@ def _styled() -> Iterator[None]:
 
 
 def draw(name: str, reproduction: Reproduction) -> Figure:
-    """Draw one of :data:`FIGURES`, which belongs to no window.
-
-    Example:
-        >>> from dynorm.paper.generality import reproduce
-        >>> len(draw("fig2", reproduce()).axes)
-        4
-    """
+    """Draw one of :data:`FIGURES`, which belongs to no window."""
     check_figures([name], with_study=reproduction.generality is not None)
     with _styled():
         # Without pyplot, which would keep it and choose a window.

@@ -71,11 +71,6 @@ def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
 
     x has the shape (n,), each of the sign of its output y, which is within the bounds of LayerNorm. ArgumentError is
     raised for points that cannot be fitted, and where scipy is not installed.
-
-    Example:
-        >>> fitted = fit("DyISRU", [2.0, 4.0], [3.0, 5.0], channels=50)
-        >>> fitted.constant, round(fitted.value, 4)
-        ('beta', 16.5224)
     """
     inputs, outputs = _points(x, y, channels)
     (value,) = fit_many(name, inputs.numpy()[None], outputs.numpy()[None], channels).tolist()
@@ -97,14 +92,7 @@ def outputs_of(name: str, x: Tensor, constant: float | Tensor, channels: int) ->
 
 
 def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
-    """Fit one function to each of many sets of points: the constants (sets,) of :func:`fit`, all at once.
-
-    Arguments and errors are those of :func:`fit`, with x and y of shape (sets, n).
-
-    Example:
-        >>> fit_many("DyISRU", [[2.0, 4.0], [2.0, 5.0]], [[3.0, 5.0], [3.0, 5.0]], channels=50).round(4).tolist()
-        [16.5224, 20.6369]
-    """
+    """Return the constants (sets,) that :func:`fit` would find for each of many sets of points, x and y (sets, n)."""
     if name not in FITTED:
         raise ArgumentError(f"the function must be one of {', '.join(FITTED)}, got {name!r}: give one of those")
     inputs, outputs = _points(x, y, channels, dimensions=2)

@@ -208,13 +208,7 @@ class Reproduction:
 def reproduce(
     channels: int = 100, sigma: float = 2.0, seed: int = PAPER_SEED, generality: Generality | None = None
 ) -> Reproduction:
-    """Simulate, fit and compare with the closed form (section 4, eq. 16 to 19); ``generality`` is to be shown along.
-
-    Example:
-        >>> fits = reproduce().fits
-        >>> round(fits["DyT"].value, 3), round(fits["DyISRU"].value, 1)
-        (0.049, 301.1)
-    """
+    """Simulate, fit and compare with the closed form (section 4, eq. 16 to 19); ``generality`` is to be shown along."""
     simulation = simulate(channels, sigma, seed=seed)
     fits = {name: fit(name, simulation.outliers, simulation.outputs, channels) for name in FITTED}
     return Reproduction(simulation, fits, closed_form(simulation), generality)

@@ -68,13 +68,6 @@ def simulate(
 
     The defaults are the paper's (eq. 16 and 17), the seed, of NumPy's legacy generator, that of its figures. LayerNorm
     ignores scale and offset, so only C, step / sigma and the seed matter to its outputs.
-
-    Example:
-        >>> simulation = simulate()
-        >>> simulation.tokens.shape
-        (10, 100)
-        >>> simulation.outliers.round(2).tolist()
-        [9.37, 14.37, 19.37, 24.37, 29.37, 34.37, 39.37, 44.37, 49.37]
     """
     check_settings(channels, sigma, mean, seed)
     sample = np.sort(mean + sigma * np.random.RandomState(seed).randn(channels))
@@ -89,14 +82,7 @@ def simulate(
 
 
 def raise_outlier(sample: ArrayLike, step: float = 5.0, steps: int = 9) -> Array:
-    """Return the sorted sample (C,), and below it the versions in which its largest element was raised (eq. 17).
-
-    The result is float64 of shape (steps + 1, C); the outlier is the last column.
-
-    Example:
-        >>> raise_outlier([3.0, 1.0, 2.0], step=5, steps=2).tolist()
-        [[1.0, 2.0, 3.0], [1.0, 2.0, 8.0], [1.0, 2.0, 13.0]]
-    """
+    """Return the sorted sample (C,), and below it the versions in which its largest element, the last, is raised."""
     values = np.sort(np.asarray(sample, dtype=np.float64))
     if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
         raise ArgumentError(f"a sample must be at least 2 finite numbers in a row, got shape {values.shape}: give them")
@@ -134,10 +120,7 @@ def closed_form(simulation: Simulation) -> ClosedForm:
 
 
 def channel_betas(simulation: Simulation) -> Array:
-    r"""Return Theorem 4's constant of the outlier's channel (steps,): always the same, as it does not contain x_o.
-
-    .. math:: \beta_o = (C - 1) \sigma_{\neq o}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_o
-    """
+    """Return Theorem 4's constant of the outlier's channel (steps,): always the same, as it does not contain x_o."""
     return channel_beta(torch.from_numpy(simulation.tokens[1:]))[:, -1].numpy()
 
 

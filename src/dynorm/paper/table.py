@@ -46,13 +46,7 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
 
 
 def outliers_csv(reproduction: Reproduction) -> str:
-    """Return one row per function and outlier: its constant, its mean absolute residual, and the output there.
-
-    Example:
-        >>> from dynorm.paper.generality import reproduce
-        >>> outliers_csv(reproduce()).splitlines()[0]
-        'function,constant,value,mean_absolute_residual,S,x,layer_norm,output,residual'
-    """
+    """Return one row per function and outlier: its constant, its mean absolute residual, and the output there."""
     simulation, rows = reproduction.simulation, []
     for name, constant, value, mean, residuals in _functions(reproduction):
         numbers = zip(simulation.outliers, simulation.outputs, residuals + simulation.outputs, residuals, strict=True)

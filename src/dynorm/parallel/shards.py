@@ -136,15 +136,15 @@ def _with_witnesses(twin: PointwiseNorm, x: Tensor, held: list[int], groups: lis
     for group in groups:
         sent = _Summed.apply(sent, group)  # type: ignore[no-untyped-call]
 
-    def padded(p: Tensor) -> Tensor:
-        return torch.cat([p.flatten(), p.new_ones(len(places))]) if tuple(p.shape) == twin.normalized_shape else p
+    def padded(p: Tensor | None) -> Any:
+        if p is None or tuple(p.shape) != twin.normalized_shape:
+            return p
+        return torch.cat([p.flatten(), p.new_ones(len(places))])
 
-    constants = [padded(getattr(twin, name)) for name in twin.constants]
-    affine = {name: None if p is None else padded(p) for name, p in (("weight", twin.weight), ("bias", twin.bias))}
-    assert twin.log_gain is not None
+    constant, shift = (*(getattr(twin, name) for name in twin.constants), None)[:2]
+    parameters = (padded(constant), padded(shift), None, padded(twin.weight), padded(twin.bias), twin.log_gain)
     index = torch.tensor([count + j if p is None else p for j, p in enumerate(places)], device=x.device)
-    told: dict[str, Any] = {"center": None, "witnesses": index, "gain": upcast(twin.log_gain).exp()}
-    y = twin.function(torch.cat([u, sent], -1), *twin.arguments(*constants), **affine, scale=twin.scale, **told)
+    y = twin.form(twin.scale).definition(torch.cat([u, sent], -1), parameters, -1, index)
     y = y[..., :count].reshape(*y.shape[:-1], *twin.normalized_shape)
     return y.movedim(last, dims).to(x.dtype)
 

@@ -77,14 +77,7 @@ class Verdict:
 
 
 def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
-    """Prove a step of a statement or refute it; what sympy cannot bring to an end is undecided.
-
-    Example:
-        >>> from dynorm.paper.proof.statement import Statement
-        >>> step = Step("", "sum_k((x_k - mu)**2)", "sum_k(x_k**2) - C*mu**2")
-        >>> decide(step, Statement("", "", "", "", "", "", (step,), definitions={"mu": "sum_k(x_k) / C"})).outcome
-        'proven'
-    """
+    """Prove a step of a statement or refute it; what sympy cannot bring to an end is undecided."""
     try:
         reading = _Exact(statement)
         difference = reading.read(step.left) - reading.read(step.right)
@@ -96,7 +89,7 @@ def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
 class _Exact(Reading):
     """Formulas of a statement as sympy expressions, with symbolic sums."""
 
-    number = sp.Integer
+    library, number = sp, sp.Integer
 
     def __init__(self, statement: Statement) -> None:
         self.definitions = statement.definitions
@@ -117,19 +110,13 @@ class _Exact(Reading):
             self._known[name, self._held] = self.read(self.definitions[name])
         return self._known[name, self._held]
 
-    def function(self, name: str, value: Expr) -> Expr:
-        return getattr(sp, name)(value)
-
     def total(self, name: str, body: Callable[[], Expr]) -> Expr:
         place, term = _PLACES[SUMS[name]], body()
         return sp.Sum(term, (place, 1, _C)) - (term.subs(place, _PLACES["i"]) if name == "others" else 0)
 
-    def d(self, body: Callable[[], Expr]) -> Expr:
-        return sp.diff(body(), _X_I)
-
     def diff(self, body: Callable[[], Expr], variable: str) -> Expr:
         # What is held changes the meaning of the definitions that use it.
-        before, self._held = self._held, self._held | {variable}
+        before, self._held = self._held, self._held | ({variable} & self.definitions.keys())
         free, held = self.name(variable), body()
         self._held = before
         return sp.diff(held, free).subs(free, self.name(variable))

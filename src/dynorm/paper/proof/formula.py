@@ -75,8 +75,8 @@ def indexed(name: str) -> tuple[str, str] | None:
 class Reading:
     """A meaning of formulas: Python evaluates them, with names and functions as a subclass defines them.
 
-    A subclass has ``number``, ``name``, ``function`` (of :data:`ELEMENTARY`), ``total`` (of :data:`SUMS`), ``d``,
-    ``diff`` and ``limit``. The last four get their formula as a function, which they call as often as they need.
+    A subclass has ``number``, ``name``, a ``library`` of :data:`ELEMENTARY` functions, ``total`` (of :data:`SUMS`),
+    ``diff`` and ``limit``. The last three get their formula as a function, which they call as often as they need.
     """
 
     def read(self, text: str) -> Any:
@@ -94,11 +94,12 @@ class Reading:
             case ast.BinOp(left=left, op=op, right=right):
                 return _OPERATORS[type(op)](self._read(left), self._read(right))
             case ast.Call(func=ast.Name(id=name), args=[body]) if name in ELEMENTARY:
-                return self.function(name, self._read(body))
+                return getattr(self.library, name)(self._read(body))
             case ast.Call(func=ast.Name(id=name), args=[body]) if name in SUMS:
                 return self.total(name, lambda: self._read(body))
             case ast.Call(func=ast.Name(id=name), args=[body, *variable]):
-                return getattr(self, name)(lambda: self._read(body), *map(ast.unparse, variable))
+                of = ast.unparse(variable[0]) if variable else "x_i"
+                return (self.limit if name == "limit" else self.diff)(lambda: self._read(body), of)
         raise AssertionError(ast.dump(node))
 
 
@@ -111,22 +112,12 @@ _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
 def latex(text: str) -> str:
-    r"""Return a formula as LaTeX, in the order in which it was written; sympy would sort and simplify it.
-
-    Example:
-        >>> latex("(x_i - mu) / sqrt(sigma**2)")
-        '\\frac{x_i - \\mu}{\\sqrt{\\sigma^{2}}}'
-    """
+    """Return a formula as LaTeX, in the order in which it was written; sympy would sort and simplify it."""
     return _show(parse(text), True)[0]
 
 
 def one_line(text: str) -> str:
-    """Return a formula as one line of text.
-
-    Example:
-        >>> one_line("(x_i - mu) / sqrt(sigma**2)")
-        '(xᵢ − μ) / √(σ²)'
-    """
+    """Return a formula as one line of text."""
     return _show(parse(text), False)[0]
 
 

@@ -39,12 +39,7 @@ Number = Any  # an mpmath number; mpmath is not typed
 
 @dataclass
 class Token(Reading):
-    """A token, the channel that is looked at, and the free numbers.
-
-    Example:
-        >>> Token({"x": [mpf(1), mpf(5)]}, 0, {}, {"mu": "sum_k(x_k) / C"}).read("x_i - mu")
-        mpf('-2.0')
-    """
+    """A token, the channel that is looked at, and the free numbers."""
 
     vectors: Mapping[str, Sequence[Number]]  # x, and weight, bias and gains, by name; each with one number per channel
     place: int  # the channel i, from 0
@@ -52,7 +47,7 @@ class Token(Reading):
     definitions: Mapping[str, str]
     indices: Mapping[str, int] = field(default_factory=dict)  # where the indices besides i stand
 
-    number = staticmethod(mpf)
+    library, number = mp, staticmethod(mpf)
 
     def __post_init__(self) -> None:
         self._at = self._outside = {**self.indices, "i": self.place}
@@ -76,10 +71,6 @@ class Token(Reading):
             self._at = inside
         return self._known[name]
 
-    def function(self, name: str, value: Number) -> Number:
-        """Return the value of an elementary function."""
-        return getattr(mp, name)(value)
-
     def total(self, name: str, body: Callable[[], Number]) -> Number:
         """Add up over channels, one by one."""
         outer, terms = self._at, []
@@ -90,12 +81,8 @@ class Token(Reading):
         self._at = outer
         return mp.fsum(terms)
 
-    def d(self, body: Callable[[], Number]) -> Number:
-        """Differentiate with respect to x_i, by differences."""
-        return self.diff(body, "x_i")
-
     def diff(self, body: Callable[[], Number], variable: str) -> Number:
-        """Differentiate with respect to a number, by differences."""
+        """Differentiate with respect to a number, or x_i, by differences."""
         return mp.diff(lambda value: self._where(variable, value, body), self.name(variable))
 
     def limit(self, body: Callable[[], Number], variable: str) -> Number:

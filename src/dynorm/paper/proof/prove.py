@@ -114,11 +114,6 @@ def prove(
 
     A statement that fails is a row of the report, not an error; a name that fits none is one, and so is a library that
     is not installed. ``track`` wraps the statements, for a progress bar.
-
-    Example:
-        >>> report = prove(["appendix-b"])
-        >>> report.holds, report.statements[0].digits < 1e-50
-        (True, True)
     """
     chosen = choose(only)
     for library in ("sympy", "mpmath"):
