@@ -31,11 +31,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file in a folder that exists, whole or not at all: after a StorageError an old one stands untouched.
-
-    Example:
-        >>> write_bytes(getfixture("tmp_path") / "a.png", b"...")
-    """
+    """Write a file in a folder that exists, whole or not at all: after a StorageError an old one stands untouched."""
     target = Path(path)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     try:
@@ -53,11 +49,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Make the folder of a file that is to be written, or refuse the path now, before hours of work are lost for it.
-
-    Example:
-        >>> require_writable(getfixture("tmp_path") / "new" / "a.txt")
-    """
+    """Make the folder of a file that is to be written, or refuse the path now, before hours of work are lost for it."""
     target = Path(path)
     try:
         if "\0" in str(target):
@@ -91,13 +83,6 @@ def replaced_directory(
     those of its files that no save writes (a tokenizer's, a report), unless the block writes them. It is False where
     the block writes all files of the model: another model's must not stay among them. What cannot be done is a
     StorageError.
-
-    Example:
-        >>> target = getfixture("tmp_path") / "model"
-        >>> with replaced_directory(target) as new:
-        ...     _ = (new / "config.json").write_text("{}")
-        >>> [path.name for path in target.parent.iterdir()]
-        ['model']
     """
     # A link stays a link: its target is replaced.
     target = Path(os.path.realpath(directory))

@@ -57,13 +57,7 @@ class Clip:
 
 
 def resampled(samples: Tensor, rate: int, wanted: int) -> Tensor:
-    """Return samples (N,) of ``rate`` per second at another rate, ``wanted``, with the frequencies that both can hold.
-
-    Example:
-        >>> wave = torch.sin(torch.arange(64) / 64 * 2 * torch.pi)
-        >>> torch.allclose(resampled(wave, 64, 32), wave[::2], atol=1e-5)
-        True
-    """
+    """Return samples (N,) of ``rate`` per second at the rate ``wanted``, with the frequencies that both can hold."""
     length = max(1, round(len(samples) * wanted / rate))
     if length == len(samples):
         return samples

@@ -16,9 +16,7 @@ from dynorm.distill.pretrained import Pretrained
 class Listener:
     """Turns audio files into a model's inputs. A decoder is given what the original writes down of them, greedily.
 
-    Args:
-        pretrained: whose processor is used.
-        original: the model before its conversion; it writes down a file when that is first needed.
+    Each file is written down once, when it is first needed.
     """
 
     def __init__(self, pretrained: Pretrained, original: Any) -> None:
@@ -72,10 +70,6 @@ def word_errors(found: str, wanted: str) -> tuple[int, int]:
     """Return how many words must be put in, left out or exchanged at least, and how many are wanted.
 
     Case and punctuation do not count.
-
-    Example:
-        >>> word_errors("A quick brown box.", "The quick, brown fox!")
-        (2, 4)
     """
     first, second = (re.findall(r"[\w']+", text.lower()) for text in (found, wanted))
     row = list(range(len(second) + 1))

@@ -19,7 +19,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False) -> list[str]:
-    r"""Read texts from files and folders, one text per paragraph, or per line of a file without blank lines.
+    """Read texts from files and folders, one text per paragraph, or per line of a file without blank lines.
 
     Of a ``.py`` file the docstrings' first paragraphs are taken. Folders are searched for .txt, .md, .rst and .py
     files. ``whole`` takes whole docstrings and keeps line breaks, for a language model. The texts have at least 20
@@ -28,13 +28,6 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
     Raises:
         DataError: a path does not exist, a file cannot be read, is binary, not UTF-8 or not Python, or there is no
             text in it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "a.txt").write_text("The first paragraph of all.\n\nThe second one, after it.")
-        ...     read_texts([folder])
-        ['The first paragraph of all.', 'The second one, after it.']
     """
     texts: list[str] = []
     for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):

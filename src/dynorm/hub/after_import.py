@@ -49,10 +49,6 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
     It is called in the thread that imports the module. Waiting anew for the same module, as after a reload, ends the
     wait before.
-
-    Example:
-        >>> after_import("json", lambda: print("json is there"))
-        json is there
     """
     if name in sys.modules:
         # Another thread may be in the middle of it: this waits for the end.
