@@ -146,12 +146,12 @@ def _fits(rest: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def undisturbed(
-    model: nn.Module, inputs: Any = (), *, evaluate: bool = False, grad: bool = False, attributes: bool = False
+    model: nn.Module, inputs: Any = (), *, evaluate: bool = False, attributes: bool = False
 ) -> Iterator[None]:
-    """Run a model so that nothing of it stays: random states, buffers and modes are put back, whatever happens inside.
+    """Run a model, without gradient, so that nothing stays: random states, buffers and modes are put back in the end.
 
     ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling them. The devices of
-    ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, ``grad`` leaves gradients on, and
+    ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, and
     ``attributes`` puts back whatever else the modules hold: no forward may leave something on ``self``.
     """
     # Both the tables and the values: a model may write into a buffer, or put another tensor in its place.
@@ -170,7 +170,7 @@ def undisturbed(
         if evaluate:
             model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.random.fork_rng(devices=sorted(cuda)), torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+        with torch.random.fork_rng(devices=sorted(cuda)), torch.no_grad():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

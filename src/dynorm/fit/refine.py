@@ -100,7 +100,7 @@ def refine_(
             )
         ranks.require_alike(found.items())
         warn_of_defaults(model)
-        with watch.unchanged_on_error(layers), watch.undisturbed(model, evaluate=True, grad=True), ExitStack() as after:
+        with watch.unchanged_on_error(layers), watch.undisturbed(model, evaluate=True), ExitStack() as after:
             # Only the layers' parameters require gradients meanwhile.
             for p in model.parameters():
                 after.callback(p.requires_grad_, p.requires_grad)

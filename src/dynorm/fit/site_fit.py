@@ -269,43 +269,34 @@ class SiteChoice:
                 if norm.witnesses or not witnessed
             }
         self._fits = {name: SiteFit(*each, ranks, careful=careful) for name, each in candidates.items()}
+        # The simplest layer that holds so far. The errors are on held-out tokens, if there are any.
+        self.name, self.fit = next(iter(self._fits.items()))
+        self.errors: dict[str, float] = {}
         self._squares = torch.zeros(len(self._fits), dtype=torch.float64)
         self._weight_sum = 0.0
-
-    @property
-    def fit(self) -> SiteFit:
-        """Return the fit of the simplest layer that holds so far."""
-        return self._fits[self.name]
-
-    @property
-    def name(self) -> str:
-        """Return the name of the simplest layer that holds so far."""
-        errors = self.errors
-        most = min(errors.values()) + self._tolerance
-        # Before there is a fit all errors are NaN.
-        return next((name for name, error in errors.items() if error <= most), next(iter(errors)))
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """Return each layer's root of squared error over spread of the target, on held-out tokens if there are any."""
-        if not self._weight_sum:
-            return {name: fit.error for name, fit in self._fits.items()}
-        # The sums of witnessed layers may have started anew; the first one's are of all tokens.
-        spread = next(iter(self._fits.values())).spread
-        return dict(zip(self._fits, (self._squares / self._weight_sum / spread).sqrt().tolist(), strict=True))
 
     @torch.no_grad()
     def fit_(self, x: Tensor, y: Tensor, weight: float, run: Callable[[PointwiseNorm], Tensor]) -> None:
         """Measure all layers, as they are, on new tokens, whose outputs ``run`` returns; then fit them to these too."""
         fits = self._fits.values()
         if self.fit.tokens and len(fits) > 1:
-            errors = [(run(fit.layer) - y).double().square().sum() for fit in fits]
-            sums = self._ranks.summed(torch.stack([*errors, errors[0].new_tensor(len(y))])).cpu()
+            found = [(run(fit.layer) - y).double().square().sum() for fit in fits]
+            sums = self._ranks.summed(torch.stack([*found, found[0].new_tensor(len(y))])).cpu()
             self._squares += weight * sums[:-1]
             self._weight_sum += weight * float(sums[-1])
         for fit in fits:
             fit.update(x, y, weight)
             fit.solve_()
+        errors = [fit.error for fit in fits]
+        if self._weight_sum:
+            # The sums of witnessed layers may have started anew; the first one's are of all tokens.
+            spread = next(iter(fits)).spread
+            errors = (self._squares / self._weight_sum / spread).sqrt().tolist()
+        self.errors = dict(zip(self._fits, errors, strict=True))
+        most = min(errors) + self._tolerance
+        # Before there is a fit all errors are NaN.
+        self.name = next((name for name, error in self.errors.items() if error <= most), self.name)
+        self.fit = self._fits[self.name]
 
     @torch.no_grad()
     def settled(self) -> PointwiseNorm:

@@ -113,12 +113,10 @@ class TokenScales:
         # Of a few tokens all may stand on one side: then there is nothing to judge by.
         limit = limit if min(fit[-1, -1], judge[-1, -1]) > 0 else 0
         fit, judge = (each if each[-1, -1] > 0 else whole for each in (fit, judge))
-        kept = torch.arange(0)
-        errors = [_error(judge, kept, _solve(fit, kept[None])[0])]
-        if self._fixed:
-            kept = torch.arange(count)
-            errors.append(_error(judge, kept, _solve(fit, kept[None])[0]))
-        chosen, wanted = kept, not self._fixed
+        first = [torch.arange(0), *([torch.arange(count)] if self._fixed else [])]
+        errors = [_error(judge, each, _solve(fit, each[None])[0]) for each in first]
+        chosen = kept = first[-1]
+        wanted = not self._fixed
         while len(chosen) < min(max(limit, _REPORTED), count):
             rest = torch.tensor([k for k in range(count) if k not in chosen])
             tried = torch.cat([chosen.expand(len(rest), -1), rest[:, None]], 1)

@@ -197,7 +197,7 @@ class _Site(SiteStats):
         if self.layer.log_gain is not None:
             far = x if self.layer.center is None else x - self.layer.center.double().flatten()
             told = told + far[:, channels].square() @ self.layer.log_gain.double().exp()
-        # The weights of :class:`TokenScales`; the layer's weight may take any factor over.
+        # A large token counts by the root of its sum; the layer's weight may take any factor over.
         root, part, one = wanted.sqrt(), told / wanted, 1 / wanted
         self._told += torch.stack(
             [root.sum(), *((root * a * b).sum() for a, b in ((part, 1), (part, part), (one, 1), (one, one)))]
