@@ -151,8 +151,8 @@ def undisturbed(
     """Run a model, without gradient, so that nothing stays: random states, buffers and modes are put back in the end.
 
     ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling them. The devices of
-    ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, and
-    ``attributes`` puts back whatever else the modules hold: no forward may leave something on ``self``.
+    ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, and ``attributes`` puts back
+    whatever else the modules hold: no forward may leave something on ``self``.
     """
     # Both the tables and the values: a model may write into a buffer, or put another tensor in its place.
     # A run leaves our own layers alone; their witnesses are buffers that calibration gives them meanwhile.
