@@ -41,6 +41,7 @@ class Form(Page):
 class TestPage:
     def test_it_is_whole(self) -> None:
         text = build_page()
+        assert text.startswith("<!doctype html>\n")
         page = Form(text)
         ids = Counter(value for _, name, value in page.attributes if name == "id")
         assert set(ids.values()) == {1}

@@ -81,7 +81,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
         with torch.no_grad(), watch:
             result = model(*args, **kwargs)
     watch.others |= watch.sources(list(result.values()) if isinstance(result, Mapping) else result)
-    reads = {path: watch.reads[path] for path in linears.values() if path in watch.reads}
+    reads = {path: [*watch.reads[path]] for path in linears.values() if path in watch.reads}
     if not any(layer is not None for read in reads.values() for layer, _ in read):
         raise ModelError("a linear layer must read a point-wise layer's output, but none does: convert more norms")
     refused = {path: _refusal(read) for path, read in reads.items()}
@@ -114,8 +114,8 @@ class _Watch(TorchFunctionMode):
         self.layers, self.linears = layers, linears
         # Tensors are kept alive, so that an id stays theirs.
         self.outputs: dict[int, tuple[Tensor, str]] = {}
-        # For each linear layer: the point-wise layer it reads, if any, and the number of dimensions.
-        self.reads: dict[str, list[tuple[str | None, int]]] = {}
+        # For each linear layer: the point-wise layers it reads, if any, and the numbers of dimensions, in order.
+        self.reads: dict[str, dict[tuple[str | None, int], None]] = {}
         self.others: set[str] = set()
         # What the linear layer that runs now has been given.
         self.entered: Tensor | None = None
@@ -133,22 +133,17 @@ class _Watch(TorchFunctionMode):
 
     def enters(self, linear: nn.Module, args: Any, kwargs: Any) -> None:
         self.entered = x = (*args, *kwargs.values())[0]
-        read = self.reads.setdefault(self.linears[linear], [])
-        if (self.source(x), x.ndim) not in read:
-            read.append((self.source(x), x.ndim))
+        self.reads.setdefault(self.linears[linear], {})[self.source(x), x.ndim] = None
 
     def leaves(self, linear: nn.Module, args: Any, output: Tensor) -> None:
         self.entered = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        taken = args
-        if args and args[0] is self.entered:
-            # The input of a linear layer, which its hook has noted.
-            taken = args[1:]
+        # But for the input of a linear layer, which its hook has noted.
+        taken = args[1:] if args and args[0] is self.entered else args
         if getattr(func, "__name__", "") not in _HARMLESS:
             self.others |= self.sources((taken, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _refusal(read: list[tuple[str | None, int]]) -> str | None:

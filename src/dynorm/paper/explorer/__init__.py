@@ -15,16 +15,10 @@ SCRIPTS = tuple(f"{name}.js" for name in _NAMES.split())
 
 
 def build_page() -> str:
-    r"""Return the explorer as one self-contained HTML page, which loads nothing and works from a file.
+    """Return the explorer as one self-contained HTML page, which loads nothing and works from a file.
 
     It shows, for one token with a movable outlier, LayerNorm beside scaled DyT, Derf and DyISRU, with the fits and
     the residuals of the paper's section 4, the derivative, and the annealing between both (closed form 4).
-
-    Example:
-        >>> from dynorm.paper.explorer import build_page
-        >>> page = build_page()
-        >>> page.splitlines()[0], "src=" in page
-        ('<!doctype html>', False)
     """
     return Template(_read("page.html")).substitute(
         version=__version__,

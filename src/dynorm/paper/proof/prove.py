@@ -125,10 +125,10 @@ def prove(
 
 def choose(only: Sequence[str]) -> tuple[Statement, ...]:
     """Return the statements of the given names or globs, all when there are none."""
+    names = [statement.name for statement in STATEMENTS]
     for pattern in only:
-        if not any(fnmatch.fnmatchcase(statement.name, pattern) for statement in STATEMENTS):
-            names = ", ".join(statement.name for statement in STATEMENTS)
-            raise ArgumentError(f"no statement is called {pattern!r}: give one of {names}, or a glob")
+        if not fnmatch.filter(names, pattern):
+            raise ArgumentError(f"no statement is called {pattern!r}: give one of {', '.join(names)}, or a glob")
     return tuple(s for s in STATEMENTS if not only or any(fnmatch.fnmatchcase(s.name, p) for p in only))
 
 
