@@ -168,6 +168,7 @@ LLAMA = Part(
     "llama",
     "Llama, 600 steps",
     ("rmsnorm", "dyisru", "dyt", "dyisru_annealed"),
+    rates={"dyisru_annealed": (1e-3, 2e-3, 4e-3)},
     fixed={"model": "llama"},
 )
 # An update has the size of AdamW's, and so may the rates.

@@ -14,7 +14,7 @@ from dynorm.files import require_writable, write_bytes, write_text
 from studies.plan import LONG, LONGEST, PLAN, SIDE, SMALL, Part
 from studies.runs import ROOT, RUNS, dumps, read_all, read_log
 from studies.summary import summarize
-from studies.tables import NOT_YET, answers, checkpoints, functions, left, on_the_way, rates, table, titled
+from studies.tables import NOT_YET, answers, checkpoints, functions, left, on_the_way, opening, rates, table, titled
 from studies.train import main
 
 STUDY = ROOT / "studies" / "results" / "study.json"
@@ -79,7 +79,12 @@ def with_parts(text: str, study: Mapping[str, Any]) -> str:
 
 def parts(study: Mapping[str, Any]) -> dict[str, str]:
     """Return the generated parts of the page by their mark."""
-    found = {"answers": answers(study), "functions": functions(study), "good-rates": rates(study)}
+    found = {
+        "opening": opening(study),
+        "answers": answers(study),
+        "functions": functions(study),
+        "good-rates": rates(study),
+    }
     found |= {part.key: table(part, study) for part in PLAN if part not in (LONGEST, *SIDE)}
     found["long"] = "\n\n".join(filter(None, (found["long"], titled([LONGEST], study))))
     found["variants"] = titled(SIDE, study) or f"{NOT_YET.capitalize()}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -89,6 +90,28 @@ def _lost(group: Mapping[str, Any] | None, sweep: list[Settings]) -> str:
     if group is None or not group["rates"]:
         return NOT_YET
     return "diverged so far" if _so_far(group, sweep) else "diverged at every rate"
+
+
+def opening(study: Mapping[str, Any]) -> str:
+    """Return the page's first three sentences."""
+    said = (
+        ("A net that is point-wise from the first step, with DyISRU, is", "dyisru", (SMALL, LONG, LONGEST)),
+        ("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", (SMALL, LONG)),
+        ("The constants must be measured on activations: with the published one DyT is", "dyt_published", (SMALL,)),
+    )
+    sentences = []
+    for start, arm, parts in said:
+        found = [(part, group) for part in parts if (group := _group(study, part, arm)[0]) and group.get("against")]
+        if found:
+            sentences.append(f"{start} {', '.join(_lead(part, group['against']) for part, group in found)}.")
+    return "\n".join(sentences) or f"{NOT_YET.capitalize()}."
+
+
+def _lead(part: Part, against: Mapping[str, Any]) -> str:
+    spread = f" ± {against['half_range']:.3f}" if against["seeds"] > 1 else ""
+    side = "ahead of" if against["mean"] < 0 else "behind"
+    place = f"{side} LayerNorm after {part.steps:,} steps ({_seeds(against['seeds'])})"
+    return f"{abs(against['mean']):.3f}{spread} nats {place}"
 
 
 def answers(study: Mapping[str, Any]) -> str:
@@ -187,7 +210,12 @@ def checkpoints(study: Mapping[str, Any]) -> str:
         rows.append(
             f"| {found['task']} | {found['steps']:,} | {found['kind']} | {found['runs']} | {found['last']} | {most} |"
         )
-    return _unless_empty(rows)
+    most = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=None)
+    if len(rows) == 2:
+        return _unless_empty(rows)
+    most = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=math.nan)
+    said = f"On text the last checkpoint of a run is at most {most:.3f} nats of held-out loss above its best one."
+    return "\n".join((said, "The moment that is chosen changes no difference by more than that.", "", *rows))
 
 
 def on_the_way(study: Mapping[str, Any]) -> str:

@@ -92,7 +92,9 @@ def test_the_last_checkpoint_is_compared_with_the_best_on_the_way() -> None:
         Settings("dyisru", 1e-3).name: [1.8, 1.62],
     }
     study = summarize(runs, log=lambda name: [{"step": 1, "held_out": loss} for loss in logs[name]])
-    assert parts(study)["checkpoints"].splitlines()[2:] == [
+    said = parts(study)["checkpoints"].splitlines()
+    assert "at most 0.050 nats" in said[0]
+    assert said[5:] == [
         "| text | 600 | point-wise | 1 | 1 |  |",
         "| text | 600 | norm | 2 | 1 | 0.050 |",
     ]
@@ -152,6 +154,21 @@ def test_of_rates_that_are_alike_the_best_has_the_most_seeds_and_then_the_lowest
     assert group_of(summarize(runs), "dyisru")["best_lr"] == 4e-3
     again = [run.settings for run in missing(runs, (replace(SMALL, arms=("dyisru",), extend=False),))]
     assert all(settings.seed == 0 for settings in again)
+
+
+def test_the_opening_says_who_is_ahead_and_names_only_what_was_run() -> None:
+    runs = sweep_of("layernorm", 2.0) | sweep_of("dyisru", 1.8) | sweep_of("dyt_published", 2.5)
+    long = {"steps": 3000}
+    runs |= results((Settings("layernorm", 4e-3, **long), 1.2), (Settings("dyisru", 5e-4, **long), 1.25))
+    runs |= results(*[(Settings(arm, 1e-3, seed=1), loss) for arm, loss in (("layernorm", 2.0), ("dyisru", 1.7))])
+    lines = parts(summarize(runs))["opening"].splitlines()
+    assert lines == [
+        "A net that is point-wise from the first step, with DyISRU, is 0.250 ± 0.050 nats ahead of LayerNorm after 600 "
+        "steps (2 seeds), 0.050 nats behind LayerNorm after 3,000 steps (1 seed).",
+        "The constants must be measured on activations: with the published one DyT is 0.500 nats behind LayerNorm "
+        "after 600 steps (1 seed).",
+    ]
+    assert parts(summarize({}))["opening"] == "Not run yet."
 
 
 def test_each_arm_has_its_lowest_loss_on_the_way() -> None:
@@ -249,7 +266,7 @@ def test_the_page_keeps_its_prose_and_its_marks() -> None:
 
 
 def test_a_mark_that_is_missing_is_named() -> None:
-    with pytest.raises(DataError, match="study answers"):
+    with pytest.raises(DataError, match="study opening"):
         with_parts("no marks", summarize({}))
 
 
