@@ -210,11 +210,11 @@ def checkpoints(study: Mapping[str, Any]) -> str:
         rows.append(
             f"| {found['task']} | {found['steps']:,} | {found['kind']} | {found['runs']} | {found['last']} | {most} |"
         )
-    most = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=None)
+    worst = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=None)
     if len(rows) == 2:
         return _unless_empty(rows)
-    most = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=math.nan)
-    said = f"On text the last checkpoint of a run is at most {most:.3f} nats of held-out loss above its best one."
+    worst = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=math.nan)
+    said = f"On text the last checkpoint of a run is at most {worst:.3f} nats of held-out loss above its best one."
     return "\n".join((said, "The moment that is chosen changes no difference by more than that.", "", *rows))
 
 
