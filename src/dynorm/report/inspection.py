@@ -19,7 +19,6 @@ from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, OutlierFit, Reservoir, SiteStats, core_fit, normalized, parted, reached
 from dynorm.site import NormSite
 
-Curve = Callable[[Tensor, Tensor, float, float], Tensor]
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
 _KEPT = 20_000
 

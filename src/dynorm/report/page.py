@@ -4,7 +4,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from html import escape
 from itertools import groupby
@@ -30,7 +30,8 @@ Points = tuple[list[float], list[float]]
 
 
 @cache
-def _environment() -> "Environment":
+def environment() -> "Environment":
+    """Return what fills the templates, with their filters, and compiles the expressions of the columns."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     from markupsafe import Markup
 
@@ -53,12 +54,7 @@ def _environment() -> "Environment":
 
 def rendered(template: str, **values: Any) -> str:
     """Return the text that a template makes of some values; a name that it does not get is an error."""
-    return _environment().get_template(template).render(values)
-
-
-def expression(text: str) -> Callable[..., Any]:
-    """Return a Jinja expression as a function of the names in it."""
-    return _environment().compile_expression(text, undefined_to_none=False)
+    return environment().get_template(template).render(values)
 
 
 def digits(value: float | None, digits: int = 3) -> str:

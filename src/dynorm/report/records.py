@@ -14,7 +14,7 @@ from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.output import OutputReport
-from dynorm.report.page import digits, expression, rendered, table_html, wins
+from dynorm.report.page import digits, environment, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
 from dynorm.table import Column, Table, plain
@@ -93,7 +93,8 @@ class Report:
         notes += [f"{path}  left out: {reason}" for path, reason in refused.items()]
         known = tomllib.loads(files(__package__).joinpath("columns.toml").read_text("utf-8"))
         kept = [each for each in known[self._template] if not (need := each.pop("only_with", "")) or self.has(need)]
-        values = [expression(f"site.{each.pop('value')}") for each in kept]
+        compiled = environment().compile_expression
+        values = [compiled(f"site.{each.pop('value')}", undefined_to_none=False) for each in kept]
         columns = [Column(**each | {"form": _FORMS.get(form := each.get("form", ""), form)}) for each in kept]
         title = rendered(f"{self._template}.txt", report=self).rstrip()
         return Table(columns, [[value(site=site) for value in values] for site in self.sites], notes, title)
