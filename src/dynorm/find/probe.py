@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from dynorm.errors import DataError
 from dynorm.find.recover import HALF_TOLERANCE, NotANormError, affine_of, candidate_axes, channel_axes, core, recover
-from dynorm.find.tokens import Packing, plain_arithmetic
+from dynorm.find.tokens import plain_arithmetic
 from dynorm.site import UNIT_LENGTH, NormSite
-from dynorm.watch import arguments, call_hint, require_plain_model, undisturbed
+from dynorm.watch import arguments, call_hint, require_plain_model, site_tokens, undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 
@@ -152,12 +152,6 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return list(found.values()), called
 
 
-_NEVER_CALLED = "never called by the example input; give an example that reaches it, if anything does"
-_AS_MODULE = "write it as a module to have it replaced"
-_RETURNS_INPUT = "returns its input: it computes nothing, or in place"
-_ONE_CHANNEL = "one channel: its output does not depend on the input"
-_TWO_CHANNELS = "two channels: LayerNorm makes them 1 and -1, by the sign of their difference alone"
-
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
     (nn.modules.batchnorm._BatchNorm, "batchnorm", "batch norm: its statistics are the batch's, or fixed"),
     (nn.modules.instancenorm._InstanceNorm, "instancenorm", "instance norm: its statistics span positions"),
@@ -257,7 +251,8 @@ class _Search:
         ids = known | {id(seen.module) for seen in named}
         for seen in named:
             if not any(id(part) in ids for part in seen.module.modules() if part is not seen.module):
-                self._refuse(seen, _family(seen.module, by_class=True) or _NEVER_CALLED)
+                never = "never called by the example input; give an example that reaches it, if anything does"
+                self._refuse(seen, _family(seen.module, by_class=True) or never)
 
     def add_functions(self, observations: list[Observation]) -> None:
         """Add the modules that call a norm as a function and are none themselves: nothing stands there to replace."""
@@ -266,7 +261,8 @@ class _Search:
             if seen.functions and id(seen.module) not in inside:
                 names, count = " and ".join(sorted(set(seen.functions))), len(seen.functions)
                 times = f"{count} times" if count > 1 else "once"
-                self._refuse(seen, f"calls {names} in its forward, {times} in the run: {_AS_MODULE}")
+                what = f"calls {names} in its forward, {times} in the run"
+                self._refuse(seen, f"{what}: write it as a module to have it replaced")
 
     def _refuse(self, seen: Observation, reason: str) -> None:
         self.found[id(seen.module)] = _placed(NormSite("", refused=reason), seen)
@@ -277,12 +273,15 @@ class _Search:
         if reason is None and not seen.is_light():
             reason = "holds matrices: its parameters are more than a scale and a shift"
         if reason is None and not seen.samples:
-            reason = _RETURNS_INPUT if candidate_axes(seen.module, seen.shapes[0]) else _ONE_CHANNEL
+            reason = "returns its input: it computes nothing, or in place"
+            if not candidate_axes(seen.module, seen.shapes[0]):
+                reason = "one channel: its output does not depend on the input"
         if reason is None:
             try:
                 site = _placed(self._recover(seen), seen)
                 if site.kind == "layernorm" and math.prod(site.normalized_shape) == 2:
-                    raise NotANormError(_TWO_CHANNELS)
+                    why = "LayerNorm makes them 1 and -1, by the sign of their difference alone"
+                    raise NotANormError(f"two channels: {why}")
                 weight, bias = affine_of(seen.module, site)
                 _require_agreement(seen, site, weight, bias)
                 is_unit = bias is None and weight is not None and _is_unit_length(seen.module, weight)
@@ -345,9 +344,8 @@ def _require_agreement(seen: Observation, site: NormSite, weight: Tensor | None,
     family = _family(seen.module)
     if site.weight_name is None and family is not None:
         raise NotANormError(family)
-    axes = channel_axes(site)
-    packing = Packing(site.input_shape, axes)
-    given, output = (packing.unpack(sample.cpu().double()) for sample in seen.samples[axes])
+    samples = seen.samples[channel_axes(site)]
+    given, output = (site_tokens(site, sample.cpu().double(), []) for sample in samples)
     expected = core(given, site.kind, site.eps)
     expected = expected if weight is None else expected * weight.cpu().double().flatten()
     expected = expected if bias is None else expected + bias.cpu().double().flatten()

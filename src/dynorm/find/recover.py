@@ -1,13 +1,14 @@
 """Formula, axis, weight, bias and eps of a norm, recovered from the outputs of a copy of it for our own tokens."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
-from dynorm.find.tokens import CannotProbeError, Packing, TokenFunction, named_tensors, plain_arithmetic, plain_copy
+from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_arithmetic, plain_copy
 from dynorm.site import NormSite
 
 # Relative errors that rounding may leave: in float64 a module may still compute in float32 inside.
@@ -74,7 +75,7 @@ def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, devic
     tried: list[TokenFunction] = []
     failure = CannotProbeError("it has no axis of two channels or more")
     for axes in candidate_axes(module, shape):
-        given = TokenFunction(module, Packing(shape, axes), dtype, device)
+        given = TokenFunction(module, shape, axes, dtype, device)
         try:
             function = _open(given)
             _require_scale_invariance(function)
@@ -101,7 +102,11 @@ def measured_affine(given: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
 
 def _open(given: TokenFunction, random: bool = True) -> TokenFunction:
     """Copy a module, in the widest dtype and then the smallest shape that it takes."""
-    failure = CannotProbeError("nothing was tried")
+    failure, shape = CannotProbeError("nothing was tried"), given.shape
+    # Two of the first axis, even if the example had one: independence of tokens shows only between tokens. The other
+    # axes are short at first; a module may insist on their sizes.
+    pair = shape if 0 in given.axes else (2, *shape[1:])
+    small = tuple(size if axis in given.axes or axis == 0 else min(size, 3) for axis, size in enumerate(pair))
     for wide in dict.fromkeys([torch.float64, torch.float32, given.dtype]):
         try:
             # In its own dtype the copy keeps that of each parameter, for they may differ.
@@ -109,8 +114,8 @@ def _open(given: TokenFunction, random: bool = True) -> TokenFunction:
         except (RuntimeError, TypeError) as error:
             failure = CannotProbeError(f"no copy in {wide}: {error}")
             continue
-        for packing in given.packing.smaller():
-            function = TokenFunction(replica, packing, wide, given.device)
+        for shape in dict.fromkeys([small, pair, given.shape]):
+            function = replace(given, module=replica, shape=shape, dtype=wide)
             try:
                 function(function.sample(1.0, seed=1))
             except CannotProbeError as error:
@@ -147,7 +152,7 @@ def _closest(function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsn
     A norm's core is odd: f(x) - f(-x) shows the weight alone and f(x) + f(-x) the bias alone. The tokens are so large
     that no eps shows, and their squares finite in half precision.
     """
-    count, channels = function.packing.count, function.packing.channels
+    count, channels = function.count, math.prod(function.sizes)
     tokens = function.sample(30.0 if function.is_half else 1e3, 2, at_least=16 if positions == 1 else 12 * count)
     odd, even = (part.reshape(-1, positions * channels) for part in function.odd_and_even(tokens))
     size = _size(odd + even)
@@ -172,7 +177,7 @@ def _complete(given: TokenFunction, function: TokenFunction, formula: Formula) -
     slack = 10 * _tolerance(function)
     has_weight = float((formula.weight - 1).abs().max()) > slack
     has_bias = float(formula.bias.abs().max()) > slack
-    shape, axes, sizes = given.packing.shape, given.packing.axes, given.packing.channel_sizes
+    shape, axes, sizes = given.shape, given.axes, given.sizes
     is_last = axes[-1] == len(shape) - 1
     is_usual = is_last or (len(shape) > 3 and axes == (1,)) or sizes in set(_declared_shapes(given.module))
     if not (weight_name or bias_name or is_usual):
@@ -213,7 +218,7 @@ def _eps(given: TokenFunction, function: TokenFunction, formula: Formula) -> flo
     """Measure eps, and take the number of the module, or the plain decimal, that is as near as measuring can tell."""
     # In the module's own dtype, for eps may depend on it: torch.nn.RMSNorm(eps=None) takes the machine's. Only
     # float16 may be too coarse to show any.
-    own = TokenFunction(plain_copy(given.module, random=True), function.packing, given.dtype, given.device)
+    own = replace(function, module=plain_copy(given.module, random=True), dtype=given.dtype)
     eps = _shown_eps(own, formula) or _shown_eps(function, formula)
     named = [(n, v) for part in given.module.modules() for n, v in part.__dict__.items() if type(v) is float]
     attributes = [value for name, value in sorted(named, key=lambda pair: "eps" not in pair[0])]
@@ -247,9 +252,9 @@ def _shown_eps(function: TokenFunction, formula: Formula) -> float:
 
 
 def _mixes_tokens(function: TokenFunction) -> bool:
-    if function.packing.count == 1:
+    if function.count == 1:
         return False
-    tokens = function.sample(30.0, seed=4)[: function.packing.count]
+    tokens = function.sample(30.0, seed=4)[: function.count]
     changed = tokens.clone()
     changed[0] = 50 - 2 * tokens[0].flip(0)
     before, after = function(tokens)[1:], function(changed)[1:]
@@ -264,9 +269,8 @@ def _explain(tried: list[TokenFunction]) -> str:
         return _MIXES
     touched = []
     for function in apart:
-        packing = function.packing
-        if 0 not in packing.axes:
-            by_position = _closest(function, positions=packing.count // packing.shape[0])
+        if 0 not in function.axes:
+            by_position = _closest(function, positions=function.count // function.shape[0])
             if by_position.error <= _tolerance(function):
                 return "scale by position: its weight differs between positions, not only between channels"
         # How many outputs of a token change with its first channel.
@@ -275,7 +279,7 @@ def _explain(tried: list[TokenFunction]) -> str:
         changed[:, 0] += 100
         difference = (function(changed) - function(tokens)).abs().amax(0)
         touched.append(int((difference > 1e-4 * difference.max()).sum()))
-    if 1 < min(touched) < max(function.packing.channels for function in apart):
+    if 1 < min(touched) < max(math.prod(function.sizes) for function in apart):
         return f"groups: it normalizes groups of {min(touched)} channels"
     return "neither LayerNorm nor RMSNorm: it fits neither over any axis"
 
@@ -296,7 +300,7 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
     if (site.has_weight and weight is None) or (site.has_bias and bias is None):
         tensors = [*named_tensors(module).values(), torch.empty(0)]
         like = next(tensor for tensor in tensors if tensor.is_floating_point())
-        given = TokenFunction(module, Packing(site.input_shape, channel_axes(site)), like.dtype, like.device)
+        given = TokenFunction(module, site.input_shape, channel_axes(site), like.dtype, like.device)
         try:
             with plain_arithmetic(module):
                 flat = measured_affine(given, site.kind)

@@ -1,4 +1,4 @@
-"""A module as a function of tokens: a copy that may be tried out, and the packing of tokens into its input."""
+"""A module as a function of tokens, and a copy of it that may be tried out."""
 
 import copy
 import math
@@ -73,66 +73,24 @@ def plain_copy(module: nn.Module, dtype: torch.dtype | None = None, *, random: b
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How tokens of C channels lie in a tensor.
-
-    Example:
-        >>> packing = Packing((2, 5, 3), axes=(1,))
-        >>> packing.channels, packing.count, packing.unpack(torch.zeros(2, 5, 3)).shape
-        (5, 6, torch.Size([6, 5]))
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]  # that hold the channels, ascending and non-negative
-
-    @property
-    def channel_sizes(self) -> tuple[int, ...]:
-        """Return the sizes of the channel axes."""
-        return tuple(self.shape[axis] for axis in self.axes)
-
-    @property
-    def channels(self) -> int:
-        """Return C, the number of channels of a token."""
-        return math.prod(self.channel_sizes)
-
-    @property
-    def count(self) -> int:
-        """Return how many tokens the tensor holds."""
-        return math.prod(self.shape) // self.channels
-
-    def pack(self, tokens: Tensor) -> Tensor:
-        """Lay ``count`` tokens, (count, C), into a tensor of the shape."""
-        others = [size for axis, size in enumerate(self.shape) if axis not in self.axes]
-        return tokens.reshape(*others, *self.channel_sizes).movedim(self._last(), self.axes).contiguous()
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        """Return the tokens of a tensor with these axes, (count, C); the other axes may have other sizes."""
-        return tensor.movedim(self.axes, self._last()).reshape(-1, self.channels)
-
-    def _last(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shape) - len(self.axes), len(self.shape)))
-
-    def smaller(self) -> list["Packing"]:
-        """Return the packings to try, small ones first: a module may insist on the sizes of other axes too.
-
-        Example:
-            >>> [packing.shape for packing in Packing((8, 100, 16), axes=(2,)).smaller()]
-            [(2, 3, 16), (2, 100, 16), (8, 100, 16)]
-        """
-        # Two of the first axis, even if the example had one: independence of tokens shows only between tokens.
-        pair = self.shape if 0 in self.axes else (2, *self.shape[1:])
-        small = tuple(s if axis in self.axes or axis == 0 else min(s, 3) for axis, s in enumerate(pair))
-        return [Packing(shape, self.axes) for shape in dict.fromkeys([small, pair, self.shape])]
-
-
-@dataclass(frozen=True)
 class TokenFunction:
     """A module as a map from tokens (n, C) to tokens (n, C), in float64 outside and its own dtype inside."""
 
     module: nn.Module  # or a copy of it
-    packing: Packing  # of its input
+    shape: tuple[int, ...]  # of its input
+    axes: tuple[int, ...]  # those that hold the channels, ascending and non-negative
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes of the channel axes."""
+        return tuple(self.shape[axis] for axis in self.axes)
+
+    @property
+    def count(self) -> int:
+        """Return how many tokens an input holds."""
+        return math.prod(self.shape) // math.prod(self.sizes)
 
     @property
     def is_half(self) -> bool:
@@ -140,11 +98,13 @@ class TokenFunction:
         return self.dtype not in (torch.float32, torch.float64)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Return the module's output; n must be a multiple of the packing's count."""
-        return torch.cat([self._run(part) for part in torch.split(tokens.to(self.dtype), self.packing.count)])
+        """Return the module's output; n must be a multiple of the count."""
+        return torch.cat([self._run(part) for part in torch.split(tokens.to(self.dtype), self.count)])
 
     def _run(self, tokens: Tensor) -> Tensor:
-        given = self.packing.pack(tokens).to(self.device)
+        others = [size for axis, size in enumerate(self.shape) if axis not in self.axes]
+        last = tuple(range(-len(self.axes), 0))
+        given = tokens.reshape(*others, *self.sizes).movedim(last, self.axes).contiguous().to(self.device)
         try:
             output = self.module(given)
         # Foreign code may raise anything; its message becomes part of the reason for a refusal.
@@ -153,7 +113,7 @@ class TokenFunction:
             raise CannotProbeError(f"{type(error).__name__}: {message}") from error
         if not isinstance(output, Tensor) or output.shape != given.shape:
             raise CannotProbeError("its output has another shape for other values")
-        return self.packing.unpack(output.detach().cpu().double())
+        return output.detach().cpu().double().movedim(self.axes, last).reshape(tokens.shape)
 
     def odd_and_even(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return (f(x) - f(-x)) / 2 and (f(x) + f(-x)) / 2."""
@@ -166,7 +126,7 @@ class TokenFunction:
         They tell formulas apart: each has its own mean, and every third an outlier. The global random state is left
         alone.
         """
-        count, channels = self.packing.count, self.packing.channels
+        count, channels = self.count, math.prod(self.sizes)
         count *= max(2, -(-at_least // count))
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randn(count, channels, generator=generator, dtype=torch.float64)

@@ -1,10 +1,11 @@
 """Fold the linear parts of norms into their neighbours, exactly, on the graph of any model.
 
-``fold.py`` has the steps in order. ``refusals.py`` says what is refused; ``affine.py`` and ``stream.py``, one for each
-direction from a norm, add what they cannot follow, and ``operators.py`` the operators that are not linear.
+``fold.py`` has the steps in order, ``rewrites.py`` decides each of them, and ``apply.py`` puts the result in.
+``refusals.py`` says what is refused; ``rewrites.py`` adds what it cannot follow, ``operators.py`` what is not linear.
 """
 
-from dynorm.fold.fold import as_stock, fold_
+from dynorm.fold.apply import as_stock
+from dynorm.fold.fold import fold_
 from dynorm.fold.report import FoldedSite, FoldReport, Rewrite
 
 __all__ = ["FoldReport", "FoldedSite", "Rewrite", "as_stock", "fold_"]

@@ -277,6 +277,13 @@ def copied(value: _Value) -> _Value:
     return mapped(value, lambda tensor: tensor.detach().clone())
 
 
+def run(model: nn.Module, inputs: Inputs) -> Any:
+    """Call a model on a copy of its inputs; nothing of the call stays."""
+    args, kwargs = copied(inputs)
+    with undisturbed(model, inputs, attributes=True):
+        return model(*args, **kwargs)
+
+
 def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
     """Yield tensors, arrays, and objects that cannot be looked into."""
     if isinstance(value, _EMPTY) or type(value) is object or id(value) in seen:

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -19,11 +19,11 @@ _SHAPE_ONLY = _aten("ones_like zeros_like full_like empty_like new_ones new_zero
 # Operators that give each element on, and those that move elements about.
 _SAME = _aten("clone alias detach detach_ contiguous to _to_copy lift_fresh_copy type_as")
 _DROPOUT = _aten("dropout feature_dropout alpha_dropout")
-_VIEWS = _aten("view _unsafe_view view_as reshape reshape_as flatten unflatten")
-_PERMUTATIONS = _aten("transpose permute t numpy_T mT swapaxes swapdims movedim moveaxis")
+VIEWS = _aten("view _unsafe_view view_as reshape reshape_as flatten unflatten")
+PERMUTATIONS = _aten("transpose permute t numpy_T mT swapaxes swapdims movedim moveaxis")
 _PARTS = _aten("slice select narrow split split_with_sizes chunk unbind unsafe_split unsafe_chunk tensor_split")
 _COPIES = _aten("unsqueeze squeeze expand expand_as repeat tile flip roll repeat_interleave unfold index index_select")
-_MOVES = _VIEWS | _PERMUTATIONS | _PARTS | _COPIES
+_MOVES = VIEWS | PERMUTATIONS | _PARTS | _COPIES
 
 
 Leaf = tuple[Node, Node]
@@ -55,11 +55,14 @@ class Slot:
 
     tensor: Tensor
     owners: list[Owner]  # the modules that hold it: all, or the one
-    leaves: set[Leaf] = field(default_factory=set)  # their uses of it
-    fixed: str | None = None  # why it must not change, whatever it is used for
+    nodes: list[Node]  # its placeholders in the graph
     is_shared: bool = False  # other tensors lie in its memory
     hint: str = ""  # how the caller could allow more, as the end of a message
-    nodes: list[Node] = field(default_factory=list)  # its placeholders in the graph
+    fixed: str | None = None  # why it must not change, whatever it is used for
+
+    def __post_init__(self) -> None:
+        """Find all uses of it."""
+        self.leaves = {leaf for node in self.nodes for leaf in leaves(node)}
 
     @property
     def name(self) -> str:
@@ -73,8 +76,8 @@ class Slot:
         return persistent and self.tensor.is_floating_point()
 
     def double(self) -> Tensor:
-        """Return a copy in float64, in which all new values are computed."""
-        return self.tensor.detach().to(torch.float64, copy=True)
+        """Return a copy in float64, in which all new values are computed, on the CPU: not all devices know it."""
+        return self.tensor.detach().to("cpu", torch.float64, copy=True)
 
 
 class Graph:
@@ -132,15 +135,10 @@ def argument(node: Node, index: int) -> Any:
 def users(node: Node) -> Iterator[Node]:
     """Yield the users of a value: tensor-valued nodes (the parts of a split each by itself) and the output."""
     for user in node.users:
-        if packet(user) in _SHAPE_ONLY:
-            continue
-        if user.op == "output" or is_tensor(user):
-            yield user
-        elif isinstance(user.meta.get("val"), (tuple, list)):
+        if packet(user) not in _SHAPE_ONLY and "assert" not in packet(user):
             # A part that nobody takes is no use.
-            yield from user.users
-        elif "assert" not in packet(user):
-            yield user
+            is_split = user.op != "output" and isinstance(user.meta.get("val"), (tuple, list))
+            yield from user.users if is_split else [user]
 
 
 def producer(node: Node) -> tuple[Node, int | None]:
@@ -150,83 +148,17 @@ def producer(node: Node) -> tuple[Node, int | None]:
     return node, None
 
 
-def carried(node: Node, value: Node, axis: int) -> int | None:
-    """Return the channel axis of ``node`` if it leaves each channel of ``value`` by itself and whole; else None.
-
-    Such are moves, a factor that all channels of a token share, and a mean over tokens.
-    """
-    if factor_of(node, value, axis):
-        return axis
-    to = averaged(node, value, axis)
-    return moved(node, value, axis) if to is None else to
-
-
-def moved(node: Node, source: Node, axis: int) -> int | None:
-    """Return the channel axis of ``node``, a move of ``source``; None where it is none, or does not keep it whole.
-
-    The operator is tried on a tensor that holds each element's channel, so only its effect counts: a view may merge or
-    split any axes but that of the channels, and not reorder it.
-    """
-    if not is_move(node, source):
-        return None
-    op, _ = producer(node)
-    if _is_same(op):
-        return axis
-    channels = shape(source)[axis]
-    # A size or an index that depends on values cannot be tried.
-    if channels < 2 or not all(is_tensor(value) and -1 not in shape(value) for value in (*op.all_input_nodes, node)):
-        return None
-    result = moved_like(node, source, _channels(shape(source), axis))
-    sizes = tuple(result.shape)
-    whole = (a for a, n in enumerate(sizes) if n == channels and torch.equal(result, _channels(sizes, a)))
-    to = next(whole, None) if result.numel() else None
-    return None if to is not None and packet(op) in _VIEWS and _is_blurred(node, source, axis, to) else to
-
-
-def moved_like(node: Node, source: Node, given: Tensor) -> Tensor:
-    """Return what a move of ``source`` makes of another tensor of its shape."""
-    op, part = producer(node)
-    if _is_same(op):
-        return given
-
-    def tried(value: Node) -> Tensor:
-        # Other tensors are indices: whichever token is taken, a channel stays the same.
-        return given if value is source else torch.zeros(shape(value), dtype=torch.long)
-
-    assert callable(op.target)
-    result = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
-    moved: Tensor = result if part is None else result[part]
-    return moved
+def is_same(op: Node) -> bool:
+    """Tell whether an operator gives each floating-point element on."""
+    if not is_tensor(op) or not op.meta["val"].is_floating_point():
+        return False
+    return packet(op) in _SAME or (packet(op) in _DROPOUT and len(op.args) == 3 and op.args[2] is False)
 
 
 def is_move(node: Node, source: Node) -> bool:
     """Tell whether a value is made of another one's elements only."""
     op, _ = producer(node)
-    return bool(op.args) and op.args[0] is source and (_is_same(op) or packet(op) in _MOVES)
-
-
-def came_from(node: Node, axis: int, step: Step = moved) -> tuple[Node, int] | None:
-    """Return the value that ``node`` was moved (or carried) from, and its channel axis there; None if computed."""
-    sources = [arg for arg in producer(node)[0].args[:2] if is_tensor(arg)]
-    places = [(arg, a) for arg in sources for a, size in enumerate(shape(arg)) if size == shape(node)[axis]]
-    return next(((arg, a) for arg, a in places if step(node, arg, a) == axis), None)
-
-
-def made_by(node: Node, axis: int) -> tuple[Node, int] | None:
-    """Return the computed value that ``node`` was moved from, with its axis; None if others use it on the way."""
-    while len(list(users(node))) == 1:
-        source = came_from(node, axis)
-        if source is None:
-            return node, axis
-        node, axis = source
-    return None
-
-
-def held_at(graph: Graph, node: Any, axis: int) -> tuple[Slot, int] | None:
-    """Return the parameter that a value is a view of, and the axis there; None for any other."""
-    while is_tensor(node) and node not in graph.slots:
-        node, axis = came_from(node, axis) or (None, 0)
-    return (graph.slots[node], axis) if node in graph.slots else None
+    return bool(op.args) and op.args[0] is source and (is_same(op) or packet(op) in _MOVES)
 
 
 def leaves(placeholder: Node) -> set[Leaf]:
@@ -241,6 +173,83 @@ def leaves(placeholder: Node) -> set[Leaf]:
             else:
                 found.add((producer(user)[0], value))
     return found
+
+
+def carried(node: Node, value: Node, axis: int) -> int | None:
+    """Return the channel axis of ``node`` if it leaves each channel of ``value`` by itself and whole; else None.
+
+    Such are moves, a factor that all channels of a token share, and a mean over tokens.
+    """
+    if factor_of(node, value, axis):
+        return axis
+    if packet(node) == "aten.mean" and len(node.args) > 1 and node.args[0] is value:
+        given = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+        dims = {d % len(shape(value)) for d in given if isinstance(d, int)}
+        keep = argument(node, 2) or node.kwargs.get("keepdim")
+        return None if not dims or axis in dims else axis if keep else axis - sum(d < axis for d in dims)
+    return moved(node, value, axis)
+
+
+def moved(node: Node, source: Node, axis: int) -> int | None:
+    """Return the channel axis of ``node``, a move of ``source``; None where it is none, or does not keep it whole.
+
+    The operator is tried on a tensor that holds each element's channel, so only its effect counts: a view may merge or
+    split any axes but that of the channels, and not reorder it.
+    """
+    if not is_move(node, source):
+        return None
+    op, _ = producer(node)
+    if is_same(op):
+        return axis
+    channels = shape(source)[axis]
+    # A size or an index that depends on values cannot be tried.
+    if channels < 2 or not all(is_tensor(value) and -1 not in shape(value) for value in (*op.all_input_nodes, node)):
+        return None
+    result = moved_like(node, source, _channels(shape(source), axis))
+    sizes = tuple(result.shape)
+    whole = (a for a, n in enumerate(sizes) if n == channels and torch.equal(result, _channels(sizes, a)))
+    to = next(whole, None) if result.numel() else None
+    return None if to is not None and packet(op) in VIEWS and _is_blurred(node, source, axis, to) else to
+
+
+def moved_like(node: Node, source: Node, given: Tensor) -> Tensor:
+    """Return what a move of ``source`` makes of another tensor of its shape."""
+    op, part = producer(node)
+    if is_same(op):
+        return given
+
+    def tried(value: Node) -> Tensor:
+        # Other tensors are indices: whichever token is taken, a channel stays the same.
+        return given if value is source else torch.zeros(shape(value), dtype=torch.long)
+
+    assert callable(op.target)
+    result = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
+    moved: Tensor = result if part is None else result[part]
+    return moved
+
+
+def came_from(node: Node, axis: int, step: Step = moved) -> tuple[Node, int] | None:
+    """Return the value that ``node`` was moved (or carried) from, and its channel axis there; None if computed."""
+    sources = [arg for arg in producer(node)[0].args[:2] if is_tensor(arg)]
+    places = [(arg, a) for arg in sources for a, size in enumerate(shape(arg)) if size == shape(node)[axis]]
+    return next(((arg, a) for arg, a in places if step(node, arg, a) == axis), None)
+
+
+def made_by(node: Node, axis: int) -> tuple[Node, int] | None:
+    """Return the operator that computed what ``node`` was moved from, with the axis; None if others use that too."""
+    while len(list(users(node))) == 1:
+        source = came_from(node, axis)
+        if source is None:
+            return producer(node)[0], axis
+        node, axis = source
+    return None
+
+
+def held_at(graph: Graph, node: Any, axis: int) -> tuple[Slot, int] | None:
+    """Return the parameter that a value is a view of, and the axis there; None for any other."""
+    while is_tensor(node) and node not in graph.slots:
+        node, axis = came_from(node, axis) or (None, 0)
+    return (graph.slots[node], axis) if node in graph.slots else None
 
 
 def factor_of(node: Node, value: Node, axis: int) -> bool:
@@ -258,24 +267,6 @@ def factor_of(node: Node, value: Node, axis: int) -> bool:
     return uniform and shape(node) == shape(value)
 
 
-def averaged(node: Node, value: Node, axis: int) -> int | None:
-    """Return the channel axis after a mean over other axes; None where ``node`` is none."""
-    if packet(node) != "aten.mean" or len(node.args) < 2 or node.args[0] is not value:
-        return None
-    rank, given = len(shape(value)), argument(node, 1)
-    dims = {int(d) % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
-    keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-    if not dims or axis in dims:
-        return None
-    return axis if keep else axis - sum(d < axis for d in dims)
-
-
-def _is_same(op: Node) -> bool:
-    if not is_tensor(op) or not op.meta["val"].is_floating_point():
-        return False
-    return packet(op) in _SAME or (packet(op) in _DROPOUT and len(op.args) == 3 and op.args[2] is False)
-
-
 def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
     """Tell whether a view keeps the channels only because an axis beside them has one index; with more it mixes them.
 
@@ -286,31 +277,24 @@ def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
     after = views[to + 1 :].count(1) - sizes[axis + 1 :].count(1)
     if before * after < 0:
         return True
-    crossed = _crossed(source, axis) if min(before, after) < 0 else (False, False)
-    return (before < 0 and crossed[0]) or (after < 0 and crossed[1])
+    at = _before_permutations(source)
+    crossed = {i < axis for i, size in enumerate(sizes) if size == 1 and (i < axis) != (at[i] < at[axis])}
+    return (before < 0 and True in crossed) or (after < 0 and False in crossed)
 
 
-def _crossed(value: Node, axis: int) -> tuple[bool, bool]:
-    """Tell whether permutations moved axes of one index to before the channels, and to after them."""
-    single = [i for i, size in enumerate(shape(value)) if size == 1]
-    # at[i]: where axis i of the last value is in the one that is looked at.
-    at = list(range(len(shape(value))))
-    node = value
-    while True:
-        op, part = producer(node)
-        source = op.args[0] if op.args else None
-        if part is not None or not isinstance(source, Node) or not is_tensor(source):
-            break
-        if packet(op) in _PERMUTATIONS:
-            assert callable(op.target)
-            # Of distinct sizes, so that each axis is told from the others.
-            tried = op.target(torch.empty([i + 2 for i in range(len(at))], device="meta"), *op.args[1:], **op.kwargs)
-            at = [tried.shape[i] - 2 for i in at]
-        elif not _is_same(op):
-            break
-        node = source
-    moved = {i < axis for i in single if (i < axis) != (at[i] < at[axis])}
-    return True in moved, False in moved
+def _before_permutations(value: Node) -> list[int]:
+    """Return where each axis of a value was before the permutations that made it."""
+    (op, part), axes = producer(value), list(range(len(shape(value))))
+    source = op.args[0] if op.args else None
+    if part is None and is_tensor(source) and is_same(op):
+        return _before_permutations(source)
+    if part is None and is_tensor(source) and packet(op) in PERMUTATIONS:
+        assert callable(op.target)
+        # Of distinct sizes, so that each axis is told from the others.
+        tried = op.target(torch.empty([i + 2 for i in axes], device="meta"), *op.args[1:], **op.kwargs)
+        before = _before_permutations(source)
+        return [before[size - 2] for size in tried.shape]
+    return axes
 
 
 def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:

@@ -3,15 +3,57 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
-from dynorm.fold.graph import Graph, Leaf, Slot, argument, held_at, is_tensor, made_by, packet, producer, shape, users
-from dynorm.fold.refusals import RefusedError
-from dynorm.fold.site_fold import Read, Write
+from dynorm.fold.graph import Graph, Leaf, Slot, along, argument, held_at, is_tensor, made_by, packet, shape, users
 
 CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
 _TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
 _PRODUCTS = ("aten.mm", "aten.matmul", "aten.bmm", "aten._grouped_mm", "transformers.grouped_mm_fallback")
+
+
+class RefusedError(Exception):
+    """Why something cannot be folded; the report says it."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """One operator that reads all channels of a value linearly."""
+
+    node: Node
+    leaf: Leaf  # its use of the weight
+    weight: Slot
+    axis: int  # of the weight that the value's channels go along
+    out: int | None  # the weight's axis of outputs; None where they have no one axis
+    groups: int = 1  # of a convolution; the channels of each group go along ``axis`` then
+    bias: tuple[Leaf, Slot] | None = None  # what is added to the outputs: its use, and the parameter
+    no_shift: str | None = None  # why a constant in the value cannot become a bias
+
+    def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Return the weight that reads ``v`` as this one reads ``factor * v``."""
+        if self.groups == 1:
+            return weight * along(factor, self.axis, weight.ndim)
+        # Output o belongs to group o // (outputs / groups), and reads that group's channels only.
+        rows = factor.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
+        return weight * rows.view(*rows.shape, *[1] * (weight.ndim - 2))
+
+    def constant(self, weight: Tensor, shift: Tensor) -> Tensor:
+        """Return the outputs of this weight for a constant ``shift`` in every token: one number per output."""
+        assert self.out is not None
+        product = self.scaled(weight, shift)
+        return product.sum([axis for axis in range(product.ndim) if axis != self.out])
+
+
+@dataclass(frozen=True)
+class Write:
+    """A parameter that writes into a stream."""
+
+    leaf: Leaf  # its use
+    slot: Slot
+    axis: int  # of the parameter that the stream's channels go along
+    gain: tuple[Leaf, Slot] | None = None  # the parameter that scales each channel on the way (LayerScale), and its use
+    is_new: bool = False  # it is a weight, whose layer is given a bias in its place
 
 
 @dataclass(frozen=True)
@@ -187,6 +229,6 @@ def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
         made = made_by(value, axis)
         if made is None or packet(made[0]) == "aten.mul":
             return []
-        written = writes(graph, producer(made[0])[0], made[1])
+        written = writes(graph, *made)
         return [Write(write.leaf, write.slot, write.axis, ((op, gain), held[0])) for write in written]
     return []

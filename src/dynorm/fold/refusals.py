@@ -1,7 +1,9 @@
-"""Where a fold is refused: the checks of a model, a site, its readers and the writers of its stream."""
+"""One norm or point-wise layer of a fold, and where a fold is refused: of a model, a site, its readers, a stream."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -9,16 +11,14 @@ from torch.fx import Node
 
 from dynorm.errors import ModelError
 from dynorm.find.recover import core
-from dynorm.find.tokens import CannotProbeError, Packing, TokenFunction, plain_arithmetic, plain_copy
+from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_arithmetic, plain_copy
 from dynorm.fold.check import Wide, relative_error
-from dynorm.fold.graph import Graph, Leaf, Slot, paths_of, width
-from dynorm.fold.site_fold import Read, SiteFold, Stream
-from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.fold.graph import Graph, Leaf, Slot, paths_of, shape, width
+from dynorm.fold.operators import Read, RefusedError, Write
+from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
+from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.site import NormSite
 from dynorm.watch import require_plain_model
-
-Uses = dict[Leaf, tuple[SiteFold, Read]]
-"""The reads of all sites by their use of a weight."""
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _EXACT = 1e-11
@@ -26,8 +26,162 @@ _EXACT = 1e-11
 _SCALES = (1e-3, 1.0, 1e3)
 
 
-class RefusedError(Exception):
-    """Why something cannot be folded; the report says it."""
+@dataclass(eq=False)
+class Stream:
+    """All values that are sums of one another, up to operators that leave each channel alone."""
+
+    values: dict[Node, int] = field(default_factory=dict)  # with the axis of the channels
+    writes: list[Write] = field(default_factory=list)
+    refused: str | None = None  # why its mean cannot be taken out
+
+
+@dataclass(eq=False)
+class SiteFold:
+    """One norm or point-wise layer, and the fold there."""
+
+    site: NormSite
+    module: nn.Module
+    chosen: bool = True  # the caller wants it folded
+    refused: str | None = None  # why nothing of it can be folded
+    calls: list[Node] = field(default_factory=list)  # its nodes in the graph
+    with_affine: bool = False  # its weight and bias are to go too, and not its scale alone
+    factor: Tensor | None = None  # the part of weight and scale that goes into the readers; None for 1
+    shift: Tensor | None = None  # the part of the bias that does; None for 0
+    reads: list[Read] = field(default_factory=list)  # everything that reads it
+    kept: str | None = None  # why factor and shift stay
+    streams: list[Stream] = field(default_factory=list)  # those that a LayerNorm is called on
+    center: Tensor | None = None  # the learned centre of a point-wise layer, where it is to be folded
+    center_into: Write | None = None  # the bias, or the table, that takes the centre
+    center_kept: str | None = None  # why the centre stays
+    goes: bool = False  # a linear layer without witnesses: all of it is its weight and its bias
+    through: bool = False  # it goes because the stream that it reads and writes is rescaled
+    left: Tensor | None = None  # the part of such a layer's weight that must stay, and why
+    left_because: str = ""
+    redundant: Rewrite = field(default_factory=lambda: Rewrite(OFF))  # whether it goes because it feeds norms only
+    change: float = 0.0  # the most that the outputs of these change then, relative
+
+    def __post_init__(self) -> None:
+        """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
+        own = [] if self.refused else self.own()
+        values = {name: t.detach().to("cpu", torch.float64).flatten() + offset for name, t, offset in own}
+        self.weight, self.bias = values.get("weight"), values.get("bias")
+        self.scale = self.module.scale if isinstance(self.module, PointwiseNorm) and not self.refused else 1.0
+        if self.goes:
+            layer, ones = self.module, torch.ones(self.site.normalized_shape, dtype=torch.float64)
+            assert isinstance(layer, LinearControl)
+            slope = (-0.5 * layer.log_beta.detach().to("cpu", torch.float64)).exp()
+            self.weight = self.scale * slope * (ones if self.weight is None else self.weight)
+            if layer.center is not None:
+                moved = self.weight * layer.center.detach().to("cpu", torch.float64)
+                self.bias = -moved if self.bias is None else self.bias - moved
+            self.scale = 1.0
+
+    @property
+    def path(self) -> str:
+        """Return the path in the model."""
+        return self.site.path
+
+    @property
+    def is_given(self) -> bool:
+        """Tell whether its factor or shift goes into the readers."""
+        return self.kept is None and (self.factor is not None or self.shift is not None)
+
+    @property
+    def is_linear(self) -> bool:
+        """Tell whether it is a product and a sum per channel, and nothing else, and may go."""
+        layer = self.module
+        is_linear = type(layer) is LinearControl and not layer.witness_channels and layer.output_dtype is None
+        return is_linear and self.chosen and self.refused is None
+
+    @property
+    def is_gone(self) -> bool:
+        """Tell whether nothing of it stays."""
+        is_line = self.goes and self.left is None and (self.through or self.is_given)
+        return is_line or self.redundant.state == FOLDED
+
+    @property
+    def stream_refused(self) -> str | None:
+        """Return why a LayerNorm stays one: a stream that it is called on must keep its mean."""
+        return next((stream.refused for stream in self.streams if stream.refused is not None), None)
+
+    @property
+    def becomes_rms(self) -> bool:
+        """Tell whether it is a LayerNorm that becomes an RMSNorm."""
+        return bool(self.chosen and self.streams and self.stream_refused is None)
+
+    def axis(self, rank: int) -> int:
+        """Return the channel axis of an input with so many axes."""
+        assert isinstance(self.site.dim, int)
+        return self.site.dim % rank
+
+    def own(self, copy: nn.Module | None = None) -> Iterator[tuple[str, Tensor, float]]:
+        """Yield "weight" and "bias", where it or its copy has one, each with the tensor and the number added to it."""
+        site, tensors = self.site, named_tensors(copy or self.module)
+        for name, held, added in (("weight", site.weight_name, site.weight_offset), ("bias", site.bias_name, 0.0)):
+            if held in tensors:
+                yield name, tensors[held], added
+
+    def require_own(self, graph: Graph) -> None:
+        """Check that its weight and bias are saved, and its own alone."""
+        for _, tensor, _ in self.own():
+            slots = [slot for slot in graph.all_slots if slot.tensor is tensor]
+            if not slots[0].is_saved:
+                raise RefusedError(f"{slots[0].name} is not saved with the model: it would come back when it is loaded")
+            if len(slots) > 1 or len(slots[0].owners) > 1 or slots[0].leaves or slots[0].is_shared:
+                raise RefusedError(f"{slots[0].name} is used elsewhere too")
+
+    def row(self, affine: bool, means: bool, constants: bool) -> FoldedSite:
+        """Return the row of the report, given which rewrites the caller wanted."""
+        constants = constants and isinstance(self.module, PointwiseNorm)
+        rows = ((affine, self._affine_row), (means, self._mean_row), (constants, self._constants_row))
+        given, mean, constant = (row() if wanted and self.chosen else Rewrite(OFF) for wanted, row in rows)
+        channels = math.prod(self.site.normalized_shape)
+        elements = sum(math.prod(shape(call)) for call in self.calls)
+        removed = (self.weight is not None) + (self.bias is not None) if given.state == FOLDED else 0
+        removed += self.center_into is not None and not self.through
+        # Taking the mean out is a sum and a difference.
+        # What is gone took squares, their sum, and a product.
+        operations = elements * (removed + 2 * self.becomes_rms + 3 * (self.redundant.state == FOLDED))
+        kind, becomes = self.site.kind or self.site.class_name, "RMSNorm" if self.becomes_rms else ""
+        becomes = "Identity" if self.is_gone else becomes
+        numbers = (channels * removed, operations, becomes, self.redundant, self.change)
+        return FoldedSite(self.path, kind, channels, given, mean, constant, *numbers)
+
+    def _affine_row(self) -> Rewrite:
+        empty = self.weight is None and self.bias is None
+        if self.through:
+            left = f"a factor per channel stays: {self.left_because}"
+            return Rewrite(FOLDED, ("the stream",)) if self.left is None else Rewrite(REFUSED, reason=left)
+        if self.kept is not None:
+            nothing = empty and self.refused is None and not isinstance(self.module, PointwiseNorm)
+            return Rewrite(NOTHING) if nothing else Rewrite(REFUSED, reason=self.kept)
+        return Rewrite(NOTHING) if empty or not self.is_given else Rewrite(FOLDED, self._readers())
+
+    def _mean_row(self) -> Rewrite:
+        if self.site.kind != "layernorm":
+            unknown = self.refused is not None and not self.site.kind
+            return Rewrite(REFUSED, reason=self.refused) if unknown else Rewrite(NOTHING)
+        if not self.becomes_rms:
+            uncalled = self.refused or "never called while the model was traced"
+            return Rewrite(REFUSED, reason=self.stream_refused or uncalled)
+        writes = (write.slot.name for stream in self.streams for write in stream.writes)
+        return Rewrite(FOLDED, tuple(dict.fromkeys(writes)))
+
+    def _constants_row(self) -> Rewrite:
+        into = self._readers() if self.scale != 1 and self.is_given else ()
+        into += () if self.center_into is None or self.through else (self.center_into.slot.name,)
+        stays = f"its slope stays: {self.left_because}" if self.left_because and not self.through else None
+        if into or self.is_gone:
+            return Rewrite(FOLDED if into else NOTHING, into, stays)
+        reason = self.center_kept or stays or (None if self.scale == 1 else self.kept)
+        return Rewrite(NOTHING) if reason is None else Rewrite(REFUSED, reason=reason)
+
+    def _readers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(read.weight.name for read in self.reads))
+
+
+Uses = dict[Leaf, tuple[SiteFold, Read]]
+"""The reads of all sites by their use of a weight."""
 
 
 def require_model(model: nn.Module) -> None:
@@ -55,20 +209,19 @@ def require_model(model: nn.Module) -> None:
 
 def refused(site: NormSite, module: nn.Module) -> str | None:
     """Return why nothing of a norm can be folded, whatever stands beside it, or None."""
-    if isinstance(module, AnnealedNorm):
-        return "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
-    if not site.path:
-        return "the model is the norm itself: nothing reads it"
-    if not isinstance(site.dim, int):
-        return f"it normalizes several axes together, {site.dim}"
-    if site.normalized_shape[0] < 2:
-        return "it has a single channel"
-    for has, name, what in ((site.has_weight, site.weight_name, "weight"), (site.has_bias, site.bias_name, "bias")):
-        if has and name is None:
-            return f"no tensor of it holds its {what}"
-    if "forward" in module.__dict__:
-        return "an instance attribute stands for its forward"
-    return None
+    reasons = (
+        (
+            isinstance(module, AnnealedNorm),
+            "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first",
+        ),
+        (not site.path, "the model is the norm itself: nothing reads it"),
+        (not isinstance(site.dim, int), f"it normalizes several axes together, {site.dim}"),
+        (math.prod(site.normalized_shape) < 2, "it has a single channel"),
+        (site.has_weight and site.weight_name is None, "no tensor of it holds its weight"),
+        (site.has_bias and site.bias_name is None, "no tensor of it holds its bias"),
+        ("forward" in module.__dict__, "an instance attribute stands for its forward"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def require_readers(graph: Graph, fold: SiteFold, uses: Uses, add_bias: bool) -> None:
@@ -81,7 +234,7 @@ def require_readers(graph: Graph, fold: SiteFold, uses: Uses, add_bias: bool) ->
                 what = f"also reads {other.path}, whose weight or bias differs"
                 raise RefusedError(f"{found.weight.name}, which reads it, {what}")
     if not isinstance(fold.module, PointwiseNorm):
-        require_own(graph, fold)
+        fold.require_own(graph)
     for found in fold.reads if fold.shift is not None else ():
         _require_bias(graph, fold, found, uses, add_bias)
     if not isinstance(fold.module, PointwiseNorm) and not is_exact(fold):
@@ -97,16 +250,6 @@ def require_free(graph: Graph, reads: Sequence[Read], uses: Mapping[Leaf, Read])
         for leaf in slot.leaves:
             if leaf not in uses or (uses[leaf].axis, uses[leaf].groups) != (found.axis, found.groups):
                 raise RefusedError(f"{slot.name}, which reads it, is also used by {graph.where(leaf[0])}{slot.hint}")
-
-
-def require_own(graph: Graph, fold: SiteFold) -> None:
-    """Check that a norm's weight and bias are saved, and its own alone."""
-    for _, tensor, _ in fold.own():
-        slots = [slot for slot in graph.all_slots if slot.tensor is tensor]
-        if not slots[0].is_saved:
-            raise RefusedError(f"{slots[0].name} is not saved with the model: it would come back when it is loaded")
-        if len(slots) > 1 or len(slots[0].owners) > 1 or slots[0].leaves or slots[0].is_shared:
-            raise RefusedError(f"{slots[0].name} is used elsewhere too")
 
 
 def _require_bias(graph: Graph, fold: SiteFold, found: Read, uses: Uses, add_bias: bool) -> None:
@@ -143,8 +286,7 @@ def _takes_bias(module: nn.Module) -> bool:
     """Tell whether a module lacks a bias, and would add one: a convolution of torch's own, or a linear layer."""
     if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
         return False
-    known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    if any(isinstance(module, kind) and type(module).forward is kind.forward for kind in known):
+    if type(module).forward in (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
         return True
     if not isinstance(module, nn.Linear):
         return False
@@ -194,15 +336,13 @@ def require_writers(graph: Graph, stream: Stream) -> None:
 
 def is_exact(fold: SiteFold, as_rms: bool = False) -> bool:
     """Tell whether a norm is its neutral form, or an RMSNorm ``as_rms``, times weight plus bias, to the last digits."""
-    channels, rank = fold.site.normalized_shape[0], len(fold.site.input_shape)
+    rank = len(fold.site.input_shape)
     axis = fold.axis(rank)
-    packing = Packing(tuple(channels if place == axis else 2 for place in range(rank)), (axis,))
-    tensors = (*fold.module.parameters(), *fold.module.buffers(), torch.empty(0))
+    sizes = tuple(fold.site.normalized_shape[0] if place == axis else 2 for place in range(rank))
+    device = next((t.device for t in (*fold.module.parameters(), *fold.module.buffers())), torch.device("cpu"))
     try:
-        norm, neutral = (
-            TokenFunction(plain_copy(fold.module, torch.float64), packing, torch.float64, tensors[0].device)
-            for _ in range(2)
-        )
+        copies = (plain_copy(fold.module, torch.float64) for _ in range(2))
+        norm, neutral = (TokenFunction(copied, sizes, (axis,), torch.float64, device) for copied in copies)
         for name, tensor, offset in fold.own(neutral.module):
             tensor.detach().fill_((name == "weight") - offset)
         with plain_arithmetic(fold.module), Wide():
