@@ -312,14 +312,10 @@ def _sort_of(module: nn.Module) -> Iterator[Hashable]:
             yield name, tensor.shape, tensor.dtype
         for name in sorted(part.__dict__.keys() - _MODULE_TABLES):
             value = part.__dict__[name]
-            yield name, value if _is_constant(value) else id(value)
-
-
-def _is_constant(value: object) -> bool:
-    """Return whether equal values mean the same, as numbers do; objects may change."""
-    if isinstance(value, tuple):
-        return all(_is_constant(part) for part in value)
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+            # Equal numbers mean the same; objects may change.
+            known = (int, float, str, torch.dtype, type(None))
+            is_constant = all(isinstance(v, known) for v in (value if isinstance(value, tuple) else (value,)))
+            yield name, value if is_constant else id(value)
 
 
 def _placed(site: NormSite, seen: Observation) -> NormSite:

@@ -108,20 +108,18 @@ def _open(given: TokenFunction, random: bool = True) -> TokenFunction:
     pair = shape if 0 in given.axes else (2, *shape[1:])
     small = tuple(size if axis in given.axes or axis == 0 else min(size, 3) for axis, size in enumerate(pair))
     for wide in dict.fromkeys([torch.float64, torch.float32, given.dtype]):
-        try:
-            # In its own dtype the copy keeps that of each parameter, for they may differ.
-            replica = plain_copy(given.module, None if wide == given.dtype else wide, random=random)
-        except (RuntimeError, TypeError) as error:
-            failure = CannotProbeError(f"no copy in {wide}: {error}")
-            continue
         for shape in dict.fromkeys([small, pair, given.shape]):
-            function = replace(given, module=replica, shape=shape, dtype=wide)
             try:
+                # In its own dtype the copy keeps that of each parameter, for they may differ.
+                replica = plain_copy(given.module, None if wide == given.dtype else wide, random=random)
+                function = replace(given, module=replica, shape=shape, dtype=wide)
                 function(function.sample(1.0, seed=1))
             except CannotProbeError as error:
                 failure = error
-                continue
-            return function
+            except (RuntimeError, TypeError) as error:
+                failure = CannotProbeError(f"no copy in {wide}: {error}")
+            else:
+                return function
     raise failure
 
 

@@ -33,7 +33,6 @@ _EMPTY = (
 # The flag of a class whose objects show the garbage collector all that they refer to.
 _SHOWS_ITS_PARTS = 1 << 14
 
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 _HALVES = (torch.float16, torch.bfloat16)
 # The folded weights are rounded once more than the original's: sqrt(2) of its noise, and room.
 _NOISE = 2.0
@@ -72,7 +71,8 @@ class Check:
         if self.dtype in _HALVES:
             self._widen(model, tolerance)
         self._given = tolerance
-        usual = TOLERANCES.get(self.dtype, 1e-5) if self.noise is None else _NOISE * self.noise
+        exact = 1e-12 if self.dtype == torch.float64 else 1e-5
+        usual = exact if self.noise is None else _NOISE * self.noise
         self.tolerance = usual if tolerance is None else tolerance
 
     def errors(self, model: nn.Module) -> list[float]:

@@ -133,7 +133,7 @@ def fold_(
         fold_centers(graph, folds, add_bias)
     if redundant and affine:
         fold_redundant(model, graph, folds, example, redundant)
-    error, checked = None, dict[str, Any]()
+    checked: dict[str, Any] = {}
     try:
         if any(fold.is_given or fold.is_gone or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
             before = Check(model, example, tolerance) if check else None
@@ -141,8 +141,8 @@ def fold_(
                 before.tolerance = max(before.tolerance, redundant)
             with applied(model, graph, folds, parts, new_values(folds, parts)):
                 if before is not None:
-                    error = before.require_same(model)
-                    checked = {"tolerance": before.tolerance, "noise": before.noise, "fresh": before.fresh}
+                    checked = {"error": before.require_same(model), "tolerance": before.tolerance}
+                    checked |= {"noise": before.noise, "fresh": before.fresh}
                 else:
                     run(model, example)
     except DynormError:
@@ -158,7 +158,7 @@ def fold_(
     # transformers does not tie tensors that were saved apart; other classes do.
     ours = bool(biases or (free and not hasattr(model, "save_pretrained"))) or any(map(is_ours, model.modules()))
     rows = [fold.row(affine, center, constants) for fold in folds]
-    return FoldReport(rows, biases, free, error, loads_with="dynorm" if ours else "stock", **checked)
+    return FoldReport(rows, biases, free, loads_with="dynorm" if ours else "stock", **checked)
 
 
 def _planned(

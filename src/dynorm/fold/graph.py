@@ -103,8 +103,7 @@ class Graph:
 def paths_of(node: Node) -> list[str]:
     """Return the paths of the modules whose forward a node belongs to, the innermost last."""
     stack = node.meta.get("nn_module_stack") or {}
-    paths = [str(path) for path, _ in stack.values()]
-    return [path.removeprefix("model").removeprefix(".") for path in paths if path]
+    return [str(path).removeprefix("model").removeprefix(".") for path, _ in stack.values() if path]
 
 
 def shape(node: Node) -> tuple[int, ...]:

@@ -67,13 +67,12 @@ class SiteFold:
         self.weight, self.bias = values.get("weight"), values.get("bias")
         self.scale = self.module.scale if isinstance(self.module, PointwiseNorm) and not self.refused else 1.0
         if self.goes:
-            layer, ones = self.module, torch.ones(self.site.normalized_shape, dtype=torch.float64)
-            assert isinstance(layer, LinearControl)
-            slope = (-0.5 * layer.log_beta.detach().to("cpu", torch.float64)).exp()
-            self.weight = self.scale * slope * (ones if self.weight is None else self.weight)
-            if layer.center is not None:
-                moved = self.weight * layer.center.detach().to("cpu", torch.float64)
-                self.bias = -moved if self.bias is None else self.bias - moved
+            assert isinstance(self.module, LinearControl)
+            slope = self.scale * (-0.5 * self.module.log_beta.detach().to("cpu", torch.float64)).exp()
+            self.weight = slope.expand(self.site.normalized_shape) * (1 if self.weight is None else self.weight)
+            if self.module.center is not None:
+                moved = self.weight * self.module.center.detach().to("cpu", torch.float64)
+                self.bias = (0 if self.bias is None else self.bias) - moved
             self.scale = 1.0
 
     @property

@@ -92,8 +92,8 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
         fold.factor, fold.shift = fold.weight, fold.bias
     if fold.scale != 1 and (constants or affine) and fold.chosen:
         # A weight without its scale would leave the multiplication where it is.
-        ones = torch.ones(fold.site.normalized_shape, dtype=torch.float64)
-        fold.factor = fold.scale * (ones if fold.factor is None else fold.factor)
+        scale = torch.full(fold.site.normalized_shape, fold.scale, dtype=torch.float64)
+        fold.factor = scale if fold.factor is None else scale * fold.factor
     # The value, its channel axis, and the fewest bytes of a number on the way.
     todo = [(call, fold.axis(len(shape(call))), width(call)) for call in fold.calls]
     whole = min(width(call) for call in fold.calls)
