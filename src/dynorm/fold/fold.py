@@ -1,16 +1,16 @@
 """``fold_``: exact algebra on a model's own graph."""
 
-import io
 import logging
 import operator
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 from torch import Tensor, nn
@@ -338,10 +338,7 @@ class _Flat(nn.Module):
 def _silent() -> Iterator[None]:
     """Keep torch from printing the half-traced graph of a model that cannot be traced: the error says where."""
     logger = logging.getLogger("torch")
-    level = logger.level
-    with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with catch_warnings(action="ignore"), redirect_stdout(StringIO()), redirect_stderr(StringIO()), ExitStack() as end:
+        end.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
+        yield

@@ -1,6 +1,6 @@
 """The linear operators of a graph: how one reads the channels of a value, and what it writes its own with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -140,27 +140,21 @@ def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
 
 
 def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
-    equation, operands = argument(node, 0), argument(node, 1)
+    (inputs, arrow, output), operands = str(node.args[0]).replace(" ", "").partition("->"), argument(node, 1)
     refusal = RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+    if "." in inputs or not arrow or len(operands) != 2 or not all(map(is_tensor, operands)):
         raise refusal
-    inputs, output = equation.replace(" ", "").split("->")
-    letters = inputs.split(",")
-    if len(operands) != 2 or not all(is_tensor(operand) for operand in operands):
-        raise refusal
-    mine = 0 if operands[0] is value else 1
-    weight = operands[1 - mine]
-    channel, names = letters[mine][axis], letters[1 - mine]
+    letters, mine = inputs.split(","), 0 if operands[0] is value else 1
+    weight, channel, names = operands[1 - mine], letters[mine][axis], letters[1 - mine]
     if channel in output or names.count(channel) != 1 or letters[mine].count(channel) != 1:
         raise refusal
     if shape(weight)[names.index(channel)] != shape(value)[axis]:
         raise RefusedError(f"read by {graph.where(node)}, which repeats one weight over the channels")
     outs = [i for i, letter in enumerate(names) if letter != channel]
-    out = None
+    is_last = len(outs) == 1 and names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]])
     # A sum over tokens would add a constant up as well.
-    if len(outs) == 1 and all(letter in output for letter in letters[mine] if letter != channel):
-        out = outs[0] if names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]]) else None
-    return _Product(weight, names.index(channel), out, added=True)
+    is_whole = all(letter in output for letter in letters[mine] if letter != channel)
+    return _Product(weight, names.index(channel), outs[0] if is_last and is_whole else None, added=True)
 
 
 def _bias(graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool) -> tuple[Leaf, Slot] | None:
@@ -229,6 +223,5 @@ def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
         made = made_by(value, axis)
         if made is None or packet(made[0]) == "aten.mul":
             return []
-        written = writes(graph, *made)
-        return [Write(write.leaf, write.slot, write.axis, ((op, gain), held[0])) for write in written]
+        return [replace(write, gain=((op, gain), held[0])) for write in writes(graph, *made)]
     return []

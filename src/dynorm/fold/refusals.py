@@ -340,11 +340,11 @@ def is_exact(fold: SiteFold, as_rms: bool = False) -> bool:
     sizes = tuple(fold.site.normalized_shape[0] if place == axis else 2 for place in range(rank))
     device = next((t.device for t in (*fold.module.parameters(), *fold.module.buffers())), torch.device("cpu"))
     try:
-        copies = (plain_copy(fold.module, torch.float64) for _ in range(2))
-        norm, neutral = (TokenFunction(copied, sizes, (axis,), torch.float64, device) for copied in copies)
-        for name, tensor, offset in fold.own(neutral.module):
-            tensor.detach().fill_((name == "weight") - offset)
         with plain_arithmetic(fold.module), Wide():
+            copies = (plain_copy(fold.module, torch.float64) for _ in range(2))
+            norm, neutral = (TokenFunction(copied, sizes, (axis,), torch.float64, device) for copied in copies)
+            for name, tensor, offset in fold.own(neutral.module):
+                tensor.fill_((name == "weight") - offset)
             for scale in _SCALES:
                 tokens = norm.sample(scale, seed=0)
                 expected = core(tokens, "layernorm", fold.site.eps) if as_rms else neutral(tokens)
