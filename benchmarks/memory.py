@@ -1,4 +1,4 @@
-"""The memory of refinement and distillation: measured on a small Llama, beside the formula, and that of 8 B parameters.
+"""The memory of each stage beside that of training: measured on small Llamas, with a formula for 8 B parameters.
 
 ``python -m benchmarks.memory`` writes benchmarks/results/memory.json: the peak of the process that computes, from the
 kernel's own books. Speed has no part in it, so that a busy machine gives the same figures.
@@ -20,6 +20,8 @@ from scipy.optimize import nnls
 from dynorm.files import write_text
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
+# The first is for comparison: the same model, with its norms.
+STAGES = ("train", "calibrate", "refine", "distill")
 # Layers, channels, words, and tokens of a batch. The last one only checks what the others tell.
 CONFIGS = ((8, 512, 8192, 256), (8, 512, 8192, 1024), (8, 512, 16384, 1024), (12, 640, 8192, 768))
 # Llama of 8 B parameters: an inner width of 3.5 C, a quarter of the heads for keys and values.
@@ -59,14 +61,27 @@ def measured(layers: int, channels: int, words: int, tokens: int) -> dict[str, f
         act()
         return booked("VmHWM") - before
 
-    model = LlamaForCausalLM(config).eval()
     batches = [{"input_ids": torch.randint(0, words, (1, tokens))}] * 2
+    found = {"train": peak(lambda: train(LlamaForCausalLM(config), batches))}
+    model = LlamaForCausalLM(config).eval()
     dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=8)
-    found = {"calibrate": peak(lambda: dynorm.calibrate_(model, batches, lean=0.0))}
+    found["calibrate"] = peak(lambda: dynorm.calibrate_(model, batches, lean=0.0))
     model.activation_checkpointing_enable()
     found["refine"] = peak(lambda: dynorm.refine_(model, batches, steps=2))
     found["distill"] = peak(lambda: dynorm.distill_(model, batches, steps=2, lr=1e-6, quiet=True))
     return found | {"parameters": float(sum(p.numel() for p in model.parameters()))}
+
+
+def train(model: Any, batches: list[dict[str, Any]]) -> None:
+    """Train a model with its norms, as one does without dynorm: AdamW on the loss of the next token."""
+    import torch
+
+    model.activation_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
+    for batch in batches:
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def main() -> None:
@@ -87,7 +102,7 @@ def main() -> None:
 def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
     """Return the bytes per unit that all rows but the last tell, none negative, and what they make of the last."""
     found: dict[str, Any] = {"small": rows, "bytes": {}, "check": {}}
-    for stage in ("calibrate", "refine", "distill"):
+    for stage in STAGES:
         *fitted, check = [(terms(row), row[stage]) for row in rows]
         per, _ = nnls(np.array([row for row, _ in fitted]), np.array([peak for _, peak in fitted]))
         found["bytes"][stage] = dict(zip(("weight", "channel", "word"), per.round(2).tolist(), strict=True))

@@ -309,12 +309,15 @@ def memory_table() -> str:
     ]
     for stage, per in found["bytes"].items():
         parts = [count * each for count, each in zip(large, per.values(), strict=True)]
-        ranks = 8 if stage == "distill" else 1
+        ranks = 8 if stage in ("train", "distill") else 1
         check = [f"{found['check'][stage][name] / 2**30:.2f}" for name in ("formula", "measured")]
         cells = [*(f"{each:.1f}" for each in per.values()), " / ".join(check)]
         cells += [f"{sum(parts) / 2**30:.0f} GiB", f"{(parts[0] / ranks + sum(parts[1:])) / 2**30:.0f} GiB"]
-        lines.append(f"| {stage} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        name = "train once, for comparison" if stage == "train" else stage
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    ratios = [row["distill"] / row["train"] for row in found["small"]]
+    note = f"On the four Llamas distillation needs {min(ratios):.2f} to {max(ratios):.2f} times the memory of training once."
+    return "\n".join([*lines, "", note])
 
 
 def _markdown(table: speed.Rows) -> str:
