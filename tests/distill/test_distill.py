@@ -213,6 +213,33 @@ def test_the_loss_of_each_type_of_output() -> None:
         output_loss({"text": "x"}, {"text": "x"}, batch)
 
 
+def test_many_logits_are_compared_in_parts_of_which_none_is_kept() -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, 30:] = 0
+    ours, theirs = (torch.randn(2, 40, 1 << 14) for _ in range(2))
+    # What stands at padding has no part in the gradient, whatever it is.
+    ours[1, 35], theirs[1, 36] = math.nan, math.inf
+    ours.requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = output_loss({"logits": ours}, {"logits": theirs}, {"input_ids": mask, "attention_mask": mask})
+    for logits in (ours, theirs):
+        kept.pop(logits.untyped_storage().data_ptr(), None)
+    assert sum(kept.values()) < 1000
+    loss.backward()
+    p, q = (each.detach()[mask.bool()].softmax(-1) for each in (theirs, ours))
+    torch.testing.assert_close(loss.detach(), (p * (p / q).log()).sum(-1).mean())
+    expected = torch.zeros_like(ours)
+    expected[mask.bool()] = (q - p) / len(p)
+    torch.testing.assert_close(ours.grad, expected)
+
+
 def test_what_cannot_be_gone_through_again() -> None:
     with pytest.raises(dynorm.ArgumentError, match="able to begin again"):
         distill_(classifier(), iter(images()), minutes=1.0, quiet=True)

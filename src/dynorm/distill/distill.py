@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from dynorm.arguments import check_positive, upcast
@@ -35,6 +36,8 @@ from dynorm.watch import call, cycled, iterate, token_masks, valid_tokens
 # Of a model's output, its teacher's, and the batch.
 Loss = Callable[[Any, Any, Any], Tensor]
 
+# So many logits at a time stay in the cache of a CPU core.
+_CHUNK = 1 << 20
 # Steps that are timed before the schedule is made, when a time and not a number of steps is given, and the batches
 # from which they are taken evenly by size.
 _TIMED, _LOOKED_AT = 8, 64
@@ -235,14 +238,24 @@ def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
     """
     (name, target), (_, found) = (output_tensor(output, batch) for output in (theirs, ours))
     if name == "logits" and target.dim() in (2, 3) and target.shape[-1] > 1:
-        p, q = (log_softmax(upcast(each.flatten(0, -2)), -1) for each in (target, found))
-        if (valid := valid_tokens(target.shape, (-1,), token_masks(batch))) is not None:
-            p, q = p[valid], q[valid]
-        return kl_div(q, p, log_target=True, reduction="batchmean")
+        rows = [each.flatten(0, -2) for each in (target, found)]
+        if (valid := valid_tokens(target.shape, (-1,), token_masks(batch))) is None:
+            valid = torch.ones(len(rows[0]), dtype=torch.bool)
+        size, padding = max(1, _CHUNK // target.shape[-1]), ~valid.to(found.device)[:, None]
+        parts = zip(*(each.split(size) for each in (*rows, padding)), strict=True)
+        # In parts that are computed again for the gradient: all logits at once would be held in float32 six times over.
+        sums = [checkpoint(_divergence, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        return torch.stack(sums).sum() / valid.sum()
     y, f = (sample_vectors(each, batch, pooled=name == "last_hidden_state") for each in (target, found))
     if name == "last_hidden_state" and target.dim() == 3:
         return (1 - (y * f).sum(-1)).mean()
     return relative_error(f, y)
+
+
+def _divergence(theirs: Tensor, ours: Tensor, padding: Tensor) -> Tensor:
+    """Return the sum of the rows' divergences; those of padding are made equal."""
+    p, q = (log_softmax(upcast(each).masked_fill(padding, 0), -1) for each in (theirs, ours))
+    return kl_div(q, p, log_target=True, reduction="sum")
 
 
 def _check(steps: int | None, minutes: float | None, lr: float | None, accumulate: int) -> None:
