@@ -316,8 +316,8 @@ def memory_table() -> str:
         name = "train once, for comparison" if stage == "train" else stage
         lines.append(f"| {name} | {' | '.join(cells)} |")
     ratios = [row["distill"] / row["train"] for row in found["small"]]
-    note = f"On the four Llamas distillation needs {min(ratios):.2f} to {max(ratios):.2f} times the memory of training once."
-    return "\n".join([*lines, "", note])
+    times = f"{min(ratios):.2f} to {max(ratios):.2f} times"
+    return "\n".join([*lines, "", f"On the four Llamas distillation needs {times} the memory of training once."])
 
 
 def _markdown(table: speed.Rows) -> str:
