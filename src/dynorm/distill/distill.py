@@ -242,7 +242,7 @@ def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
         if (valid := valid_tokens(target.shape, (-1,), token_masks(batch))) is None:
             valid = torch.ones(len(rows[0]), dtype=torch.bool)
         size, padding = max(1, _CHUNK // target.shape[-1]), ~valid.to(found.device)[:, None]
-        parts = zip(*(each.split(size) for each in (*rows, padding)), strict=True)
+        parts = zip(*(torch.split(each, size) for each in (*rows, padding)), strict=True)
         # In parts that are computed again for the gradient: all logits at once would be held in float32 six times over.
         sums = [checkpoint(_divergence, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         return torch.stack(sums).sum() / valid.sum()
