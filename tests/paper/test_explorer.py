@@ -166,7 +166,7 @@ class TestLoading:
 def reference(state: dict[str, Any], constant: dict[str, float]) -> dict[str, torch.Tensor]:
     """Return what the page should show, by the Python functions."""
     channels, t = state["channels"], state["t"]
-    simulation = simulate(channels, state["sigma"], seed=state["seed"], step=STEP)
+    simulation = simulate(channels, state["sigma"], seed=state["seed"])
     x = torch.from_numpy(simulation.tokens[0].copy())
     x[-1] += STEP * state["steps"]
     y = layer_norm(x, eps=0.0)
@@ -274,7 +274,7 @@ class TestNumbers:
     def test_the_fits_are_those_of_python(self, choices: dict[str, Any], browser: Browser) -> None:
         browser.set(**choices)
         numbers, state = browser.numbers(), browser.state()
-        simulation = simulate(state["channels"], state["sigma"], seed=state["seed"], step=STEP)
+        simulation = simulate(state["channels"], state["sigma"], seed=state["seed"])
         for name, title in (("dyt", "DyT"), ("derf", "Derf"), ("dyisru", "DyISRU")):
             found = fit(title, simulation.outliers, simulation.outputs, state["channels"])
             assert_same(numbers, f"fits.{name}", torch.tensor(found.value, dtype=torch.float64))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynorm
-from dynorm.paper.simulation import channel_betas, closed_form, raise_outlier, simulate
+from dynorm.paper.simulation import channel_betas, closed_form, simulate
 
 
 def test_the_published_sample() -> None:
@@ -24,21 +24,14 @@ def test_the_published_sample() -> None:
         assert token[:-1].tolist() == drawn[:-1].tolist()
         assert token[-1] == drawn[-1] + 5 * step
     assert simulation.outliers.tolist() == [drawn[-1] + 5 * step for step in range(1, 10)]
-    assert simulation.steps == 9
 
 
 def test_the_outputs_are_layer_norms() -> None:
-    simulation = simulate(channels=12, sigma=0.5, mean=3.0, seed=4, step=2.0, steps=3)
+    simulation = simulate(channels=12, sigma=0.5, mean=3.0, seed=4)
     expected = torch.nn.functional.layer_norm(torch.from_numpy(simulation.tokens), (12,), eps=0.0).numpy()
     np.testing.assert_allclose(simulation.normalized, expected, rtol=0, atol=1e-13)
     assert simulation.outputs.tolist() == simulation.normalized[1:, -1].tolist()
-    assert (simulation.channels, simulation.sigma, simulation.mean, simulation.seed, simulation.step) == (
-        12,
-        0.5,
-        3,
-        4,
-        2,
-    )
+    assert (simulation.channels, simulation.sigma, simulation.mean, simulation.seed) == (12, 0.5, 3, 4)
 
 
 def test_the_closed_form_of_the_published_sample_needs_no_fit() -> None:
@@ -90,9 +83,6 @@ def test_two_channels_are_plus_and_minus_one() -> None:
         ({"mean": math.nan}, "mean must be"),
         ({"seed": -1}, "seed must be from 0"),
         ({"seed": 2**32}, "seed must be from 0"),
-        ({"step": 0.0}, "step must be positive"),
-        ({"step": math.nan}, "step must be positive"),
-        ({"steps": 0}, "steps must be at least 1"),
         ({"mean": 1e30}, "must differ, got 100 times 1e\\+30"),
         ({"sigma": 1e-200}, "range of float64"),
     ],
@@ -100,12 +90,3 @@ def test_two_channels_are_plus_and_minus_one() -> None:
 def test_what_it_refuses(arguments: dict[str, float], match: str) -> None:
     with pytest.raises(dynorm.ArgumentError, match=match):
         simulate(**arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("sample", "match"),
-    [([3.0, 3.0, 3.0], "must differ"), ([1.0], "at least 2"), ([1.0, math.nan], "finite"), ([[1.0, 2.0]], r"\(1, 2\)")],
-)
-def test_samples_that_have_no_outlier(sample: list[float], match: str) -> None:
-    with pytest.raises(dynorm.ArgumentError, match=match):
-        raise_outlier(sample)

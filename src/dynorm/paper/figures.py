@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ import torch
 from dynorm.errors import ArgumentError, require_library
 from dynorm.family import FAMILY
 from dynorm.functional import dyisru, dyisru_general, dyt
-from dynorm.paper.generality import STEP, Reproduction, Study
-from dynorm.paper.simulation import Array, Simulation
+from dynorm.paper.generality import Reproduction, Study
+from dynorm.paper.simulation import STEP, STEPS, Array, Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,26 +32,21 @@ _LINES: dict[str, dict[str, Any]] = {
     for name, marker in _MARKERS.items()
 }
 GREY = "#8A8A8A"
+# Drawn and saved in it, whatever the user's settings are; they return afterwards.
+_STYLE = Path(__file__).with_name("figures.mplstyle")
 _BOUND: dict[str, Any] = {"color": GREY, "linewidth": 1, "linestyle": "--"}
-
-
-@contextmanager
-def _styled() -> Iterator[None]:
-    """Draw and save in the style of these figures, whatever the user's settings are; they return afterwards."""
-    require_library("matplotlib", "the figures", "paper")
-    import matplotlib
-
-    with matplotlib.rc_context(fname=Path(__file__).with_name("figures.mplstyle")):
-        yield
 
 
 def draw(name: str, reproduction: Reproduction) -> Figure:
     """Draw one of :data:`FIGURES`, which belongs to no window."""
     check_figures([name], with_study=reproduction.generality is not None)
-    with _styled():
-        # Without pyplot, which would keep it and choose a window.
-        from matplotlib.figure import Figure
+    require_library("matplotlib", "the figures", "paper")
+    from matplotlib import rc_context
 
+    # Without pyplot, which would keep it and choose a window.
+    from matplotlib.figure import Figure
+
+    with rc_context(fname=_STYLE):
         drawing, size = FIGURES[name]
         figure = Figure(figsize=size, layout="constrained")
         drawing(figure, reproduction)
@@ -66,8 +60,10 @@ def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
     """Return a figure as the bytes of a png or svg file, the same in every run; ``dpi`` is for a png."""
     if format not in FORMATS:
         raise ArgumentError(f"format must be one of {', '.join(FORMATS)}, got {format!r}: give one of those")
+    from matplotlib import rc_context
+
     buffer = io.BytesIO()
-    with _styled():
+    with rc_context(fname=_STYLE):
         figure.savefig(buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None)
     return buffer.getvalue()
 
@@ -92,7 +88,7 @@ def _draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
     """Draw the outliers of the first steps, darkest first."""
     from matplotlib import colormaps
 
-    shades = colormaps["viridis"](np.linspace(0.0, 0.9, simulation.steps))[:step]
+    shades = colormaps["viridis"](np.linspace(0.0, 0.9, STEPS))[:step]
     label = {1: "outlier, $S = 1$", 2: "outliers, $S = 1, 2$"}.get(step, f"outliers, $S = 1, \\ldots, {step}$")
     x, y = simulation.outliers[:step], simulation.outputs[:step]
     axes.scatter(x, y, c=shades, s=30, zorder=3, edgecolors="white", linewidths=0.5, label=label)
@@ -137,14 +133,12 @@ def _draw_functions(figure: Figure, _: Reproduction) -> None:
 def _draw_samples(figure: Figure, reproduction: Reproduction) -> None:
     """Draw the sample, and the same with its largest element raised by one, two and all steps."""
     simulation = reproduction.simulation
-    shown = sorted({0, min(1, simulation.steps), min(2, simulation.steps), simulation.steps})
-    panels = figure.subplots(2, 2).flat
-    near = _padded(simulation.tokens[: shown[-2] + 1], simulation.normalized[: shown[-2] + 1])
+    near = _padded(simulation.tokens[:3], simulation.normalized[:3])
     far = _padded(simulation.tokens, simulation.normalized)
-    for axes, step, letter in zip(panels, shown, "abcd", strict=False):
+    for axes, step, letter in zip(figure.subplots(2, 2).flat, (0, 1, 2, STEPS), "abcd", strict=True):
         _draw_step(axes, reproduction, step)
         axes.set_title(f"({letter})  $S = {step}$", loc="left")
-        x_range, y_range = far if step == simulation.steps else near
+        x_range, y_range = far if step == STEPS else near
         axes.set(xlabel="$x$", ylabel="$y$", xlim=x_range, ylim=y_range)
         axes.legend(loc="lower right", handlelength=1.4)
 
@@ -176,7 +170,7 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
     x = np.linspace(low, high, 400)
     top.axhline(bound, **_BOUND, label=r"bound $\sqrt{C - 1}$")
     others = simulation.tokens[-1, :-1], simulation.normalized[-1, :-1]
-    _draw_circles(top, *others, f"other channels, $S = {simulation.steps}$")
+    _draw_circles(top, *others, f"other channels, $S = {STEPS}$")
     bottom.axhline(0, color=GREY, linewidth=0.8)
     for name in ("DyT", "DyISRU"):
         fit = reproduction.fits[name]
@@ -184,7 +178,7 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
         top.plot(x, fit.function(x), color=COLORS[name], label=label)
         mean = with_mean(name, fit.mean_absolute_residual)
         bottom.plot(simulation.outliers, fit.residuals, linewidth=1, markersize=4.5, label=mean, **_LINES[name])
-    _draw_outliers(top, simulation, simulation.steps)
+    _draw_outliers(top, simulation, STEPS)
     top.set(ylabel="$y$", xlim=(low, high), ylim=(y_range[0], max(y_range[1], bound * 1.06)))
     top.legend(loc="lower right")
     bottom.set(xlabel="$x$", ylabel="residual")

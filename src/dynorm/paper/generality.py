@@ -13,13 +13,22 @@ from numpy.typing import NDArray
 from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru_general, layer_norm
 from dynorm.paper.fits import FITTED, Fit, fit, fit_many, outputs_of
-from dynorm.paper.simulation import Array, ClosedForm, Simulation, check_settings, closed_form, simulate
+from dynorm.paper.simulation import (
+    STEP,
+    STEPS,
+    Array,
+    ClosedForm,
+    Simulation,
+    check_settings,
+    closed_form,
+    raised,
+    simulate,
+)
 
 CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 MEANS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # in units of sigma
 QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
-STEP, STEPS = 5.0, 9
 # Values that are held in memory at once, eight bytes each.
 _CHUNK = 2**22
 
@@ -180,8 +189,7 @@ def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]
         generator.seed(seed)
         row[:] = mean + sigma * generator.randn(channels)
     x.sort()
-    others, tokens = x[:, :-1], np.repeat(x[:, None], STEPS, axis=1)
-    tokens[..., -1] += STEP * np.arange(1, STEPS + 1)
+    others, tokens = x[:, :-1], raised(x)[:, 1:]
     outputs = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()[..., -1]
     return tokens[..., -1], outputs, others.mean(-1), channels * others.var(-1)
 

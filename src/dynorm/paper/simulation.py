@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru_general, layer_norm
@@ -14,6 +14,7 @@ from dynorm.theory import channel_beta, leave_one_out_beta, leave_one_out_mean
 
 Array = NDArray[np.float64]
 
+STEP, STEPS = 5.0, 9  # the paper's (eq. 17)
 # The squares of larger numbers, summed, may leave the range of float64.
 _LARGEST = 1e100
 
@@ -22,31 +23,25 @@ _LARGEST = 1e100
 class Simulation:
     """One token in several versions, each with a larger outlier, before and after LayerNorm.
 
-    Row S of ``tokens`` is the sample, sorted, with ``step * S`` added to its last and largest element; row 0 is the
-    sample itself. ``normalized`` holds LayerNorm of each row without eps. Both have the shape (steps + 1, channels).
+    Row S of ``tokens`` is the sample, sorted, with ``STEP * S`` added to its last and largest element; row 0 is the
+    sample itself. ``normalized`` holds LayerNorm of each row without eps. Both have the shape (STEPS + 1, channels).
     """
 
     channels: int
     sigma: float
     mean: float
     seed: int
-    step: float
     tokens: Array
     normalized: Array
 
     @property
-    def steps(self) -> int:
-        """Return how often the outlier was raised."""
-        return len(self.tokens) - 1
-
-    @property
     def outliers(self) -> Array:
-        """Return the raised element x_o for S = 1, 2, ..., of shape (steps,): the paper fits on these."""
+        """Return the raised element x_o for S = 1, 2, ..., of shape (STEPS,): the paper fits on these."""
         return self.tokens[1:, -1]
 
     @property
     def outputs(self) -> Array:
-        """Return LayerNorm's output y_o at each outlier, of shape (steps,)."""
+        """Return LayerNorm's output y_o at each outlier, of shape (STEPS,)."""
         return self.normalized[1:, -1]
 
 
@@ -55,50 +50,38 @@ class ClosedForm(NamedTuple):
 
     center: float  # m_o, the mean of the other channels
     beta: float  # C v_o, where v_o is the biased variance of the other channels
-    residuals: Array  # closed form minus LayerNorm for S = 1, 2, ..., of shape (steps,)
+    residuals: Array  # closed form minus LayerNorm for S = 1, 2, ..., of shape (STEPS,)
 
 
-def simulate(
-    channels: int = 100, sigma: float = 2.0, mean: float = 0.0, seed: int = 1, step: float = 5.0, steps: int = 9
-) -> Simulation:
+def simulate(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, seed: int = 1) -> Simulation:
     r"""Draw a token, push its largest element away in equal steps, and normalise every version.
 
-    .. math:: x \sim \mathcal{N}(\mathrm{mean}, \sigma^2), \quad x_o \to x_o + \mathrm{step} \cdot S,
-        \quad S = 0, \dots, \mathrm{steps}
+    .. math:: x \sim \mathcal{N}(\mathrm{mean}, \sigma^2), \quad x_o \to x_o + 5 S, \quad S = 0, \dots, 9
 
     The defaults are the paper's (eq. 16 and 17), the seed, of NumPy's legacy generator, that of its figures. LayerNorm
-    ignores scale and offset, so only C, step / sigma and the seed matter to its outputs.
+    ignores scale and offset, so only C, sigma and the seed matter to its outputs.
     """
     check_settings(channels, sigma, mean, seed)
     sample = np.sort(mean + sigma * np.random.RandomState(seed).randn(channels))
-    tokens = raise_outlier(sample, step, steps)
+    if sample[0] == sample[-1]:
+        raise ArgumentError(
+            f"the values of a sample must differ, got {channels} times {sample[0]}: LayerNorm would divide by 0; "
+            "give a sample with some spread"
+        )
+    tokens = raised(sample)
     normalized = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()
     if not np.isfinite(normalized).all():
         raise ArgumentError(
             "the variance must be within the range of float64, which it is not with "
-            f"sigma={sigma}, mean={mean} and step={step}: choose another unit of x, on which LayerNorm does not depend"
+            f"sigma={sigma} and mean={mean}: choose another unit of x, on which LayerNorm does not depend"
         )
-    return Simulation(channels, float(sigma), float(mean), seed, float(step), tokens, normalized)
+    return Simulation(channels, float(sigma), float(mean), seed, tokens, normalized)
 
 
-def raise_outlier(sample: ArrayLike, step: float = 5.0, steps: int = 9) -> Array:
-    """Return the sorted sample (C,), and below it the versions in which its largest element, the last, is raised."""
-    values = np.sort(np.asarray(sample, dtype=np.float64))
-    if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
-        raise ArgumentError(f"a sample must be at least 2 finite numbers in a row, got shape {values.shape}: give them")
-    if values[0] == values[-1]:
-        raise ArgumentError(
-            f"the values of a sample must differ, got {len(values)} times {values[0]}: LayerNorm would divide by 0; "
-            "give a sample with some spread"
-        )
-    if not 0 < step < _LARGEST:
-        raise ArgumentError(
-            f"step must be positive and less than {_LARGEST:g}, got {step}: give the distance of one step, say 5"
-        )
-    if steps < 1:
-        raise ArgumentError(f"steps must be at least 1, got {steps}: give the number of steps, say 9")
-    tokens = np.tile(values, (steps + 1, 1))
-    tokens[:, -1] += step * np.arange(steps + 1)
+def raised(samples: Array) -> Array:
+    """Return each sorted sample (..., C) as it is, and with its largest element raised step by step."""
+    tokens = np.repeat(samples[..., None, :], STEPS + 1, axis=-2)
+    tokens[..., -1] += STEP * np.arange(STEPS + 1)
     return tokens
 
 
@@ -120,7 +103,7 @@ def closed_form(simulation: Simulation) -> ClosedForm:
 
 
 def channel_betas(simulation: Simulation) -> Array:
-    """Return Theorem 4's constant of the outlier's channel (steps,): always the same, as it does not contain x_o."""
+    """Return Theorem 4's constant of the outlier's channel (STEPS,): always the same, as it does not contain x_o."""
     return channel_beta(torch.from_numpy(simulation.tokens[1:]))[:, -1].numpy()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dynorm.paper.generality import PAPER, STEP, Generality, Reproduction, Study
-from dynorm.paper.simulation import Array, channel_betas
+from dynorm.paper.generality import PAPER, Generality, Reproduction, Study
+from dynorm.paper.simulation import STEP, STEPS, Array, channel_betas
 from dynorm.report.page import rendered
 from dynorm.table import Column, Table
 
@@ -31,7 +31,9 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
     closed = {"center": reproduction.closed.center, **functions.pop(CLOSED)}
     found: dict[str, Any] = {
         "simulation": {
-            **{name: getattr(simulation, name) for name in ("channels", "sigma", "mean", "seed", "step", "steps")},
+            **{name: getattr(simulation, name) for name in ("channels", "sigma", "mean", "seed")},
+            "step": STEP,
+            "steps": STEPS,
             "outliers": simulation.outliers.tolist(),
             "layer_norm": simulation.outputs.tolist(),
         },
