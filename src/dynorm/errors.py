@@ -36,9 +36,6 @@ def require_library(name: str, purpose: str, extra: str) -> None:
     """Check that an optional library can be imported, before the work that needs it.
 
     The ArgumentError says for what it is needed (``purpose``), and which ``extra`` of dynorm installs it.
-
-    Example:
-        >>> require_library("torch", "everything", "all")
     """
     try:
         importlib.import_module(name)

@@ -20,9 +20,7 @@ from dynorm import __version__
 from dynorm.errors import ArgumentError, DynormError, require_library
 
 app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 
@@ -47,10 +45,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     The fields of a ``recipe`` that have a help there are options too.
     """
     known = tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8"))
-    texts, given = (
-        known["shared"] | known[function.__name__],
-        dict(inspect.signature(function, eval_str=True).parameters),
-    )
+    texts = known["shared"] | known[function.__name__]
+    given = dict(inspect.signature(function, eval_str=True).parameters)
     recipe = given.pop("recipe").annotation if "recipe" in given else object
     fields = {n: field for n, field in inspect.signature(recipe, eval_str=True).parameters.items() if n in texts}
 

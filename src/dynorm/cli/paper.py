@@ -3,7 +3,7 @@
 import json
 import os
 import webbrowser
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,9 @@ def prove(
     prove.choose(only or ())
     if out is not None:
         show.prepare(out)
-    progress = Console(stderr=True, quiet=as_json)
-
-    def tracked(statements: Iterable[Any]) -> Iterable[Any]:
-        return track(list(statements), "proving", console=progress, transient=True)
-
-    report = prove.prove(only or (), seed=seed, track=tracked)
+    console = Console(stderr=True, quiet=as_json)
+    progress = partial(track, description="proving", console=console, transient=True)
+    report = prove.prove(only or (), seed=seed, track=progress)
     if out is not None:
         show.save(report, out)
     if as_json:

@@ -181,8 +181,8 @@ def distill_(
             model.load_state_dict(weights)
     with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch, _bar(quiet or ranks.rank > 0) as progress:
         arguments = _arguments(job, Path(checkpoints or scratch), steps, seed, accumulate, checkpoints is not None)
-        until = None if minutes is None else started + 60 * minutes
-        trainer = _trainer(job, cycled(batches, steps * accumulate), arguments, lr, until, callbacks, progress)
+        job.until = None if minutes is None else started + 60 * minutes
+        trainer = _trainer(job, cycled(batches, steps * accumulate), arguments, lr, callbacks, progress)
         found = checkpoints is not None and any(Path(checkpoints).glob("checkpoint-*"))
         try:
             trainer.train(resume_from_checkpoint=found)
@@ -291,6 +291,8 @@ class _Distillation(nn.Module):
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
         self.samples, self.gone = 0, 0.0
         self.last = torch.zeros(())
+        # When its time is over.
+        self.until: float | None = None
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Any]) -> float:
@@ -416,13 +418,7 @@ def _arguments(job: _Distillation, folder: Path, steps: int, seed: int, accumula
 
 
 def _trainer(
-    job: _Distillation,
-    batches: Iterator[Any],
-    arguments: Any,
-    lr: float,
-    until: float | None,
-    callbacks: Sequence[Any],
-    progress: Any,
+    job: _Distillation, batches: Iterator[Any], arguments: Any, lr: float, callbacks: Sequence[Any], progress: Any
 ) -> Any:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -443,8 +439,8 @@ def _trainer(
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             words = f"distilling, loss {float(job.last):.3f}"
             progress.update(self.task, completed=state.global_step, description=words)
-            if until is not None:
-                job.gone = job.ranks.mean((time.perf_counter() - begun) / max(until - begun, 1e-9))
+            if job.until is not None:
+                job.gone = job.ranks.mean((time.perf_counter() - begun) / max(job.until - begun, 1e-9))
                 control.should_training_stop |= job.gone > 1
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -25,13 +25,9 @@ def fold_pretrained(
     overwrite: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> FoldReport:
-    """Fold the transformers model in a folder and save it, with its report, in another.
+    """Fold the transformers model in a folder and save it, with its report, in another; an error writes nothing.
 
-    The arguments are those of :func:`dynorm.distill.pipeline.convert_pretrained`; ``options`` are those of
-    :func:`dynorm.fold_`.
-
-    Raises:
-        DynormError: bad arguments, model or folder, or nothing can be folded; nothing is written then.
+    The arguments are those of ``convert_pretrained``, the ``options`` those of :func:`dynorm.fold_`.
     """
     import transformers
 

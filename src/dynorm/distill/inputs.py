@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,7 @@ def text_inputs(
 ) -> Inputs:
     """Return texts as lists of token ids, of at most ``max_length``."""
     ids, others = (encode(pretrained, texts, max_length) for texts in (fit, held_out))
-
-    def words(sample: list[int]) -> str:
-        return str(pretrained.tokenizer.decode(sample, skip_special_tokens=True))
-
+    words = partial(pretrained.tokenizer.decode, skip_special_tokens=True)
     counts = {"texts_to_fit": len(ids), "tokens_to_fit": sum(map(len, ids))}
     return Inputs("texts", ids, others, facts, counts, pretrained.padded, words, len)
 
@@ -68,11 +66,7 @@ def audio_inputs(listener: Listener, fit: list[Clip], held_out: list[Clip], fact
     """Return audio files; note how many have another rate than the model takes."""
     if rates := Counter(clip.rate for clip in fit + held_out if clip.rate != listener.rate):
         facts = facts | {"audio_at_another_rate": dict(rates)}
-
-    def name(clip: Clip) -> str:
-        # Of a speaker's folder, maybe.
-        return "/".join(clip.file.parts[-2:])
-
-    return Inputs(
-        "audio", fit, held_out, facts, {"audio_to_fit": len(fit)}, listener.batch, name, attrgetter("seconds")
-    )
+    counts = {"audio_to_fit": len(fit)}
+    # The folder may be a speaker's.
+    name, length = (lambda clip: "/".join(clip.file.parts[-2:])), attrgetter("seconds")
+    return Inputs("audio", fit, held_out, facts, counts, listener.batch, name, length)

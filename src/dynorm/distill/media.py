@@ -68,12 +68,8 @@ def resampled(samples: Tensor, rate: int, wanted: int) -> Tensor:
 def find_images(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
     """Find images in files and folders, each once; return those that can be read, and the names of the others.
 
-    Folders are searched for .jpg, .jpeg, .png, .webp, .bmp, .gif, .tif and .tiff files. Of files with the same bytes
-    the first is taken. All are decoded once, for a file may end too early.
-
-    Raises:
-        ArgumentError: Pillow is not installed.
-        DataError: a path does not exist, or has no image that can be read.
+    Of files with the same bytes the first is taken. All are decoded once, for a file may end too early. A path that
+    does not exist, or has no image that can be read, is a DataError.
     """
     require_library("PIL.Image", "reading images", "plots")
     from PIL.Image import DecompressionBombError
@@ -87,14 +83,7 @@ def find_images(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
 
 
 def find_audio(paths: Iterable[str | Path]) -> tuple[list[Clip], list[str]]:
-    """Find audio in files and folders, as :func:`find_images` does with images.
-
-    Folders are searched for .wav, .flac, .ogg, .opus and .mp3 files. Python reads .wav files of whole numbers; for the
-    others install soundfile.
-
-    Raises:
-        DataError: a path does not exist, or has no audio that can be read.
-    """
+    """Find audio as :func:`find_images` does images; without soundfile, .wav files of whole numbers alone are read."""
 
     def look(file: Path) -> Clip:
         samples, rate = _decoded(file)

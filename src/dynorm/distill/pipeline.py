@@ -51,9 +51,6 @@ Track = Callable[[Sequence[Any], str], Iterable[Any]]
 
 # Held-out blocks that are continued, the tokens of each that are given, and those that are asked for.
 _CONTINUED, _GIVEN, _ASKED = 16, 32, 64
-_DOCSTRINGS = "docstrings of the standard library"
-
-
 # Batches of held-out texts that each stage is measured on: few, for a decoder's take half a minute on two cores.
 _COMPARED = 2
 # Blocks, or audio files, in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be
@@ -150,10 +147,7 @@ def convert_pretrained(
     ``model`` (loadable), ``report.json`` and ``report.html`` go there, and ``original``, the model before, where that
     is to be kept. On several processes of torchrun, each fits to its share of the samples, and the first one writes.
     ``say`` is called with a line at the start of each stage; ``track`` wraps a stage's batches, to show a bar, and is
-    given them and a description.
-
-    Raises:
-        DynormError: bad arguments, texts, images, audio, model or folder; nothing is written then.
+    given them and a description. After an error nothing is written.
     """
     recipe, source, out = recipe or Recipe(), Path(source), Path(out)
     recipe.check()
@@ -204,9 +198,6 @@ def inspect_pretrained(
     """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts, images or audio.
 
     Of these, or of blocks of texts, at most ``samples`` are fitted to, and as many measured on.
-
-    Raises:
-        DynormError: bad arguments, texts, images, audio, model or folder.
     """
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}")
@@ -246,7 +237,7 @@ def _load(
         raise ArgumentError(f"max_length must be left out for a model of {noun}, got {recipe.max_length}")
     else:
         found, damaged = find_images(paths) if noun == "images" else find_audio(paths)
-    facts: dict[str, Any] = {noun: [str(path) for path in paths] or _DOCSTRINGS}
+    facts: dict[str, Any] = {noun: [str(path) for path in paths] or "docstrings of the standard library"}
     if damaged:
         facts[f"{noun}_that_cannot_be_read"] = damaged
         say(f"left out, for they cannot be read: {len(damaged)} files of {noun}: {listed(damaged)}")

@@ -23,11 +23,7 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
 
     Of a ``.py`` file the docstrings' first paragraphs are taken. Folders are searched for .txt, .md, .rst and .py
     files. ``whole`` takes whole docstrings and keeps line breaks, for a language model. The texts have at least 20
-    characters, white space folded, each once, in the order of the files.
-
-    Raises:
-        DataError: a path does not exist, a file cannot be read, is binary, not UTF-8 or not Python, or there is no
-            text in it.
+    characters, white space folded, each once, in the order of the files. A path without any is a DataError.
     """
     texts: list[str] = []
     for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):
@@ -58,10 +54,6 @@ def split_texts(texts: Sequence[Any], held_out: int, seed: int = 0, noun: str = 
     """Shuffle texts, or whatever the ``noun`` says, and put some aside, to be used for measuring only.
 
     Of fewer than twice ``held_out`` texts a quarter is put aside. Returned are those to fit on, and those held out.
-
-    Raises:
-        ArgumentError: ``held_out`` is not positive.
-        DataError: there are fewer than eight texts.
     """
     if held_out < 1:
         raise ArgumentError(f"held_out must be at least 1, got {held_out}")

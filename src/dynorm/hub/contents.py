@@ -161,10 +161,5 @@ def is_list_of_str(value: object) -> TypeGuard[list[str]]:
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first five names for a message, and how many more there are.
-
-    Example:
-        >>> listed("abcdefg")
-        'a, b, c, d, e and 2 more'
-    """
+    """Return the first five names for a message, and how many more there are: "a, b, c, d, e and 2 more"."""
     return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
