@@ -4,7 +4,6 @@ import platform
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.distill.write import WEIGHTS
-from dynorm.errors import ArgumentError, DataError, DynormError, StorageError, require_library
-from dynorm.hub.contents import listed
+from dynorm.errors import ArgumentError, DataError, StorageError, require_library
+from dynorm.hub.contents import listed, readable
 from dynorm.site import any_match
 
 KINDS = {"input_ids": "texts", "pixel_values": "images", "input_features": "audio", "input_values": "audio"}
@@ -158,7 +157,7 @@ class Checkpoint:
         """Check that each glob matches a module of the model, which needs no weights for that."""
         if not globs:
             return
-        with _readable(f"{self.weights} and its config"), torch.device("meta"):
+        with readable(f"transformers must be able to read {self.weights} and its config"), torch.device("meta"):
             model = self.auto.from_config(self.config)
         for glob in globs:
             if not any_match((path for path, _ in model.named_modules(remove_duplicate=False)), [glob]):
@@ -213,20 +212,8 @@ class Checkpoint:
 
     def _read(self, cls: Any, what: str | None = None, **options: Any) -> Any:
         place, more = (self.source.parent, {"gguf_file": self.source.name}) if self.gguf else (self.source, {})
-        with _readable(what or f"{self.weights} and its config"):
+        with readable(f"transformers must be able to read {what or f'{self.weights} and its config'}"):
             return cls.from_pretrained(place, local_files_only=True, **more, **options)
-
-
-@contextmanager
-def _readable(what: str) -> Iterator[None]:
-    try:
-        yield
-    except DynormError:
-        raise
-    # transformers raises whatever its files make it raise.
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-        raise StorageError(f"transformers must be able to read {what}, but {found:.500}") from error
 
 
 def _require_same_parts(source: Path, model: Any, info: dict[str, Any]) -> tuple[str, ...]:

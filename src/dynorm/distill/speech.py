@@ -67,10 +67,7 @@ class Listener:
 
 
 def word_errors(found: str, wanted: str) -> tuple[int, int]:
-    """Return how many words must be put in, left out or exchanged at least, and how many are wanted.
-
-    Case and punctuation do not count.
-    """
+    """Return how many words, whatever their case, must be put in, left out or exchanged, and how many are wanted."""
     first, second = (re.findall(r"[\w']+", text.lower()) for text in (found, wanted))
     row = list(range(len(second) + 1))
     for i, word in enumerate(first, start=1):

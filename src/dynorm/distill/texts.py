@@ -15,7 +15,6 @@ from dynorm.errors import ArgumentError, DataError
 
 _SHORTEST, _FEWEST = 20, 8
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False) -> list[str]:
@@ -107,6 +106,6 @@ def _docstrings(file: Path, content: str, whole: bool) -> Iterator[str]:
     except SyntaxError as error:
         raise DataError(f"a .py file must be Python, but {file} is not, at line {error.lineno}") from error
     for node in ast.walk(tree):
-        if isinstance(node, _DOCUMENTED):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node) or ""
             yield text if whole else text.split("\n\n")[0]

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
 from dynorm.fold.apply import added_biases, untied
 from dynorm.replace.specs import LayerSpec, dynorm_layers, is_ours, specs_of
@@ -100,6 +101,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise StorageError(f"{path} must hold a JSON object, got {type(values).__name__}")
     return values
+
+
+@contextmanager
+def readable(wanted: str) -> Iterator[None]:
+    """Raise StorageError, with what is ``wanted``, for whatever the files make transformers raise inside."""
+    try:
+        yield
+    except DynormError:
+        raise
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise StorageError(f"{wanted}, but {found:.500}") from error
 
 
 def require_version(values: Mapping[str, Any], where: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
-from dynorm.errors import DynormError, ModelError, StorageError
+from dynorm.errors import ModelError, StorageError
 from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.hub import contents
@@ -159,13 +159,8 @@ def read_transformers(folder: Path) -> nn.Module:
     require_whole_weights(folder)
     options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
+    with contents.readable(f"{folder} must hold a {cls.__name__}"):
         model, info = cls.from_pretrained(folder, dtype="auto", **options)  # type: ignore[attr-defined]
-    except DynormError:
-        raise
-    # transformers raises whatever its files make it raise.
-    except Exception as error:
-        raise StorageError(f"{folder} must hold a {cls.__name__}, but {type(error).__name__}: {error}") from error
     kinds = {"missing": "lack", "unexpected": "have beyond them", "mismatched": "have in another shape"}
     for kind, what in kinds.items():
         found = [name if isinstance(name, str) else name[0] for name in info.get(f"{kind}_keys") or ()]
