@@ -26,7 +26,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """Import transformers only when one of its callbacks is used."""
         if name not in ("AnnealCallback", "MonitorCallback"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            # The package's face has this function too.
+            raise AttributeError(f"dynorm has no attribute {name!r}")
         from dynorm.distill import callbacks
 
         return getattr(callbacks, name)
