@@ -201,7 +201,7 @@ def distill_(
     if not kept:
         model.load_state_dict(weights)
         _warn(f"{done} steps made the loss {after:.3f}, which was {before:.3f}: the weights from before are put back")
-    seconds, samples = time.perf_counter() - started, ranks.total(job.samples)
+    seconds, samples = time.perf_counter() - started, sum(ranks.all_say(job.samples))
     return DistillationReport(done, lr, seconds, samples, losses[-1] if losses else None, before, after, kept)
 
 
@@ -298,7 +298,7 @@ class _Distillation(nn.Module):
     def measure(self, batches: Sequence[Any]) -> float:
         """Return the mean loss of some batches of every rank in eval mode."""
         self.model.eval()
-        return self.ranks.mean(fmean(float(self(batch)) for batch in batches))
+        return fmean(self.ranks.all_say(fmean(float(self(batch)) for batch in batches)))
 
     def rate(self, batch: Any, weights: dict[str, Tensor]) -> float:
         """Return the highest rate: by the width, halved until a first step makes the loss of a batch smaller."""
@@ -440,7 +440,7 @@ def _trainer(
             words = f"distilling, loss {float(job.last):.3f}"
             progress.update(self.task, completed=state.global_step, description=words)
             if job.until is not None:
-                job.gone = job.ranks.mean((time.perf_counter() - begun) / max(job.until - begun, 1e-9))
+                job.gone = fmean(job.ranks.all_say((time.perf_counter() - begun) / max(job.until - begun, 1e-9)))
                 control.should_training_stop |= job.gone > 1
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

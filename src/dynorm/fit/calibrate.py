@@ -212,13 +212,12 @@ def _stream(model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, 
         # A rank that has no batch left runs its last one again, for the others' sums, and adds nothing.
         batch = batch if new is None else new
         _fit_all(model, fits, batch, number, ranks, lean, counts=new is not None)
-    return ranks.total(used)
+    return sum(ranks.all_say(used))
 
 
 def _fit_all(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks, lean: float, *, counts: bool) -> None:
     """Fit each layer, as it is reached, to its norm, on the inputs that the layers before it make."""
     masks, targets = watch.token_masks(batch), norm_outputs(model, batch)
-    paths = [site.path for site in fits.values()]
 
     def fit(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
         site, own = fits[layer], original_forward(layer, *args)
@@ -226,7 +225,7 @@ def _fit_all(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks
         target = torch.lerp(own, first, lean) if first.shape == own.shape else own
         x, y = watch.site_tokens(layer, args[0], masks), watch.site_tokens(layer, target, masks)
         watch.require_finite(site.path, x, y, where=f" in batch {number - 1}")
-        ranks.meet(paths, site.path)
+        ranks.meet(site.path)
         counted = len(x) if counts else 0
         # The later a batch, the better the constants that fed it: its tokens count more.
         site.fit_(
@@ -236,7 +235,7 @@ def _fit_all(model: nn.Module, fits: Fits, batch: Any, number: int, ranks: Ranks
 
     with watch.hooked(fits, fit):
         watch.call(model, batch)
-    ranks.meet(paths)
+    ranks.meet()
 
 
 def norm_outputs(model: nn.Module, batch: Any) -> Outputs:

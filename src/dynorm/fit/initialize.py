@@ -84,19 +84,19 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
         layers = require_layers(model)
         (batch,) = watch.iterate([batch], "the batch")
         ranks.require_alike(layers.items())
-        masks, names = watch.token_masks(batch), list(layers)
+        masks = watch.token_masks(batch)
         paths = {layer: path for path, layer in layers.items()}
 
         def set_(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
             path = paths[layer]
             if path not in sigma:
-                ranks.meet(names, path)
+                ranks.meet(path)
                 sigma[path] = _set_constants_(layer, watch.site_tokens(layer, args[0], masks), path, share, ranks)
             return layer.forward(args[0])
 
         with watch.unchanged_on_error(paths), watch.undisturbed(model, batch), watch.hooked(paths, set_):
             watch.call(model, batch)
-            ranks.meet(names)
+            ranks.meet()
             if not sigma:
                 raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
     beta = {path: float(layers[path].beta().detach().median()) for path in layers if path in sigma}

@@ -12,9 +12,8 @@ from torch import Tensor
 from dynorm.errors import DataError, DynormError, ModelError
 from dynorm.layers import PointwiseNorm
 
-# Said instead of the number of the layer that a rank has reached.
-BATCH, OVER, END, FAILED = -1, -2, -3, -4
-_WORDS = {BATCH: "a new batch", OVER: "the end of its batches", END: "the end of a batch", FAILED: "an error"}
+# Said instead of the path of the layer that a rank has reached.
+BATCH, OVER, END, FAILED = "a new batch", "the end of its batches", "the end of a batch", "an error"
 
 
 @contextmanager
@@ -34,8 +33,8 @@ def joined(device: str) -> Iterator["Ranks"]:
 class Ranks:
     """The processes of the default group, each with its own share of the data; without a group this one alone.
 
-    Every exchange has the same size, however far a rank is; sums follow only when all have reached the same layer. So
-    a rank that fails, or goes another way, is seen by the others, which raise ``error`` instead of waiting.
+    Each says a word, however far it is; sums follow only when all have reached the same layer. So a rank that fails, or
+    goes another way, is seen by the others, which raise ``error`` instead of waiting.
     """
 
     def __init__(
@@ -46,8 +45,6 @@ class Ranks:
         # In a fake group, which serves to count collectives, nobody answers.
         self.size = torch.distributed.get_world_size(group) if there and backend != "fake" else 1
         self.rank = torch.distributed.get_rank(group) if self.size > 1 else 0
-        # Where small exchanges live: NCCL knows accelerators only.
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._group = group
         self._error = error
         # Nobody is listening any more: all ranks know that one failed.
@@ -73,23 +70,12 @@ class Ranks:
         """Return this rank's part: every so manieth, from the one of its own number."""
         return samples[self.rank :: self.size]
 
-    def total(self, count: int) -> int:
-        """Return the sum of a number over the ranks."""
-        return int(self.summed(torch.tensor([count], device=self.device)))
-
-    def mean(self, value: float) -> float:
-        """Return the mean of a number over the ranks, when all have come to the end of a batch."""
-        self.all_say(END)
-        return float(self.summed(torch.tensor([value], dtype=torch.float64, device=self.device))) / self.size
-
-    def all_say(self, word: int) -> list[int]:
-        """Tell the others how far this rank is, and return how far each is; raise where another one has failed."""
+    def all_say(self, word: Any) -> list[Any]:
+        """Tell the others a word, such as how far this rank is, and return each one's; raise where one has failed."""
         if self._over:
             return [word]
-        mine = torch.tensor([word], dtype=torch.int64, device=self.device)
-        words = [torch.empty_like(mine) for _ in range(self.size)]
-        self._exchange(torch.distributed.all_gather, words, mine)
-        found = [int(each) for each in words]
+        found: list[Any] = [None] * self.size
+        self._exchange(torch.distributed.all_gather_object, found, word)
         if FAILED in found:
             self._over = True
             if word != FAILED:
@@ -99,14 +85,13 @@ class Ranks:
                 )
         return found
 
-    def meet(self, paths: Sequence[str], path: str | None = None) -> None:
+    def meet(self, path: str = END) -> None:
         """Wait until every rank has reached the layer at ``path``, or the end of a batch; DataError if one has not."""
-        found = self.all_say(END if path is None else paths.index(path))
+        found = self.all_say(path)
         if len(set(found)) == 1:
             return
         self._over = True
-        there = [paths[each] if each >= 0 else _WORDS[each] for each in found]
-        listed = ", ".join(f"rank {rank} {name!r}" for rank, name in list(enumerate(there))[:8])
+        listed = ", ".join(f"rank {rank} {name!r}" for rank, name in list(enumerate(found))[:8])
         raise DataError(
             f"all ranks must reach the same layers in the same order, but came to {listed}: give each rank batches "
             "that use the same layers, or call this before the process group is initialized"
@@ -131,8 +116,7 @@ class Ranks:
         for value in values:
             # float64 holds each value of the smaller dtypes.
             seen.update(value.detach().double().cpu().contiguous().numpy().tobytes())
-        # One number: ranks with other shapes could not even compare.
-        found = self.all_say(int.from_bytes(seen.digest()[:7], "little"))
+        found = self.all_say(seen.digest())
         if odd := [rank for rank, each in enumerate(found) if each != found[0]]:
             self._over = True
             raise ModelError(

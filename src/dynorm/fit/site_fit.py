@@ -157,7 +157,7 @@ class SiteFit:
         """Choose centre and candidates by the first tokens that have a spread over their channels."""
         layer = self.layer
         alive = x[own_betas(x, self.kind, 0.0).amax(1) > DEAD * x.square().sum(1)] if len(x) else x
-        if not self._ranks.total(len(alive)):
+        if not any(self._ranks.all_say(len(alive))):
             return
         beta = own_betas(alive, self.kind, self.eps)
         # Without eps, the only channel of a token that is not 0 has a beta of 0.
