@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import dynorm
-from dynorm.anneal.schedule import positions
+from dynorm.anneal.schedule import annealed_layers
 from dynorm.errors import ArgumentError, StorageError
 from studies.callbacks import WarmUp, Watch
 from studies.data import Data
@@ -115,7 +115,7 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
             if values := constants(model):
                 extra["beta"] = [float(f"{value:.4g}") for value in values.values()]
             if self.settings.arm_spec.annealed:
-                extra["t"] = round(fmean(positions(model).values()), 4)
+                extra["t"] = round(fmean(layer.position for layer in annealed_layers(model).values()), 4)
             logs.update(extra)
         super().log(logs, start_time)
 

@@ -240,7 +240,7 @@ def require_plain_model(model: nn.Module) -> None:
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
-        if known := [_WRAPPERS[name] for name in _torch_classes(module) if name in _WRAPPERS]:
+        if known := [_WRAPPERS[name] for name in torch_classes(module) if name in _WRAPPERS]:
             raise ModelError(f"{place} must be a plain module, but is {': '.join(known[0])}")
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise ModelError(f"{place} must be a plain module, but is compiled: call .compile() afterwards")
@@ -257,10 +257,6 @@ def require_plain_model(model: nn.Module) -> None:
             raise ModelError(f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards")
 
 
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether ``fully_shard``, FSDP2, has sharded a module."""
-    return "FSDPModule" in _torch_classes(module)
-
-
-def _torch_classes(module: nn.Module) -> list[str]:
+def torch_classes(module: nn.Module) -> list[str]:
+    """Return the names of torch's own classes that a module is of."""
     return [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dynorm
 from dynorm import theory
-from dynorm.anneal.schedule import AnnealSchedule, annealed_layers, positions
+from dynorm.anneal.schedule import AnnealSchedule, annealed_layers
 
 TARGETS = {"annealed": dynorm.DyISRU, "annealed_dyt": dynorm.DyT, "annealed_derf": dynorm.Derf,
            "annealed_linear": dynorm.LinearControl}  # fmt: skip
@@ -54,6 +54,10 @@ class ChannelsFirst(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mean, var = x.mean(1, keepdim=True), x.var(1, keepdim=True, correction=0)
         return (x - mean) / (var + 1e-6).sqrt() * self.weight[:, None] + self.bias[:, None]
+
+
+def positions(model: nn.Module) -> dict[str, float]:
+    return {path: layer.position for path, layer in annealed_layers(model).items()}
 
 
 def net(dtype: torch.dtype = torch.float64) -> Net:

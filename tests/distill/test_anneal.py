@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import dynorm
-from dynorm.anneal.schedule import positions
+from dynorm.anneal.schedule import annealed_layers
 from dynorm.anneal.start import require_same_anneal
 from dynorm.distill import AnnealCallback
 from tests.parallel.launch import Found, errors, launch, values
@@ -142,7 +142,7 @@ def test_training_begins_where_the_run_stands() -> None:
     at = partial(SimpleNamespace, max_steps=STEPS)
     for step, t in ((0, 0.0), (6, 0.5), (8, 1.0), (2, 0.0)):
         callback.on_train_begin(None, at(global_step=step), None, model=net)
-        assert set(positions(net).values()) == {t}
+        assert {layer.position for layer in annealed_layers(net).values()} == {t}
     callback.on_step_begin(None, at(global_step=4), None, model=net)
     assert any(m._forward_hooks for m in net.modules())
     callback.on_train_begin(None, at(global_step=0), None, model=net)

@@ -1,7 +1,7 @@
 """Move a model from its norms to point-wise functions, step by step, and take the norms away at the end."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal
@@ -13,7 +13,7 @@ from dynorm.layers import AnnealedNorm
 from dynorm.layers.annealed import check_t
 from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
 from dynorm.site import any_match, as_globs
-from dynorm.watch import is_fully_sharded
+from dynorm.watch import torch_classes
 
 Curve = Literal["linear", "cosine"]
 Order = Literal["together", "last_first", "first_last"]
@@ -104,7 +104,7 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         raise ModelError(
             "a layer must have a parent to be replaced in, but the model is the layer itself: call its end()"
         )
-    if any(is_fully_sharded(module) for module in model.modules()):
+    if any("FSDPModule" in torch_classes(module) for module in model.modules()):
         raise ModelError(
             "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: it is point-wise "
             "already; gather its state dict, load it into an unsharded copy, and finalize that"
@@ -198,8 +198,3 @@ def _is_steps(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return float(value) >= 0 if isinstance(value, Integral) else 0 <= float(value) <= 1
-
-
-def positions(model: nn.Module) -> Mapping[str, float]:
-    """Return t of each annealed layer by its path."""
-    return {path: layer.position for path, layer in annealed_layers(model).items()}

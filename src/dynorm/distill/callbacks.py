@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dynorm.anneal.schedule import AnnealSchedule, Curve, Order, positions
+from dynorm.anneal.schedule import AnnealSchedule, Curve, Order, annealed_layers
 from dynorm.anneal.start import AnnealStart, require_same_anneal
 from dynorm.fit.monitor import Monitor
 from dynorm.layers import AnnealedNorm
@@ -64,7 +64,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
         if not any(isinstance(module, AnnealedNorm) for module in model.modules()):
             # The model was finalized since; its evaluation logs too.
             return
-        t = {"t": round(fmean(positions(model).values()), 4)}
+        t = {"t": round(fmean(layer.position for layer in annealed_layers(model).values()), 4)}
         if logs is not None:
             logs.update(t)
         if state.log_history:

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dynorm.layers import PointwiseNorm
 
 # Said instead of the path of the layer that a rank has reached.
 BATCH, OVER, END, FAILED = "a new batch", "the end of its batches", "the end of a batch", "an error"
+Word = TypeVar("Word")
 
 
 @contextmanager
@@ -70,7 +71,7 @@ class Ranks:
         """Return this rank's part: every so manieth, from the one of its own number."""
         return samples[self.rank :: self.size]
 
-    def all_say(self, word: Any) -> list[Any]:
+    def all_say(self, word: Word) -> list[Word]:
         """Tell the others a word, such as how far this rank is, and return each one's; raise where one has failed."""
         if self._over:
             return [word]

@@ -52,9 +52,6 @@ def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
 class SiteFit:
     r"""Running sums from which the constants of one layer follow in closed form.
 
-    :meth:`update` adds a batch to the sums, and :meth:`solve_` gives the layer the constants that fit all tokens so far
-    best.
-
     For each candidate beta of a grid and each channel, with f the layer's function without affine map and y the
     target, the sums of f, f^2, f y, y and y^2 are kept. From them follow, per channel, the weight and bias of
     least squares and the residual; the beta with the smallest residual wins, for all channels together or one
@@ -63,11 +60,8 @@ class SiteFit:
     A layer that may have witnesses gets them first, from :class:`dynorm.fit.witnesses.TokenScales`. They are chosen
     anew after 1, 2, 4, 8, ... batches, from all tokens so far; where that changes the function, the sums start anew.
 
-    Of an annealed layer only the constants are fitted, to the core of its norm: its weight and bias are the norm's, and
-    the norm needs them until the annealing has begun.
-
-    All ``ranks`` add their own tokens, at the same time. A ``careful`` fit rather has outputs too small
-    than too large, for layers whose errors add up.
+    Of an annealed layer only the constants are fitted, to the core of its norm. All ``ranks`` add their own tokens, at
+    the same time. A ``careful`` fit rather has outputs too small than too large, for layers whose errors add up.
     """
 
     def __init__(self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, *, careful: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import watch
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.errors import ModelError
 from dynorm.family import NAMES
 from dynorm.fit.calibrate import run_norms, warn_of_defaults
 from dynorm.fit.monitor import saturated_share
@@ -78,8 +78,6 @@ def measure(
         >>> report.sites[0].path, report.sites[0].tokens, report.output.kind
         ('1', 256, 'tensor')
     """
-    if points < 1:
-        raise ArgumentError(f"points must be at least 1, got {points}")
     watch.require_plain_model(model)
     warn_of_defaults(model)
     found = _Measurement(model, original, OutputComparison(output), seed, points)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import functional, theory, watch
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.errors import ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fit.calibrate import run_norms
 from dynorm.fit.site_fit import own_betas
@@ -71,8 +71,6 @@ def inspect_norms(
     Reference:
         Section 4, eq. 17 to 19.
     """
-    if points < 1:
-        raise ArgumentError(f"points must be at least 1, got {points}")
     watch.require_plain_model(model)
     remaining = watch.iterate(batches)
     if sites is None:
@@ -161,11 +159,10 @@ class Outliers:
         start = float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12)) * scale**2
         fit = core_fit(fitted, held_out, center, scale, start)
         x, y = torch.tensor(held_out.points(), dtype=torch.float64)
-        values = {
-            name: f(x, torch.tensor(fit.betas[name], dtype=torch.float64), center, scale)
+        residuals = {
+            name: float((f(x, torch.tensor(fit.betas[name], dtype=torch.float64), center, scale) - y).abs().mean())
             for name, f in FUNCTIONS.items()
         }
-        residuals = {name: float((value - y).abs().mean()) for name, value in values.items()}
         _, mean, square = (self._logs / self._logs[0].clamp_min(1)).tolist()
         spread = math.sqrt(max(square - mean * mean, 0.0))
         few = slice(None, None, max(1, len(x) // 800))

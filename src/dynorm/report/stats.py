@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dynorm.errors import DataError
+from dynorm.errors import ArgumentError, DataError
 from dynorm.family import FAMILY
 from dynorm.report.sizes import SizeStats, token_places
 from dynorm.site import NormSite
@@ -182,26 +182,27 @@ def core_fit(
     fitted: Histogram | Reservoir, held_out: Histogram | Reservoir, center: float, scale: float, start: float
 ) -> CoreFit:
     """Fit the functions to some values, their betas looked for about ``start``, and measure their errors on others."""
-    betas = {name: _best_beta(partial(fitted.error, name, center=center, scale=scale), start) for name in FUNCTIONS}
-    alone = {name: torch.tensor([beta], dtype=torch.float64) for name, beta in betas.items()}
-    errors = {name: float(held_out.error(name, beta, center, scale)) for name, beta in alone.items()}
-    return CoreFit(scale, center, betas, errors)
+    best = {name: _best_beta(partial(fitted.error, name, center=center, scale=scale), start) for name in FUNCTIONS}
+    errors = {name: float(held_out.error(name, beta, center, scale)) for name, beta in best.items()}
+    return CoreFit(scale, center, {name: float(beta) for name, beta in best.items()}, errors)
 
 
-def _best_beta(error: Callable[[Tensor], Tensor], start: float) -> float:
+def _best_beta(error: Callable[[Tensor], Tensor], start: float) -> Tensor:
     """Return the beta of least error: a grid of twelve decades about ``start``, then four finer ones."""
     low, high, count = math.log10(start) - 4, math.log10(start) + 8, 97
     for _ in range(5):
         grid = torch.linspace(low, high, count, dtype=torch.float64)
         best = int(error(10**grid).argmin())
         low, high, count = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, count - 1)]), 17
-    return float(10 ** grid[best])
+    return 10 ** grid[best, None]
 
 
 class SiteStats:
     """The running statistics of one norm's inputs in the original model, with a sample of so many points."""
 
     def __init__(self, site: NormSite, seed: int, points: int) -> None:
+        if points < 1:
+            raise ArgumentError(f"points must be at least 1, got {points}")
         self.site = site
         self.tokens = 0
         channels = math.prod(site.normalized_shape)
