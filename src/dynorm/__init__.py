@@ -88,5 +88,9 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    # The callbacks import transformers, so only when one of them is used.
-    from dynorm.distill import __getattr__ as __getattr__
+
+    def __getattr__(name: str) -> object:
+        """Import transformers only when one of its callbacks is used."""
+        if name not in ("AnnealCallback", "MonitorCallback"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(distill, name)

@@ -26,8 +26,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """Import transformers only when one of its callbacks is used."""
         if name not in ("AnnealCallback", "MonitorCallback"):
-            # The package's face has this function too.
-            raise AttributeError(f"dynorm has no attribute {name!r}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from dynorm.distill import callbacks
 
         return getattr(callbacks, name)
