@@ -23,7 +23,8 @@ def row(report: dict[str, Any]) -> Row:
     meta = report["meta"]
     training = meta["stages"].get("distill", {})
     return {
-        "stage": "distilled" if training else "calibrated",
+        "witnesses": meta["recipe"]["witnesses"],
+        "refined": meta["recipe"]["refine"],
         **{name: training.get(name, 0) for name in ("steps", "samples", "lr")},
         "seconds": sum(meta["seconds"].values()),
         **{name: report["output"][name] for name in FIGURES},

@@ -124,14 +124,15 @@ def speech_table() -> str:
 
 
 def images_table() -> str:
-    """One row per stage of DINOv2: how far the embeddings of held-out photographs are from the original's."""
+    """One row per conversion of DINOv2: how far the embeddings of held-out photographs are from the original's."""
     lines = [
-        "| stage | steps | cosine: mean | median | worst | rank correlation of all pairs | nearest neighbour kept |",
+        "| refined, steps | distilled, steps | cosine: mean | median | worst | rank correlation of all pairs "
+        "| nearest neighbour kept |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in load("images")["rows"]:
         figures = (f"{row[name]:.3f}" for name in ("cosine_mean", "cosine_median", "cosine_min", "spearman"))
-        lines.append(f"| {row['stage']} | {row['steps']} | {' | '.join(figures)} | {row['neighbours']:.0%} |")
+        lines.append(f"| {row['refined']} | {row['steps']} | {' | '.join(figures)} | {row['neighbours']:.0%} |")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ logging.getLogger("torch.__trace").propagate = True
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen() -> None:
-    """Spare the collector of garbage what was imported, which stays: to look at it took a third of the run."""
+    """Spare the collector of garbage what was imported, for it stays, and to look at it takes long."""
     gc.collect()
     gc.freeze()
 

@@ -207,7 +207,7 @@ def test_code_in_an_error_stays_code(
     def fail(*arguments: object, **options: object) -> None:
         raise ModelError("device must have numbers: call model.to_empty(device=...) first")
 
-    monkeypatch.setattr("dynorm.distill.pipeline.convert_pretrained", fail)
+    monkeypatch.setattr("dynorm.cli.pretrained.convert_pretrained", fail)
     monkeypatch.setattr("sys.argv", ["dynorm", "convert", str(encoder), str(tmp_path / "out")])
     with pytest.raises(SystemExit):
         main()
