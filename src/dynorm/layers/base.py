@@ -361,7 +361,6 @@ class LogBetaNorm(PointwiseNorm):
     """
 
     constants = ("log_beta",)
-    constant_from = staticmethod(torch.log)
     own_arguments = ("beta_init",)
     log_beta: nn.Parameter
 
@@ -379,6 +378,12 @@ class LogBetaNorm(PointwiseNorm):
     def beta(self) -> Tensor:
         """Return ``exp(log_beta)`` in at least float32."""
         return upcast(self.log_beta).exp()
+
+    # Not torch.log itself, whose docstring would stand in the reference.
+    @staticmethod
+    def constant_from(beta: Tensor, /) -> Tensor:
+        """Return ``log(beta)``."""
+        return beta.log()
 
     def _initial_constants(self) -> dict[str, float]:
         return {"log_beta": math.log(self.channels if self.beta_init is None else self.beta_init)}
