@@ -19,14 +19,13 @@ FIGURES = ("cosine_mean", "cosine_median", "cosine_min", "spearman", "neighbours
 
 
 def row(report: dict[str, Any]) -> Row:
-    """Return what was done, how long it took, and how far the images' embeddings are from the original's."""
+    """Return what was done, and how far the images' embeddings are from the original's."""
     meta = report["meta"]
     training = meta["stages"].get("distill", {})
     return {
         "witnesses": meta["recipe"]["witnesses"],
         "refined": meta["recipe"]["refine"],
         **{name: training.get(name, 0) for name in ("steps", "samples", "lr")},
-        "seconds": sum(meta["seconds"].values()),
         **{name: report["output"][name] for name in FIGURES},
     }
 
