@@ -210,7 +210,6 @@ def checkpoints(study: Mapping[str, Any]) -> str:
         rows.append(
             f"| {found['task']} | {found['steps']:,} | {found['kind']} | {found['runs']} | {found['last']} | {most} |"
         )
-    worst = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=None)
     if len(rows) == 2:
         return _unless_empty(rows)
     worst = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=math.nan)

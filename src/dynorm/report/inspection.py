@@ -82,7 +82,7 @@ def inspect_norms(
     with watch.undisturbed(model, evaluate=True):
         for batch, share in parted(remaining, fit_on):
             count += share < 1
-            run_norms(model, watched, batch, lambda norm, x, _: watched[norm].see(x, batch, share))  # noqa: B023
+            run_norms(model, watched, batch, lambda norm, x, _, b=batch, s=share: watched[norm].see(x, b, s))
     return InspectionReport(
         model=type(model).__name__,
         sites=[site.report(decode) for site in reached(watched.values(), "norm")],
