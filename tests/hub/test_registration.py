@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from dynorm.hub import save
-from dynorm.hub.after_import import AfterImport, after_import
 from tests.hub.folders import fresh
 from tests.hub.models import bert
 
@@ -34,7 +29,6 @@ for name, first_lines in json.loads(sys.argv[1]).items():
         model = transformers.AutoModel.from_pretrained(os.path.join(sys.argv[2], "m"))
         assert type(model.embeddings.LayerNorm).__name__ == "DyISRU"
         model.save_pretrained(os.path.join(sys.argv[2], name))
-        assert not [finder for finder in sys.meta_path if type(finder).__name__ == "AfterImport"]
         os._exit(0)
     print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep=":", flush=True)
     assert "transformers" not in sys.modules
@@ -78,31 +72,3 @@ except OSError as error:
     print(type(error).__name__, error)
 """
     assert "StorageError transformers 5 must be installed" in fresh(script, tmp_path / "m").stdout
-
-
-@pytest.fixture
-def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.syspath_prepend(tmp_path)
-    before = list(sys.meta_path)
-    yield tmp_path / "dynorm_test_waited_for.py"
-    sys.meta_path[:] = before
-    sys.modules.pop("dynorm_test_waited_for", None)
-
-
-def test_the_wait_ends_with_an_import_that_succeeds(own_module: Path) -> None:
-    seen: list[str] = []
-    name = own_module.stem
-    after_import(name, lambda: seen.append("once"))
-    after_import(name, lambda: seen.append("replaced the first"))
-    with pytest.raises(ModuleNotFoundError):
-        __import__(name)
-    own_module.write_text("raise ValueError('not yet')")
-    with pytest.raises(ValueError, match="not yet"):
-        __import__(name)
-    assert seen == []
-    own_module.write_text("value = 7  # of another length")
-    assert __import__(name).value == 7
-    assert seen == ["replaced the first"]
-    assert not any(isinstance(finder, AfterImport) and finder.name == name for finder in sys.meta_path)
-    after_import(name, lambda: seen.append("at once"))
-    assert seen[-1] == "at once"

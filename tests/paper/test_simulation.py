@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynorm
-from dynorm.paper.simulation import channel_betas, closed_form, simulate
+from dynorm.paper.fits import closed_form
+from dynorm.paper.simulation import channel_betas, simulate
 
 
 def test_the_published_sample() -> None:
@@ -36,7 +37,8 @@ def test_the_outputs_are_layer_norms() -> None:
 
 def test_the_closed_form_of_the_published_sample_needs_no_fit() -> None:
     simulation = simulate()
-    center, beta, residuals = closed_form(simulation)
+    closed = closed_form(simulation)
+    center, beta, residuals = closed.center, closed.value, closed.residuals
     others = simulation.tokens[0, :-1]
     assert center == pytest.approx(others.mean(), rel=1e-13)
     assert beta == pytest.approx(100 * others.var(), rel=1e-13)
@@ -50,7 +52,7 @@ def test_equation_14_is_the_same_at_every_step() -> None:
     simulation = simulate()
     betas = channel_betas(simulation)
     assert betas.round(3).tolist() == [292.204] * 9
-    np.testing.assert_allclose(betas, (99 / 100) ** 2 * closed_form(simulation).beta, rtol=1e-13)
+    np.testing.assert_allclose(betas, (99 / 100) ** 2 * closed_form(simulation).value, rtol=1e-13)
 
 
 @settings(deadline=None, max_examples=40)
@@ -69,7 +71,7 @@ def test_the_closed_form_is_exact_everywhere(channels: int, sigma: float, mean: 
 def test_two_channels_are_plus_and_minus_one() -> None:
     simulation = simulate(channels=2)
     np.testing.assert_allclose(simulation.normalized, [[-1.0, 1.0]] * 10, rtol=0, atol=1e-14)
-    assert closed_form(simulation).beta == 0
+    assert closed_form(simulation).value == 0
 
 
 @pytest.mark.parametrize(

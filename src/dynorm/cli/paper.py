@@ -36,7 +36,7 @@ def paper(
     """
     from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render
     from dynorm.paper.generality import PAPER_SEED, reproduce, study_all
-    from dynorm.paper.table import document, generality_csv, outliers_csv, printed, samples_csv
+    from dynorm.paper.table import document, outliers_csv, printed
 
     names = list(dict.fromkeys(figure or [name for name in FIGURES if seed is None or name != "fig5"]))
     check_figures(names, with_study=seed is None)
@@ -45,9 +45,6 @@ def paper(
         "table.json": lambda found: json.dumps(document(found), indent=1) + "\n",
         "table.csv": outliers_csv,
     }
-    if seed is None:
-        tables["generality.csv"] = lambda found: generality_csv(found.generality)
-        tables["samples.csv"] = lambda found: samples_csv(found.generality.base)
     for file in [*tables, *(f"{name}.{format}" for name in names for format in FORMATS)]:
         require_writable(out / file)
     stderr = Console(stderr=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import ModuleType
 
 from torch import nn
+from wrapt import register_post_import_hook
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory
 from dynorm.fit.calibrate import warn_of_defaults
-from dynorm.hub.after_import import after_import
 from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 from dynorm.watch import require_plain_model
@@ -130,7 +130,7 @@ def _read(folder: Path, model: nn.Module | None) -> nn.Module:
 def register_with_transformers() -> None:
     """Make ``from_pretrained`` and ``save_pretrained`` know converted models, once transformers is imported."""
 
-    def register() -> None:
+    def register(_: ModuleType) -> None:
         try:
             # The module registers itself when it is imported, for its own import may be the first of transformers.
             _with_transformers()
@@ -141,7 +141,7 @@ def register_with_transformers() -> None:
                 stacklevel=2,
             )
 
-    after_import(_MODELING, register)
+    register_post_import_hook(register, _MODELING)
 
 
 def _with_transformers() -> ModuleType:

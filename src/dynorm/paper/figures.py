@@ -13,7 +13,7 @@ import torch
 
 from dynorm.errors import ArgumentError, require_library
 from dynorm.family import FAMILY
-from dynorm.functional import dyisru, dyisru_general, dyt
+from dynorm.functional import dyisru, dyt
 from dynorm.paper.generality import Reproduction, Study
 from dynorm.paper.simulation import STEP, STEPS, Array, Simulation
 
@@ -156,9 +156,7 @@ def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
     _draw_circles(axes, x[:-1], y[:-1], "other channels")
     if step > 1:
         curve = np.linspace(simulation.outliers[0], simulation.outliers[step - 1], 200)
-        center, beta, _ = reproduction.closed
-        y = dyisru_general(torch.from_numpy(curve), beta, center, scale=math.sqrt(simulation.channels - 1))
-        axes.plot(curve, y.numpy(), color=GREY, linewidth=1.2, label="through the outliers")
+        axes.plot(curve, reproduction.closed.function(curve), color=GREY, linewidth=1.2, label="through the outliers")
     _draw_outliers(axes, simulation, step)
 
 

@@ -16,8 +16,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dynorm.errors import ArgumentError
-from dynorm.functional import derf, dyisru, dyt, linear
-from dynorm.paper.simulation import Array
+from dynorm.functional import derf, dyisru, dyisru_general, dyt, linear
+from dynorm.paper.simulation import Array, Simulation
+from dynorm.theory import leave_one_out_beta, leave_one_out_mean
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,19 @@ FAMILIES = {
     )
 }
 FITTED = (*FAMILIES, "linear")
+CLOSED = "closed form"
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A function with its fitted constant, and how far it is from the points that it was fitted on."""
+    """A function with its constant, fitted or known, and how far it is from some points."""
 
-    name: str  # DyT, Derf, DyISRU or linear
+    name: str  # DyT, Derf, DyISRU, linear or closed form
     constant: str  # what the constant is called: alpha, beta or slope
     value: float
     residuals: Array  # function minus y, at each x
-    function: Callable[[ArrayLike], Array]  # the fitted function, of an array of any shape
+    function: Callable[[ArrayLike], Array]  # of an array of any shape
+    center: float = 0.0  # what is taken off x; of the closed form alone
 
     @property
     def mean_absolute_residual(self) -> float:
@@ -72,16 +75,37 @@ def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
     x has the shape (n,), each of the sign of its output y, which is within the bounds of LayerNorm. ArgumentError is
     raised for points that cannot be fitted, and where scipy is not installed.
     """
-    inputs, outputs = _points(x, y, channels)
-    (value,) = fit_many(name, inputs.numpy()[None], outputs.numpy()[None], channels).tolist()
+    inputs, outputs = (points.numpy() for points in _points(x, y, channels))
+    (value,) = fit_many(name, inputs[None], outputs[None], channels).tolist()
+    label = FAMILIES[name].constant if name in FAMILIES else "slope"
+    return _fit(name, label, value, inputs, outputs, lambda z: outputs_of(name, z, value, channels))
 
+
+def _fit(
+    name: str, label: str, value: float, x: Array, y: Array, of: Callable[[Tensor], Array], center: float = 0.0
+) -> Fit:
     def function(z: ArrayLike) -> Array:
         # A copy: torch refuses read-only and reversed arrays.
-        copied = torch.from_numpy(np.array(z, dtype=np.float64, order="C", ndmin=1))
-        return outputs_of(name, copied, value, channels).reshape(np.shape(z))
+        return of(torch.from_numpy(np.array(z, dtype=np.float64, order="C", ndmin=1))).reshape(np.shape(z))
 
-    label = FAMILIES[name].constant if name in FAMILIES else "slope"
-    return Fit(name, label, value, function(inputs.numpy()) - outputs.numpy(), function)
+    return Fit(name, label, value, function(x) - y, function, center)
+
+
+def closed_form(simulation: Simulation) -> Fit:
+    r"""Return LayerNorm's function of the outlier, known before any outlier is seen: no fit is needed.
+
+    .. math:: y_o = \sqrt{C - 1} \frac{x_o - m_o}{\sqrt{C v_o + (x_o - m_o)^2}}
+
+    m_o, the centre, and v_o are the mean and the biased variance of the other channels. They do not change when the
+    outlier does, so they are taken from the sample alone, and one pair of constants serves every step. This is eq. 13
+    with that centre; its beta, C v_o, is eq. 14's times (C / (C - 1))**2. The residuals are rounding errors.
+    """
+    sample, scale = torch.from_numpy(simulation.tokens[0]), math.sqrt(simulation.channels - 1)
+    center, beta = float(leave_one_out_mean(sample)[-1]), leave_one_out_beta(sample)[-1:]
+    x, y = simulation.outliers, simulation.outputs
+    return _fit(
+        CLOSED, "beta", float(beta), x, y, lambda z: dyisru_general(z, beta, center, scale=scale).numpy(), center
+    )
 
 
 def outputs_of(name: str, x: Tensor, constant: float | Tensor, channels: int) -> Array:

@@ -12,18 +12,8 @@ from numpy.typing import NDArray
 
 from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru_general, layer_norm
-from dynorm.paper.fits import FITTED, Fit, fit, fit_many, outputs_of
-from dynorm.paper.simulation import (
-    STEP,
-    STEPS,
-    Array,
-    ClosedForm,
-    Simulation,
-    check_settings,
-    closed_form,
-    raised,
-    simulate,
-)
+from dynorm.paper.fits import FITTED, Fit, closed_form, fit, fit_many, outputs_of
+from dynorm.paper.simulation import STEP, STEPS, Array, Simulation, check_settings, raised, simulate
 
 CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -209,8 +199,13 @@ class Reproduction:
 
     simulation: Simulation
     fits: Mapping[str, Fit]  # DyT, Derf, DyISRU and linear, by name
-    closed: ClosedForm
+    closed: Fit
     generality: Generality | None = None  # None for one sample alone
+
+    @property
+    def functions(self) -> tuple[Fit, ...]:
+        """Return the fits, and the closed form last."""
+        return *self.fits.values(), self.closed
 
 
 def reproduce(

@@ -1,16 +1,14 @@
 """The simulation of section 4: one random token whose largest element is pushed away, step by step."""
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dynorm.errors import ArgumentError
-from dynorm.functional import dyisru_general, layer_norm
-from dynorm.theory import channel_beta, leave_one_out_beta, leave_one_out_mean
+from dynorm.functional import layer_norm
+from dynorm.theory import channel_beta
 
 Array = NDArray[np.float64]
 
@@ -45,14 +43,6 @@ class Simulation:
         return self.normalized[1:, -1]
 
 
-class ClosedForm(NamedTuple):
-    """LayerNorm's function of the outlier, whose two constants are known without a fit."""
-
-    center: float  # m_o, the mean of the other channels
-    beta: float  # C v_o, where v_o is the biased variance of the other channels
-    residuals: Array  # closed form minus LayerNorm for S = 1, 2, ..., of shape (STEPS,)
-
-
 def simulate(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, seed: int = 1) -> Simulation:
     r"""Draw a token, push its largest element away in equal steps, and normalise every version.
 
@@ -83,23 +73,6 @@ def raised(samples: Array) -> Array:
     tokens = np.repeat(samples[..., None, :], STEPS + 1, axis=-2)
     tokens[..., -1] += STEP * np.arange(STEPS + 1)
     return tokens
-
-
-def closed_form(simulation: Simulation) -> ClosedForm:
-    r"""Return LayerNorm's function of the outlier, known before any outlier is seen: no fit is needed.
-
-    .. math:: y_o = \sqrt{C - 1} \frac{x_o - m_o}{\sqrt{C v_o + (x_o - m_o)^2}}
-
-    m_o and v_o are the mean and the biased variance of the other channels. They do not change when the outlier does,
-    so they are taken from the sample alone, and one pair of constants serves every step. This is eq. 13 with the centre
-    m_o; its beta is eq. 14's times (C / (C - 1))**2. The residuals are rounding errors.
-    """
-    sample, outliers = torch.from_numpy(simulation.tokens[0]), torch.from_numpy(simulation.outliers)
-    center, beta = float(leave_one_out_mean(sample)[-1]), float(leave_one_out_beta(sample)[-1])
-    # A beta of 0, at C = 2, is refused as a float.
-    constant, scale = torch.tensor([beta], dtype=torch.float64), math.sqrt(simulation.channels - 1)
-    y = dyisru_general(outliers, constant, center, scale=scale)
-    return ClosedForm(center, beta, y.numpy() - simulation.outputs)
 
 
 def channel_betas(simulation: Simulation) -> Array:

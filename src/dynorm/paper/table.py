@@ -2,31 +2,30 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from dynorm.paper.fits import CLOSED
 from dynorm.paper.generality import PAPER, Generality, Reproduction, Study
 from dynorm.paper.simulation import STEP, STEPS, Array, channel_betas
 from dynorm.report.page import rendered
 from dynorm.table import Column, Table
-
-CLOSED = "closed form"
 
 
 def document(reproduction: Reproduction) -> dict[str, Any]:
     """Return every number as plain lists and dictionaries, which ``json.dumps`` accepts."""
     simulation = reproduction.simulation
     functions = {
-        name: {
-            constant: value,
-            "mean_absolute_residual": mean,
-            "outputs": (residuals + simulation.outputs).tolist(),
-            "residuals": residuals.tolist(),
+        fit.name: {
+            fit.constant: fit.value,
+            "mean_absolute_residual": fit.mean_absolute_residual,
+            "outputs": (fit.residuals + simulation.outputs).tolist(),
+            "residuals": fit.residuals.tolist(),
         }
-        for name, constant, value, mean, residuals in _functions(reproduction)
+        for fit in reproduction.functions
     }
     closed = {"center": reproduction.closed.center, **functions.pop(CLOSED)}
     found: dict[str, Any] = {
@@ -50,32 +49,16 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
 def outliers_csv(reproduction: Reproduction) -> str:
     """Return one row per function and outlier: its constant, its mean absolute residual, and the output there."""
     simulation, rows = reproduction.simulation, []
-    for name, constant, value, mean, residuals in _functions(reproduction):
-        numbers = zip(simulation.outliers, simulation.outputs, residuals + simulation.outputs, residuals, strict=True)
-        rows += [[name, constant, value, mean, s, *map(float, row)] for s, row in enumerate(numbers, start=1)]
+    for fit in reproduction.functions:
+        outputs = fit.residuals + simulation.outputs
+        numbers = zip(simulation.outliers, simulation.outputs, outputs, fit.residuals, strict=True)
+        named = [fit.name, fit.constant, fit.value, fit.mean_absolute_residual]
+        rows += [[*named, s, *map(float, row)] for s, row in enumerate(numbers, start=1)]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
     header = ["function", "constant", "value", "mean_absolute_residual", "S", "x", "layer_norm", "output", "residual"]
-    return _csv(header, rows)
-
-
-def generality_csv(generality: Generality) -> str:
-    """Return a row for each setting and function: the distribution of its mean absolute residual."""
-    rows = []
-    for axis, study in _settings(generality):
-        found = study.to_dict()
-        setting = [axis, study.channels, study.sigma, study.mean, len(study.seeds)]
-        rows += [
-            [*setting, name, *spread.values(), found["best"][name], study.dyt_wins]
-            for name, spread in found["residuals"].items()
-        ]
-    header = ["axis", "channels", "sigma", "mean", "samples", "function"]
-    return _csv([*header, "min", "p5", "median", "p95", "max", "best", "dyt_wins"], rows)
-
-
-def samples_csv(base: Study) -> str:
-    """Return a row for each sample of one setting: its seed, the residuals, beta and the closed form's."""
-    columns = [base.seeds, *base.residuals.values(), base.closed_residuals, base.betas, base.closed_betas, base.centers]
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return _csv(["seed", *base.residuals, CLOSED, "beta", "C v_o", "m_o"], rows)
+    writer.writerows([header, *rows])
+    return text.getvalue()
 
 
 def printed(reproduction: Reproduction) -> Iterator[str]:
@@ -85,20 +68,19 @@ def printed(reproduction: Reproduction) -> Iterator[str]:
     means = Column("mean |residual|", lambda value: f"{value:.6g}" if value > 1e-9 else f"{value:.2g}")
     # The paper gives figures for one setting only.
     paper = PAPER if (simulation.channels, simulation.sigma) == (100, 2.0) else {}
-    rows, columns = [], {}
-    for name, constant, value, mean, residuals in _functions(reproduction):
-        columns[name] = residuals
-        named = f"{constant} = C v_o" if name == CLOSED else constant
-        printed_value, printed_mean = paper.get(name, ("", ""))
-        rows.append((name, named, value, printed_value, mean, printed_mean))
+    rows = []
+    for fit in reproduction.functions:
+        named = f"{fit.constant} = C v_o" if fit.name == CLOSED else fit.constant
+        printed_value, printed_mean = paper.get(fit.name, ("", ""))
+        rows.append((fit.name, named, fit.value, printed_value, fit.mean_absolute_residual, printed_mean))
     yield f"{Table(['function', 'constant', Column('value', '.8g'), 'paper', means, 'paper'], rows, title=title)}\n"
-    x, y = simulation.outliers, simulation.outputs
+    x, y, columns = simulation.outliers, simulation.outputs, {fit.name: fit.residuals for fit in reproduction.functions}
     yield _outlier_table("outputs", x, {"LayerNorm": y} | {name: r + y for name, r in columns.items()}, ".4f")
     yield _outlier_table("residuals (function - LayerNorm)", x, columns, ".2g")
     betas = " or ".join(dict.fromkeys(f"{beta:.6g}" for beta in channel_betas(simulation)))
     yield (
         f"The closed form needs no fit: its centre is m_o = {reproduction.closed.center:.4g}, its beta "
-        f"C v_o = {reproduction.closed.beta:.6g}. Eq. 14's beta of the outlier's channel is {betas} at every step.\n"
+        f"C v_o = {reproduction.closed.value:.6g}. Eq. 14's beta of the outlier's channel is {betas} at every step.\n"
     )
     if reproduction.generality is not None:
         yield _generality_table(reproduction.generality)
@@ -127,22 +109,6 @@ def _settings(generality: Generality) -> Iterator[tuple[str, Study]]:
     yield "base", generality.base
     for axis, studies in generality.axes.items():
         yield from ((axis, study) for study in studies)
-
-
-def _functions(reproduction: Reproduction) -> Iterator[tuple[str, str, float, float, Array]]:
-    """Yield each function's name, its constant's name and value, its mean absolute residual, and its residuals."""
-    for name, fit in reproduction.fits.items():
-        yield name, fit.constant, fit.value, fit.mean_absolute_residual, fit.residuals
-    closed = reproduction.closed
-    yield CLOSED, "beta", closed.beta, float(np.abs(closed.residuals).mean()), closed.residuals
-
-
-def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def verdict(generality: Generality) -> str:
