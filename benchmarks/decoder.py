@@ -20,7 +20,7 @@ import dynorm
 from benchmarks.distillation import reference
 from benchmarks.subjects import Batches, Row, add_rows
 from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
-from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, greedy, load_pretrained, make_batches
+from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
@@ -53,13 +53,13 @@ def main() -> None:
         name: blocks(pretrained, some) for name, some in (("docstrings", held_out), ("reference", prose(pretrained)))
     }
     prompts = [block[:GIVEN] for block in held_out[:PROMPTS]]
-    continued = greedy(pretrained, original, prompts, ASKED)
+    continued = pretrained.greedy(original, prompts, ASKED)
     started = time.process_time()
 
     def add(stage: str, done: int) -> None:
         row: Row = {"stage": stage, "steps": done, "tokens": done * recipe.batch * length}
         row |= {name: figures(model, original, batches) for name, batches in tests.items()}
-        same = greedy(pretrained, model, prompts, ASKED) == continued
+        same = pretrained.greedy(model, prompts, ASKED) == continued
         row["greedy"] = {"prompts": len(prompts), "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
         print(json.dumps(row), flush=True)

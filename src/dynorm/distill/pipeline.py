@@ -18,15 +18,7 @@ from dynorm.distill.convert_model import suits
 from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.inputs import Inputs, audio_inputs, image_inputs, text_inputs
 from dynorm.distill.media import find_audio, find_images
-from dynorm.distill.pretrained import (
-    Batches,
-    Checkpoint,
-    Pretrained,
-    ShuffledBatches,
-    greedy,
-    library_versions,
-    within_positions,
-)
+from dynorm.distill.pretrained import Batches, Checkpoint, Pretrained, ShuffledBatches, library_versions
 from dynorm.distill.speech import Listener, word_errors
 from dynorm.distill.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.distill.write import folders_of_modules, require_output, write_model, write_out
@@ -251,7 +243,7 @@ def _load(
     elif noun == "images":
         inputs = image_inputs(pretrained, *parts, facts)
     else:
-        recipe = replace(recipe, max_length=within_positions(pretrained, recipe.max_length or 0))
+        recipe = replace(recipe, max_length=pretrained.within_positions(recipe.max_length or 0))
         inputs = text_inputs(pretrained, *parts, facts, recipe.max_length or 0)
     original = listener and listener.original
     return _Job(pretrained, recipe, inputs, name or source.stem, say, track, original, listener)
@@ -383,7 +375,7 @@ class _Job:
         asked = min(_ASKED, self.recipe.max_length - given)
         decode: Callable[[Any], str] = self.pretrained.tokenizer.decode
         models = (self.original, self.pretrained.model)
-        before, now = (greedy(self.pretrained, model, prompts, asked) for model in models)
+        before, now = (self.pretrained.greedy(model, prompts, asked) for model in models)
         same = (before == now).float().mean(1).tolist()
         return [
             Continuation(decode(prompt), decode(a), decode(b), share)

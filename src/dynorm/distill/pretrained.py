@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,19 @@ class Pretrained:
         """Return a batch of texts that :func:`encode` returned."""
         found = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt")
         return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+    def within_positions(self, max_length: int) -> int:
+        """Return ``max_length``, or the number of the model's positions where it has fewer."""
+        return min(max_length, getattr(self.model.config, "max_position_embeddings", None) or max_length)
+
+    @torch.no_grad()
+    def greedy(self, model: Any, prompts: Sequence[list[int]], tokens: int) -> Tensor:
+        """Return a model's likeliest continuations of prompts of one length, ``tokens`` long, even past its end."""
+        ids = torch.tensor(prompts, device=next(model.parameters()).device)
+        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        pad = self.tokenizer.pad_token_id
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=pad, **length)
+        return cast("Tensor", found)[:, ids.shape[1] :].cpu()
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
@@ -267,18 +280,13 @@ def require_known_words(tokenizer: Any, encoded: Sequence[list[int]], size: int 
         )
 
 
-def within_positions(pretrained: Pretrained, max_length: int) -> int:
-    """Return ``max_length``, or the number of the model's positions where it has fewer."""
-    return min(max_length, getattr(pretrained.model.config, "max_position_embeddings", None) or max_length)
-
-
 def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) -> list[list[int]]:
     """Turn texts into token ids: one list per text for an encoder, full blocks of joined texts for a language model.
 
     Args:
         pretrained: whose tokenizer is used.
         texts: any number.
-        max_length: the longest text, and the size of a block; :func:`within_positions` says what the model can take.
+        max_length: the longest text, and the size of a block; at most the model's positions.
 
     Returns:
         One list of token ids per text, or per block.
@@ -288,7 +296,7 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
     """
     if not texts:
         raise DataError("there must be at least one text, got none")
-    max_length, tokenizer = within_positions(pretrained, max_length), pretrained.tokenizer
+    max_length, tokenizer = pretrained.within_positions(max_length), pretrained.tokenizer
     whole = (
         {"add_special_tokens": False} if pretrained.language_model else {"truncation": True, "max_length": max_length}
     )
@@ -361,17 +369,6 @@ class ShuffledBatches:
         samples = random.Random(self.seed).sample(self.samples, len(self.samples))
         self.seed += 1
         return iter(self.make(samples, self.batch_size, self.seed))
-
-
-@torch.no_grad()
-def greedy(pretrained: Pretrained, model: Any, prompts: Sequence[list[int]], tokens: int) -> Tensor:
-    """Return the likeliest continuations of prompts of one length, ``tokens`` long, whatever the model would end at."""
-    ids = torch.tensor(prompts, device=next(model.parameters()).device)
-    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-    pad = pretrained.tokenizer.pad_token_id
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=pad, **length)
-    assert isinstance(found, Tensor)
-    return found[:, ids.shape[1] :].cpu()
 
 
 def library_versions() -> dict[str, str]:

@@ -120,7 +120,7 @@ class PointwiseParallel(ParallelStyle):
             return None
         require_pointwise(module)
         axis = dims.index(self.input_layouts.dim)
-        share(module.normalized_shape[axis], mesh.size(), "channels")
+        share(module.normalized_shape[axis], mesh.size())
         return axis
 
 
