@@ -10,9 +10,9 @@ from dynorm import distill, functional, theory
 from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.distill import distill_
 from dynorm.distill.convert_model import convert_model
-from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
+from dynorm.errors import ArgumentError, CalibrationWarning, DataError, DynormError, ModelError, StorageError
 from dynorm.find import find_norms
-from dynorm.fit.calibrate import CalibrationReport, CalibrationWarning, calibrate_
+from dynorm.fit.calibrate import CalibrationReport, calibrate_
 from dynorm.fit.initialize import InitializationReport, init_from_batch_
 from dynorm.fit.monitor import Monitor
 from dynorm.fit.refine import RefinementReport, refine_

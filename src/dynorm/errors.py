@@ -28,6 +28,10 @@ class DataError(DynormError):
     """Batches, texts or activations cannot be used: none at all, of the wrong kind, or not finite."""
 
 
+class CalibrationWarning(UserWarning):
+    """Calibration went on, but something was left as it was."""
+
+
 class StorageError(DynormError, OSError):
     """A saved model cannot be written or read: missing, truncated, or of another class."""
 

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from dynorm.arguments import check_positive, upcast
-from dynorm.errors import ArgumentError, ModelError, StorageError, require_library
-from dynorm.fit.calibrate import CalibrationWarning
+from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, StorageError, require_library
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.fit.refine import joint_error, recomputing, recorded, relative_error
 from dynorm.layers import AnnealedNorm, param_groups

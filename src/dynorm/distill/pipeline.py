@@ -22,10 +22,10 @@ from dynorm.distill.pretrained import Batches, Checkpoint, Pretrained, ShuffledB
 from dynorm.distill.speech import Listener, word_errors
 from dynorm.distill.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.distill.write import folders_of_modules, require_output, write_model, write_out
-from dynorm.errors import ArgumentError, ModelError, require_library
+from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, require_library
 from dynorm.family import AUTO, layer_class
 from dynorm.find import find_norms
-from dynorm.fit import CalibrationWarning, calibrate_, refine_
+from dynorm.fit import calibrate_, refine_
 from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import TOLERANCE
 from dynorm.hub.contents import is_changed, listed

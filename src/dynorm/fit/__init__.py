@@ -1,8 +1,8 @@
 """Set the constants of point-wise layers from real activations."""
 
-from dynorm.fit.calibrate import CalibrationWarning, calibrate_
+from dynorm.fit.calibrate import calibrate_
 from dynorm.fit.initialize import init_from_batch_
 from dynorm.fit.monitor import Monitor
 from dynorm.fit.refine import refine_
 
-__all__ = ["CalibrationWarning", "Monitor", "calibrate_", "init_from_batch_", "refine_"]
+__all__ = ["Monitor", "calibrate_", "init_from_batch_", "refine_"]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from dynorm import watch
 from dynorm.arguments import check_not_negative
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
-from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers, swap_
 from dynorm.table import Column, Plain, Table
 
@@ -24,10 +24,6 @@ Outputs = dict[PointwiseNorm, list[Tensor]]
 Fits = dict[PointwiseNorm, SiteChoice]
 # Best on all-MiniLM-L6-v2 (post-norm), with two witnesses too. On SmolLM2-135M (pre-norm) 0 is best by far.
 _LEAN = 0.7
-
-
-class CalibrationWarning(UserWarning):
-    """Calibration went on, but something was left as it was."""
 
 
 @dataclass(frozen=True)
@@ -184,23 +180,6 @@ def _report(choice: SiteChoice) -> SiteCalibration:
     errors, name = choice.errors, NAMES.get(type(fit.layer), "")
     tried = errors if len(errors) > 1 else {}
     return SiteCalibration(choice.path, fit.tokens, beta, fit.error, fit.witnesses, name, tried)
-
-
-def warn_of_defaults(model: nn.Module) -> None:
-    """Warn once of all layers with the constants that they were made with; annealed ones get theirs later."""
-    left = []
-    for path, layer in dynorm_layers(model).items():
-        if replaced_by(layer) is not None and not isinstance(layer, AnnealedNorm):
-            own = getattr(layer, layer.constants[0])
-            fresh = getattr(type(layer)(**layer.config(), device=own.device, dtype=own.dtype), layer.constants[0])
-            left += [path] if torch.equal(own, fresh) else []
-    if left:
-        warnings.warn(
-            f"{len(left)} point-wise layers have default constants, far from their norms (the first is {left[0]}): "
-            "call dynorm.calibrate_(model, batches) first",
-            CalibrationWarning,
-            stacklevel=3,
-        )
 
 
 def _stream(model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, lean: float) -> int:

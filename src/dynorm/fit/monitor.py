@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.fit.calibrate import CalibrationWarning
+from dynorm.errors import CalibrationWarning
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.base import gathered
 from dynorm.replace.specs import require_layers

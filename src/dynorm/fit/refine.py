@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from dynorm import watch
 from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fit.calibrate import Outputs, norm_outputs, warn_of_defaults
+from dynorm.fit.calibrate import Outputs, norm_outputs
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.replace.specs import require_layers
+from dynorm.replace.specs import require_layers, warn_of_defaults
 from dynorm.table import Plain, Table
 
 

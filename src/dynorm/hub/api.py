@@ -12,9 +12,9 @@ from wrapt import register_post_import_hook
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory
-from dynorm.fit.calibrate import warn_of_defaults
 from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
+from dynorm.replace.specs import warn_of_defaults
 from dynorm.watch import require_plain_model
 
 _TRANSFORMERS_CONFIG = "config.json"

@@ -31,8 +31,9 @@ class Contents:
 
 def contents_of(model: nn.Module) -> Contents:
     """Return the contents of a model that is to be saved, or raise ModelError where a load could not build it again."""
+    changes = Contents(biases=added_biases(model), untied=untied(model), layers=specs_of(model))
     layers = dynorm_layers(model)
-    if not (layers or is_changed(model)):
+    if not (layers or changes.layers or changes.biases):
         raise ModelError(
             "the model must have point-wise layers, but has none: call dynorm.convert_(model, sites). (One whose fold "
             "changed only values is of its own class: save it with that class's own means.)"
@@ -51,7 +52,7 @@ def contents_of(model: nn.Module) -> Contents:
                 f"the model must be converted or quantized to be saved, but {name!r} is a {type(parameter).__name__}: "
                 "save it before quantizing, and quantize what was loaded"
             )
-    return Contents(specs_of(model), added_biases(model), untied(model))
+    return changes
 
 
 def is_changed(model: nn.Module) -> bool:

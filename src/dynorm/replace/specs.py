@@ -1,5 +1,6 @@
 """The layers of a converted model: where they stand, the norms they replaced, their serial form, and the swap."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -7,9 +8,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
 from dynorm.family import NAMES, layer_class
-from dynorm.layers import PointwiseNorm
+from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
 from dynorm.table import Plain
@@ -96,6 +97,23 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
                 "convert the original again, and calibrate, refine, distil and measure before saving"
             )
     return layers
+
+
+def warn_of_defaults(model: nn.Module) -> None:
+    """Warn once of all layers with the constants that they were made with; annealed ones get theirs later."""
+    left = []
+    for path, layer in dynorm_layers(model).items():
+        if replaced_by(layer) is not None and not isinstance(layer, AnnealedNorm):
+            own = getattr(layer, layer.constants[0])
+            fresh = getattr(type(layer)(**layer.config(), device=own.device, dtype=own.dtype), layer.constants[0])
+            left += [path] if torch.equal(own, fresh) else []
+    if left:
+        warnings.warn(
+            f"{len(left)} point-wise layers have default constants, far from their norms (the first is {left[0]}): "
+            "call dynorm.calibrate_(model, batches) first",
+            CalibrationWarning,
+            stacklevel=3,
+        )
 
 
 def replaced_by(layer: nn.Module) -> Replaced | None:

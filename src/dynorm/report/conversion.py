@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from dynorm import watch
 from dynorm.errors import ModelError
 from dynorm.family import NAMES
-from dynorm.fit.calibrate import run_norms, warn_of_defaults
+from dynorm.fit.calibrate import run_norms
 from dynorm.fit.monitor import saturated_share
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import replaced_by, require_layers
+from dynorm.replace.specs import replaced_by, require_layers, warn_of_defaults
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.stats import Reservoir, SiteStats, parted, reached
