@@ -148,8 +148,6 @@ class AnnealStart:
 def require_same_anneal(model: nn.Module) -> None:
     """Check that every rank has the same annealed layers, t and constants; ModelError on every rank if one differs."""
     ranks = Ranks(error=ModelError)
-    if ranks.size == 1:
-        return
     with ranks.together():
         layers = annealed_layers(model)
         constants = {path: layer.constant_parameters() for path, layer in layers.items()}

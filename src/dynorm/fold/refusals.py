@@ -34,6 +34,35 @@ class Stream:
     writes: list[Write] = field(default_factory=list)
     refused: str | None = None  # why its mean cannot be taken out
 
+    def require_writers(self, graph: Graph) -> None:
+        """Check that the parameters that write into it do nothing else."""
+        of_leaf = {write.leaf: write for write in self.writes}
+        gains = {write.gain[0] for write in self.writes if write.gain is not None}
+        narrowest = min(width(value) for value in self.values)
+        for write in self.writes:
+            slot = write.slot
+            if narrowest < slot.tensor.dtype.itemsize:
+                raise RefusedError(f"{slot.name} writes into it, and it is rounded to fewer digits than that has")
+            if slot.fixed is not None:
+                raise RefusedError(f"{slot.name} writes into it: {slot.fixed}")
+            if not slot.is_saved:
+                raise RefusedError(f"{slot.name} writes into it, and is not saved with the model")
+            # A parameter that is itself a value of the stream, as learned positions are: its uses were followed.
+            for leaf in () if write.leaf[0] is write.leaf[1] else slot.leaves:
+                other = of_leaf.get(leaf)
+                if other is None or other.axis != write.axis:
+                    use = graph.where(leaf[0])
+                    raise RefusedError(f"{slot.name} writes into it, and is also used by {use}{slot.hint}")
+                if (other.gain and other.gain[1]) is not (write.gain and write.gain[1]):
+                    how = f"several times, not always scaled by the same gain{slot.hint}"
+                    raise RefusedError(f"{slot.name} writes into it {how}")
+            if write.gain is not None:
+                gain = write.gain[1]
+                if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= gains:
+                    raise RefusedError(f"{gain.name} scales what is written into it, and is used elsewhere too")
+                if not gain.is_saved:
+                    raise RefusedError(f"{gain.name} scales what is written into it, and is not saved with the model")
+
 
 @dataclass(eq=False)
 class SiteFold:
@@ -128,6 +157,30 @@ class SiteFold:
                 raise RefusedError(f"{slots[0].name} is not saved with the model: it would come back when it is loaded")
             if len(slots) > 1 or len(slots[0].owners) > 1 or slots[0].leaves or slots[0].is_shared:
                 raise RefusedError(f"{slots[0].name} is used elsewhere too")
+
+    def is_exact(self, as_rms: bool = False) -> bool:
+        """Tell whether it is its neutral form, or an RMSNorm ``as_rms``, times weight plus bias, to the last digits."""
+        rank = len(self.site.input_shape)
+        axis = self.axis(rank)
+        sizes = tuple(self.site.normalized_shape[0] if place == axis else 2 for place in range(rank))
+        device = next((t.device for t in (*self.module.parameters(), *self.module.buffers())), torch.device("cpu"))
+        try:
+            with plain_arithmetic(self.module), Wide():
+                copies = (plain_copy(self.module, torch.float64) for _ in range(2))
+                norm, neutral = (TokenFunction(copied, sizes, (axis,), torch.float64, device) for copied in copies)
+                for name, tensor, offset in self.own(neutral.module):
+                    tensor.fill_((name == "weight") - offset)
+                for scale in _SCALES:
+                    tokens = norm.sample(scale, seed=0)
+                    expected = core(tokens, "layernorm", self.site.eps) if as_rms else neutral(tokens)
+                    expected = expected if self.weight is None else expected * self.weight
+                    expected = expected if self.bias is None else expected + self.bias
+                    if not relative_error([norm(tokens)], [expected]) <= _EXACT:
+                        return False
+        # It has no copy in float64, or that raises.
+        except (CannotProbeError, RuntimeError, TypeError):
+            return False
+        return True
 
     def row(self, affine: bool, means: bool, constants: bool) -> FoldedSite:
         """Return the row of the report, given which rewrites the caller wanted."""
@@ -236,7 +289,7 @@ def require_readers(graph: Graph, fold: SiteFold, uses: Uses, add_bias: bool) ->
         fold.require_own(graph)
     for found in fold.reads if fold.shift is not None else ():
         _require_bias(graph, fold, found, uses, add_bias)
-    if not isinstance(fold.module, PointwiseNorm) and not is_exact(fold):
+    if not isinstance(fold.module, PointwiseNorm) and not fold.is_exact():
         raise RefusedError("it is no norm times its weight plus its bias to the last digits")
 
 
@@ -301,58 +354,3 @@ def _takes_bias(module: nn.Module) -> bool:
     except Exception:
         return False
     return isinstance(result, Tensor) and torch.equal(result, bias.expand(2, -1))
-
-
-def require_writers(graph: Graph, stream: Stream) -> None:
-    """Check that the parameters that write into a stream do nothing else."""
-    of_leaf = {write.leaf: write for write in stream.writes}
-    gains = {write.gain[0] for write in stream.writes if write.gain is not None}
-    narrowest = min(width(value) for value in stream.values)
-    for write in stream.writes:
-        slot = write.slot
-        if narrowest < slot.tensor.dtype.itemsize:
-            raise RefusedError(f"{slot.name} writes into it, and it is rounded to fewer digits than that has")
-        if slot.fixed is not None:
-            raise RefusedError(f"{slot.name} writes into it: {slot.fixed}")
-        if not slot.is_saved:
-            raise RefusedError(f"{slot.name} writes into it, and is not saved with the model")
-        # A parameter that is itself a value of the stream, as learned positions are: its uses were followed.
-        for leaf in () if write.leaf[0] is write.leaf[1] else slot.leaves:
-            other = of_leaf.get(leaf)
-            if other is None or other.axis != write.axis:
-                use = graph.where(leaf[0])
-                raise RefusedError(f"{slot.name} writes into it, and is also used by {use}{slot.hint}")
-            if (other.gain and other.gain[1]) is not (write.gain and write.gain[1]):
-                how = f"several times, not always scaled by the same gain{slot.hint}"
-                raise RefusedError(f"{slot.name} writes into it {how}")
-        if write.gain is not None:
-            gain = write.gain[1]
-            if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= gains:
-                raise RefusedError(f"{gain.name} scales what is written into it, and is used elsewhere too")
-            if not gain.is_saved:
-                raise RefusedError(f"{gain.name} scales what is written into it, and is not saved with the model")
-
-
-def is_exact(fold: SiteFold, as_rms: bool = False) -> bool:
-    """Tell whether a norm is its neutral form, or an RMSNorm ``as_rms``, times weight plus bias, to the last digits."""
-    rank = len(fold.site.input_shape)
-    axis = fold.axis(rank)
-    sizes = tuple(fold.site.normalized_shape[0] if place == axis else 2 for place in range(rank))
-    device = next((t.device for t in (*fold.module.parameters(), *fold.module.buffers())), torch.device("cpu"))
-    try:
-        with plain_arithmetic(fold.module), Wide():
-            copies = (plain_copy(fold.module, torch.float64) for _ in range(2))
-            norm, neutral = (TokenFunction(copied, sizes, (axis,), torch.float64, device) for copied in copies)
-            for name, tensor, offset in fold.own(neutral.module):
-                tensor.fill_((name == "weight") - offset)
-            for scale in _SCALES:
-                tokens = norm.sample(scale, seed=0)
-                expected = core(tokens, "layernorm", fold.site.eps) if as_rms else neutral(tokens)
-                expected = expected if fold.weight is None else expected * fold.weight
-                expected = expected if fold.bias is None else expected + fold.bias
-                if not relative_error([norm(tokens)], [expected]) <= _EXACT:
-                    return False
-    # It has no copy in float64, or that raises.
-    except (CannotProbeError, RuntimeError, TypeError):
-        return False
-    return True

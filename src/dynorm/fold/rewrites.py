@@ -42,15 +42,7 @@ from dynorm.fold.graph import (
     width,
 )
 from dynorm.fold.operators import CONVOLUTIONS, Read, RefusedError, Write, read, writes
-from dynorm.fold.refusals import (
-    SiteFold,
-    Stream,
-    is_exact,
-    require_free,
-    require_new_bias,
-    require_readers,
-    require_writers,
-)
+from dynorm.fold.refusals import SiteFold, Stream, require_free, require_new_bias, require_readers
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.layers import PointwiseNorm
 from dynorm.watch import hooked, site_tokens
@@ -134,7 +126,7 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
         streams = [Walk.of(call.all_input_nodes[0], fold, known, graph, folds) for call in fold.calls]
         fold.streams += dict.fromkeys(streams)
     for fold in layernorms:
-        if any(stream.refused is None for stream in fold.streams) and not is_exact(fold, as_rms=True):
+        if any(stream.refused is None for stream in fold.streams) and not fold.is_exact(as_rms=True):
             for stream in fold.streams:
                 stream.refused = stream.refused or f"{fold.path} is no LayerNorm to the last digits"
 
@@ -221,7 +213,7 @@ class Walk(Stream):
 
     def _require(self) -> None:
         """Check that what writes and reads the stream does nothing else."""
-        require_writers(self.graph, self)
+        self.require_writers(self.graph)
 
     def _norm_writes(self, norm: SiteFold, along: bool) -> None:
         """Refuse a norm that writes into the stream, or take note of it; ``along`` tells whether over its channels."""
@@ -303,7 +295,7 @@ class Part(Walk):
         self.group.append(self)
 
     def _norm_writes(self, norm: SiteFold, along: bool) -> None:
-        is_plain = isinstance(norm.module, PointwiseNorm) or is_exact(norm)
+        is_plain = isinstance(norm.module, PointwiseNorm) or norm.is_exact()
         if not along or norm.weight is None or norm.is_given or not norm.chosen or not is_plain:
             raise RefusedError(f"written by the norm {norm.path}, which has no weight of its own to take a factor")
         if not norm.through:
