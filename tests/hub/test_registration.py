@@ -15,6 +15,11 @@ FIRST_LINES = {
         "from transformers import BertModel; import importlib, transformers, dynorm.hub; importlib.reload(dynorm.hub); "
         "importlib.reload(sys.modules['dynorm.hub.transformers'])"
     ),
+    "dynorm first, and a first import that fails": (
+        "import dynorm.hub; sys.modules['transformers.modeling_utils'] = None\n"
+        "try: from transformers import PreTrainedModel\nexcept ImportError: pass\n"
+        "del sys.modules['transformers.modeling_utils']; import transformers"
+    ),
     "dynorm first, and reloaded": (
         "import importlib, dynorm.hub; importlib.reload(dynorm.hub); assert 'transformers' not in sys.modules; "
         "import transformers"
@@ -37,7 +42,7 @@ for name, first_lines in json.loads(sys.argv[1]).items():
 
 def test_from_pretrained_works_in_either_order(tmp_path: Path) -> None:
     save(bert(), tmp_path / "m")
-    # One process that has imported torch alone, of which three are forked.
+    # One process that has imported torch alone, of which each is forked.
     run = fresh(ORDERS, json.dumps(FIRST_LINES), tmp_path)
     assert run.stdout.splitlines() == [f"{order}:0" for order in FIRST_LINES], run.stderr
     for order in FIRST_LINES:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional_collectives
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -104,19 +104,17 @@ def layers(folder: Path, kinds: Any = LAYERS) -> Any:
 def witnesses(folder: Path) -> Any:
     """The same with witnesses, and the values that are sent."""
     sent: list[list[int]] = []
-    reduce = functional_collectives.all_reduce
+    reduce = dist.all_reduce
 
-    def watched(x: Tensor, *args: Any, **options: Any) -> Any:
-        # Gradients that are gathered to be compared are sums of parameters' sizes.
-        if x.ndim == 3:
-            sent.append([x.numel() // (3 * 5), x.element_size()])
-        return reduce(x, *args, **options)
+    def watched(x: Tensor, **options: Any) -> Any:
+        sent.append([x.numel() // (3 * 5), x.element_size()])
+        return reduce(x, **options)
 
-    functional_collectives.all_reduce = watched
+    dist.all_reduce = watched
     try:
         return layers(folder, WITNESSED) | {"sent": sent}
     finally:
-        functional_collectives.all_reduce = reduce
+        dist.all_reduce = reduce
 
 
 def other_axes(folder: Path) -> Any:
@@ -325,8 +323,9 @@ def _two_dimensions(layer: nn.Module) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(4)
     plain = randomized(layer)
-    x = torch.randn(4, 6, C).double()
-    plain(x).square().sum().backward()
+    x = torch.randn(4, 6, C).double().requires_grad_()
+    expected = plain(x)
+    expected.square().sum().backward()
     layer = copy.deepcopy(plain)
     layer.zero_grad()
     for key, p in list(layer._parameters.items()):
@@ -334,13 +333,14 @@ def _two_dimensions(layer: nn.Module) -> dict[str, Any]:
         if p is not None:
             follow = Shard(0) if p.numel() == C else Replicate()
             layer._parameters[key] = nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate(), follow]))
-    sharded = distribute_tensor(x, mesh, [Shard(0), Shard(2)])
+    sharded = distribute_tensor(x.detach(), mesh, [Shard(0), Shard(2)]).requires_grad_()
     y = on_shards(layer, sharded)
     y.backward(2 * y.detach())
     sums = reduce_gradients_(layer)
     partial_left = any(each.is_partial() for p in layer.parameters() for each in p.grad.placements)
     theirs = dict(plain.named_parameters())
     gaps = [gap(p.grad, theirs[key].grad) for key, p in layer.named_parameters()]
+    gaps += [gap(y, expected), gap(sharded.grad, x.grad)]
     return {"gap": max(gaps), "sums": sums, "partial": partial_left}
 
 

@@ -42,14 +42,14 @@ def test_four_processes_compute_what_one_does_and_the_norms_say_nothing(tmp_path
         assert len(rank) == 11 * 4 * 2
         for name, each in rank.items():
             assert each["gap"] < 1e-10, name
-            assert each["collectives"] == ({"all_reduce": 2} if "channels" in name else {}), name
+            assert each["collectives"] == ({"allreduce_": 2} if "channels" in name else {}), name
             assert each["kept"], name
 
     for rank in values(found, "other_axes"):
         assert len(rank) == 6
         for name, each in rank.items():
             assert each["gap"] < 1e-10, name
-            assert each["collectives"] == ({"all_reduce": 2} if "witnesses" in name else {}), name
+            assert each["collectives"] == ({"allreduce_": 2} if "witnesses" in name else {}), name
 
     # What attention and MLP need, whatever the norms: a gather before, a reduction after, the reverse on the way back.
     matrices = {GATHER: 2, SCATTER: 2}
@@ -99,4 +99,4 @@ def test_four_processes_compute_what_one_does_and_the_norms_say_nothing(tmp_path
     for rank in values(found, "compiled"):
         assert all(each["gap"] < 1e-10 for each in rank.values()), rank
         assert rank["pure"]["collectives"] == {}
-        assert rank["witnesses"]["collectives"] == {"all_reduce": 1}
+        assert rank["witnesses"]["collectives"] == {"allreduce_": 1}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,8 @@ class Pretrained:
         length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         pad = self.tokenizer.pad_token_id
         found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=pad, **length)
-        return cast("Tensor", found)[:, ids.shape[1] :].cpu()
+        assert isinstance(found, Tensor)
+        return found[:, ids.shape[1] :].cpu()
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
@@ -286,7 +287,7 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
     Args:
         pretrained: whose tokenizer is used.
         texts: any number.
-        max_length: the longest text, and the size of a block; at most the model's positions.
+        max_length: the longest text, and the size of a block; no more than the model's positions are used.
 
     Returns:
         One list of token ids per text, or per block.

@@ -1,4 +1,4 @@
-"""Set the constants of point-wise layers from real activations."""
+"""Set the constants of layers from real activations: ``calibrate.py`` streams them, ``site_fit.py`` fits one site."""
 
 from dynorm.fit.calibrate import calibrate_
 from dynorm.fit.initialize import init_from_batch_

@@ -86,12 +86,11 @@ def serve(
     ``shape`` has the sizes of the last axes of x; the rest is as in :class:`Form`. A torch without a DLPack exchange
     interface gives None too.
     """
-    native = _native()
-    found: Tensor | Literal[True] | None = None
-    if native is not None:
-        told = (witnesses, parameters[5]) if len(parameters) > 5 else ()
-        found = native.serve(x, *parameters[:5], function, logarithmic, scale, shape, *told)
-    return found
+    if (native := _native()) is None:
+        return None
+    told = (witnesses, parameters[5]) if len(parameters) > 5 else ()
+    y: Tensor | Literal[True] | None = native.serve(x, *parameters[:5], function, logarithmic, scale, shape, *told)
+    return y
 
 
 def serve_gradients(
@@ -102,10 +101,10 @@ def serve_gradients(
     ``inputs`` are x, its channels last, and the parameters; ``needed`` speaks of the form too. As of :func:`serve`,
     there is None alone where the tensors do not fit, or a gradient of the gradient is wanted.
     """
-    native = _native()
-    found: tuple[Tensor | None, ...] | None = None
-    if native is not None:
-        found = native.serve_gradients(grad, inputs, needed, *form[:4], *((form.witnesses,) if form.witnesses else ()))
+    if (native := _native()) is None:
+        return None
+    told = (form.witnesses,) if form.witnesses else ()
+    found: tuple[Tensor | None, ...] | None = native.serve_gradients(grad, inputs, needed, *form[:4], *told)
     return found
 
 

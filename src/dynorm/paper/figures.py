@@ -14,6 +14,7 @@ import torch
 from dynorm.errors import ArgumentError, require_library
 from dynorm.family import FAMILY
 from dynorm.functional import dyisru, dyt
+from dynorm.paper.fits import CLOSED
 from dynorm.paper.generality import Reproduction, Study
 from dynorm.paper.simulation import STEP, STEPS, Array, Simulation
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
-COLORS = {function.title: function.color for function in FAMILY.values()} | {"closed form": "#000000"}
+COLORS = {function.title: function.color for function in FAMILY.values()} | {CLOSED: "#000000"}
 _DASHES = {"Derf": (0, (5, 1.5)), "linear": (0, (1, 1.2))}
-_MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", "closed form": "D"}
+_MARKERS = {"DyT": "s", "Derf": "^", "DyISRU": "o", "linear": "v", CLOSED: "D"}
 # Each function has its own dashes and marker too.
 _LINES: dict[str, dict[str, Any]] = {
     name: {"color": COLORS[name], "linestyle": _DASHES.get(name, "-"), "marker": marker}
@@ -156,7 +157,9 @@ def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
     _draw_circles(axes, x[:-1], y[:-1], "other channels")
     if step > 1:
         curve = np.linspace(simulation.outliers[0], simulation.outliers[step - 1], 200)
-        axes.plot(curve, reproduction.closed.function(curve), color=GREY, linewidth=1.2, label="through the outliers")
+        axes.plot(
+            curve, reproduction.fits[CLOSED].function(curve), color=GREY, linewidth=1.2, label="through the outliers"
+        )
     _draw_outliers(axes, simulation, step)
 
 
@@ -189,11 +192,9 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
 def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
     """Draw the size of every residual on one scale, down to the closed form's, which is rounding."""
     simulation, axes, floor = reproduction.simulation, figure.add_subplot(), 1e-17
-    residuals = {name: reproduction.fits[name].residuals for name in ("linear", "Derf", "DyT", "DyISRU")}
-    residuals["closed form"] = reproduction.closed.residuals
     axes.axhspan(floor / 50, float(np.spacing(simulation.outputs.max())), color="#EDEDED", linewidth=0)
-    for name, values in residuals.items():
-        sizes = np.abs(values)
+    for name in ("linear", "Derf", "DyT", "DyISRU", CLOSED):
+        sizes = np.abs(reproduction.fits[name].residuals)
         mean, y = with_mean(name, float(sizes.mean())), np.maximum(sizes, floor)
         axes.plot(simulation.outliers, y, linewidth=1, markersize=4.5, label=mean, **_LINES[name])
     axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""One-constant fits of the point-wise functions to LayerNorm's outliers, one by one or thousands at once.
+"""One-constant fits of the point-wise functions to LayerNorm's outliers, and the closed form, which needs none.
 
 Each bounded function is sqrt(C - 1) f(k x) with an f that rises from -1 to 1, and its constant is a power of k. A point
 (x, y) therefore names the k that meets it exactly, and the best k of several points lies between the least and the
@@ -9,6 +9,7 @@ start to choose. The mirror images (-x, -y), which the paper fits along, double 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -53,9 +54,21 @@ class Fit:
     name: str  # DyT, Derf, DyISRU, linear or closed form
     constant: str  # what the constant is called: alpha, beta or slope
     value: float
-    residuals: Array  # function minus y, at each x
-    function: Callable[[ArrayLike], Array]  # of an array of any shape
+    x: Array
+    y: Array
+    of: Callable[[Tensor], Tensor]
     center: float = 0.0  # what is taken off x; of the closed form alone
+
+    def function(self, x: ArrayLike) -> Array:
+        """Return the function of an array of any shape."""
+        # A copy: torch refuses read-only and reversed arrays.
+        copied = torch.from_numpy(np.array(x, dtype=np.float64, order="C", ndmin=1))
+        return self.of(copied).numpy().reshape(np.shape(x))
+
+    @cached_property
+    def residuals(self) -> Array:
+        """Return the function minus y, at each x."""
+        return self.function(self.x) - self.y
 
     @property
     def mean_absolute_residual(self) -> float:
@@ -78,17 +91,7 @@ def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
     inputs, outputs = (points.numpy() for points in _points(x, y, channels))
     (value,) = fit_many(name, inputs[None], outputs[None], channels).tolist()
     label = FAMILIES[name].constant if name in FAMILIES else "slope"
-    return _fit(name, label, value, inputs, outputs, lambda z: outputs_of(name, z, value, channels))
-
-
-def _fit(
-    name: str, label: str, value: float, x: Array, y: Array, of: Callable[[Tensor], Array], center: float = 0.0
-) -> Fit:
-    def function(z: ArrayLike) -> Array:
-        # A copy: torch refuses read-only and reversed arrays.
-        return of(torch.from_numpy(np.array(z, dtype=np.float64, order="C", ndmin=1))).reshape(np.shape(z))
-
-    return Fit(name, label, value, function(x) - y, function, center)
+    return Fit(name, label, value, inputs, outputs, lambda z: outputs_of(name, z, value, channels))
 
 
 def closed_form(simulation: Simulation) -> Fit:
@@ -102,17 +105,15 @@ def closed_form(simulation: Simulation) -> Fit:
     """
     sample, scale = torch.from_numpy(simulation.tokens[0]), math.sqrt(simulation.channels - 1)
     center, beta = float(leave_one_out_mean(sample)[-1]), leave_one_out_beta(sample)[-1:]
-    x, y = simulation.outliers, simulation.outputs
-    return _fit(
-        CLOSED, "beta", float(beta), x, y, lambda z: dyisru_general(z, beta, center, scale=scale).numpy(), center
-    )
+    function = partial(dyisru_general, beta=beta, center=center, scale=scale)
+    return Fit(CLOSED, "beta", float(beta), simulation.outliers, simulation.outputs, function, center)
 
 
-def outputs_of(name: str, x: Tensor, constant: float | Tensor, channels: int) -> Array:
+def outputs_of(name: str, x: Tensor, constant: float | Tensor, channels: int) -> Tensor:
     """Return the outputs of a function at x, with its constant, or one constant per row."""
     if name == "linear":
-        return linear(x, constant).numpy()
-    return FAMILIES[name].curve(x, constant, scale=math.sqrt(channels - 1)).numpy()
+        return linear(x, constant)
+    return FAMILIES[name].curve(x, constant, scale=math.sqrt(channels - 1))
 
 
 def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:

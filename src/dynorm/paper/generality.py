@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dynorm.errors import ArgumentError
 from dynorm.functional import dyisru_general, layer_norm
-from dynorm.paper.fits import FITTED, Fit, closed_form, fit, fit_many, outputs_of
+from dynorm.paper.fits import CLOSED, FITTED, Fit, closed_form, fit, fit_many, outputs_of
 from dynorm.paper.simulation import STEP, STEPS, Array, Simulation, check_settings, raised, simulate
 
 CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
@@ -164,7 +164,7 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
     inputs, center, beta = (torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None]))
     constants = {name: fit_many(name, x, y, channels) for name in FITTED}
     residuals = {
-        name: np.abs(outputs_of(name, inputs, torch.from_numpy(found)[:, None], channels) - y).mean(-1)
+        name: np.abs(outputs_of(name, inputs, torch.from_numpy(found)[:, None], channels).numpy() - y).mean(-1)
         for name, found in constants.items()
     }
     closed = dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy() - y
@@ -198,14 +198,8 @@ class Reproduction:
     """What ``dynorm paper`` shows."""
 
     simulation: Simulation
-    fits: Mapping[str, Fit]  # DyT, Derf, DyISRU and linear, by name
-    closed: Fit
+    fits: Mapping[str, Fit]  # DyT, Derf, DyISRU, linear and the closed form, by name
     generality: Generality | None = None  # None for one sample alone
-
-    @property
-    def functions(self) -> tuple[Fit, ...]:
-        """Return the fits, and the closed form last."""
-        return *self.fits.values(), self.closed
 
 
 def reproduce(
@@ -214,4 +208,4 @@ def reproduce(
     """Simulate, fit and compare with the closed form (section 4, eq. 16 to 19); ``generality`` is to be shown along."""
     simulation = simulate(channels, sigma, seed=seed)
     fits = {name: fit(name, simulation.outliers, simulation.outputs, channels) for name in FITTED}
-    return Reproduction(simulation, fits, closed_form(simulation), generality)
+    return Reproduction(simulation, fits | {CLOSED: closed_form(simulation)}, generality)

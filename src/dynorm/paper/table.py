@@ -16,7 +16,7 @@ from dynorm.table import Column, Table
 
 
 def document(reproduction: Reproduction) -> dict[str, Any]:
-    """Return every number as plain lists and dictionaries, which ``json.dumps`` accepts."""
+    """Return what was found as plain lists and dictionaries, which ``json.dumps`` accepts."""
     simulation = reproduction.simulation
     functions = {
         fit.name: {
@@ -25,9 +25,9 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
             "outputs": (fit.residuals + simulation.outputs).tolist(),
             "residuals": fit.residuals.tolist(),
         }
-        for fit in reproduction.functions
+        for fit in reproduction.fits.values()
     }
-    closed = {"center": reproduction.closed.center, **functions.pop(CLOSED)}
+    closed = {"center": reproduction.fits[CLOSED].center, **functions.pop(CLOSED)}
     found: dict[str, Any] = {
         "simulation": {
             **{name: getattr(simulation, name) for name in ("channels", "sigma", "mean", "seed")},
@@ -49,7 +49,7 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
 def outliers_csv(reproduction: Reproduction) -> str:
     """Return one row per function and outlier: its constant, its mean absolute residual, and the output there."""
     simulation, rows = reproduction.simulation, []
-    for fit in reproduction.functions:
+    for fit in reproduction.fits.values():
         outputs = fit.residuals + simulation.outputs
         numbers = zip(simulation.outliers, simulation.outputs, outputs, fit.residuals, strict=True)
         named = [fit.name, fit.constant, fit.value, fit.mean_absolute_residual]
@@ -69,18 +69,23 @@ def printed(reproduction: Reproduction) -> Iterator[str]:
     # The paper gives figures for one setting only.
     paper = PAPER if (simulation.channels, simulation.sigma) == (100, 2.0) else {}
     rows = []
-    for fit in reproduction.functions:
+    for fit in reproduction.fits.values():
         named = f"{fit.constant} = C v_o" if fit.name == CLOSED else fit.constant
         printed_value, printed_mean = paper.get(fit.name, ("", ""))
         rows.append((fit.name, named, fit.value, printed_value, fit.mean_absolute_residual, printed_mean))
     yield f"{Table(['function', 'constant', Column('value', '.8g'), 'paper', means, 'paper'], rows, title=title)}\n"
-    x, y, columns = simulation.outliers, simulation.outputs, {fit.name: fit.residuals for fit in reproduction.functions}
+    x, y, columns = (
+        simulation.outliers,
+        simulation.outputs,
+        {fit.name: fit.residuals for fit in reproduction.fits.values()},
+    )
     yield _outlier_table("outputs", x, {"LayerNorm": y} | {name: r + y for name, r in columns.items()}, ".4f")
     yield _outlier_table("residuals (function - LayerNorm)", x, columns, ".2g")
     betas = " or ".join(dict.fromkeys(f"{beta:.6g}" for beta in channel_betas(simulation)))
+    closed = reproduction.fits[CLOSED]
     yield (
-        f"The closed form needs no fit: its centre is m_o = {reproduction.closed.center:.4g}, its beta "
-        f"C v_o = {reproduction.closed.value:.6g}. Eq. 14's beta of the outlier's channel is {betas} at every step.\n"
+        f"The closed form needs no fit: its centre is m_o = {closed.center:.4g}, its beta "
+        f"C v_o = {closed.value:.6g}. Eq. 14's beta of the outlier's channel is {betas} at every step.\n"
     )
     if reproduction.generality is not None:
         yield _generality_table(reproduction.generality)
@@ -95,7 +100,8 @@ def _outlier_table(title: str, x: Array, columns: Mapping[str, Array], form: str
 
 def _generality_table(generality: Generality) -> str:
     names, rows = ("DyT", "DyISRU"), []
-    for axis, study in _settings(generality):
+    others = ((axis, study) for axis, studies in generality.axes.items() for study in studies)
+    for axis, study in [("base", generality.base), *others]:
         values = {"channels": f"C {study.channels}", "sigma": f"sigma {study.sigma:g}"}
         named = values.get(axis, f"mean {study.offset:g} sigma") if axis != "base" else ", ".join(values.values())
         rows.append((named, *(value for name in names for value in sorted(study.middle(name))), study.dyt_wins))
@@ -103,12 +109,6 @@ def _generality_table(generality: Generality) -> str:
     title = f"mean |residual| over {len(generality.base.seeds):,} samples per setting: quantiles"
     wins = Column("DyT wins", lambda share: f"{100 * share:.3g}%")
     return f"{Table(['setting', *columns, wins], rows, title=title)}\n"
-
-
-def _settings(generality: Generality) -> Iterator[tuple[str, Study]]:
-    yield "base", generality.base
-    for axis, studies in generality.axes.items():
-        yield from ((axis, study) for study in studies)
 
 
 def verdict(generality: Generality) -> str:

@@ -58,18 +58,18 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     x = _whole_values(x)
     axes = tuple(d % x.ndim for d in ((layer.dim,) if isinstance(layer.dim, int) else layer.dim))
     shape, held = list(layer.normalized_shape), torch.arange(layer.channels).reshape(layer.normalized_shape)
-    partial: list[Placement] = [Replicate()] * x.device_mesh.ndim
+    groups = []
     for position, each in enumerate(x.placements):
         if isinstance(each, Shard) and each.dim in axes:
             require_pointwise(layer)
             axis = axes.index(each.dim)
             shape[axis] = share(shape[axis], x.device_mesh.size(position))
             held = held.narrow(axis, shape[axis] * x.device_mesh.get_local_rank(position), shape[axis])
-            partial[position] = Partial()
+            groups.append(x.device_mesh.get_group(position))
     own = {name: None if p is None else _local(name, p, layer, x, axes) for name, p in layer._parameters.items()}
     twin = _twin(layer, tuple(shape), own)
-    if layer.witness_channels and Partial() in partial:
-        y = _with_witnesses(twin, x, held.flatten().tolist(), partial).contiguous()
+    if layer.witness_channels and groups:
+        y = _with_witnesses(twin, x.to_local(), held.flatten().tolist(), groups).contiguous()
     else:
         y = twin.pointwise(x.to_local()).contiguous()
     # Said rather than asked of the other ranks: y has the whole shape of x, and is contiguous.
@@ -101,23 +101,37 @@ def is_channelwise(name: str, parameter: Tensor, layer: PointwiseNorm) -> bool:
     return tuple(parameter.shape) == layer.normalized_shape and name != "log_gain"
 
 
-def _with_witnesses(twin: PointwiseNorm, x: DTensor, held: list[int], partial: list[Placement]) -> Tensor:
+class _Summed(torch.autograd.Function):
+    """The sum over a group's processes, each of which uses it for its own part of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, total = group, x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _Summed.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def _with_witnesses(twin: PointwiseNorm, x: Tensor, held: list[int], groups: list[Any]) -> Tensor:
     """Return the function on the channels ``held`` here, by witnesses that may lie elsewhere.
 
     Those stand behind the channels as further ones, which have no output. A witness that is held here is read in its
-    place, so that DyISRU leaves it out of its own sum. ``partial`` says over which ranks their values are to be summed.
+    place, so that DyISRU leaves it out of its own sum.
     """
     dims = (twin.dim,) if isinstance(twin.dim, int) else twin.dim
     last, count = tuple(range(-len(dims), 0)), len(held)
-    u = upcast(x.to_local()).movedim(dims, last).flatten(-len(dims))
+    u = upcast(x).movedim(dims, last).flatten(-len(dims))
     if twin.center is not None:
         u = u - upcast(twin.center).flatten()
     places = [held.index(k) if k in held else None for k in twin.witness_channels]
     # A function of u on every rank: one that holds no witness must come to the sum of the gradients too.
     nothing = u[..., 0].masked_fill(torch.ones_like(u[..., 0], dtype=torch.bool), 0.0)
     sent = torch.stack([nothing if p is None else u[..., p] for p in places], -1)
-    sent = _whole_values(DTensor.from_local(sent, x.device_mesh, partial, run_check=False))
-    sent = sent.to_local(grad_placements=partial)
+    for group in groups:
+        sent = _Summed.apply(sent, group)  # type: ignore[no-untyped-call]
 
     def padded(p: Tensor | None) -> Any:
         if p is None or tuple(p.shape) != twin.normalized_shape:
