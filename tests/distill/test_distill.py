@@ -120,9 +120,28 @@ def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(dynorm.ModelError, match="must have weights that require gradients, but all are frozen"):
         distill_(classifier().requires_grad_(False), images(), steps=1, quiet=True)
+
+
+def test_a_teacher_must_be_the_model_before() -> None:
     net = classifier()
-    with pytest.raises(dynorm.ModelError, match="or it is its own teacher"):
-        distill_(net, images(), teacher=net, steps=1, quiet=True)
+    for teacher, match in ((net, r"teacher must be .* its '\d' is converted already"), (nn.Linear(2, 2), "has no")):
+        with pytest.raises(dynorm.ModelError, match=match):
+            distill_(net, images(), teacher=teacher, steps=1, quiet=True)
+    # Nothing was frozen.
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_a_loaded_model_goes_on_with_its_teacher(tmp_path: Path) -> None:
+    net = classifier()
+    dynorm.calibrate_(net, images())
+    teacher = dynorm.restore_(copy.deepcopy(net))
+    dynorm.save(net, tmp_path / "saved")
+    loaded = dynorm.load(tmp_path / "saved", copy.deepcopy(teacher))
+    with pytest.raises(dynorm.ModelError, match="must have replaced a norm"):
+        distill_(loaded, images(), steps=1, quiet=True)
+    before = apart(loaded, teacher)
+    distill_(loaded, images(), teacher=teacher, steps=40, lr=1e-2, quiet=True)
+    assert apart(loaded, teacher) < 0.5 * before
 
 
 def test_an_error_in_the_search_for_the_rate_leaves_the_weights() -> None:

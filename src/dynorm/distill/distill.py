@@ -27,7 +27,7 @@ from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.fit.refine import joint_error, recomputing, recorded, relative_error
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.replace import restore_
-from dynorm.replace.specs import require_layers
+from dynorm.replace.specs import norms_of, require_layers
 from dynorm.report.output import output_tensor, sample_vectors
 from dynorm.table import Plain
 from dynorm.watch import call, cycled, iterate, token_masks, valid_tokens
@@ -109,7 +109,7 @@ def distill_(
         batches: tensors, tuples or dicts, as for :func:`calibrate_`, in the order of training; gone through again
             where the steps are more, so that an iterable may shuffle at each pass.
         teacher: the original model; it is put into eval mode, and its weights no longer require gradients. None takes
-            a copy of the model with its norms put back, before any weight moves.
+            a copy of the model with its norms put back, before any weight moves; one that was loaded has none.
         loss: gives a scalar of the model's output, the teacher's and the batch, instead of :func:`output_loss`.
         steps: how many steps to take. Give this or ``minutes``.
         minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
@@ -134,9 +134,9 @@ def distill_(
             or a count no integer; or ``minutes`` with batches that can be gone through only once.
         DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
             hold nothing to compare; or another rank failed. The weights are then as they were, on every rank.
-        ModelError: the model has no point-wise layer that replaced a norm, or nothing to train, or is sharded and has
-            no teacher; another rank's layers differ; or the environment does not name the group's processes, as
-            torchrun makes it.
+        ModelError: the model has no point-wise layer, or nothing to train, or is loaded or sharded and has no teacher;
+            the teacher lacks a norm; another rank's layers differ; or the environment does not name the group's
+            processes, as torchrun makes it.
         StorageError: the checkpoint in the folder is another model's.
 
     Warns:
@@ -215,9 +215,9 @@ def distillation_rate(model: nn.Module) -> float:
         model: a converted model; C is the median of its point-wise layers' channels.
 
     Raises:
-        ModelError: it has no point-wise layer that replaced a norm.
+        ModelError: it has no point-wise layer.
     """
-    return _RATE * _WIDTH / median(layer.channels for layer in require_layers(model, with_norms=True).values())
+    return _RATE * _WIDTH / median(layer.channels for layer in require_layers(model).values())
 
 
 def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
@@ -273,7 +273,7 @@ class _Distillation(nn.Module):
 
     def __init__(self, model: nn.Module, teacher: nn.Module | None, loss: Loss, bf16: bool, ranks: Ranks) -> None:
         super().__init__()
-        layers = require_layers(model, with_norms=True)
+        layers = require_layers(model, with_norms=teacher is None)
         # Known by the method of a DTensor. Where its parameters are sharded already, accelerate is not to wrap it.
         self.sharded = self._is_accelerate_prepared = any(hasattr(p, "full_tensor") for p in model.parameters())
         if teacher is None and self.sharded:
@@ -281,11 +281,12 @@ class _Distillation(nn.Module):
         if not self.sharded:
             ranks.require_alike(layers.items())
         teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
+        self.norms = norms_of(teacher, layers, "teacher")
         self.model, self.teacher = model, teacher.eval().requires_grad_(False)
         if not any(p.requires_grad for p in model.parameters()):
             raise ModelError(
-                "the model must have weights that require gradients, but all are frozen, or it is its own teacher: "
-                "call requires_grad_() on what is to be trained, and give another model as the teacher"
+                "the model must have weights that require gradients, but all are frozen: call requires_grad_() on what "
+                "is to be trained"
             )
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
         self.samples, self.gone = 0, 0.0
@@ -323,13 +324,11 @@ class _Distillation(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         """Return the hidden-state loss plus that of the outputs, of one batch."""
-        layers = require_layers(self.model, with_norms=True)
-        counterparts = {layer: self.teacher.get_submodule(path) for path, layer in layers.items()}
         device = next(self.model.parameters()).device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            with torch.no_grad(), recorded(counterparts) as wanted:
+            with torch.no_grad(), recorded(self.norms) as wanted:
                 target = call(self.teacher, batch)
-            with recomputing(self.model), recorded({layer: layer for layer in layers.values()}) as given:
+            with recomputing(self.model), recorded({layer: layer for layer in self.norms}) as given:
                 output = call(self.model, batch)
         return joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
 

@@ -13,7 +13,8 @@ from dynorm.errors import DataError, DynormError, ModelError
 from dynorm.layers import PointwiseNorm
 
 # Said instead of the path of the layer that a rank has reached.
-BATCH, OVER, END, FAILED = "a new batch", "the end of its batches", "the end of a batch", "an error"
+BATCH, OVER, END = "a new batch", "the end of its batches", "the end of a batch"
+FAILED = ("an error",)  # which no path of a layer is equal to
 Word = TypeVar("Word")
 
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import watch
-from dynorm.errors import ModelError
 from dynorm.family import NAMES
 from dynorm.fit.calibrate import run_norms
 from dynorm.fit.monitor import saturated_share
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import replaced_by, require_layers, warn_of_defaults
+from dynorm.replace.specs import norms_of, replaced_by, require_layers, warn_of_defaults
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.stats import Reservoir, SiteStats, parted, reached
@@ -80,6 +79,8 @@ def measure(
     """
     watch.require_plain_model(model)
     warn_of_defaults(model)
+    if original is not None:
+        watch.require_plain_model(original)
     found = _Measurement(model, original, OutputComparison(output), seed, points)
     with watch.undisturbed(nn.ModuleList([model, found.original]), evaluate=True):
         for batch, share in parted(watch.iterate(batches), fit_on):
@@ -106,7 +107,9 @@ class _Measurement:
         layers = require_layers(model, with_norms=True)
         self.model, self.original, self.comparison = model, model if original is None else original, comparison
         self.sites = {layer: _Site(path, layer, seed, points) for path, layer in layers.items()}
-        self.norms = _norms_of(original, layers)
+        # Without the original each layer runs its own norm.
+        norms = {each: each for each in self.sites} if original is None else norms_of(original, layers, "original")
+        self.norms = {norm: layer for layer, norm in norms.items()}
 
     def add(self, batch: Any, share: float) -> None:
         """Add a batch; one that the functions are fitted on as a whole is run through the original alone."""
@@ -147,21 +150,6 @@ class _Measurement:
             unreached=[site.site.path for site in self.sites.values() if not site.tokens],
             meta=dict(meta or {}),
         )
-
-
-def _norms_of(original: nn.Module | None, layers: Mapping[str, PointwiseNorm]) -> dict[nn.Module, PointwiseNorm]:
-    """Return the layer that replaced each norm of the original; without it, each layer runs its own norm."""
-    if original is None:
-        return {layer: layer for layer in layers.values()}
-    watch.require_plain_model(original)
-    norms = dict(original.named_modules(remove_duplicate=False))
-    for path in layers:
-        must = "original must be the model before convert_, but"
-        if path not in norms:
-            raise ModelError(f"{must} has no {path!r}: pass a model of the same class")
-        if isinstance(norms[path], PointwiseNorm):
-            raise ModelError(f"{must} its {path!r} is converted already")
-    return {norms[path]: layer for path, layer in layers.items()}
 
 
 class _Site(SiteStats):
