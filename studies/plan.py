@@ -74,7 +74,7 @@ LONG = Part(
     # A run takes half an hour: the range is asked for where the answer is in doubt.
     rates={
         "dyisru": (5e-4, 1e-3, 2e-3, 4e-3),
-        "dyisru_witnesses": (1e-3, 2e-3, 4e-3),
+        "dyisru_witnesses": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
         "dyisru_annealed": (4e-3,),
         "dyt_published": (2e-3,),
     },
