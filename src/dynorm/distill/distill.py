@@ -135,8 +135,8 @@ def distill_(
         DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
             hold nothing to compare; or another rank failed. The weights are then as they were, on every rank.
         ModelError: the model has no point-wise layer, or nothing to train, or is loaded or sharded and has no teacher;
-            the teacher lacks a norm; another rank's layers differ; or the environment does not name the group's
-            processes, as torchrun makes it.
+            the teacher has no module where a layer stands, is converted itself, or shares weights with the model;
+            another rank's layers differ; or the environment does not name the group's processes, as torchrun makes it.
         StorageError: the checkpoint in the folder is another model's.
 
     Warns:
@@ -280,14 +280,13 @@ class _Distillation(nn.Module):
             raise ModelError("a sharded model must be given its teacher, for a copy cannot be taken: shard that too")
         if not self.sharded:
             ranks.require_alike(layers.items())
-        teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
-        self.norms = norms_of(teacher, layers, "teacher")
-        self.model, self.teacher = model, teacher.eval().requires_grad_(False)
         if not any(p.requires_grad for p in model.parameters()):
-            raise ModelError(
-                "the model must have weights that require gradients, but all are frozen: call requires_grad_() on what "
-                "is to be trained"
-            )
+            raise ModelError("the model must have weights to train, but all are frozen: call requires_grad_() on some")
+        teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
+        norms_of(teacher, layers, "teacher")
+        if not set(model.parameters()).isdisjoint(teacher.parameters()):
+            raise ModelError("the teacher must have weights of its own, but shares some with the model: pass a copy")
+        self.model, self.teacher = model, teacher.eval().requires_grad_(False)
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
         self.samples, self.gone = 0, 0.0
         self.last = torch.zeros(())
@@ -324,11 +323,13 @@ class _Distillation(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         """Return the hidden-state loss plus that of the outputs, of one batch."""
+        # Found anew: a callback may have put other layers in their place.
+        norms = norms_of(self.teacher, require_layers(self.model), "teacher")
         device = next(self.model.parameters()).device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            with torch.no_grad(), recorded(self.norms) as wanted:
+            with torch.no_grad(), recorded(norms) as wanted:
                 target = call(self.teacher, batch)
-            with recomputing(self.model), recorded({layer: layer for layer in self.norms}) as given:
+            with recomputing(self.model), recorded({layer: layer for layer in norms}) as given:
                 output = call(self.model, batch)
         return joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
 

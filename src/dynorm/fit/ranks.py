@@ -14,7 +14,7 @@ from dynorm.layers import PointwiseNorm
 
 # Said instead of the path of the layer that a rank has reached.
 BATCH, OVER, END = "a new batch", "the end of its batches", "the end of a batch"
-FAILED = ("an error",)  # which no path of a layer is equal to
+FAILED = ("an error",)  # the one word that decides, which no path of a layer is equal to
 Word = TypeVar("Word")
 
 

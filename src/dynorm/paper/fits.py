@@ -47,7 +47,7 @@ FITTED = (*FAMILIES, "linear")
 CLOSED = "closed form"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fit:
     """A function with its constant, fitted or known, and how far it is from some points."""
 
@@ -103,6 +103,7 @@ def closed_form(simulation: Simulation) -> Fit:
     outlier does, so they are taken from the sample alone, and one pair of constants serves every step. This is eq. 13
     with that centre; its beta, C v_o, is eq. 14's times (C / (C - 1))**2. The residuals are rounding errors.
     """
+    # A beta of 0, at C = 2, is refused as a float: it stays a tensor.
     sample, scale = torch.from_numpy(simulation.tokens[0]), math.sqrt(simulation.channels - 1)
     center, beta = float(leave_one_out_mean(sample)[-1]), leave_one_out_beta(sample)[-1:]
     function = partial(dyisru_general, beta=beta, center=center, scale=scale)

@@ -94,20 +94,20 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
         if with_norms and replaced_by(layer) is None:
             raise ModelError(
                 f"the layer {path!r} must have replaced a norm to be compared with it, but it was loaded or built so: "
-                "convert the original again, and calibrate, refine and measure before saving (distill_ takes teacher=)"
+                "convert the original again, and calibrate, refine and measure before saving; distill_ takes a teacher"
             )
     return layers
 
 
 def norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str) -> dict[PointwiseNorm, nn.Module]:
-    """Return the norm that stands in the original where each layer does now; ModelError where there is none."""
+    """Return what stands in the original where each layer does now; ModelError where it is no norm any more."""
     modules = dict(original.named_modules(remove_duplicate=False))
     must = f"{name} must be the model before convert_, but"
     for path in layers:
         if path not in modules:
             raise ModelError(f"{must} has no {path!r}: pass a model of the same class")
-        if isinstance(modules[path], PointwiseNorm):
-            raise ModelError(f"{must} its {path!r} is converted already")
+        if isinstance(modules[path], (PointwiseNorm, nn.Identity)):
+            raise ModelError(f"{must} its {path!r} is converted already, or folded away")
     return {layer: modules[path] for path, layer in layers.items()}
 
 
