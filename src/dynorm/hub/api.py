@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 from torch import nn
-from wrapt import register_post_import_hook
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory
@@ -18,7 +17,7 @@ from dynorm.replace.specs import warn_of_defaults
 from dynorm.watch import require_plain_model
 
 _TRANSFORMERS_CONFIG = "config.json"
-_MODELING = "transformers.modeling_utils"
+MODELING = "transformers.modeling_utils"
 
 
 def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -57,7 +56,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     require_plain_model(model)
     contents = contents_of(model)
     warn_of_defaults(model)
-    base = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
+    base = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)
     with replaced_directory(directory, overwrite=overwrite) as folder:
         if base is not None and isinstance(model, base):
             _with_transformers()
@@ -127,21 +126,17 @@ def _read(folder: Path, model: nn.Module | None) -> nn.Module:
     return loaded
 
 
-def register_with_transformers() -> None:
-    """Make ``from_pretrained`` and ``save_pretrained`` know converted models, once transformers is imported."""
-
-    def register(_: ModuleType) -> None:
-        try:
-            # The module registers itself when it is imported, for its own import may be the first of transformers.
-            _with_transformers()
-        # Importing transformers must go on, whatever another version of it lacks.
-        except Exception as error:
-            warnings.warn(
-                f"dynorm is unknown to this transformers, so from_pretrained will not load converted models: {error}",
-                stacklevel=2,
-            )
-
-    register_post_import_hook(register, _MODELING)
+def register_with_transformers(modeling: ModuleType) -> None:
+    """Make ``from_pretrained`` and ``save_pretrained`` know converted models; called when transformers is there."""
+    try:
+        # The module registers itself when it is imported, for its own import may be the first of transformers.
+        _with_transformers()
+    # Importing transformers must go on, whatever another version of it lacks.
+    except Exception as error:
+        warnings.warn(
+            f"dynorm is unknown to this transformers, so from_pretrained will not load converted models: {error}",
+            stacklevel=2,
+        )
 
 
 def _with_transformers() -> ModuleType:
