@@ -133,6 +133,15 @@ def test_a_teacher_must_be_the_model_before() -> None:
     ):
         with pytest.raises(dynorm.ModelError, match=match):
             distill_(net, images(), teacher=teacher, steps=1, quiet=True)
+    name: Any = "bert"
+    with pytest.raises(dynorm.ArgumentError, match=r"teacher must be a .*Module, not str"):
+        distill_(net, images(), teacher=name, steps=1, quiet=True)
+    teacher = dynorm.restore_(copy.deepcopy(net))
+    dynorm.calibrate_(net, images())
+    folded = copy.deepcopy(net).eval()
+    assert dynorm.fold_(folded, *images()[0]).count("affine")
+    with pytest.raises(dynorm.ModelError, match=r"must have its norm's weight .* fold afterwards"):
+        distill_(folded, images(), teacher=teacher, steps=1, quiet=True)
     # Nothing was frozen.
     assert all(p.requires_grad for p in net.parameters())
 

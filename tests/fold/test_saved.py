@@ -121,6 +121,18 @@ def test_a_load_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert other.head.bias is None
 
 
+def test_a_fold_that_only_unties_is_saved(tmp_path: Path) -> None:
+    model, ids = Plain(), torch.randint(0, 11, (2, 5))
+    model.norm = nn.RMSNorm(8)  # type: ignore[assignment]
+    nn.init.normal_(model.eval().norm.weight)
+    report = fold_(model, ids, untie=True)
+    assert (report.loads_with, report.added_biases, len(report.untied)) == ("dynorm", [], 1)
+    dynorm.save(model, tmp_path / "model")
+    loaded = Plain()
+    loaded.norm = nn.RMSNorm(8)  # type: ignore[assignment]
+    assert torch.equal(dynorm.load(tmp_path / "model", loaded)(ids), model(ids))
+
+
 def test_a_fold_of_values_alone_is_saved_as_its_class_is() -> None:
     model = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8)).eval()
     nn.init.normal_(model[0].weight)

@@ -290,8 +290,7 @@ class _Distillation(nn.Module):
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
         self.samples, self.gone = 0, 0.0
         self.last = torch.zeros(())
-        # When its time is over.
-        self.until: float | None = None
+        self.until: float | None = None  # when its time is over
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Any]) -> float:

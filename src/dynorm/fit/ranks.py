@@ -49,8 +49,7 @@ class Ranks:
         self.rank = torch.distributed.get_rank(group) if self.size > 1 else 0
         self._group = group
         self._error = error
-        # Nobody is listening any more: all ranks know that one failed.
-        self._over = self.size <= 1
+        self._over = self.size <= 1  # nobody is listening any more: all ranks know that one failed
 
     @contextmanager
     def together(self) -> Iterator[None]:

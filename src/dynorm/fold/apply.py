@@ -35,6 +35,13 @@ def untied(model: nn.Module) -> list[str]:
     return [f"{path}.{name}".lstrip(".") for path, m in model.named_modules() for name in m.__dict__.get(UNTIED, ())]
 
 
+def is_changed(model: nn.Module) -> bool:
+    """Tell whether a load needs to know what was done; a class that builds layers of its own needs no help."""
+    # transformers does not tie tensors that were saved apart; other classes do.
+    apart = bool(untied(model)) and not hasattr(model, "save_pretrained")
+    return apart or bool(added_biases(model)) or any(map(is_ours, model.modules()))
+
+
 def give_bias_(model: nn.Module, path: str) -> None:
     """Give the linear layer at a path, which must be there, a bias for a state dict to fill; one that it has stays."""
     module = dict(model.named_modules(remove_duplicate=False)).get(path)

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dynorm.arguments import check_not_negative
 from dynorm.errors import DynormError, ModelError
 from dynorm.find.probe import find_norms
-from dynorm.fold.apply import added_biases, applied, new_values, untied
+from dynorm.fold.apply import added_biases, applied, is_changed, new_values, untied
 from dynorm.fold.check import Check, Inputs, copied, held_tensors, mapped, run, tensors_in
 from dynorm.fold.graph import Graph, Owner, Slot, leaves, packet
 from dynorm.fold.refusals import SiteFold, refused, require_model
@@ -29,7 +29,6 @@ from dynorm.fold.report import FoldReport
 from dynorm.fold.rewrites import Part, fold_affine, fold_centers, fold_means, fold_redundant, fold_through
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
-from dynorm.replace.specs import is_ours
 from dynorm.site import NormSite, select_sites
 from dynorm.watch import undisturbed
 
@@ -154,11 +153,9 @@ def fold_(
             "everything was put back. Its code may use tensors that a norm or a layer holds: only= and skip= help to "
             "find which"
         ) from problem
-    biases, free = added_biases(model), untied(model)
-    # transformers does not tie tensors that were saved apart; other classes do.
-    ours = bool(biases or (free and not hasattr(model, "save_pretrained"))) or any(map(is_ours, model.modules()))
     rows = [fold.row(affine, center, constants) for fold in folds]
-    return FoldReport(rows, biases, free, loads_with="dynorm" if ours else "stock", **checked)
+    loads_with = "dynorm" if is_changed(model) else "stock"
+    return FoldReport(rows, added_biases(model), untied(model), loads_with=loads_with, **checked)
 
 
 def _planned(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
-from dynorm.fold.apply import added_biases, untied
-from dynorm.replace.specs import LayerSpec, dynorm_layers, is_ours, specs_of
+from dynorm.fold.apply import added_biases, is_changed, untied
+from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 
 FORMAT_VERSION = 1
 # Elements of all layers together: no model has as many, and a damaged size must not fill the memory.
@@ -31,9 +31,10 @@ class Contents:
 
 def contents_of(model: nn.Module) -> Contents:
     """Return the contents of a model that is to be saved, or raise ModelError where a load could not build it again."""
+    changed = is_changed(model)
     changes = Contents(biases=added_biases(model), untied=untied(model), layers=specs_of(model))
     layers = dynorm_layers(model)
-    if not (layers or changes.layers or changes.biases):
+    if not (layers or changed):
         raise ModelError(
             "the model must have point-wise layers, but has none: call dynorm.convert_(model, sites). (One whose fold "
             "changed only values is of its own class: save it with that class's own means.)"
@@ -53,11 +54,6 @@ def contents_of(model: nn.Module) -> Contents:
                 "save it before quantizing, and quantize what was loaded"
             )
     return changes
-
-
-def is_changed(model: nn.Module) -> bool:
-    """Tell whether a load needs to know the model's contents; a class that builds layers of its own needs no help."""
-    return any(map(is_ours, model.modules())) or bool(added_biases(model))
 
 
 def read_layers(values: object, where: str, *, allow_none: bool = False) -> list[LayerSpec]:

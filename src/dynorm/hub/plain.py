@@ -51,7 +51,7 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     for key, names in (("biases", biases), ("untied", untied)):
         if not contents.is_list_of_str(names):
             raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
-    specs = contents.read_layers(values.get("layers"), where, allow_none=bool(biases))
+    specs = contents.read_layers(values.get("layers"), where, allow_none=bool(biases or untied))
     tensors = _read_weights(folder, values)
     with unchanged_on_error(model.modules(), tensors=()):
         before = dict(model.named_modules(remove_duplicate=False))

@@ -22,6 +22,7 @@ from transformers.quantizers import auto
 from dynorm.errors import ModelError, StorageError
 from dynorm.family import LAYERS
 from dynorm.files import write_text
+from dynorm.fold.apply import is_changed
 from dynorm.hub import contents
 from dynorm.hub.quantizer import ADVICE, BARRIER, METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
 from dynorm.replace.specs import dynorm_layers, replaced_by
@@ -45,7 +46,7 @@ def register() -> None:
     @wraps(save_pretrained)
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Looked up each time: it makes no difference what was converted, restored or loaded before.
-        changes = contents.contents_of(self) if contents.is_changed(self) else None
+        changes = contents.contents_of(self) if is_changed(self) else None
         with described(self, changes):
             written = save_pretrained(self, *args, **kwargs)
         if changes is not None:

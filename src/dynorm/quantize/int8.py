@@ -117,8 +117,7 @@ class _Watch(TorchFunctionMode):
         # For each linear layer: the point-wise layers it reads, if any, and the numbers of dimensions, in order.
         self.reads: dict[str, dict[tuple[str | None, int], None]] = {}
         self.others: set[str] = set()
-        # What the linear layer that runs now has been given.
-        self.entered: Tensor | None = None
+        self.entered: Tensor | None = None  # what the linear layer that runs now has been given
 
     def source(self, value: Any) -> str | None:
         """Return the path of the point-wise layer that returned this very tensor."""

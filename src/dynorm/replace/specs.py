@@ -101,13 +101,17 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
 
 def norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str) -> dict[PointwiseNorm, nn.Module]:
     """Return what stands in the original where each layer does now; ModelError where it is no norm any more."""
+    if not isinstance(original, nn.Module):
+        raise ArgumentError(f"{name} must be a torch.nn.Module, not {type(original).__name__}")
     modules = dict(original.named_modules(remove_duplicate=False))
     must = f"{name} must be the model before convert_, but"
-    for path in layers:
+    for path, layer in layers.items():
         if path not in modules:
             raise ModelError(f"{must} has no {path!r}: pass a model of the same class")
         if isinstance(modules[path], (PointwiseNorm, nn.Identity)):
             raise ModelError(f"{must} its {path!r} is converted already, or folded away")
+        if layer.weight is None and any(True for _ in modules[path].parameters()):
+            raise ModelError(f"the layer {path!r} must have its norm's weight to be compared with it: fold afterwards")
     return {layer: modules[path] for path, layer in layers.items()}
 
 
