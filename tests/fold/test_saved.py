@@ -81,9 +81,9 @@ def test_a_folded_encoder_gets_another_head(tmp_path: Path) -> None:
 
 
 class Plain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+        self.embed, self.norm, self.head = nn.Embedding(11, 8), norm(8), nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -122,15 +122,12 @@ def test_a_load_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_fold_that_only_unties_is_saved(tmp_path: Path) -> None:
-    model, ids = Plain(), torch.randint(0, 11, (2, 5))
-    model.norm = nn.RMSNorm(8)  # type: ignore[assignment]
-    nn.init.normal_(model.eval().norm.weight)
+    model, ids = Plain(nn.RMSNorm).eval(), torch.randint(0, 11, (2, 5))
+    nn.init.normal_(model.norm.weight)
     report = fold_(model, ids, untie=True)
     assert (report.loads_with, report.added_biases, len(report.untied)) == ("dynorm", [], 1)
     dynorm.save(model, tmp_path / "model")
-    loaded = Plain()
-    loaded.norm = nn.RMSNorm(8)  # type: ignore[assignment]
-    assert torch.equal(dynorm.load(tmp_path / "model", loaded)(ids), model(ids))
+    assert torch.equal(dynorm.load(tmp_path / "model", Plain(nn.RMSNorm))(ids), model(ids))
 
 
 def test_a_fold_of_values_alone_is_saved_as_its_class_is() -> None:

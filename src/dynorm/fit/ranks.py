@@ -101,10 +101,10 @@ class Ranks:
     def require_alike(self, layers: Iterable[tuple[str, PointwiseNorm]]) -> None:
         """Check that every rank has the same layers and values; ModelError on every rank if one differs."""
         own = dict(layers)
-        forms = {
-            path: [(n, p.dtype, tuple(p.shape)) for n, p in layer.named_parameters()] for path, layer in own.items()
-        }
-        words = [(path, type(layer).__name__, layer.config(), forms[path]) for path, layer in own.items()]
+        words = [
+            (path, type(layer).__name__, layer.config(), [(n, p.dtype, p.shape) for n, p in layer.named_parameters()])
+            for path, layer in own.items()
+        ]
         self.require_same(words, (p for layer in own.values() for p in layer.parameters() if not p.is_meta))
 
     def require_same(

@@ -157,9 +157,8 @@ def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
     _draw_circles(axes, x[:-1], y[:-1], "other channels")
     if step > 1:
         curve = np.linspace(simulation.outliers[0], simulation.outliers[step - 1], 200)
-        axes.plot(
-            curve, reproduction.fits[CLOSED].function(curve), color=GREY, linewidth=1.2, label="through the outliers"
-        )
+        y = reproduction.fits[CLOSED].function(curve)
+        axes.plot(curve, y, color=GREY, linewidth=1.2, label="through the outliers")
     _draw_outliers(axes, simulation, step)
 
 
