@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.fit.calibrate import norm_outputs
-from dynorm.fit.refine import joint_error, recorded
+from dynorm.fit.refine import recorded, site_errors
 from dynorm.layers import PointwiseNorm
 from dynorm.watch import call
 
@@ -51,7 +51,7 @@ def error(model: nn.Module, batches: list[Any]) -> float:
             wanted = norm_outputs(twin, batch)
             with recorded({layer: layer for layer in wanted}) as given:
                 call(twin, batch)
-        total += float(joint_error(wanted, given, []))
+        total += float(site_errors(wanted, given, []).mean())
     return total / len(batches)
 
 

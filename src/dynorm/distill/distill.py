@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dynorm.arguments import check_positive, upcast
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, StorageError, require_library
 from dynorm.fit.ranks import BATCH, Ranks
-from dynorm.fit.refine import joint_error, recomputing, recorded, relative_error
+from dynorm.fit.refine import recomputing, recorded, relative_error, site_errors
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.replace import restore_
 from dynorm.replace.specs import norms_of, require_layers
@@ -50,6 +50,7 @@ _RATE, _WIDTH = 1.5e-4, 384
 # a decoder and an encoder of images, whose rate may be a 64th of what the width tells.
 _FIRST_STEPS, _HALVINGS = 4, 8
 _WARM_UP = 10
+_ROUNDING = 1e-6  # in a site's relative error
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ def distill_(
 ) -> DistillationReport:
     """Train all weights of a converted model so that its outputs come close to the original's, in place.
 
-    The loss is the mean relative error of the sites, ``|f(x) - y|^2 / |y - mean y|^2`` with y the teacher's norms (a
-    hidden-state loss), plus that of the outputs, :func:`output_loss`. Each batch is one step of the Trainer of
-    transformers. Dropout is off in both models. Where the training made the loss of the first batches larger, or was
-    broken off, the weights from before are put back.
+    The loss is the mean over the sites of ``log(|f(x) - y|^2 / |y - mean y|^2)`` with y the teacher's norms, plus that
+    of the outputs, :func:`output_loss`. The logarithm weighs a site by what it can gain: the errors of early sites are
+    small, but they grow on the way. Each batch is one step of the Trainer of transformers, without dropout. Where the
+    training made the loss of the first batches larger, or was broken off, the weights from before are put back.
 
     Under ``torchrun`` or ``accelerate launch``, call it on every rank, each with its own share of the data. A step is
     then one batch per rank, its loss the mean over the ranks, as in one process that accumulates these batches. A plain
@@ -321,7 +322,7 @@ class _Distillation(nn.Module):
         return rate
 
     def forward(self, batch: Any) -> Tensor:
-        """Return the hidden-state loss plus that of the outputs, of one batch."""
+        """Return the loss of the sites plus that of the outputs, of one batch."""
         # Found anew: a callback may have put other layers in their place.
         norms = norms_of(self.teacher, require_layers(self.model), "teacher")
         device = next(self.model.parameters()).device.type
@@ -330,7 +331,8 @@ class _Distillation(nn.Module):
                 target = call(self.teacher, batch)
             with recomputing(self.model), recorded({layer: layer for layer in norms}) as given:
                 output = call(self.model, batch)
-        return joint_error(wanted, given, token_masks(batch)) + self.loss(output, target, batch)
+        errors = site_errors(wanted, given, token_masks(batch))
+        return (errors + _ROUNDING).log().mean() + self.loss(output, target, batch)
 
 
 def _largest(batch: Any) -> Tensor:

@@ -151,7 +151,7 @@ def _gradients(model: nn.Module, parameters: list[nn.Parameter], batch: Any, ste
     wanted = norm_outputs(model, batch)
     with torch.enable_grad(), recomputing(model), recorded({layer: layer for layer in wanted}) as given:
         watch.call(model, batch)
-        loss = joint_error(wanted, given, watch.token_masks(batch))
+        loss = site_errors(wanted, given, watch.token_masks(batch)).mean()
     _require_finite("loss", loss, step)
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     reached = torch.tensor([each is not None for each in found], device=loss.device)
@@ -206,8 +206,8 @@ def recomputing(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
-    """Return the mean over the sites of ``|f - y|^2 / |y - mean y|^2``, y wanted and f given, padding left out."""
+def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
+    """Return the ``|f - y|^2 / |y - mean y|^2`` of each site, y wanted and f given, padding left out."""
     errors = []
     for layer, wanted_of_layer in wanted.items():
         for whole, output in zip(wanted_of_layer, given[layer], strict=False):
@@ -218,7 +218,7 @@ def joint_error(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
         raise DataError(
             "a batch must reach at least one point-wise layer, but reached none: give batches that use them"
         )
-    return torch.stack(errors).mean()
+    return torch.stack(errors)
 
 
 def relative_error(f: Tensor, y: Tensor) -> Tensor:
