@@ -108,6 +108,14 @@ SHARES = Part(
     extend=False,
     variants=({"share": 0.5}, {"share": 0.9}),
 )
+SHARES_LONG = Part(
+    "shares_long",
+    "Another share of the sum for the witnesses at the start, 3,000 steps",
+    ("dyisru_witnesses",),
+    steps=3000,
+    extend=False,
+    variants=({"share": 0.02},),
+)
 RECIPES = Part(
     "recipes",
     "Variants of direct DyISRU, 600 steps",
@@ -200,7 +208,7 @@ BOUND_LONG = replace(
     BOUND, key="bound_long", title="The growth of the stream bounded by a loss, 3,000 steps", steps=3000
 )
 # What changes one thing; the page has these in one place.
-SIDE = (MUON, FINAL, FINAL_LONG, BOUND, BOUND_LONG, SHARES, RECIPES, OTHERS, RATES, PATHS)
+SIDE = (MUON, FINAL, FINAL_LONG, BOUND, BOUND_LONG, SHARES, SHARES_LONG, RECIPES, OTHERS, RATES, PATHS)
 PLAN = (SMALL, LONG, WITNESSES, MEDIUM, LLAMA, DIGITS, LONGEST, *SIDE)
 
 

@@ -96,15 +96,16 @@ def opening(study: Mapping[str, Any]) -> str:
     """Return the page's first three sentences."""
     said = (
         ("A net that is point-wise from the first step, with DyISRU, is", "dyisru", (SMALL, LONG, LONGEST)),
+        ("with scaled DyT it is", "dyt", (SMALL, LONG, LONGEST)),
         ("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", (SMALL, LONG)),
         ("The constants must be measured on activations: with the published one DyT is", "dyt_published", (SMALL,)),
     )
-    sentences = []
+    clauses = []
     for start, arm, parts in said:
         found = [(part, group) for part in parts if (group := _group(study, part, arm)[0]) and group.get("against")]
         if found:
-            sentences.append(f"{start} {', '.join(_lead(part, group['against']) for part, group in found)}.")
-    return "\n".join(sentences) or f"{NOT_YET.capitalize()}."
+            clauses.append(f"{start} {', '.join(_lead(part, group['against']) for part, group in found)}.")
+    return "\n".join(clauses).replace(".\nwith", ";\nwith") or f"{NOT_YET.capitalize()}."
 
 
 def _lead(part: Part, against: Mapping[str, Any]) -> str:
