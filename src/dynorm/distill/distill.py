@@ -196,11 +196,11 @@ def distill_(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     with ranks.together():
         after = None if annealed else job.measure(first)
-    # Written so that NaN is worse.
-    kept = before is None or after is None or after <= before
+    kept = before is None or after is None or after <= before  # so NaN is worse
     if not kept:
         model.load_state_dict(weights)
-        _warn(f"{done} steps made the loss {after:.3f}, which was {before:.3f}: the weights from before are put back")
+        words = f"{done} steps at a rate of {lr:.2g} made the loss {after:.3f}, which was {before:.3f}"
+        _warn(f"{words}: the weights from before are put back; give more steps, or a lower rate")
     seconds, samples = time.perf_counter() - started, sum(ranks.all_say(job.samples))
     return DistillationReport(done, lr, seconds, samples, losses[-1] if losses else None, before, after, kept)
 
