@@ -91,7 +91,7 @@ def test_the_rate_is_one_whose_first_step_helps() -> None:
     assert report.lr < usual / 8
     assert math.log2(usual / report.lr).is_integer()
     assert report.kept
-    assert report.loss_after < report.loss_before - 0.1
+    assert report.loss_after < report.loss_before - 0.03
     with pytest.warns(dynorm.CalibrationWarning, match="put back"):
         dynorm.distill_(net, batches, steps=40, lr=usual, quiet=True)
 
@@ -236,6 +236,32 @@ def test_the_loss_takes_a_sites_error_and_a_tenth_of_its_logarithm() -> None:
             expected.append(float(site + site.log() / 10 + output_loss(net(image), teacher(image), (image,))))
     report = distill_(net, images(), steps=1, lr=1e-6, quiet=True)
     assert report.loss_before == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+
+
+def test_a_norm_that_gives_zeros_leaves_the_gradients_finite() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.zero, self.last, self.norm = (
+                nn.Linear(8, 8),
+                nn.LayerNorm(8),
+                nn.Linear(8, 8),
+                nn.LayerNorm(8),
+            )
+            nn.init.zeros_(self.zero.weight)
+            self.zero.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return self.norm(self.last(hidden + self.zero(hidden)))
+
+    torch.manual_seed(0)
+    net, batches = Net(), [torch.randn(64, 8) for _ in range(4)]
+    dynorm.convert_(net, dynorm.find_norms(net, batches[0]))
+    dynorm.calibrate_(net, batches)
+    report = distill_(net, batches, steps=30, lr=1e-3, quiet=True)
+    assert report.kept
+    assert report.loss_after < report.loss_before
 
 
 def test_the_loss_of_each_type_of_output() -> None:

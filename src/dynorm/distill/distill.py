@@ -50,7 +50,7 @@ _RATE, _WIDTH = 1.5e-4, 384
 # a decoder and an encoder of images, whose rate may be a 64th of what the width tells.
 _FIRST_STEPS, _HALVINGS = 4, 8
 _WARM_UP = 10
-_SMALL, _ROUNDING = 0.1, 1e-6  # the weight of the logarithm of a site's error, and what of that may be rounding
+_SMALL, _EXACT = 0.1, 1e-4  # the weight of the logarithm of a site's error, which is cut where there is hardly one
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DistillationReport(Plain):
         seconds: how long it took.
         samples: how many samples were seen, repeats counted.
         last_loss: the last loss that the Trainer logged.
-        loss_before: the loss of the first batches before the training; None for an annealed model, a norm at first.
+        loss_before: the loss of the first batches at first, perhaps negative; None for an annealed model, then a norm.
         loss_after: the same after it.
         kept: whether the trained weights are kept; False where those from before were better.
     """
@@ -96,10 +96,10 @@ def distill_(
 ) -> DistillationReport:
     """Train all weights of a converted model so that its outputs come close to the original's, in place.
 
-    The loss is the mean over the sites of ``e + log(e) / 10``, where ``e = |f(x) - y|^2 / |y - mean y|^2`` with y the
-    teacher's norms, plus that of the outputs, :func:`output_loss`. Small errors of early sites grow on the way, and the
-    logarithm sees them. Each batch is one step of the Trainer of transformers, without dropout. Where the training
-    made the loss of the first batches larger, or was broken off, the weights from before are put back.
+    The loss is the mean over the sites of ``e + log(max(e, 1e-4)) / 10``, ``e = |f(x) - y|^2 / |y - mean y|^2`` with y
+    the teacher's norms, plus that of the outputs, :func:`output_loss`. Small errors of early sites grow on the way, and
+    the logarithm sees them. Each batch is one step of the Trainer of transformers, without dropout. Where that made
+    the loss of the first batches larger, or was broken off, the weights from before are put back.
 
     Under ``torchrun`` or ``accelerate launch``, call it on every rank, each with its own share of the data. A step is
     then one batch per rank, its loss the mean over the ranks, as in one process that accumulates these batches. A plain
@@ -332,7 +332,7 @@ class _Distillation(nn.Module):
             with recomputing(self.model), recorded({layer: layer for layer in norms}) as given:
                 output = call(self.model, batch)
         errors = site_errors(wanted, given, token_masks(batch))
-        return (errors + _SMALL * (errors + _ROUNDING).log()).mean() + self.loss(output, target, batch)
+        return (errors + _SMALL * errors.clamp_min(_EXACT).log()).mean() + self.loss(output, target, batch)
 
 
 def _largest(batch: Any) -> Tensor:
