@@ -94,18 +94,21 @@ def _lost(group: Mapping[str, Any] | None, sweep: list[Settings]) -> str:
 
 def opening(study: Mapping[str, Any]) -> str:
     """Return the page's first three sentences."""
-    said = (
-        ("A net that is point-wise from the first step, with DyISRU, is", "dyisru", (SMALL, LONG, LONGEST)),
-        ("with scaled DyT it is", "dyt", (SMALL, LONG, LONGEST)),
-        ("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", (SMALL, LONG)),
-        ("The constants must be measured on activations: with the published one DyT is", "dyt_published", (SMALL,)),
-    )
-    clauses = []
-    for start, arm, parts in said:
+
+    def told(start: str, arm: str, *parts: Part) -> str:
         found = [(part, group) for part in parts if (group := _group(study, part, arm)[0]) and group.get("against")]
-        if found:
-            clauses.append(f"{start} {', '.join(_lead(part, group['against']) for part, group in found)}.")
-    return "\n".join(clauses).replace(".\nwith", ";\nwith") or f"{NOT_YET.capitalize()}."
+        return f"{start} {', '.join(_lead(part, group['against']) for part, group in found)}" if found else ""
+
+    direct = (
+        told("A net that is point-wise from the first step, with DyISRU, is", "dyisru", SMALL, LONG, LONGEST),
+        told("with scaled DyT it is", "dyt", SMALL, LONG, LONGEST),
+    )
+    sentences = (
+        "; ".join(filter(None, direct)),
+        told("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", SMALL, LONG),
+        told("The constants must be measured on activations: with the published one DyT is", "dyt_published", SMALL),
+    )
+    return "\n".join(f"{sentence}." for sentence in sentences if sentence) or f"{NOT_YET.capitalize()}."
 
 
 def _lead(part: Part, against: Mapping[str, Any]) -> str:

@@ -49,8 +49,10 @@ def test_two_processes_find_what_one_finds(two: Found) -> None:
     # The one measures the loss on the batches of a rank, the two on those of both.
     assert found["losses"][2] == pytest.approx(one["losses"][2], rel=1e-8)
     same(found["values"], one["values"], **TIGHT)
-    moved = [abs(a[0] - b[0]) for a, b in zip(one["values"].values(), constants.values(), strict=True)]
-    assert min(moved) > 1e-5
+    # A sum may stay where its terms move.
+    pairs = zip(one["values"].values(), constants.values(), strict=True)
+    moved = [max(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in pairs]
+    assert min(moved) > 1e-4
     # Stopped halfway and gone on with; and sharded, at once and likewise.
     sharded = equal_on_all_ranks(two, "shards")
     for again in (equal_on_all_ranks(two, "resumed"), sharded, sharded["again"]):
