@@ -157,7 +157,7 @@ retrieval: demo
 distillation: setup
 	$(BIN)/python -m benchmarks.distillation --steps 1200 $(BF16) --recipes DyISRU "DyISRU, four witnesses" \
 		"linear (control), four witnesses"
-	$(BIN)/python -m benchmarks.distillation --steps 400 --recipes DyISRU "linear (control)" "scaled DyT" \
+	$(BIN)/python -m benchmarks.distillation --steps 400 $(BF16) --recipes DyISRU "linear (control)" "scaled DyT" \
 		"DyISRU, annealed" "DyISRU, twice the rate"
 	$(BIN)/python -m benchmarks.distillation --steps 200 --model language --recipes DyISRU "DyISRU, annealed" \
 		"DyISRU, twice the rate"

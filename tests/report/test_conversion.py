@@ -604,6 +604,12 @@ class TestForms:
 
 OUTPUTS = {
     "Little was lost: the loss is 2.04": {"kind": "language", "loss_original": 2.0, "loss_now": 2.04},
+    "Some was lost: the loss is 2.010 nats per token in place of 2.000, the divergence 0.100": {
+        "kind": "language",
+        "loss_original": 2.0,
+        "loss_now": 2.01,
+        "kl": 0.1,
+    },
     "Some was lost: the loss is 2.2": {"kind": "language", "loss_original": 2.0, "loss_now": 2.2},
     "Much was lost: the loss is 3.5": {"kind": "language", "loss_original": 2.0, "loss_now": 3.5, "agreement": 0.5},
     "Little was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.991},
