@@ -113,6 +113,19 @@ def test_half_precision_models_are_refined_in_float32(dtype: torch.dtype) -> Non
     assert error(model, batches) < 0.99 * before
 
 
+def test_bfloat16_autocast_moves_the_parameters_nearly_alike() -> None:
+    model, batches = model_and_batches()
+    twin, before = copy.deepcopy(model), error(model, batches)
+    plain = dynorm.refine_(model, batches, steps=30)
+    report = dynorm.refine_(twin, batches, steps=30, bf16=True)
+    assert {p.dtype for p in twin.parameters()} == {torch.float32}
+    gain, rounded = (before - error(each, batches) for each in (model, twin))
+    assert rounded == pytest.approx(gain, rel=0.1)
+    assert report.first_error == pytest.approx(plain.first_error, rel=0.01)
+    assert report.first_error != plain.first_error
+    assert twin[0].linear(batches[0]).dtype == torch.float32
+
+
 def test_a_site_with_one_token_a_batch() -> None:
     """Its target has no spread, which must not make the loss infinite."""
 

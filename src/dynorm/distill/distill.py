@@ -325,8 +325,7 @@ class _Distillation(nn.Module):
         """Return the loss of the sites plus that of the outputs, of one batch."""
         # Found anew: a callback may have put other layers in their place.
         norms = norms_of(self.teacher, require_layers(self.model), "teacher")
-        device = next(self.model.parameters()).device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16, enabled=self.bf16):
             with torch.no_grad(), recorded(norms) as wanted:
                 target = call(self.teacher, batch)
             with recomputing(self.model), recorded({layer: layer for layer in norms}) as given:

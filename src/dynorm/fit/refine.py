@@ -43,7 +43,7 @@ class RefinementReport(Plain):
 
 
 def refine_(
-    model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float = 3e-3, accumulate: int = 1
+    model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float = 3e-3, accumulate: int = 1, bf16: bool = False
 ) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.
 
@@ -63,6 +63,7 @@ def refine_(
         steps: how many gradient steps.
         lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a cosine.
         accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
+        bf16: compute in bfloat16 autocast; the parameters are kept as they are.
 
     Returns:
         The number of steps and the mean relative error before and after.
@@ -108,6 +109,7 @@ def refine_(
             for layer in layers:
                 layer.requires_grad_(True)
             feed = watch.cycled(batches, steps * accumulate)
+            after.enter_context(torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=bf16))
             # Its own neighbours, so many at a time.
             errors = _descend(model, layers, zip(*[feed] * accumulate, strict=True), steps, lr, ranks)
     return RefinementReport(steps, errors[0], errors[-1])

@@ -127,8 +127,7 @@ class _Exact(Reading):
 
 def reduced(expression: Expr) -> Expr:
     """Return an expression of what channel i sees."""
-    without_sums = expression.replace(lambda e: isinstance(e, sp.Sum), _reduced_sum)
-    return without_sums.xreplace(_EVERY_TOKEN)
+    return expression.replace(lambda e: isinstance(e, sp.Sum), _reduced_sum).xreplace(_EVERY_TOKEN)
 
 
 def _reduced_sum(total: Expr) -> Expr:

@@ -119,8 +119,7 @@ def prove(
     for library in ("sympy", "mpmath"):
         require_library(library, "the proofs", "paper")
     start = time.perf_counter()
-    checked = tuple(check(statement, seed) for statement in track(chosen))
-    return Report(checked, seed, time.perf_counter() - start)
+    return Report(tuple(check(statement, seed) for statement in track(chosen)), seed, time.perf_counter() - start)
 
 
 def choose(only: Sequence[str]) -> tuple[Statement, ...]:
