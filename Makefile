@@ -123,6 +123,7 @@ fold: setup
 gone: setup
 	$(PIP) --editable '.[encrypted]'
 	$(BIN)/python -m benchmarks.auto
+	rm -rf build/gone
 	model="$$($(BIN)/python tools/demo_model.py)" && for to in dyisru "auto --tolerance 0.05" "auto --tolerance 0.08"; do \
 		$(BIN)/dynorm convert "$$model" "build/gone/$${to##* }" --to $$to --steps 200 $(BF16) --overwrite || exit 1; done
 	$(BIN)/python -m benchmarks.auto --add build/gone/*/report.json benchmarks/results/demo.json

@@ -368,25 +368,36 @@ def test_a_checkpoint_of_another_model_is_refused(other: str, tmp_path: Path) ->
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-@pytest.mark.parametrize("act", [dynorm.refine_, distill_])
-def test_checkpointed_layers_are_recomputed_and_nothing_else_differs(act: Any) -> None:
-    """Of OPT, whose layers themselves drop values while they train."""
-    torch.manual_seed(0)
+def opt() -> tuple[nn.Module, str]:
+    """Its layers themselves drop values while they train."""
     config = OPTConfig(
         vocab_size=32, hidden_size=16, ffn_dim=16, num_hidden_layers=2, num_attention_heads=2, dropout=0.5,
         word_embed_proj_dim=16, max_position_embeddings=16,
     )  # fmt: skip
-    net = OPTForCausalLM(config).eval()
-    batches = [{"input_ids": torch.randint(0, 32, (2, 8))} for _ in range(3)]
+    return OPTForCausalLM(config).eval(), "model.decoder.layers.0.fc1"
+
+
+def gpt2() -> tuple[nn.Module, str]:
+    """Its layers get the cache by position, where no one takes it away."""
+    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval(), "transformer.h.0.mlp.c_fc"
+
+
+@pytest.mark.parametrize("act", [dynorm.refine_, distill_])
+@pytest.mark.parametrize("make", [opt, gpt2])
+def test_checkpointed_layers_are_recomputed_and_nothing_else_differs(act: Any, make: Any) -> None:
+    torch.manual_seed(0)
+    net, counted = make()
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    batches = [{"input_ids": torch.randint(0, 32, (2, 8)), "attention_mask": mask} for _ in range(3)]
     dynorm.convert_(net, dynorm.find_norms(net, **batches[0]))
     dynorm.calibrate_(net, batches)
     twin, runs = copy.deepcopy(net), []
     twin.activation_checkpointing_enable()
     for model in (net, twin):
         count = [0]
-        model.model.decoder.layers[0].fc1.register_forward_hook(
-            lambda *_, count=count: count.__setitem__(0, count[0] + 1)
-        )
+        model.get_submodule(counted).register_forward_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
         options = {"quiet": True} if act is distill_ else {}
         act(model, batches, steps=3, lr=1e-3, **options)
         runs.append(count[0])

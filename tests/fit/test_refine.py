@@ -126,6 +126,32 @@ def test_bfloat16_autocast_moves_the_parameters_nearly_alike() -> None:
     assert twin[0].linear(batches[0]).dtype == torch.float32
 
 
+class Mixed(nn.Module):
+    """Runs under autocast alone; keeps what its last layer makes of zeros, and that layer's bias, a norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(C, C, dtype=torch.bfloat16), nn.LayerNorm(C), nn.Linear(C, C)
+        self.b.bias, self.last = self.norm.bias, nn.RMSNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cast, self.bias = self.b(torch.zeros(C)).detach(), self.norm.bias.detach().clone()
+        return self.last(self.b(self.norm(self.a(x).float())).float())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_callers_autocast_stays_and_a_weight_that_moves_is_cast_anew(bf16: bool) -> None:
+    model, batches = Mixed(), [torch.randn(16, C) for _ in range(4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+        model.b.bias = model.norm.bias
+        dynorm.calibrate_(model, batches)
+        dynorm.refine_(model, batches, steps=20, lr=0.1, bf16=bf16)
+    assert model.cast.dtype == torch.bfloat16
+    assert model.bias.abs().max() > 0.05
+    assert torch.equal(model.cast, model.bias.bfloat16()) or not bf16
+
+
 def test_a_site_with_one_token_a_batch() -> None:
     """Its target has no spread, which must not make the loss infinite."""
 

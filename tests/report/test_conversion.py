@@ -604,7 +604,7 @@ class TestForms:
 
 OUTPUTS = {
     "Little was lost: the loss is 2.04": {"kind": "language", "loss_original": 2.0, "loss_now": 2.04},
-    "Some was lost: the loss is 2.010 nats per token in place of 2.000, the divergence 0.100": {
+    "Some was lost: the loss is 2.010 nats per token in place of 2.000, its divergence from the original 0.100": {
         "kind": "language",
         "loss_original": 2.0,
         "loss_now": 2.01,

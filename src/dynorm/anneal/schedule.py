@@ -175,8 +175,7 @@ class AnnealSchedule:
         start, length = self.steps(total)
         progress = (step - start) / length
         if self.order != "together":
-            turn = place if self.order == "first_last" else places - 1 - place
-            progress = progress * places - turn
+            progress = progress * places - (place if self.order == "first_last" else places - 1 - place)
         progress = min(max(progress, 0.0), 1.0)
         return progress if self.shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * progress)
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dynorm.arguments import check_positive, upcast
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, StorageError, require_library
 from dynorm.fit.ranks import BATCH, Ranks
-from dynorm.fit.refine import recomputing, recorded, relative_error, site_errors
+from dynorm.fit.refine import autocast, recomputing, recorded, relative_error, site_errors
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.replace import restore_
 from dynorm.replace.specs import norms_of, require_layers
@@ -325,7 +325,7 @@ class _Distillation(nn.Module):
         """Return the loss of the sites plus that of the outputs, of one batch."""
         # Found anew: a callback may have put other layers in their place.
         norms = norms_of(self.teacher, require_layers(self.model), "teacher")
-        with torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16, enabled=self.bf16):
+        with autocast(self.model, self.bf16):
             with torch.no_grad(), recorded(norms) as wanted:
                 target = call(self.teacher, batch)
             with recomputing(self.model), recorded({layer: layer for layer in norms}) as given:

@@ -72,8 +72,7 @@ def split_audio(clips: list[Any], held_out: int, seed: int = 0, noun: str = "aud
         folders.setdefault(clip.file.parent, []).append(clip)
     if len(folders) < _FEWEST:
         return split_texts(clips, held_out, seed, noun)
-    share = max(1, round(held_out * len(folders) / len(clips)))
-    parts = split_texts(list(folders.values()), share, seed, noun)
+    parts = split_texts(list(folders.values()), max(1, round(held_out * len(folders) / len(clips))), seed, noun)
     fit, apart = ([clip for folder in part for clip in folder] for part in parts)
     return random.Random(seed).sample(fit, len(fit)), apart
 

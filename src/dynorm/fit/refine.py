@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,7 +63,7 @@ def refine_(
         steps: how many gradient steps.
         lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a cosine.
         accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
-        bf16: compute in bfloat16 autocast; the parameters are kept as they are.
+        bf16: compute a float32 model, and the report's errors, in bfloat16 autocast.
 
     Returns:
         The number of steps and the mean relative error before and after.
@@ -109,7 +109,7 @@ def refine_(
             for layer in layers:
                 layer.requires_grad_(True)
             feed = watch.cycled(batches, steps * accumulate)
-            after.enter_context(torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=bf16))
+            after.enter_context(autocast(model, bf16))
             # Its own neighbours, so many at a time.
             errors = _descend(model, layers, zip(*[feed] * accumulate, strict=True), steps, lr, ranks)
     return RefinementReport(steps, errors[0], errors[-1])
@@ -169,6 +169,12 @@ def _require_finite(what: str, value: Tensor, step: int) -> None:
         )
 
 
+def autocast(model: nn.Module, bf16: bool) -> AbstractContextManager[Any]:
+    """Return a context that computes in bfloat16, also with weights that move in it; else one that changes nothing."""
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, torch.bfloat16, cache_enabled=False) if bf16 else nullcontext()
+
+
 @contextmanager
 def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
     """Record the outputs of each layer's module, itself or its counterpart: a list per layer, in call order."""
@@ -197,6 +203,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 
     def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
         layer.training = False
+        args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)  # a cache of keys grows once more
         # Reentrant, what is recorded inside would have no gradient.
         return checkpoint(forward, *args, use_reentrant=False)
 

@@ -155,8 +155,7 @@ class SiteFit:
             return
         beta = own_betas(alive, self.kind, self.eps)
         # Without eps, the only channel of a token that is not 0 has a beta of 0.
-        log_beta = self._mean([beta.clamp_min(DEAD * beta.amax(1, keepdim=True)).log()]).mean()
-        self._typical = log_beta.exp()
+        self._typical = self._mean([beta.clamp_min(DEAD * beta.amax(1, keepdim=True)).log()]).mean().exp()
         if self._scales is not None:
             self._scales.least = SMALL * float(self._typical)
         self._betas = self._grid(*_DECADES, x) * self._typical

@@ -123,8 +123,7 @@ def fold_(
     with undisturbed(model, attributes=True):
         folds = _find_folds(model, *copied(example), only, skip)
     # A norm that cannot be folded is traced as it is.
-    norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
-    graph = capture(model, norms, example, untie)
+    graph = capture(model, {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}, example, untie)
     folds, parts = _planned(graph, folds, affine, constants, add_bias)
     if center:
         fold_means(graph, folds)

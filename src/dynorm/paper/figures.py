@@ -169,8 +169,7 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
     (low, high), y_range = _padded(simulation.tokens, simulation.normalized)
     x = np.linspace(low, high, 400)
     top.axhline(bound, **_BOUND, label=r"bound $\sqrt{C - 1}$")
-    others = simulation.tokens[-1, :-1], simulation.normalized[-1, :-1]
-    _draw_circles(top, *others, f"other channels, $S = {STEPS}$")
+    _draw_circles(top, simulation.tokens[-1, :-1], simulation.normalized[-1, :-1], f"other channels, $S = {STEPS}$")
     bottom.axhline(0, color=GREY, linewidth=0.8)
     for name in ("DyT", "DyISRU"):
         fit = reproduction.fits[name]

@@ -132,8 +132,7 @@ def _proof(checked: CheckedStatement) -> Group:
     for row in checked.steps:
         left = " " if row.step.follows else one_line(row.step.left)
         formula = Text(f"{left} {_RELATIONS[row.step.relation]} {one_line(row.step.right)}")
-        tag = f"({row.step.tag})" * bool(row.step.tag)
-        grid.add_row(_tick(row.holds), formula, tag, as_text(row.step.reason))
+        grid.add_row(_tick(row.holds), formula, f"({row.step.tag})" * bool(row.step.tag), as_text(row.step.reason))
     notes = [Text(f"Note: {as_text(remark)}", style="dim") for remark in statement.remarks]
     return Group(heading, Padding(Group(*about, grid, *notes), (0, 0, 0, 2)))
 
