@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, mean, stdev
 from typing import Any
@@ -62,9 +64,8 @@ def summarize(
 def summary(runs: Runs) -> dict[str, Any]:
     """Return what the runs of one group say; they differ in rate and seed only.
 
-    The best rate is the settled one. The good range is that of seed 0, since the sweep is; mean and half the range are
-    over all seeds at the best rate that did not diverge. Losses are those of the held-out items by which no rate was
-    chosen; accuracies are of all of them.
+    The best rate is the settled one. Mean and half the range are over all seeds at the best rate that did not diverge.
+    Losses are those of the held-out items by which no rate was chosen; accuracies are of all of them.
     """
     settings = runs[0][0]
     first = sorted(((s, loss_of(r)) for s, r in runs if s.seed == 0), key=lambda run: run[0].lr)
@@ -82,31 +83,42 @@ def summary(runs: Runs) -> dict[str, Any]:
         "mean": mean(values) if values else None,
         "half_range": (max(values) - min(values)) / 2 if values else None,
         "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
-        **good_range([(s.lr, loss) for s, loss in first]),
+        **good_range(costs(runs)),
     }
 
 
-def good_range(sweep: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
-    """Return the range of rates about the best within 0.05 nats of it, without a gap, and highest over lowest.
+def costs(runs: Runs) -> dict[float, float]:
+    """Return what each rate costs over the best one, the mean over the seeds of both; inf where one diverged."""
+    best = {s.seed: loss for s, r in _at_best(runs) if (loss := loss_of(r)) is not None}
+    found: dict[float, list[float]] = defaultdict(list)
+    for s, r in runs:
+        if s.seed in best:
+            loss = loss_of(r)
+            found[s.lr].append(math.inf if loss is None else loss - best[s.seed])
+    return {lr: fmean(each) for lr, each in found.items()}
+
+
+def good_range(cost: Mapping[float, float]) -> dict[str, Any]:
+    """Return the range of rates about the best, of cost 0, that cost no more than 0.05 nats, without a gap.
 
     Args:
-        sweep: rates and losses; a loss of None is a run that diverged.
+        cost: of each rate, in nats; inf is one that diverged.
 
     Returns:
-        ``good`` (lowest and highest rate), ``width``, and ``open``, the ends where the sweep ended first.
+        ``good`` (lowest and highest rate), ``width``, highest over lowest, and ``open``, the ends where the sweep ended
+        first.
     """
-    rates = sorted(sweep)
-    done = [loss for _, loss in rates if loss is not None]
-    if not done:
+    if not cost:
         return {"good": None, "width": None, "open": []}
-    fits = [loss is not None and loss <= min(done) + GOOD for _, loss in rates]
-    low = high = [loss for _, loss in rates].index(min(done))
+    rates = sorted(cost)
+    fits = [cost[lr] <= GOOD for lr in rates]
+    low = high = [cost[lr] for lr in rates].index(0.0)
     while low > 0 and fits[low - 1]:
         low -= 1
     while high < len(rates) - 1 and fits[high + 1]:
         high += 1
     ends = ["low"] * (low == 0) + ["high"] * (high == len(rates) - 1)
-    return {"good": [rates[low][0], rates[high][0]], "width": rates[high][0] / rates[low][0], "open": ends}
+    return {"good": [rates[low], rates[high]], "width": rates[high] / rates[low], "open": ends}
 
 
 def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:

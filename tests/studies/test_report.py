@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,10 +214,24 @@ def test_a_lucky_seed_at_another_rate_does_not_move_the_best() -> None:
 def test_the_good_range_has_no_gap(
     losses: tuple[float | None, ...], good: tuple[float, float], width: float, ends: list[str]
 ) -> None:
-    found = good_range(zip(RATES, losses, strict=True))
+    lowest = min(loss for loss in losses if loss is not None)
+    cost = {lr: math.inf if loss is None else round(loss - lowest, 9) for lr, loss in zip(RATES, losses, strict=True)}
+    found = good_range(cost)
     assert found["good"] == list(good)
     assert found["width"] == pytest.approx(width)
     assert found["open"] == ends
+
+
+@pytest.mark.parametrize(("third", "good"), [(1.53, [1e-3, 2e-3]), (None, [1e-3, 1e-3])])
+def test_a_good_rate_is_one_in_the_mean_of_the_seeds_that_ran_at_the_best_too(
+    third: float | None, good: list[float]
+) -> None:
+    more = ((1e-3, 1, 1.50), (1e-3, 2, 1.49), (2e-3, 1, 1.53), (2e-3, 2, third), (4e-3, 3, 1.2))
+    runs = sweep_of("dyisru", 1.50, 1.56, 1.56)
+    runs |= results(*[(Settings("dyisru", lr, seed=seed), loss) for lr, seed, loss in more])
+    found = group_of(summarize(runs), "dyisru")
+    # 0.06, 0.03 and 0.04 at 2e-3; at 4e-3 only seed 0 ran at the best as well.
+    assert (found["best_lr"], found["good"], found["open"]) == (1e-3, good, ["low"])
 
 
 def test_an_arm_that_always_diverges_has_no_best() -> None:
