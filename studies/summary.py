@@ -83,12 +83,15 @@ def summary(runs: Runs) -> dict[str, Any]:
         "mean": mean(values) if values else None,
         "half_range": (max(values) - min(values)) / 2 if values else None,
         "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
-        **good_range(costs(runs)),
+        **good_range(costs(runs), at_best[0][0].lr if at_best else 0.0),
     }
 
 
 def costs(runs: Runs) -> dict[float, float]:
-    """Return what each rate costs over the best one, the mean over the seeds of both; inf where one diverged."""
+    """Return what each rate costs over the reported one, the mean over the seeds of both; inf where one diverged.
+
+    It may be below 0, for the reported rate was chosen by other items. A rate that shares no seed is left out.
+    """
     best = {s.seed: loss for s, r in _at_best(runs) if (loss := loss_of(r)) is not None}
     found: dict[float, list[float]] = defaultdict(list)
     for s, r in runs:
@@ -98,11 +101,12 @@ def costs(runs: Runs) -> dict[float, float]:
     return {lr: fmean(each) for lr, each in found.items()}
 
 
-def good_range(cost: Mapping[float, float]) -> dict[str, Any]:
-    """Return the range of rates about the best, of cost 0, that cost no more than 0.05 nats, without a gap.
+def good_range(cost: Mapping[float, float], best: float) -> dict[str, Any]:
+    """Return the range of rates about the best that cost no more than 0.05 nats, without a gap.
 
     Args:
-        cost: of each rate, in nats; inf is one that diverged.
+        cost: of each rate over the best, in nats; inf is one that diverged.
+        best: the best rate.
 
     Returns:
         ``good`` (lowest and highest rate), ``width``, highest over lowest, and ``open``, the ends where the sweep ended
@@ -112,7 +116,7 @@ def good_range(cost: Mapping[float, float]) -> dict[str, Any]:
         return {"good": None, "width": None, "open": []}
     rates = sorted(cost)
     fits = [cost[lr] <= GOOD for lr in rates]
-    low = high = [cost[lr] for lr in rates].index(0.0)
+    low = high = rates.index(best)
     while low > 0 and fits[low - 1]:
         low -= 1
     while high < len(rates) - 1 and fits[high + 1]:

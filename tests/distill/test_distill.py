@@ -406,6 +406,17 @@ def test_checkpointed_layers_are_recomputed_and_nothing_else_differs(act: Any, m
     assert not any(module.training for module in twin.modules())
 
 
+def test_the_callers_autocast_is_that_of_bf16() -> None:
+    net = classifier()
+    dynorm.calibrate_(net, images())
+    twin = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        dynorm.distill_(net, images(), steps=20, lr=1e-2, quiet=True)
+    # Weights that move are cast anew in each step of both.
+    dynorm.distill_(twin, images(), steps=20, lr=1e-2, quiet=True, bf16=True)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+
+
 def test_what_training_made_worse_is_put_back() -> None:
     net = classifier()
     dynorm.calibrate_(net, images())

@@ -216,7 +216,7 @@ def test_the_good_range_has_no_gap(
 ) -> None:
     lowest = min(loss for loss in losses if loss is not None)
     cost = {lr: math.inf if loss is None else round(loss - lowest, 9) for lr, loss in zip(RATES, losses, strict=True)}
-    found = good_range(cost)
+    found = good_range(cost, min(cost, key=lambda lr: cost[lr]))
     assert found["good"] == list(good)
     assert found["width"] == pytest.approx(width)
     assert found["open"] == ends

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,7 +63,7 @@ def refine_(
         steps: how many gradient steps.
         lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a cosine.
         accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
-        bf16: compute a float32 model, and the report's errors, in bfloat16 autocast.
+        bf16: run a float32 model under bfloat16 autocast; the report's errors are of that run.
 
     Returns:
         The number of steps and the mean relative error before and after.
@@ -169,10 +169,10 @@ def _require_finite(what: str, value: Tensor, step: int) -> None:
         )
 
 
-def autocast(model: nn.Module, bf16: bool) -> AbstractContextManager[Any]:
-    """Return a context that computes in bfloat16, also with weights that move in it; else one that changes nothing."""
-    device = next(model.parameters()).device.type
-    return torch.autocast(device, torch.bfloat16, cache_enabled=False) if bf16 else nullcontext()
+def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
+    """Return bfloat16 autocast, or the caller's, without its cache of weights: they move, and it would not."""
+    kind, dtype = next(model.parameters()).device.type, torch.bfloat16 if bf16 else None
+    return torch.autocast(kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False)
 
 
 @contextmanager
