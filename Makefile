@@ -12,8 +12,7 @@ BF16 := $(if $(shell grep -m 1 avx512_bf16 /proc/cpuinfo 2>&1),--bf16)
 OPTIONS_minilm := $(BF16)
 # Its constants are refined with all else; blocks of text are measured, and the original is kept to compare with.
 OPTIONS_smollm2 := --refine 0 --held-out 96 --keep-original $(BF16)
-# Some 170 photographs are fitted to in crops, and 96 measured as they are. Its weights are small: so is their best rate,
-# and most is won before they move.
+# Some 170 photographs are fitted to in crops, and 96 measured as they are. Its weights are small: so is their best rate.
 OPTIONS_dinov2 := --images build/pictures --witnesses 16 --refine 180 --lr 5e-6 --held-out 96 --keep-original $(BF16)
 # Twenty voices, of which whole ones are held out.
 OPTIONS_whisper := --audio build/speech --refine 0 --held-out 48 --keep-original $(BF16)
@@ -155,7 +154,7 @@ retrieval: demo
 	$(BIN)/python -m benchmarks.retrieval build/calibrated/model build/demo/model
 	$(BIN)/python -m benchmarks.tables
 
-# Recipes of distillation side by side, for docs/quality.md: about three core hours; what is measured already stays.
+# Recipes of distillation side by side, for docs/quality.md: about two core hours; what is measured already stays.
 distillation: setup
 	$(BIN)/python -m benchmarks.distillation --steps 1200 $(BF16) --recipes DyISRU "DyISRU, four witnesses" \
 		"linear (control), four witnesses"

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.distillation`` writes benchmarks/results/distillation.json, a recipe after another, each when it
 is done, for a real encoder or, with ``--model language``, a small language model. The first recipe is that of ``dynorm
-convert``; on the encoder 1,200 steps take five minutes on two cores in bfloat16. Steps are given, not minutes: a busy
+convert``; on the encoder 1,200 steps take six minutes on two cores in bfloat16. Steps are given, not minutes: a busy
 machine gives the same figures.
 """
 
