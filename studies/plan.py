@@ -113,7 +113,10 @@ SHARES_LONG = Part(
     "Another share of the sum for the witnesses at the start, 3,000 steps",
     ("dyisru_witnesses",),
     steps=3000,
+    # Finer than factors of two at both ends, where the range ends.
+    direct_rates=(3.5e-4, 5e-4, 1e-3, 1.4e-3, 2e-3),
     extend=False,
+    seeds=(1, 2),
     variants=({"share": 0.02},),
 )
 RECIPES = Part(

@@ -18,6 +18,7 @@ from studies.plan import (
     LONGEST,
     MEDIUM,
     MUON,
+    SHARES_LONG,
     SMALL,
     WITNESSES,
     Part,
@@ -134,6 +135,7 @@ def answers(study: Mapping[str, Any]) -> str:
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
         ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
         ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", difference),
+        ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", difference),
         ("DyISRU with the final norm kept against LayerNorm, 600 steps", FINAL, "dyisru_final_norm", difference),
         ("DyISRU with the final norm kept against LayerNorm, 3,000 steps", FINAL_LONG, "dyisru_final_norm", difference),
         ("DyISRU with the stream's growth bounded against LayerNorm, 600 steps", BOUND, "dyisru", difference),
@@ -149,13 +151,14 @@ def answers(study: Mapping[str, Any]) -> str:
 
 def rates(study: Mapping[str, Any]) -> str:
     """Return the range of rates that each arm bears, in a table."""
-    behind = "rates of DyISRU from the first step at most 0.05 nats behind LayerNorm's best, 3,000 steps"
+    behind = "rates of DyISRU from the first step at most 0.05 nats behind LayerNorm's best, 3,000 steps, seed 0"
     return _found(
         study,
         ("good rates of DyISRU with four witnesses, 600 steps", WITNESSES, "dyisru_witnesses", good),
         ("good rates of DyISRU from the first step, 3,000 steps", LONG, "dyisru", good),
         (behind, LONG, "dyisru", level),
         ("good rates of DyISRU with four witnesses, 3,000 steps", LONG, "dyisru_witnesses", good),
+        ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", good),
         ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
     )
