@@ -70,6 +70,7 @@ def summary(runs: Runs) -> dict[str, Any]:
     settings = runs[0][0]
     first = sorted(((s, loss_of(r)) for s, r in runs if s.seed == 0), key=lambda run: run[0].lr)
     at_best = _at_best(runs)
+    best = at_best[0][0].lr if at_best else None
     losses = {s.seed: loss_of(r) for s, r in at_best}
     values = [loss for loss in losses.values() if loss is not None]
     return {
@@ -78,41 +79,45 @@ def summary(runs: Runs) -> dict[str, Any]:
         "rates": {f"{s.lr:g}": loss for s, loss in first},
         "runs": len(runs),
         "diverged": sum(r["diverged"] for _, r in runs),
-        "best_lr": at_best[0][0].lr if at_best else None,
+        "best_lr": best,
         "losses": losses,
         "mean": mean(values) if values else None,
         "half_range": (max(values) - min(values)) / 2 if values else None,
         "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
-        **good_range(costs(runs), at_best[0][0].lr if at_best else 0.0),
+        **good_range(costs(runs, losses), best),
     }
 
 
-def costs(runs: Runs) -> dict[float, float]:
+def costs(runs: Runs, losses: Mapping[int, float | None]) -> dict[float, float]:
     """Return what each rate costs over the reported one, the mean over the seeds of both; inf where one diverged.
 
     It may be below 0, for the reported rate was chosen by other items. A rate that shares no seed is left out.
+
+    Args:
+        runs: of one group.
+        losses: at the reported rate, by seed; None is a run that diverged.
     """
-    best = {s.seed: loss for s, r in _at_best(runs) if (loss := loss_of(r)) is not None}
     found: dict[float, list[float]] = defaultdict(list)
     for s, r in runs:
-        if s.seed in best:
+        if (base := losses.get(s.seed)) is not None:
             loss = loss_of(r)
-            found[s.lr].append(math.inf if loss is None else loss - best[s.seed])
-    return {lr: fmean(each) for lr, each in found.items()}
+            found[s.lr].append(math.inf if loss is None else loss - base)
+    # The losses have six digits: what they differ by has no more.
+    return {lr: round(fmean(each), 6) for lr, each in found.items()}
 
 
-def good_range(cost: Mapping[float, float], best: float) -> dict[str, Any]:
+def good_range(cost: Mapping[float, float], best: float | None) -> dict[str, Any]:
     """Return the range of rates about the best that cost no more than 0.05 nats, without a gap.
 
     Args:
         cost: of each rate over the best, in nats; inf is one that diverged.
-        best: the best rate.
+        best: the best rate; None where all diverged.
 
     Returns:
         ``good`` (lowest and highest rate), ``width``, highest over lowest, and ``open``, the ends where the sweep ended
         first.
     """
-    if not cost:
+    if best is None:
         return {"good": None, "width": None, "open": []}
     rates = sorted(cost)
     fits = [cost[lr] <= GOOD for lr in rates]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from studies.plan import DIRECT_RATES, LLAMA, MUON, PLAN, SMALL, missing
 from studies.report import PAGE, STUDY, parts, with_parts
 from studies.runs import dumps, read_all
 from studies.settings import Settings
-from studies.summary import baseline_of, good_range, summarize
+from studies.summary import baseline_of, summarize
 from studies.tables import level, rate, table
 from tests.studies.synthetic import EVERYTHING, imagined_log, results
 
@@ -214,9 +213,7 @@ def test_a_lucky_seed_at_another_rate_does_not_move_the_best() -> None:
 def test_the_good_range_has_no_gap(
     losses: tuple[float | None, ...], good: tuple[float, float], width: float, ends: list[str]
 ) -> None:
-    lowest = min(loss for loss in losses if loss is not None)
-    cost = {lr: math.inf if loss is None else round(loss - lowest, 9) for lr, loss in zip(RATES, losses, strict=True)}
-    found = good_range(cost, min(cost, key=lambda lr: cost[lr]))
+    found = group_of(summarize(sweep_of("dyisru", *losses)), "dyisru")
     assert found["good"] == list(good)
     assert found["width"] == pytest.approx(width)
     assert found["open"] == ends

@@ -328,8 +328,7 @@ class _Job:
             batches = self.ranks.share(self.batches(rest, self.recipe.seed))
             places = self.track(range(steps), f"refining all constants together, {steps} steps")
             taken = (batches[place % len(batches)] for place in places if batches)
-            done = refine_(self.pretrained.model, taken, steps=steps, bf16=self.recipe.bf16)
-            self.details["refine"] = done.to_dict()
+            self.details["refine"] = refine_(self.pretrained.model, taken, steps=steps, bf16=self.recipe.bf16).to_dict()
 
     def distill_(self, quiet: bool) -> None:
         recipe = self.recipe

@@ -105,7 +105,7 @@ class _NormFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         seen = self.running[-1] if self.running else None
         if func in _FUNCTIONS and seen is not None:
-            seen.functions.append(f"{'F' if func.__module__ == functional.__name__ else 'torch'}.{func.__name__}")
+            seen.functions.append(("F." if func.__module__ == functional.__name__ else "torch.") + func.__name__)
         return func(*args, **(kwargs or {}))
 
 

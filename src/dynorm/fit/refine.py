@@ -170,7 +170,7 @@ def _require_finite(what: str, value: Tensor, step: int) -> None:
 
 
 def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
-    """Return bfloat16 autocast, or the caller's, without its cache of weights: they move, and it would not."""
+    """Return bfloat16 autocast, or else the caller's, without its cache: a weight that moves is to be cast anew."""
     kind, dtype = next(model.parameters()).device.type, torch.bfloat16 if bf16 else None
     return torch.autocast(kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False)
 

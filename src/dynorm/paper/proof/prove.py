@@ -119,7 +119,8 @@ def prove(
     for library in ("sympy", "mpmath"):
         require_library(library, "the proofs", "paper")
     start = time.perf_counter()
-    return Report(tuple(check(statement, seed) for statement in track(chosen)), seed, time.perf_counter() - start)
+    checked = tuple(check(statement, seed) for statement in track(chosen))
+    return Report(checked, seed, time.perf_counter() - start)
 
 
 def choose(only: Sequence[str]) -> tuple[Statement, ...]:
