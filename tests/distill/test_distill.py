@@ -98,6 +98,24 @@ def test_the_rate_is_one_whose_first_step_helps() -> None:
         dynorm.distill_(net, batches, steps=40, lr=usual, quiet=True)
 
 
+@pytest.mark.parametrize("blown_up", [0, 2, 4])
+def test_the_rate_is_that_of_the_best_first_step_of_the_first_batch_on_which_one_helps(blown_up: int) -> None:
+    net, batches = classifier(), images()[:4]
+    usual, batch_of = distillation_rate(net), {id(batch[0]): k for k, batch in enumerate(batches)}
+    # A step is a quarter of the rate: an eighth of the usual rate falls short of it, a quarter goes too far, and helps.
+    goal = net[0].weight.detach() + 1.2 * usual / 32
+
+    def loss(ours: Tensor, theirs: Tensor, batch: Any) -> Tensor:
+        away = 1e12 * (net[0].weight - goal).square().mean()
+        # Its value grows along its gradient's signs.
+        return 2 * away.detach() - away if batch_of[id(batch[0])] < blown_up else away
+
+    # The whole step is four times too far.
+    with pytest.warns(dynorm.CalibrationWarning, match="put back"):
+        report = dynorm.distill_(net, batches, loss=loss, steps=1, quiet=True)
+    assert report.lr == (usual if blown_up == 4 else usual / 8)
+
+
 def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

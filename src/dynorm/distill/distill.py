@@ -37,8 +37,7 @@ Loss = Callable[[Any, Any, Any], Tensor]
 
 # So many logits at a time stay in the cache of a CPU core.
 _CHUNK = 1 << 20
-# Steps that are timed before the schedule is made, when a time and not a number of steps is given, and the batches
-# from which they are taken evenly by size.
+# Steps that are timed where a time is given, and not a number of steps; and batches, of which they are an even choice.
 _TIMED, _LOOKED_AT = 8, 64
 # Batches that tell whether the training helped, and steps below which it hardly can.
 _MEASURED, FEW = 4, 20
@@ -46,8 +45,7 @@ _MEASURED, FEW = 4, 20
 _SHARE = 0.1
 # Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
 _RATE, _WIDTH = 1.5e-4, 384
-# The best rate is about four times the largest first step that makes the loss smaller. This was measured on an encoder,
-# a decoder and an encoder of images, whose rate may be a 64th of what the width tells.
+# The best rate is about four times the best first step. So it is for encoders of texts and images, and a decoder.
 _FIRST_STEPS, _HALVINGS = 4, 8
 _WARM_UP = 10
 _SMALL, _EXACT = 0.1, 1e-4  # the weight of the logarithm of a site's error, which is cut where there is hardly one
@@ -115,9 +113,8 @@ def distill_(
         steps: how many steps to take. Give this or ``minutes``.
         minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
         lr: the highest learning rate. A twentieth of the steps, or the first ten, warm up to it, then it falls to 0 as
-            a cosine, over the steps or, where that is sooner, the minutes. None finds one: that of
-            :func:`distillation_rate`, halved until a first step makes the loss smaller. That step goes along the signs
-            of the gradients, as Adam's does, at a quarter of the rate.
+            a cosine, over the steps or, where that is sooner, the minutes. None takes :func:`distillation_rate`, halved
+            until a step of a quarter of it, along the signs of the gradients as Adam's first, leaves the least loss.
         seed: of whatever the models or callbacks draw.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. Where the processor
             knows bfloat16, a step takes a third of the time.
@@ -163,7 +160,8 @@ def distill_(
             assert minutes is not None
             steps = _steps_in(minutes * 60, job, batches, accumulate)
             if steps < FEW:
-                _warn(f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly help: give more time")
+                words = f"{minutes:g} minutes allow {steps} steps of distillation, which hardly help: give more time"
+                warnings.warn(words, CalibrationWarning, stacklevel=2)
         # A one-shot iterator keeps the batches that are looked at.
         first = list(islice(iterate(batches), _MEASURED))
         batches = chain(first, batches) if isinstance(batches, Iterator) else batches
@@ -176,7 +174,7 @@ def distill_(
         try:
             with ranks.together():
                 # An annealed model is its teacher at first: no step makes its loss smaller.
-                lr = distillation_rate(model) if annealed else job.rate(first[0], weights)
+                lr = distillation_rate(model) if annealed else job.rate(first, weights)
         finally:
             model.load_state_dict(weights)
     with tempfile.TemporaryDirectory(prefix="dynorm-") as scratch, _bar(quiet or ranks.rank > 0) as progress:
@@ -200,13 +198,10 @@ def distill_(
     if not kept:
         model.load_state_dict(weights)
         words = f"{done} steps at a rate of {lr:.2g} made the loss {after:.3f}, which was {before:.3f}"
-        _warn(f"{words}: the weights from before are put back; give more steps, or a lower rate")
+        advice = "the weights from before are put back; give more steps, or a lower rate"
+        warnings.warn(f"{words}: {advice}", CalibrationWarning, stacklevel=2)
     seconds, samples = time.perf_counter() - started, sum(ranks.all_say(job.samples))
     return DistillationReport(done, lr, seconds, samples, losses[-1] if losses else None, before, after, kept)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CalibrationWarning, stacklevel=3)
 
 
 def distillation_rate(model: nn.Module) -> float:
@@ -299,27 +294,34 @@ class _Distillation(nn.Module):
         self.model.eval()
         return fmean(self.ranks.all_say(fmean(float(self(batch)) for batch in batches)))
 
-    def rate(self, batch: Any, weights: dict[str, Tensor]) -> float:
-        """Return the highest rate: by the width, halved until a first step makes the loss of a batch smaller."""
-        rate, start = distillation_rate(self.model), self.measure([batch])
-        self.model.zero_grad()
-        self(batch).backward()
-        # A rank that has failed is to be seen before the sums.
-        self.ranks.all_say(BATCH)
-        signs = {}
-        for p in (p for p in self.model.parameters() if p.requires_grad):
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad
-            signs[p] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
-        self.model.zero_grad()
-        for _ in range(_HALVINGS):
+    def rate(self, batches: Sequence[Any], weights: dict[str, Tensor]) -> float:
+        """Return the highest rate: by the width, halved until the loss of a batch after a first step is the least."""
+        usual = distillation_rate(self.model)
+        for batch in batches:
             self.model.load_state_dict(weights)
-            with torch.no_grad():
-                for p, sign in signs.items():
-                    p.sub_(sign, alpha=rate / _FIRST_STEPS)
-            if self.measure([batch]) < start:
-                break
-            rate /= 2
-        return rate
+            best, least = 0.0, self.measure([batch])
+            self.model.zero_grad()
+            self(batch).backward()
+            # A rank that has failed is to be seen before the sums.
+            self.ranks.all_say(BATCH)
+            signs = {}
+            for p in (p for p in self.model.parameters() if p.requires_grad):
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                signs[p] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
+            self.model.zero_grad()
+            for rate in (usual / 2**k for k in range(_HALVINGS)):
+                self.model.load_state_dict(weights)
+                with torch.no_grad():
+                    for p, sign in signs.items():
+                        p.sub_(sign, alpha=rate / _FIRST_STEPS)
+                if (loss := self.measure([batch])) < least:
+                    best, least = rate, loss
+                elif best:
+                    break
+            # Where a token has blown up no step helps, and another batch tells more.
+            if best:
+                return best
+        return usual
 
     def forward(self, batch: Any) -> Tensor:
         """Return the loss of the sites plus that of the outputs, of one batch."""
@@ -436,15 +438,13 @@ def _trainer(
             self.task = progress.add_task("distilling", total=state.max_steps)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            words = f"distilling, loss {float(job.last):.3f}"
-            progress.update(self.task, completed=state.global_step, description=words)
             if job.until is not None:
                 job.gone = fmean(job.ranks.all_say((time.perf_counter() - begun) / max(job.until - begun, 1e-9)))
                 control.should_training_stop |= job.gone > 1
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Where the time was over first, the steps that were taken are all.
-            progress.update(self.task, total=state.global_step)
+            done, words = state.global_step, f"distilling, loss {float(job.last):.3f}"
+            # Where the time is over first, the steps that were taken are all.
+            total = done if control.should_training_stop else state.max_steps
+            progress.update(self.task, total=total, completed=done, description=words)
 
     class Distiller(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> DataLoader[Any]:
