@@ -11,8 +11,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.subjects import Row
+from dynorm.distill import load_pretrained
+from dynorm.distill.inputs import image_inputs
+from dynorm.distill.media import find_images
+from dynorm.distill.texts import split_texts
 from dynorm.files import write_text
+from dynorm.report.output import OutputComparison
 
 RESULTS = Path(__file__).parent / "results" / "images.json"
 FIGURES = ("cosine_mean", "cosine_median", "cosine_min", "spearman", "neighbours")
@@ -30,14 +37,31 @@ def row(report: dict[str, Any]) -> Row:
     }
 
 
+@torch.no_grad()
+def moved(original: Path, meta: dict[str, Any]) -> Row:
+    """Return how far the original is from itself on the same images, moved by one pixel: the scale of the figures."""
+    pretrained, recipe = load_pretrained(original), meta["recipe"]
+    parts = split_texts(find_images(meta["images"])[0], recipe["held_out"], recipe["seed"])
+    inputs, model = image_inputs(pretrained, *parts, {}), pretrained.model.eval()
+    comparison = OutputComparison()
+    for batch in inputs.batches(inputs.held_out, recipe["batch"]):
+        right = {"pixel_values": batch["pixel_values"].roll(1, -1)}
+        comparison.add(batch, model(**batch), model(**right), lambda again: model(**again))
+    found = comparison.report()
+    return {name: getattr(found, name) for name in FIGURES}
+
+
 def main() -> None:
-    """Read the reports and write the file."""
+    """Read the reports, measure the original, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("reports", nargs="+", type=Path)
-    reports = [json.loads(path.read_text("utf-8")) for path in parser.parse_args().reports]
+    paths = parser.parse_args().reports
+    reports = [json.loads(path.read_text("utf-8")) for path in paths]
     names = ("model", "recipe", "versions", "threads", "images_to_fit", "crops", "images_held_out")
     about = {name: reports[-1]["meta"][name] for name in names}
-    write_text(RESULTS, json.dumps(about | {"rows": [row(report) for report in reports]}, indent=2) + "\n")
+    about |= {"rows": [row(report) for report in reports]}
+    about["moved"] = moved(paths[-1].parent / "original", reports[-1]["meta"])
+    write_text(RESULTS, json.dumps(about, indent=2) + "\n")
 
 
 if __name__ == "__main__":

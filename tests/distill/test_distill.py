@@ -153,6 +153,9 @@ def test_a_teacher_must_be_the_model_before() -> None:
     ):
         with pytest.raises(dynorm.ModelError, match=match):
             distill_(net, images(), teacher=teacher, steps=1, quiet=True)
+    wider = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Linear(4, 24), nn.LayerNorm(24), nn.Linear(24, 5))
+    with pytest.raises(dynorm.DataError, match="of the original's shape, but reached none"):
+        distill_(net, images(), teacher=wider, steps=1, quiet=True)
     name: Any = "bert"
     with pytest.raises(dynorm.ArgumentError, match=r"teacher must be a .*Module, not str"):
         distill_(net, images(), teacher=name, steps=1, quiet=True)

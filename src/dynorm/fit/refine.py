@@ -225,7 +225,7 @@ def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
                 errors.append(relative_error(f, y))
     if not errors:
         raise DataError(
-            "a batch must reach at least one point-wise layer, but reached none: give batches that use them"
+            "a batch must reach at least one point-wise layer, of the original's shape, but reached none: check both"
         )
     return torch.stack(errors)
 
