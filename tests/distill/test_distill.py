@@ -113,7 +113,7 @@ def test_the_rate_is_that_of_the_best_first_step_of_the_first_batch_on_which_one
     # The whole step is four times too far.
     with pytest.warns(dynorm.CalibrationWarning, match="put back"):
         report = dynorm.distill_(net, batches, loss=loss, steps=1, quiet=True)
-    assert report.lr == (usual if blown_up == 4 else usual / 8)
+    assert report.lr == usual / (256 if blown_up == 4 else 8)
 
 
 def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:

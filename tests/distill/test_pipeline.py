@@ -199,17 +199,19 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
     [
         ({"to": "softmax"}, dynorm.ArgumentError, "dyisru"),
         ({"to": "annealed_dyt"}, dynorm.ArgumentError, "must be point-wise"),
-        ({"steps": -1}, dynorm.ArgumentError, "steps must be finite and not negative, got -1"),
+        ({"steps": -1}, dynorm.ArgumentError, "steps must be an integer, at least 0, got -1"),
         ({"minutes": float("nan")}, dynorm.ArgumentError, "minutes must be finite and not negative, got nan"),
+        ({"minutes": "5"}, dynorm.ArgumentError, "minutes must be finite and not negative, got '5'"),
+        ({"seed": 2**32}, dynorm.ArgumentError, r"seed must be from 0 to 2\*\*32 - 1, got 4294967296"),
         ({"steps": 1, "minutes": 1.0}, dynorm.ArgumentError, "not both"),
         ({"lr": 0.0}, dynorm.ArgumentError, "lr must be a positive finite number"),
         ({"lr": float("nan")}, dynorm.ArgumentError, "lr must be a positive finite number"),
-        ({"witnesses": -1}, dynorm.ArgumentError, "witnesses must be a number of channels, 0 or more, got -1"),
-        ({"witnesses": True}, dynorm.ArgumentError, "0 or more, got True"),
-        ({"witnesses": "3"}, dynorm.ArgumentError, "0 or more, got '3'"),
-        ({"batch": 0}, dynorm.ArgumentError, "batch must be at least 1"),
+        ({"witnesses": -1}, dynorm.ArgumentError, "witnesses must be an integer, at least 0, got -1"),
+        ({"witnesses": True}, dynorm.ArgumentError, "at least 0, got True"),
+        ({"witnesses": "3"}, dynorm.ArgumentError, "at least 0, got '3'"),
+        ({"batch": 0}, dynorm.ArgumentError, "batch must be an integer, at least 1"),
         ({"tolerance": -0.1}, dynorm.ArgumentError, "tolerance must be finite and not negative, got -0.1"),
-        ({"held_out": 1}, dynorm.ArgumentError, "held_out must be at least 2, got 1"),
+        ({"held_out": 1}, dynorm.ArgumentError, "held_out must be an integer, at least 2, got 1"),
         ({"only": ("nowhere.*",)}, dynorm.ArgumentError, "nowhere"),
     ],
 )
@@ -317,7 +319,7 @@ def test_the_command_line(
     pure = dynorm_layers(load_pretrained(tmp_path / "layer" / "model").model).values()
     assert {layer.witness_channels for layer in pure} == {()}
     code, _, said = status("convert", encoder, tmp_path / "new", *quick, "--witnesses", -1)
-    assert (code, "witnesses must be a number of channels, 0 or more, got -1" in said) == (2, True)
+    assert (code, "witnesses must be an integer, at least 0, got -1" in said) == (2, True)
     assert status("convert", encoder, tmp_path / "new", *quick, "--to", "x")[0] == 2
     assert status("convert", encoder)[0] == 2
 

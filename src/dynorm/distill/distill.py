@@ -37,7 +37,8 @@ Loss = Callable[[Any, Any, Any], Tensor]
 
 # So many logits at a time stay in the cache of a CPU core.
 _CHUNK = 1 << 20
-# Steps that are timed where a time is given, and not a number of steps; and batches, of which they are an even choice.
+# Steps that are timed before the schedule is made, when a time and not a number of steps is given, and the batches
+# from which they are taken evenly by size.
 _TIMED, _LOOKED_AT = 8, 64
 # Batches that tell whether the training helped, and steps below which it hardly can.
 _MEASURED, FEW = 4, 20
@@ -45,7 +46,7 @@ _MEASURED, FEW = 4, 20
 _SHARE = 0.1
 # Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
 _RATE, _WIDTH = 1.5e-4, 384
-# The best rate is about four times the best first step. So it is for encoders of texts and images, and a decoder.
+# The best rate is about four times the best first step: measured on encoders of text and of images, and on a decoder.
 _FIRST_STEPS, _HALVINGS = 4, 8
 _WARM_UP = 10
 _SMALL, _EXACT = 0.1, 1e-4  # the weight of the logarithm of a site's error, which is cut where there is hardly one
@@ -114,7 +115,8 @@ def distill_(
         minutes: how long to train. A few steps are timed first, so that the schedule ends when the time does.
         lr: the highest learning rate. A twentieth of the steps, or the first ten, warm up to it, then it falls to 0 as
             a cosine, over the steps or, where that is sooner, the minutes. None takes :func:`distillation_rate`, halved
-            until a step of a quarter of it, along the signs of the gradients as Adam's first, leaves the least loss.
+            until a step of a quarter of it, along the signs of the gradients as Adam's first, leaves the least loss. It
+            is halved eight times at most. Where no step helps on a batch, the next one of four is tried.
         seed: of whatever the models or callbacks draw.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. Where the processor
             knows bfloat16, a step takes a third of the time.
@@ -160,8 +162,8 @@ def distill_(
             assert minutes is not None
             steps = _steps_in(minutes * 60, job, batches, accumulate)
             if steps < FEW:
-                words = f"{minutes:g} minutes allow {steps} steps of distillation, which hardly help: give more time"
-                warnings.warn(words, CalibrationWarning, stacklevel=2)
+                text = f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly help: give more time"
+                warnings.warn(text, CalibrationWarning, stacklevel=2)
         # A one-shot iterator keeps the batches that are looked at.
         first = list(islice(iterate(batches), _MEASURED))
         batches = chain(first, batches) if isinstance(batches, Iterator) else batches
@@ -295,16 +297,16 @@ class _Distillation(nn.Module):
         return fmean(self.ranks.all_say(fmean(float(self(batch)) for batch in batches)))
 
     def rate(self, batches: Sequence[Any], weights: dict[str, Tensor]) -> float:
-        """Return the highest rate: by the width, halved until the loss of a batch after a first step is the least."""
+        """Return the highest rate: by the width, halved until a first step leaves the least loss of a batch."""
         usual = distillation_rate(self.model)
         for batch in batches:
             self.model.load_state_dict(weights)
             best, least = 0.0, self.measure([batch])
             self.model.zero_grad()
+            signs = {}  # those of a batch before are let go
             self(batch).backward()
             # A rank that has failed is to be seen before the sums.
             self.ranks.all_say(BATCH)
-            signs = {}
             for p in (p for p in self.model.parameters() if p.requires_grad):
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
                 signs[p] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
@@ -321,7 +323,7 @@ class _Distillation(nn.Module):
             # Where a token has blown up no step helps, and another batch tells more.
             if best:
                 return best
-        return usual
+        return usual / 2**_HALVINGS
 
     def forward(self, batch: Any) -> Tensor:
         """Return the loss of the sites plus that of the outputs, of one batch."""
@@ -438,13 +440,15 @@ def _trainer(
             self.task = progress.add_task("distilling", total=state.max_steps)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            words = f"distilling, loss {float(job.last):.3f}"
+            progress.update(self.task, completed=state.global_step, description=words)
             if job.until is not None:
                 job.gone = fmean(job.ranks.all_say((time.perf_counter() - begun) / max(job.until - begun, 1e-9)))
                 control.should_training_stop |= job.gone > 1
-            done, words = state.global_step, f"distilling, loss {float(job.last):.3f}"
-            # Where the time is over first, the steps that were taken are all.
-            total = done if control.should_training_stop else state.max_steps
-            progress.update(self.task, total=total, completed=done, description=words)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # Where the time was over first, the steps that were taken are all.
+            progress.update(self.task, total=state.global_step)
 
     class Distiller(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> DataLoader[Any]:

@@ -86,22 +86,16 @@ class Recipe:
             raise ArgumentError(
                 f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train it with AnnealCallback"
             )
-        for name in ("steps", "refine", "held_out", "max_length", "batch", "calibration", "accumulate", "seed"):
-            if (value := getattr(self, name)) is not None and type(value) is not int:
-                raise ArgumentError(f"{name} must be an integer, got {value!r}")
-        if self.minutes is not None and type(self.minutes) not in (int, float):
-            raise ArgumentError(f"minutes must be a number, got {self.minutes!r}")
-        if not 0 <= self.seed < 2**32:
+        least = {"steps": 0, "refine": 0, "held_out": 2, "max_length": 2, "batch": 1, "witnesses": 0, "seed": 0}
+        for name, lowest in (least | {"calibration": 1, "accumulate": 1}).items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < lowest):
+                raise ArgumentError(f"{name} must be an integer, at least {lowest}, got {value!r}")
+        if self.seed >= 2**32:
             raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         if self.steps is not None and self.minutes is not None:
             raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
-        for name in ("steps", "minutes", "refine"):
-            check_not_negative(name, getattr(self, name) or 0)
-        for name, least in (("held_out", 2), ("max_length", 2), ("batch", 1), ("calibration", 1), ("accumulate", 1)):
-            if (count := getattr(self, name)) is not None and count < least:
-                raise ArgumentError(f"{name} must be at least {least}, got {count}")
-        if self.witnesses is not None and (type(self.witnesses) is not int or self.witnesses < 0):
-            raise ArgumentError(f"witnesses must be a number of channels, 0 or more, got {self.witnesses!r}")
+        check_not_negative("minutes", 0 if self.minutes is None else self.minutes)
         check_not_negative("tolerance", self.tolerance)
         if self.lr is not None:
             check_positive("lr", self.lr)
