@@ -105,9 +105,9 @@ def command_line(*words: object) -> None:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--held-out", 1], "--held-out must be at least 2"),
+    (["--held-out", 1], "--held-out must be an integer, at least 2"),
     (["--minutes", "nan"], "--minutes must be finite and not negative, got nan"),
-    (["--witnesses", -1], "--witnesses must be a number of channels"),
+    (["--witnesses", -1], "--witnesses must be an integer, at least 0"),
     (["--device", "nothing"], "--device must be one that torch can use"),
     (["--lr", 0], "--lr must be a positive finite number"),
 ])  # fmt: skip
@@ -243,14 +243,16 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert [path.name for path in (tmp_path / "out").iterdir()] == []
 
 
-def test_the_card_is_our_own_and_keeps_the_license(source: Path, texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [None, "org/tiny"])
+def test_the_card_is_our_own_and_keeps_the_license(source: Path, texts: Path, tmp_path: Path, name: str | None) -> None:
+    source = source.rename(source.with_name("tiny-v1.5"))
     card = "---\nlicense: mit\nlanguage:\n- en\ntags:\n- old\n---\n# Tiny\n\nLoad it with AutoModel alone.\n"
     (source / "README.md").write_text(card)
-    convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts])
-    own = (tmp_path / "out" / "model" / "README.md").read_text()
-    assert own.startswith("---\nlicense: mit\nlanguage:\n- en\nbase_model: source\ntags:\n- dynorm\n---\n")
+    convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts], name=name)
+    own, name = (tmp_path / "out" / "model" / "README.md").read_text(), name or "tiny-v1.5"
+    assert own.startswith(f"---\nlicense: mit\nlanguage:\n- en\nbase_model: {name}\ntags:\n- dynorm\n---\n")
     for fact in (
-        "5 norms of source are replaced by dyisru",
+        f"5 norms of {name} are replaced by dyisru",
         "144 texts",
         str(texts),
         "cosine of the output",
@@ -263,4 +265,4 @@ def test_the_card_is_our_own_and_keeps_the_license(source: Path, texts: Path, tm
     folded = (tmp_path / "folded" / "model" / "README.md").read_text()
     assert "license: mit" in folded
     assert "by exact algebra" in folded
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["meta"]["model"] == "source"
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["meta"]["model"] == name

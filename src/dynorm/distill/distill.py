@@ -311,7 +311,7 @@ class _Distillation(nn.Module):
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
                 signs[p] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
             self.model.zero_grad()
-            for rate in (usual / 2**k for k in range(_HALVINGS)):
+            for rate in (usual * 0.5**k for k in range(_HALVINGS)):
                 self.model.load_state_dict(weights)
                 with torch.no_grad():
                     for p, sign in signs.items():
@@ -323,7 +323,7 @@ class _Distillation(nn.Module):
             # Where a token has blown up no step helps, and another batch tells more.
             if best:
                 return best
-        return usual / 2**_HALVINGS
+        return usual * 0.5**_HALVINGS
 
     def forward(self, batch: Any) -> Tensor:
         """Return the loss of the sites plus that of the outputs, of one batch."""

@@ -43,7 +43,7 @@ def fold_pretrained(
     report = fold_(model, **(inputs | options))
     if not any(report.count(name) for name in ("affine", "center", "constants", "redundant")):
         raise ModelError(f"at least one norm must be foldable, but none is; nothing was written\n{report}")
-    write_out(model, folder, out, overwrite, report, template="fold.md", remarks=remarks)
+    write_out(model, folder, out, overwrite, report, template="fold.md", name=folder.absolute().name, remarks=remarks)
     say(f"saved {out / 'model'} and {out / 'report.json'}")
     return report
 

@@ -165,7 +165,7 @@ def convert_pretrained(
     report = job.measure()
     if job.ranks.rank:
         return report
-    write_out(model, source, out, overwrite, report, template="conversion.md", remarks=remarks)
+    write_out(model, source, out, overwrite, report, template="conversion.md", name=report.name, remarks=remarks)
     if keep_original:
         write_model(job.original, source, out / "original", overwrite)
     report.to_html(out / "report.html")
@@ -240,8 +240,8 @@ def _load(
     else:
         recipe = replace(recipe, max_length=pretrained.within_positions(recipe.max_length or 0))
         inputs = text_inputs(pretrained, *parts, facts, recipe.max_length or 0)
-    original = listener and listener.original
-    return _Job(pretrained, recipe, inputs, name or source.stem, say, track, original, listener)
+    original, name = listener and listener.original, name or source.absolute().name.removesuffix(".gguf")
+    return _Job(pretrained, recipe, inputs, name, say, track, original, listener)
 
 
 @dataclass

@@ -59,14 +59,14 @@ def write_model(model: Any, source: Path, folder: Path, overwrite: bool, **card:
         else:
             _copy_rest(source.absolute(), new)
         if card:
-            write_card(new, source, loader=type(model).__name__, needs_dynorm=is_changed(model), **card)
+            write_card(new, loader=type(model).__name__, needs_dynorm=is_changed(model), **card)
 
 
-def write_card(folder: Path, source: Path, template: str, **values: Any) -> None:
-    """Write the card of a model made from the one in ``source``, whose own card is kept under another name.
+def write_card(folder: Path, template: str, **values: Any) -> None:
+    """Write the card of a model made from another, whose own card is kept under another name.
 
-    The ``template`` is one of ``dynorm/templates``. It needs the report, remarks, the class of transformers that loads
-    the model (``loader``), and whether that needs dynorm to be imported (``needs_dynorm``).
+    The ``template`` is one of ``dynorm/templates``. It needs the model's name, report, remarks, the class of
+    transformers that loads the model (``loader``), and whether that needs dynorm to be imported (``needs_dynorm``).
     """
     own, before = folder / CARD, folder / ORIGINAL
     if own.is_file() and not before.exists():
@@ -74,7 +74,7 @@ def write_card(folder: Path, source: Path, template: str, **values: Any) -> None
     old = before.read_text("utf-8", errors="replace") if before.is_file() else ""
     found = re.match(r"---\n(.*?\n)---\n", old, re.DOTALL)
     metadata, original = "".join(_KEPT.findall(found[1] if found else "")), before.is_file() and ORIGINAL
-    text = rendered(template, name=source.absolute().name, metadata=metadata, original=original, **values)
+    text = rendered(template, metadata=metadata, original=original, **values)
     # Where a part is left out, its blank lines stay.
     write_text(own, re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n")
 
