@@ -164,10 +164,10 @@ distillation: setup
 		"DyISRU, twice the rate"
 	$(BIN)/python -m benchmarks.tables
 
-# What an encoder of images loses and gets back, for docs/howto/vision.md: half an hour.
+# What an encoder of images loses and gets back, for docs/howto/vision.md: three quarters of an hour.
 images:
 	$(MAKE) demo MODEL=dinov2 STEPS=0 OUT=build/dinov2-calibrated
-	$(MAKE) demo MODEL=dinov2 STEPS=200 OUT=build/dinov2-distilled
+	$(MAKE) demo MODEL=dinov2 STEPS=900 OUT=build/dinov2-distilled
 	$(BIN)/python -m benchmarks.images build/dinov2-calibrated/report.json build/dinov2-distilled/report.json
 	$(BIN)/python -m benchmarks.tables
 
