@@ -46,7 +46,7 @@ _MEASURED, FEW = 4, 20
 _SHARE = 0.1
 # Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in proportion to its width.
 _RATE, _WIDTH = 1.5e-4, 384
-# The best rate is about four times the best first step: measured on encoders of text and of images, and on a decoder.
+# The best rate is about four times the best first step: measured on an encoder of texts, and one of images.
 _FIRST_STEPS, _HALVINGS = 4, 8
 _WARM_UP = 10
 _SMALL, _EXACT = 0.1, 1e-4  # the weight of the logarithm of a site's error, which is cut where there is hardly one
