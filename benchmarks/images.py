@@ -7,6 +7,7 @@ writes benchmarks/results/images.json; ``make images`` makes both reports first.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dynorm.distill.inputs import image_inputs
 from dynorm.distill.media import find_images
 from dynorm.distill.texts import split_texts
 from dynorm.files import write_text
-from dynorm.report.output import OutputComparison
+from dynorm.report.conversion import compare
 
 RESULTS = Path(__file__).parent / "results" / "images.json"
 FIGURES = ("cosine_mean", "cosine_median", "cosine_min", "spearman", "neighbours")
@@ -37,19 +38,20 @@ def row(report: dict[str, Any]) -> Row:
     }
 
 
-@torch.no_grad()
 def moved(original: Path, meta: dict[str, Any]) -> Row:
     """Return how far the original is from itself on the same images, moved by one pixel: the scale of the figures."""
     pretrained, recipe = load_pretrained(original), meta["recipe"]
     parts = split_texts(find_images(meta["images"])[0], recipe["held_out"], recipe["seed"])
-    inputs, model = image_inputs(pretrained, *parts, {}), pretrained.model.eval()
-    comparison = OutputComparison()
-    for batch in inputs.batches(inputs.held_out, recipe["batch"]):
-        pixels = batch["pixel_values"]
-        right = {"pixel_values": torch.cat((pixels[..., :1], pixels[..., :-1]), -1)}
-        comparison.add(batch, model(**batch), model(**right), lambda again: model(**again))
-    found = comparison.report()
+    inputs, other = image_inputs(pretrained, *parts, {}), copy.deepcopy(pretrained.model)
+    other.register_forward_pre_hook(to_the_right, with_kwargs=True)
+    found = compare(other, pretrained.model, inputs.batches(inputs.held_out, recipe["batch"]))
     return {name: getattr(found, name) for name in FIGURES}
+
+
+def to_the_right(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Move a model's images by one pixel; the first column stays."""
+    pixels = given["pixel_values"]
+    return args, given | {"pixel_values": torch.cat((pixels[..., :1], pixels[..., :-1]), -1)}
 
 
 def main() -> None:

@@ -162,8 +162,7 @@ def distill_(
             assert minutes is not None
             steps = _steps_in(minutes * 60, job, batches, accumulate)
             if steps < FEW:
-                text = f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly help: give more time"
-                warnings.warn(text, CalibrationWarning, stacklevel=2)
+                _warn(f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly help: give more time")
         # A one-shot iterator keeps the batches that are looked at.
         first = list(islice(iterate(batches), _MEASURED))
         batches = chain(first, batches) if isinstance(batches, Iterator) else batches
@@ -200,10 +199,13 @@ def distill_(
     if not kept:
         model.load_state_dict(weights)
         words = f"{done} steps at a rate of {lr:.2g} made the loss {after:.3f}, which was {before:.3f}"
-        advice = "the weights from before are put back; give more steps, or a lower rate"
-        warnings.warn(f"{words}: {advice}", CalibrationWarning, stacklevel=2)
+        _warn(f"{words}: the weights from before are put back; give more steps, or a lower rate")
     seconds, samples = time.perf_counter() - started, sum(ranks.all_say(job.samples))
     return DistillationReport(done, lr, seconds, samples, losses[-1] if losses else None, before, after, kept)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CalibrationWarning, stacklevel=3)
 
 
 def distillation_rate(model: nn.Module) -> float:
@@ -297,33 +299,34 @@ class _Distillation(nn.Module):
         return fmean(self.ranks.all_say(fmean(float(self(batch)) for batch in batches)))
 
     def rate(self, batches: Sequence[Any], weights: dict[str, Tensor]) -> float:
-        """Return the highest rate: by the width, halved until a first step leaves the least loss of a batch."""
+        """Return the highest rate, by the first batch on which a step helps: where a token has blown up, none does."""
         usual = distillation_rate(self.model)
-        for batch in batches:
+        found = (self.best_step(batch, usual, weights) for batch in batches)
+        return next(filter(None, found), usual * 0.5**_HALVINGS)
+
+    def best_step(self, batch: Any, usual: float, weights: dict[str, Tensor]) -> float:
+        """Return the usual rate, halved until a first step leaves a batch the least loss; 0 where none helps."""
+        self.model.load_state_dict(weights)
+        best, least = 0.0, self.measure([batch])
+        self.model.zero_grad()
+        self(batch).backward()
+        # A rank that has failed is to be seen before the sums.
+        self.ranks.all_say(BATCH)
+        signs = {}
+        for p in (p for p in self.model.parameters() if p.requires_grad):
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            signs[p] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
+        self.model.zero_grad()
+        for rate in (usual * 0.5**k for k in range(_HALVINGS)):
             self.model.load_state_dict(weights)
-            best, least = 0.0, self.measure([batch])
-            self.model.zero_grad()
-            signs = {}  # those of a batch before are let go
-            self(batch).backward()
-            # A rank that has failed is to be seen before the sums.
-            self.ranks.all_say(BATCH)
-            for p in (p for p in self.model.parameters() if p.requires_grad):
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                signs[p] = (gradient if self.sharded else self.ranks.summed(gradient)).sign()
-            self.model.zero_grad()
-            for rate in (usual * 0.5**k for k in range(_HALVINGS)):
-                self.model.load_state_dict(weights)
-                with torch.no_grad():
-                    for p, sign in signs.items():
-                        p.sub_(sign, alpha=rate / _FIRST_STEPS)
-                if (loss := self.measure([batch])) < least:
-                    best, least = rate, loss
-                elif best:
-                    break
-            # Where a token has blown up no step helps, and another batch tells more.
-            if best:
-                return best
-        return usual * 0.5**_HALVINGS
+            with torch.no_grad():
+                for p, sign in signs.items():
+                    p.sub_(sign, alpha=rate / _FIRST_STEPS)
+            if (loss := self.measure([batch])) < least:
+                best, least = rate, loss
+            elif best:
+                break
+        return best
 
     def forward(self, batch: Any) -> Tensor:
         """Return the loss of the sites plus that of the outputs, of one batch."""

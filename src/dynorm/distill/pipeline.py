@@ -88,8 +88,7 @@ class Recipe:
             )
         least = {"steps": 0, "refine": 0, "held_out": 2, "max_length": 2, "batch": 1, "witnesses": 0, "seed": 0}
         for name, lowest in (least | {"calibration": 1, "accumulate": 1}).items():
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < lowest):
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value < lowest):
                 raise ArgumentError(f"{name} must be an integer, at least {lowest}, got {value!r}")
         if self.seed >= 2**32:
             raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
