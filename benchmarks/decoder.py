@@ -1,6 +1,6 @@
 """What a decoder loses and gets back: SmolLM2-135M-Instruct after calibration, and along a distillation.
 
-``python -m benchmarks.decoder --steps 40`` writes benchmarks/results/decoder.json. Steps and tokens are given, not
+``python -m benchmarks.decoder --steps 240`` writes benchmarks/results/decoder.json. Steps and tokens are given, not
 minutes, so that a busy machine gives the same figures. It needs the packages of requirements-models.txt.
 """
 
@@ -11,6 +11,7 @@ import copy
 import json
 import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,15 @@ from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "decoder.json"
+# The tokens of each.
+Blocks = list[list[int]]
 FIGURES = ("loss_original", "loss_difference", "kl", "accuracy_original", "accuracy_now", "agreement")
 ABOUT = {"model": "SmolLM2-135M-Instruct, 61 RMSNorms", "held_out": 96, "blocks_measured": 8, "length": 256}
-# Held-out prompts that are continued, their tokens, and those of the continuation.
-PROMPTS, GIVEN, ASKED = 16, 32, 64
+# In a batch.
+BLOCKS = 4
+# Held-out prompts that are continued: one from every so many tokens, their number in all, their tokens, and those of
+# the continuation.
+APART, PROMPTS, GIVEN, ASKED = 64, 200, 32, 64
 
 
 def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
@@ -41,52 +47,54 @@ def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
 def main() -> None:
     """Calibrate, distil, and add a row for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="distillation steps of 1,024 tokens, 0 for none")
-    parser.add_argument("--every", type=int, default=20, help="steps from one measurement to the next")
+    parser.add_argument("--steps", type=int, default=240, help="distillation steps of 1,024 tokens, 0 for none")
+    parser.add_argument("--every", type=int, default=60, help="steps from one measurement to the next")
     steps, every = vars(parser.parse_args()).values()
-    recipe = Recipe(held_out=ABOUT["held_out"]).filled(language_model=True)
-    pretrained = load_pretrained(folder("smollm2"))
-    model, original, length = pretrained.model, copy.deepcopy(pretrained.model), ABOUT["length"]
-    parts = split_texts(standard_library_docstrings(whole=True), ABOUT["held_out"])
-    fit, held_out = (encode(pretrained, part, length) for part in parts)
-    tests = {
-        name: blocks(pretrained, some) for name, some in (("docstrings", held_out), ("reference", prose(pretrained)))
-    }
-    prompts = [block[:GIVEN] for block in held_out[:PROMPTS]]
+    pretrained, original, _, fit, kinds = converted_decoder()
+    model, length = pretrained.model, ABOUT["length"]
+    tests = {name: blocks(pretrained, some) for name, some in kinds.items()}
+    prompts = [block[i : i + GIVEN] for block in chain(*kinds.values()) for i in range(0, length, APART)][:PROMPTS]
     continued = pretrained.greedy(original, prompts, ASKED)
     started = time.process_time()
 
-    def add(stage: str, done: int) -> None:
-        row: Row = {"stage": stage, "steps": done, "tokens": done * recipe.batch * length}
+    def add(stage: str, done: int, model: Any) -> None:
+        row: Row = {"stage": stage, "steps": done, "tokens": done * BLOCKS * length}
         row |= {name: figures(model, original, batches) for name, batches in tests.items()}
         same = pretrained.greedy(model, prompts, ASKED) == continued
-        row["greedy"] = {"prompts": len(prompts), "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
+        row["greedy"] = {"prompts": PROMPTS, "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
         print(json.dumps(row), flush=True)
 
     class Measure(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % every == 0:
-                add("distilled", state.global_step)
+                add("distilled", state.global_step, model)
 
+    # What rounding alone does to the greedy tokens.
+    add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16())
+    add("calibrated", 0, model)
+    if steps:
+        batches = ShuffledBatches(partial(make_batches, pretrained), fit, BLOCKS, 0)
+        dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True, callbacks=[Measure()])
+
+
+def converted_decoder() -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
+    """Return the decoder, calibrated, the original, and blocks: to calibrate with, to fit to, two kinds held out."""
+    recipe = Recipe(held_out=ABOUT["held_out"]).filled(language_model=True)
+    pretrained = load_pretrained(folder("smollm2"))
+    model, original = pretrained.model, copy.deepcopy(pretrained.model)
+    parts = split_texts(standard_library_docstrings(whole=True), ABOUT["held_out"])
+    fit, docstrings, prose = (encode(pretrained, part, ABOUT["length"]) for part in (*parts, reference()))
     calibration = make_batches(pretrained, fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
     sites = dynorm.find_norms(model, **calibration[0])
     dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
     dynorm.calibrate_(model, calibration, lean=recipe.lean)
-    add("calibrated", 0)
-    if steps:
-        batches = ShuffledBatches(partial(make_batches, pretrained), fit, recipe.batch, 0)
-        dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True, callbacks=[Measure()])
+    return pretrained, original, calibration, fit, {"docstrings": docstrings, "reference": prose}
 
 
-def blocks(pretrained: Pretrained, encoded: list[list[int]]) -> Batches:
+def blocks(pretrained: Pretrained, encoded: Blocks) -> Batches:
     """Return the blocks that are measured."""
-    return make_batches(pretrained, encoded[: ABOUT["blocks_measured"]], 4)
-
-
-def prose(pretrained: Pretrained) -> list[list[int]]:
-    """Return blocks of Python's language reference."""
-    return encode(pretrained, reference(), ABOUT["length"])
+    return make_batches(pretrained, encoded[: ABOUT["blocks_measured"]], BLOCKS)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 import dynorm
-from benchmarks.decoder import ABOUT, blocks, prose
+from benchmarks.decoder import ABOUT, blocks, converted_decoder
 from benchmarks.int8 import by_torchao
 from dynorm.distill import output_loss
 from dynorm.distill.inputs import image_inputs
 from dynorm.distill.media import find_images
-from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
-from dynorm.distill.pretrained import encode, load_pretrained, make_batches
-from dynorm.distill.texts import split_texts, standard_library_docstrings
+from dynorm.distill.pipeline import Recipe
+from dynorm.distill.pretrained import load_pretrained
 from dynorm.quantize import Reader, find_readers, observed_ranges, quantize_
 from dynorm.quantize.bounds import Range
 from tools.demo_model import folder
@@ -37,7 +36,8 @@ Way = Callable[[nn.Module], Any]
 
 def decoder() -> dict[str, Any]:
     """Return the loss of the decoder, of its conversion, and of that in int8."""
-    original, model, calibration, tests = converted_decoder()
+    pretrained, original, calibration, _, kinds = converted_decoder()
+    model, tests = pretrained.model, {name: blocks(pretrained, some) for name, some in kinds.items()}
     readers = find_readers(model, **calibration[0])
     ranges = observed_ranges(model, calibration, inputs_of=[reader.linear for reader in readers if reader.ndim])
     largest = {path: torch.maximum(low.abs(), high.abs()) for path, (low, high) in ranges.items()}
@@ -95,21 +95,6 @@ def images() -> dict[str, Any]:
         "converted_to_original": round(float(cosine_similarity(want, original).mean()), 5),
         "rows": rows,
     }
-
-
-def converted_decoder() -> tuple[nn.Module, nn.Module, Batches, dict[str, Batches]]:
-    """Return the decoder, its conversion, what it was calibrated on, and held-out blocks."""
-    recipe = Recipe(held_out=ABOUT["held_out"]).filled(language_model=True)
-    pretrained = load_pretrained(folder("smollm2"))
-    model, original = pretrained.model, copy.deepcopy(pretrained.model)
-    parts = split_texts(standard_library_docstrings(whole=True), ABOUT["held_out"])
-    fit, held_out = (encode(pretrained, part, ABOUT["length"]) for part in parts)
-    calibration = make_batches(pretrained, fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
-    sites = dynorm.find_norms(model, **calibration[0])
-    dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
-    dynorm.calibrate_(model, calibration, lean=recipe.lean)
-    tests = {"docstrings": blocks(pretrained, held_out), "reference": blocks(pretrained, prose(pretrained))}
-    return original, model, calibration, tests
 
 
 def ways(readers: Sequence[Reader], ranges: dict[str, Range], kept: str) -> Iterable[tuple[str, str, Way]]:
