@@ -67,7 +67,7 @@ SMALL = Part("small", "600 steps", (*ALL, "dyt_tuned"), seeds=(1, 2), once=("dyt
 LONG = Part(
     "long",
     "3,000 steps",
-    (*CORE, "dyisru_witnesses", "dyt_published"),
+    (*CORE, "dyisru_witnesses", "dyisru_witnesses_annealed", "dyt_published"),
     steps=3000,
     norm_rates=(2e-3, 4e-3, 8e-3),
     direct_rates=(5e-4, 1e-3),
@@ -76,11 +76,12 @@ LONG = Part(
         "dyisru": (5e-4, 1e-3, 2e-3, 4e-3),
         "dyisru_witnesses": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
         "dyisru_annealed": (4e-3,),
+        "dyisru_witnesses_annealed": (4e-3,),
         "dyt_published": (2e-3,),
     },
     extend=False,
     seeds=(1, 2),
-    once=("dyt_published",),
+    once=("dyisru_witnesses_annealed", "dyt_published"),
 )
 LONGEST = Part(
     "longest",
@@ -106,7 +107,7 @@ SHARES = Part(
     ("dyisru_witnesses",),
     direct_rates=(1e-3, 4e-3, 8e-3),
     extend=False,
-    variants=({"share": 0.5}, {"share": 0.9}),
+    variants=({"share": 0.5},),
 )
 SHARES_LONG = Part(
     "shares_long",
@@ -128,7 +129,6 @@ RECIPES = Part(
     variants=(
         {"constants_rate": 1.0},
         {"constants_rate": 15.0},
-        {"per_channel": True},
         {"center": True},
         {"warmup_constants": True},
     ),
@@ -151,13 +151,16 @@ RATES = Part(
     extend=False,
     variants=({"constants_rate": 15.0},),
 )
+# With two fifths of the steps left after it, at rates that still move the weights.
 PATHS = Part(
     "paths",
-    "Variants of the annealing, 600 steps",
+    "The annealing from a fifth to three fifths of the steps, 3,000 steps",
     ("dyisru_annealed",),
+    steps=3000,
     norm_rates=(4e-3,),
     extend=False,
-    variants=({"path_order": "last_first"}, {"path_order": "first_last"}, {"path_shape": "cosine"}),
+    seeds=(1, 2),
+    variants=({"path_start": 0.2, "path_length": 0.4},),
 )
 DIGITS = Part(
     "digits",

@@ -18,6 +18,7 @@ from studies.plan import (
     LONGEST,
     MEDIUM,
     MUON,
+    PATHS,
     SHARES_LONG,
     SMALL,
     WITNESSES,
@@ -121,6 +122,7 @@ def _lead(part: Part, against: Mapping[str, Any]) -> str:
 
 def answers(study: Mapping[str, Any]) -> str:
     """Return what each arm loses to its norm, in a table."""
+    annealed = "dyisru_witnesses_annealed"
     return _found(
         study,
         ("DyISRU from the first step against LayerNorm, 600 steps", SMALL, "dyisru", difference),
@@ -132,10 +134,13 @@ def answers(study: Mapping[str, Any]) -> str:
         ("annealed DyISRU against LayerNorm, 600 steps", SMALL, "dyisru_annealed", difference),
         ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed", difference),
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
+        ("the same, annealed from a fifth to three fifths of the steps", PATHS, "dyisru_annealed", difference),
         ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
         ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", difference),
         ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", difference),
         ("DyISRU with four witnesses against LayerNorm, 12,000 steps", LONGEST, "dyisru_witnesses", difference),
+        ("annealed DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, annealed, difference),
+        ("annealed DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, annealed, difference),
         ("DyISRU with the final norm kept against LayerNorm, 600 steps", FINAL, "dyisru_final_norm", difference),
         ("DyISRU with the final norm kept against LayerNorm, 3,000 steps", FINAL_LONG, "dyisru_final_norm", difference),
         ("DyISRU with the stream's growth bounded against LayerNorm, 600 steps", BOUND, "dyisru", difference),
