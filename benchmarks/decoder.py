@@ -27,14 +27,13 @@ from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "decoder.json"
-# The tokens of each.
+# One list of token ids per block.
 Blocks = list[list[int]]
 FIGURES = ("loss_original", "loss_difference", "kl", "accuracy_original", "accuracy_now", "agreement")
 ABOUT = {"model": "SmolLM2-135M-Instruct, 61 RMSNorms", "held_out": 96, "blocks_measured": 8, "length": 256}
-# In a batch.
-BLOCKS = 4
-# Held-out prompts that are continued: one from every so many tokens, their number in all, their tokens, and those of
-# the continuation.
+# Blocks in a batch, measured or trained on; as in `dynorm convert`.
+BATCH = 4
+# A prompt of GIVEN tokens begins every APART tokens of the held-out blocks. The first PROMPTS are continued by ASKED.
 APART, PROMPTS, GIVEN, ASKED = 64, 200, 32, 64
 
 
@@ -50,18 +49,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240, help="distillation steps of 1,024 tokens, 0 for none")
     parser.add_argument("--every", type=int, default=60, help="steps from one measurement to the next")
     steps, every = vars(parser.parse_args()).values()
+    started = time.process_time()
     pretrained, original, _, fit, kinds = converted_decoder()
     model, length = pretrained.model, ABOUT["length"]
     tests = {name: blocks(pretrained, some) for name, some in kinds.items()}
     prompts = [block[i : i + GIVEN] for block in chain(*kinds.values()) for i in range(0, length, APART)][:PROMPTS]
     continued = pretrained.greedy(original, prompts, ASKED)
-    started = time.process_time()
 
     def add(stage: str, done: int, model: Any) -> None:
-        row: Row = {"stage": stage, "steps": done, "tokens": done * BLOCKS * length}
+        row: Row = {"stage": stage, "steps": done, "tokens": done * BATCH * length}
         row |= {name: figures(model, original, batches) for name, batches in tests.items()}
         same = pretrained.greedy(model, prompts, ASKED) == continued
-        row["greedy"] = {"prompts": PROMPTS, "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
+        row["greedy"] = {"prompts": len(prompts), "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
         print(json.dumps(row), flush=True)
 
@@ -74,12 +73,12 @@ def main() -> None:
     add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16())
     add("calibrated", 0, model)
     if steps:
-        batches = ShuffledBatches(partial(make_batches, pretrained), fit, BLOCKS, 0)
+        batches = ShuffledBatches(partial(make_batches, pretrained), fit, BATCH, 0)
         dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True, callbacks=[Measure()])
 
 
 def converted_decoder() -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
-    """Return the decoder, calibrated, the original, and blocks: to calibrate with, to fit to, two kinds held out."""
+    """Return the calibrated decoder, the original, calibration batches, blocks to train on, and two kinds held out."""
     recipe = Recipe(held_out=ABOUT["held_out"]).filled(language_model=True)
     pretrained = load_pretrained(folder("smollm2"))
     model, original = pretrained.model, copy.deepcopy(pretrained.model)
@@ -94,7 +93,7 @@ def converted_decoder() -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blo
 
 def blocks(pretrained: Pretrained, encoded: Blocks) -> Batches:
     """Return the blocks that are measured."""
-    return make_batches(pretrained, encoded[: ABOUT["blocks_measured"]], BLOCKS)
+    return make_batches(pretrained, encoded[: ABOUT["blocks_measured"]], BATCH)
 
 
 if __name__ == "__main__":

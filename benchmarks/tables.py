@@ -100,7 +100,7 @@ def decoder_table() -> str:
     lines = [f"| stage | tokens of training | {' | '.join(kinds)} | greedy tokens |", "|---|---|---|---|---|"]
     for row in load("decoder")["rows"]:
         cells = [
-            f"{row[kind]['loss_difference']:+.3f} / {row[kind]['kl']:.3f} / {row[kind]['agreement']:.0%}"
+            f"{row[kind]['loss_difference']:+z.3f} / {row[kind]['kl']:.3f} / {row[kind]['agreement']:.0%}"
             for kind in kinds
         ]
         lines.append(f"| {row['stage']} | {row['tokens']:,} | {' | '.join(cells)} | {row['greedy']['equal']:.0%} |")

@@ -151,7 +151,7 @@ RATES = Part(
     extend=False,
     variants=({"constants_rate": 15.0},),
 )
-# With two fifths of the steps left after it, at rates that still move the weights.
+# It ends earlier than by default: two fifths of the steps follow, at rates that still move the weights.
 PATHS = Part(
     "paths",
     "The annealing from a fifth to three fifths of the steps, 3,000 steps",

@@ -122,7 +122,7 @@ def _lead(part: Part, against: Mapping[str, Any]) -> str:
 
 def answers(study: Mapping[str, Any]) -> str:
     """Return what each arm loses to its norm, in a table."""
-    annealed = "dyisru_witnesses_annealed"
+    both = "dyisru_witnesses_annealed"
     return _found(
         study,
         ("DyISRU from the first step against LayerNorm, 600 steps", SMALL, "dyisru", difference),
@@ -139,8 +139,8 @@ def answers(study: Mapping[str, Any]) -> str:
         ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", difference),
         ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", difference),
         ("DyISRU with four witnesses against LayerNorm, 12,000 steps", LONGEST, "dyisru_witnesses", difference),
-        ("annealed DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, annealed, difference),
-        ("annealed DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, annealed, difference),
+        ("annealed DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, both, difference),
+        ("annealed DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, both, difference),
         ("DyISRU with the final norm kept against LayerNorm, 600 steps", FINAL, "dyisru_final_norm", difference),
         ("DyISRU with the final norm kept against LayerNorm, 3,000 steps", FINAL_LONG, "dyisru_final_norm", difference),
         ("DyISRU with the stream's growth bounded against LayerNorm, 600 steps", BOUND, "dyisru", difference),
