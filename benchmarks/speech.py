@@ -45,12 +45,11 @@ def spoken(clip: Clip) -> str:
 def main() -> None:
     """Calibrate, distil, and add a row for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24, help="distillation steps of 4 files, 0 for none")
-    parser.add_argument("--per-channel", action="store_true", help="one constant per channel and lean=0.7")
-    steps, per_channel = vars(parser.parse_args()).values()
+    parser.add_argument("--steps", type=int, default=56, help="distillation steps of 4 files, 0 for none")
+    steps = parser.parse_args().steps
     pretrained, (clips, _) = load_pretrained(folder("whisper")), find_audio([gather(Path("build/speech"))])
     model, original = pretrained.model, deepcopy(pretrained.model)
-    recipe = Recipe(**{"per_channel": True, "lean": 0.7} if per_channel else {}).filled(False, "audio")
+    recipe = Recipe().filled(False, "audio")
     listener = Listener(pretrained, original)
     inputs = audio_inputs(listener, *split_audio(clips, ABOUT["held_out"]), {})
     started = time.process_time()

@@ -111,15 +111,14 @@ def speech_table() -> str:
     """One row per stage of Whisper: its words and likeliest tokens beside the original's, and the right words."""
     found = load("speech")
     lines = [
-        "| constants | stage | files heard | words as the original's | likeliest token | KL | right words |",
-        "|---|---|---|---|---|---|---|",
-        f"| | the original | | | | | {found['rows'][0]['words_right_original']:.1%} |",
+        "| stage | files heard | words as the original's | likeliest token | KL | right words |",
+        "|---|---|---|---|---|---|",
+        f"| the original | | | | | {found['rows'][0]['words_right_original']:.1%} |",
     ]
     for row in found["rows"]:
-        what = "one per channel, `lean=0.7`" if row["per_channel"] else "one per layer"
         shares = " | ".join(f"{row[name]:.1%}" for name in ("word_agreement", "agreement"))
         figures = f"{shares} | {row['kl']:.2f} | {row['words_right']:.1%}"
-        lines.append(f"| {what} | {row['stage']} | {row['files']} | {figures} |")
+        lines.append(f"| {row['stage']} | {row['files']} | {figures} |")
     return "\n".join(lines)
 
 
