@@ -1,6 +1,6 @@
 """What a decoder loses and gets back: SmolLM2-135M-Instruct after calibration, and along a distillation.
 
-``python -m benchmarks.decoder --steps 240`` writes benchmarks/results/decoder.json. Steps and tokens are given, not
+``python -m benchmarks.decoder`` writes benchmarks/results/decoder.json. Steps and tokens are given, not
 minutes, so that a busy machine gives the same figures. It needs the packages of requirements-models.txt.
 """
 
@@ -19,7 +19,8 @@ from transformers import TrainerCallback
 
 import dynorm
 from benchmarks.distillation import reference
-from benchmarks.subjects import Batches, Row, add_rows
+from benchmarks.subjects import Batches, Row, add_rows, calibrate
+from dynorm.distill.convert_model import LANGUAGE
 from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
 from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, load_pretrained, make_batches
 from dynorm.distill.texts import split_texts, standard_library_docstrings
@@ -31,8 +32,8 @@ RESULTS = Path(__file__).parent / "results" / "decoder.json"
 Blocks = list[list[int]]
 FIGURES = ("loss_original", "loss_difference", "kl", "accuracy_original", "accuracy_now", "agreement")
 ABOUT = {"model": "SmolLM2-135M-Instruct, 61 RMSNorms", "held_out": 96, "blocks_measured": 8, "length": 256}
-# Blocks in a batch, measured or trained on; as in `dynorm convert`.
-BATCH = 4
+# Blocks in a batch, measured or trained on.
+BATCH = LANGUAGE["batch"]
 # A prompt of GIVEN tokens begins every APART tokens of the held-out blocks. The first PROMPTS are continued by ASKED.
 APART, PROMPTS, GIVEN, ASKED = 64, 200, 32, 64
 
@@ -56,10 +57,10 @@ def main() -> None:
     prompts = [block[i : i + GIVEN] for block in chain(*kinds.values()) for i in range(0, length, APART)][:PROMPTS]
     continued = pretrained.greedy(original, prompts, ASKED)
 
-    def add(stage: str, done: int, model: Any) -> None:
+    def add(stage: str, done: int, other: Any) -> None:
         row: Row = {"stage": stage, "steps": done, "tokens": done * BATCH * length}
-        row |= {name: figures(model, original, batches) for name, batches in tests.items()}
-        same = pretrained.greedy(model, prompts, ASKED) == continued
+        row |= {name: figures(other, original, batches) for name, batches in tests.items()}
+        same = pretrained.greedy(other, prompts, ASKED) == continued
         row["greedy"] = {"prompts": len(prompts), "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
         print(json.dumps(row), flush=True)
@@ -85,9 +86,7 @@ def converted_decoder() -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blo
     parts = split_texts(standard_library_docstrings(whole=True), ABOUT["held_out"])
     fit, docstrings, prose = (encode(pretrained, part, ABOUT["length"]) for part in (*parts, reference()))
     calibration = make_batches(pretrained, fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
-    sites = dynorm.find_norms(model, **calibration[0])
-    dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
-    dynorm.calibrate_(model, calibration, lean=recipe.lean)
+    calibrate(model, calibration, recipe)
     return pretrained, original, calibration, fit, {"docstrings": docstrings, "reference": prose}
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-import dynorm
 from benchmarks.decoder import ABOUT, blocks, converted_decoder
 from benchmarks.int8 import by_torchao
+from benchmarks.subjects import calibrate
 from dynorm.distill import output_loss
 from dynorm.distill.inputs import image_inputs
 from dynorm.distill.media import find_images
@@ -74,10 +74,7 @@ def images() -> dict[str, Any]:
     calibration = [dict(batch) for batch in source.batches(source.fit[: recipe.calibration], recipe.batch)]
     tests = [dict(batch) for batch in source.batches(source.held_out, recipe.batch)]
     original = class_tokens(model, tests)
-    dynorm.convert_(
-        model, dynorm.find_norms(model, **tests[0]), per_channel=recipe.per_channel, witnesses=recipe.witnesses
-    )
-    dynorm.calibrate_(model, calibration, lean=recipe.lean)
+    calibrate(model, calibration, recipe)
     want, rows = class_tokens(model, tests), []
     readers = find_readers(model, **tests[0])
     some = calibration[: SEEN // recipe.batch]

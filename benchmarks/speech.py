@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import dynorm
-from benchmarks.subjects import Row, add_rows
+from benchmarks.subjects import Row, add_rows, calibrate
 from dynorm.distill.inputs import audio_inputs
 from dynorm.distill.media import Clip, find_audio
 from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
@@ -45,7 +45,7 @@ def spoken(clip: Clip) -> str:
 def main() -> None:
     """Calibrate, distil, and add a row for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=56, help="distillation steps of 4 files, 0 for none")
+    parser.add_argument("--steps", type=int, nargs="+", default=[24, 56], help="of a distillation each, of 4 files")
     steps = parser.parse_args().steps
     pretrained, (clips, _) = load_pretrained(folder("whisper")), find_audio([gather(Path("build/speech"))])
     model, original = pretrained.model, deepcopy(pretrained.model)
@@ -67,8 +67,7 @@ def main() -> None:
 
     def add(stage: str, done: int) -> None:
         out, now = compare(model, original, inputs.batches(inputs.held_out, ABOUT["batch"])), transcripts(model)
-        row: Row = {"stage": stage, "per_channel": recipe.per_channel, "lean": recipe.lean, "steps": done}
-        row |= {"files": done * ABOUT["batch"]}
+        row: Row = {"stage": stage, "steps": done, "files": done * ABOUT["batch"]}
         row |= {name: round(getattr(out, name), 4) for name in FIGURES}
         row |= {"word_agreement": agreement((now[clip], before[clip]) for clip in now)}
         row |= {"words_right": agreement((now[clip], spoken(clip)) for clip in now), "words_right_original": right}
@@ -76,14 +75,14 @@ def main() -> None:
         print(json.dumps(row), flush=True)
 
     calibration = inputs.batches(inputs.fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
-    sites = dynorm.find_norms(model, **calibration[0])
-    dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
-    dynorm.calibrate_(model, calibration, lean=recipe.lean)
+    calibrate(model, calibration, recipe)
     add("calibrated", 0)
-    if steps:
+    weights = deepcopy(model.state_dict())
+    for count in steps:
+        model.load_state_dict(weights)
         batches = ShuffledBatches(inputs.batches, inputs.fit, ABOUT["batch"], 0)
-        dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True)
-        add("distilled", steps)
+        dynorm.distill_(model, batches, teacher=original, steps=count, bf16=True, quiet=True)
+        add("distilled", count)
 
 
 if __name__ == "__main__":

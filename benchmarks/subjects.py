@@ -99,6 +99,13 @@ def fitted(
     yield "refined", time.perf_counter() - started
 
 
+def calibrate(model: Any, calibration: Batches, recipe: Any) -> None:
+    """Convert a model as a filled recipe says, and fit its constants site by site."""
+    sites = dynorm.find_norms(model, **calibration[0])
+    dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
+    dynorm.calibrate_(model, calibration, lean=recipe.lean)
+
+
 def _subject(pretrained: Pretrained, fit: list[str], held_out: list[str]) -> Subject:
     tests = make_batches(pretrained, encode(pretrained, held_out), BATCH)
     return Subject(pretrained, copy.deepcopy(pretrained.model), encode(pretrained, fit), tests)

@@ -239,8 +239,8 @@ def _load(
     else:
         recipe = replace(recipe, max_length=pretrained.within_positions(recipe.max_length or 0))
         inputs = text_inputs(pretrained, *parts, facts, recipe.max_length or 0)
-    original, name = listener and listener.original, name or source.absolute().name.removesuffix(".gguf")
-    return _Job(pretrained, recipe, inputs, name, say, track, original, listener)
+    name = name or source.absolute().name.removesuffix(".gguf")
+    return _Job(pretrained, recipe, inputs, name, say, track, listener and listener.original, listener)
 
 
 @dataclass
