@@ -16,17 +16,14 @@ from studies.runs import Record, RunFiles
 from studies.settings import Settings
 
 DIVERGED = 10.0
-# What the Trainer calls it, and what our log does.
+# What the Trainer calls it, and what our log does. Rates and times are left out: the settings and the result have them.
 _COLUMNS = {
     "loss": "loss",
-    "learning_rate": "lr",
     "grad_norm": "grad_norm",
     "eval_mean": "held_out",
     "eval_accuracy": "accuracy",
     "beta": "beta",
     "t": "t",
-    "step_seconds": "step_seconds",
-    "seconds": "seconds",
 }
 
 
