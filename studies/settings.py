@@ -10,7 +10,7 @@ from dynorm.errors import ArgumentError
 from studies.arms import Arm, arm_of
 from studies.sizes import MODELS, Size, size_of
 
-PATH = (0.6, 0.3, "linear", "together")
+PATH = (0.6, 0.3)
 SHARE = 0.1
 
 
@@ -29,7 +29,6 @@ class Settings:
         warmup: steps of linear warm-up; afterwards the rate falls to a tenth as a cosine.
         constants_rate: the rate of the constants (log b, alpha, shift, centre) over that of the other weights; None
             takes the arm's own.
-        per_channel: one constant per channel instead of one per site.
         center: whether a centre is learned; by default only by annealed arms that begin with LayerNorm.
         warmup_constants: set the constants anew from a batch at ten steps during the warm-up, as at the start.
         share: how much of a token's typical sum the witnesses carry at the start, for direct arms that have some.
@@ -39,8 +38,6 @@ class Settings:
             loss (the fixed target of TaperNorm, arXiv 2602.10408); 0 leaves it out.
         path_start: where the annealing begins, as a share of the steps.
         path_length: how long it is, as a share of the steps.
-        path_shape: "linear" or "cosine".
-        path_order: "together", "last_first" or "first_last".
         device: "cpu" or "cuda".
         bf16: compute in bfloat16 (autocast).
 
@@ -57,14 +54,11 @@ class Settings:
     size: str = "small"
     warmup: int = 100
     constants_rate: float | None = None
-    per_channel: bool = False
     center: bool | None = None
     warmup_constants: bool = False
     share: float = SHARE
-    path_start: float = 0.6
-    path_length: float = 0.3
-    path_shape: str = "linear"
-    path_order: str = "together"
+    path_start: float = PATH[0]
+    path_length: float = PATH[1]
     device: str = "cpu"
     bf16: bool = False
     optimizer: str = "adamw"
@@ -106,8 +100,6 @@ class Settings:
         parts = [self.arm]
         if self.constants_rate != self.arm_spec.constants_rate:
             parts.append(f"rate{self.constants_rate:g}")
-        if self.per_channel:
-            parts.append("channel")
         if self.center is not None:
             parts.append("center" if self.center else "nocenter")
         if self.warmup_constants:
@@ -116,9 +108,8 @@ class Settings:
             parts.append(f"share{self.share:g}")
         if self.scale_loss:
             parts.append(f"bound{self.scale_loss:g}")
-        if (self.path_start, self.path_length) != PATH[:2]:
+        if (self.path_start, self.path_length) != PATH:
             parts.append(f"path{self.path_start:g}+{self.path_length:g}")
-        parts += [value for value in (self.path_shape, self.path_order) if value not in PATH]
         return "-".join(parts)
 
     @property
@@ -163,7 +154,7 @@ class Settings:
     def _check_variant(self) -> None:
         arm = self.arm_spec
         other_rate = self.constants_rate != arm.constants_rate
-        if arm.layer is None and (other_rate or self.per_channel or self.center is not None or self.warmup_constants):
+        if arm.layer is None and (other_rate or self.center is not None or self.warmup_constants):
             raise ArgumentError(f"{arm.name} has no constants: leave their options out")
         if self.warmup_constants and arm.start != "batch":
             raise ArgumentError(f"{arm.name} does not set its constants from a batch: leave --warmup-constants out")
@@ -180,17 +171,10 @@ class Settings:
             raise ArgumentError(f"{arm.name} does not set its last constant from a batch: leave --scale-loss out")
         if not 0 < self.share < 1:
             raise ArgumentError(f"the witnesses' share must be between 0 and 1, got {self.share!r}")
-        path = (self.path_start, self.path_length, self.path_shape, self.path_order)
         if not arm.annealed:
-            if path != PATH:
+            if (self.path_start, self.path_length) != PATH:
                 raise ArgumentError(f"{arm.name} is not annealed: leave the options --path-... out")
             return
-        if self.path_shape not in ("linear", "cosine"):
-            raise ArgumentError(f"the annealing's shape must be linear or cosine, got {self.path_shape!r}")
-        if self.path_order not in ("together", "last_first", "first_last"):
-            raise ArgumentError(
-                f"the annealing's order must be together, last_first or first_last, got {self.path_order!r}"
-            )
         start, length = round(self.path_start * self.steps), round(self.path_length * self.steps)
         if start < 1 or length < 1 or start + length >= self.steps:
             raise ArgumentError(

@@ -18,7 +18,7 @@ import dynorm
 from dynorm.cli.application import quiet_libraries
 from dynorm.errors import ArgumentError
 from studies.runs import ROOT, RUNS, SCRATCH, Record, RunFiles
-from studies.settings import SHARE, Settings
+from studies.settings import PATH, SHARE, Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +41,6 @@ def command(
     size: Annotated[str, typer.Option(help="tiny, small, medium or large.")] = "small",
     warmup: Annotated[int, typer.Option(help="Steps of warm-up.")] = 100,
     constants_rate: Annotated[float | None, typer.Option(help="The constants' rate over the others'.")] = None,
-    per_channel: Annotated[bool, typer.Option("--per-channel", help="One constant per channel.")] = False,
     center: Annotated[bool | None, typer.Option(help="Learn a centre, or not.")] = None,
     warmup_constants: Annotated[
         bool, typer.Option("--warmup-constants", help="Set the constants anew ten times during the warm-up.")
@@ -49,10 +48,8 @@ def command(
     share: Annotated[float, typer.Option(help="The witnesses' share of the sum at the start.")] = SHARE,
     optimizer: Annotated[str, typer.Option(help="adamw, or muon for the blocks' matrices.")] = "adamw",
     scale_loss: Annotated[float, typer.Option(help="Weight of a loss that holds the stream's scale.")] = 0.0,
-    path_start: Annotated[float, typer.Option(help="Where the annealing begins, a share of the steps.")] = 0.6,
-    path_length: Annotated[float, typer.Option(help="How long it is, a share of the steps.")] = 0.3,
-    path_shape: Annotated[str, typer.Option(help="linear or cosine.")] = "linear",
-    path_order: Annotated[str, typer.Option(help="together, last_first or first_last.")] = "together",
+    path_start: Annotated[float, typer.Option(help="Where the annealing begins, a share of the steps.")] = PATH[0],
+    path_length: Annotated[float, typer.Option(help="How long it is, a share of the steps.")] = PATH[1],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the result and the log.")] = RUNS,
@@ -69,9 +66,8 @@ def command(
     from studies.runs import dumps
 
     settings = Settings(
-        arm, lr, steps, seed, task, model, size, warmup, constants_rate, per_channel, center, warmup_constants,
-        share, path_start, path_length, path_shape, path_order, device, bf16, optimizer,
-        scale_loss,
+        arm, lr, steps, seed, task, model, size, warmup, constants_rate, center, warmup_constants,
+        share, path_start, path_length, device, bf16, optimizer, scale_loss,
     )  # fmt: skip
     quiet_libraries()
     record = run(settings, out=out, checkpoints=checkpoints, quiet=as_json, again=again)

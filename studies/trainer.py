@@ -34,8 +34,7 @@ def make_trainer(model: nn.Module, data: Data, settings: Settings, files: RunFil
     if settings.arm_spec.annealed:
         from dynorm.distill import AnnealCallback
 
-        path = (settings.path_start, settings.path_length, settings.path_shape, settings.path_order)
-        callbacks.append(AnnealCallback(*path))  # type: ignore[arg-type]
+        callbacks.append(AnnealCallback(settings.path_start, settings.path_length))
     if settings.warmup_constants:
         callbacks.append(WarmUp(settings, data))
     trainer = StudyTrainer(

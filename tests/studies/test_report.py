@@ -241,7 +241,7 @@ def test_an_arm_that_always_diverges_has_no_best() -> None:
 
 
 def test_each_run_is_compared_with_its_own_models_norm() -> None:
-    variant = Settings("dyisru", 1e-3, constants_rate=10.0, per_channel=True, center=True, warmup_constants=True)
+    variant = Settings("dyisru", 1e-3, constants_rate=10.0, center=True, warmup_constants=True)
     assert baseline_of(variant).group == Settings("layernorm", 1e-3).group
     assert baseline_of(Settings("dyisru_annealed", 1e-3, path_start=0.5)).group == Settings("layernorm", 1e-3).group
     assert baseline_of(Settings("dyt", 1e-3, model="llama")).group == Settings("rmsnorm", 1e-3, model="llama").group
