@@ -86,7 +86,7 @@ def replaced_directory(
     """
     # A link stays a link: its target is replaced.
     target = Path(os.path.realpath(directory))
-    _require_replaceable(target, overwrite)
+    require_replaceable(target, overwrite)
     new = target.parent / f".dynorm-{secrets.token_hex(4)}.tmp"
     try:
         new.mkdir()
@@ -109,15 +109,16 @@ def replaced_directory(
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _require_replaceable(target: Path, overwrite: bool) -> None:
+def require_replaceable(target: Path, overwrite: bool) -> None:
+    """Refuse a target that :func:`replaced_directory` would not replace."""
     if not target.parent.is_dir():
         raise StorageError(f"the parent of {target} must be a directory: make it first")
     if not target.exists():
         return
     if not target.is_dir():
-        raise StorageError(f"{target} must be a directory, but is a file: choose another name")
+        raise StorageError(f"{target} must be a directory, but is a file: choose another")
     if not overwrite:
-        raise StorageError(f"{target} must not exist yet: choose another name, or pass overwrite=True")
+        raise StorageError(f"{target} must not exist yet: choose another, or pass overwrite=True")
     if any(target.iterdir()) and not any((target / name).is_file() for name in _MARKERS):
         raise StorageError(
             f"{target} must be a saved model or empty to be overwritten, but holds neither {' nor '.join(_MARKERS)}"

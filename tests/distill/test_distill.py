@@ -25,6 +25,7 @@ from transformers import (
 import dynorm
 from dynorm.distill import distill_, output_loss
 from dynorm.distill.distill import distillation_rate, rate_factor
+from dynorm.replace.specs import dynorm_layers
 
 
 def images() -> list[tuple[Tensor]]:
@@ -387,6 +388,46 @@ def test_a_checkpoint_of_another_model_is_refused(other: str, tmp_path: Path) ->
     with pytest.raises(dynorm.StorageError, match=r"must be of this model and recipe, but .*checkpoint-3 is not"):
         distill_(net, images(), steps=3, lr=1e-4, quiet=True, checkpoints=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+@pytest.mark.parametrize("differs", ["rate", "accumulate", "layers", "teacher"])
+def test_a_checkpoint_of_another_recipe_is_refused(differs: str, tmp_path: Path) -> None:
+    net, options = classifier(), {"steps": 3, "lr": 1e-4, "accumulate": 1, "checkpoints": tmp_path, "quiet": True}
+    before = copy.deepcopy(net.state_dict())
+    distill_(copy.deepcopy(net), images(), **options)
+    options |= {"rate": {"lr": 1e-3}, "accumulate": {"accumulate": 2}}.get(differs, {})
+    if differs == "layers":
+        # All of its tensors are in the checkpoint, but the constants mean something else.
+        (layer,) = dynorm_layers(net).values()
+        layer.scale *= 2
+    if differs == "teacher":
+        options["teacher"] = doubled(net)
+    with pytest.raises(dynorm.StorageError, match=rf"checkpoint-3 is not: it differs in {differs}: remove it"):
+        distill_(net, images(), **options)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def doubled(net: nn.Module) -> nn.Module:
+    teacher = dynorm.restore_(copy.deepcopy(net))
+    with torch.no_grad():
+        teacher[0].weight.mul_(2)
+    return teacher
+
+
+@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+def test_a_finished_run_is_not_trained_on_and_a_cut_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    net, options = classifier(), {"steps": 3, "lr": 1e-4, "checkpoints": tmp_path, "quiet": True}
+    done, again = copy.deepcopy(net), copy.deepcopy(net)
+    distill_(done, images(), **options)
+    report = distill_(again, images(), **options)
+    assert (report.steps, report.samples) == (3, 0)
+    assert all(torch.equal(value, done.state_dict()[name]) for name, value in again.state_dict().items())
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{")
+    assert distill_(copy.deepcopy(net), images(), **options).samples == 0
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    assert distill_(copy.deepcopy(net), images(), **options).samples == 24
 
 
 def opt() -> tuple[nn.Module, str]:

@@ -216,6 +216,10 @@ def test_what_images_need_is_checked_first(vision: Path, images: Path, tmp_path:
     (source / "preprocessor_config.json").unlink()
     with pytest.raises(StorageError, match=r"must hold the model's image processor, but has none of pre.*\.json"):
         convert_pretrained(source, tmp_path / "out", QUICK, images=[images])
+    whole = json.loads((vision / "preprocessor_config.json").read_text())
+    (source / "preprocessor_config.json").write_text(json.dumps(whole | {"do_resize": False}))
+    with pytest.raises(DataError, match="image processor must make one batch of the images, but "):
+        convert_pretrained(source, tmp_path / "out", QUICK, images=[images])
     assert not (tmp_path / "out").exists()
 
 

@@ -105,6 +105,16 @@ def test_a_checkpoint_of_half_a_model_is_refused(language_model: Path, texts: Pa
     assert load_pretrained(language_model, dtype="bfloat16").model.dtype == torch.bfloat16
 
 
+def test_the_likeliest_tokens_are_those_whatever_the_model_would_generate(language_model: Path) -> None:
+    pretrained, prompts = load_pretrained(language_model), [[5, 6, 7], [7, 6, 5]]
+    plain = pretrained.greedy(pretrained.model, prompts, 4)
+    own = pretrained.model.generation_config
+    own.update(num_beams=2, num_return_sequences=2, return_dict_in_generate=True, stop_strings=["a"])
+    own.update(repetition_penalty=3.0, penalty_alpha=0.6, top_k=4)
+    assert torch.equal(pretrained.greedy(pretrained.model, prompts, 4), plain)
+    assert pretrained.model.generation_config is own
+
+
 @pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
 def test_a_stopped_distillation_goes_on_from_its_checkpoint(encoder: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(**{**vars(QUICK), "steps": 4, "witnesses": 2, "checkpoints": str(tmp_path / "checkpoints")})
@@ -231,6 +241,10 @@ def test_bad_folders_are_refused_before_the_work(encoder: Path, texts: Path, tmp
     (tmp_path / "old" / "model").mkdir(parents=True)
     with pytest.raises(dynorm.StorageError, match="--overwrite"):
         convert_pretrained(encoder, tmp_path / "old", QUICK, texts=[texts])
+    # Somebody's folder, not a model's: known before the work, not after it.
+    (tmp_path / "old" / "model" / "mine.txt").write_text("")
+    with pytest.raises(dynorm.StorageError, match="must be a saved model or empty"):
+        convert_pretrained(tmp_path / "nowhere", tmp_path / "old", QUICK, texts=[texts], overwrite=True)
     (tmp_path / "empty").mkdir()
     for model in (tmp_path / "nowhere", tmp_path / "empty"):
         with pytest.raises(dynorm.StorageError, match=r"config\.json"):

@@ -54,6 +54,7 @@ def test_folders(tmp_path: Path) -> None:
         ("a.bin", b"\x89PNG\r\n\x1a\n\xff", "must be UTF-8"),
         ("a.txt", f"{LONG}\0\0", "has NUL bytes: is it binary"),
         ("a.py", "def f(:\n", "must be Python, but .*a.py is not, at line 1"),
+        ("a.py", "x = 1" + " + 1" * 20_000, "must nest less deep than .*a.py"),
         ("a.py", "x = 1\n", "has none"),
     ],
 )

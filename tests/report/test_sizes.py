@@ -55,6 +55,21 @@ def batches(count: int = 4, left: bool = False) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+def test_silence_may_come_first_or_alone() -> None:
+    net = nn.Sequential(nn.LayerNorm(8, bias=False), nn.Linear(8, 3))
+    loud = [torch.randn(64, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    for batch in loud:
+        batch[:, 2] *= 20
+    silent = torch.zeros(4, 8)
+    dynorm.convert_(net, dynorm.find_norms(net, loud[0]))
+    dynorm.calibrate_(net, [silent, *loud])
+    for data in ([silent, *loud], [*loud, silent]):
+        assert dynorm.measure(net, data).sites[0].sizes.explained[4] > 0.9
+    assert dynorm.measure(net, [silent]).sites[0].sizes.explained[4] == 0.0
+    assert dynorm.refine_(net, [silent, *loud], steps=3).steps == 3
+
+
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("left", [False, True])
 def test_the_largest_tokens_have_their_places_and_channels(kind: Any, left: bool) -> None:

@@ -101,9 +101,7 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
             "at once and changes the outputs as dynorm.set_anneal_(model, 1.0) does"
         )
     if "" in layers:
-        raise ModelError(
-            "a layer must have a parent to be replaced in, but the model is the layer itself: call its end()"
-        )
+        raise ModelError("a layer must have a parent to be replaced in, but the model is the layer: call its end()")
     if any("FSDPModule" in torch_classes(module) for module in model.modules()):
         raise ModelError(
             "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: it is point-wise "

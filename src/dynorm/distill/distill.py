@@ -6,7 +6,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -98,7 +98,8 @@ def distill_(
     The loss is the mean over the sites of ``e + log(max(e, 1e-4)) / 10``, ``e = |f(x) - y|^2 / |y - mean y|^2`` with y
     the teacher's norms, plus that of the outputs, :func:`output_loss`. Small errors of early sites grow on the way, and
     the logarithm sees them. Each batch is one step of the Trainer of transformers, without dropout. Where that made
-    the loss of the first batches larger, or was broken off, the weights from before are put back.
+    the loss of the first batches larger, or was broken off, the weights from before are put back. The model is left in
+    eval mode.
 
     Under ``torchrun`` or ``accelerate launch``, call it on every rank, each with its own share of the data. A step is
     then one batch per rank, its loss the mean over the ranks, as in one process that accumulates these batches. A plain
@@ -122,7 +123,8 @@ def distill_(
             knows bfloat16, a step takes a third of the time.
         accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
         checkpoints: a folder for the Trainer's checkpoints: ten in a run, of which the last is kept. Training goes on
-            from one that is there. None keeps none.
+            from one that is there, of this model, teacher, rate and accumulation; the steps may be more. None keeps
+            none.
         quiet: no progress bar.
         callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for an annealed model.
 
@@ -137,7 +139,7 @@ def distill_(
         ModelError: the model has no point-wise layer, or nothing to train, or is loaded or sharded and has no teacher;
             the teacher has no module where a layer stands, is converted itself, or shares weights with the model;
             another rank's layers differ; or the environment does not name the group's processes, as torchrun makes it.
-        StorageError: the checkpoint in the folder is another model's.
+        StorageError: the checkpoint in the folder is of another model or recipe, or damaged.
 
     Warns:
         CalibrationWarning: the weights from before are put back, or the minutes allow fewer than 20 steps.
@@ -158,6 +160,7 @@ def distill_(
     started, ranks = time.perf_counter(), Ranks()
     with ranks.together():
         job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
+        job.recipe |= {"rate": lr, "accumulate": accumulate}
         if steps is None:
             assert minutes is not None
             steps = _steps_in(minutes * 60, job, batches, accumulate)
@@ -182,9 +185,14 @@ def distill_(
         arguments = _arguments(job, Path(checkpoints or scratch), steps, seed, accumulate, checkpoints is not None)
         job.until = None if minutes is None else started + 60 * minutes
         trainer = _trainer(job, cycled(batches, steps * accumulate), arguments, lr, callbacks, progress)
-        found = checkpoints is not None and any(Path(checkpoints).glob("checkpoint-*"))
+        found = None if checkpoints is None else _newest(Path(checkpoints))
         try:
-            trainer.train(resume_from_checkpoint=found)
+            if found and found[1].global_step >= steps:
+                # The Trainer would take one more step.
+                trainer._load_from_checkpoint(found[0])
+                trainer.state = found[1]
+            else:
+                trainer.train(resume_from_checkpoint=found and found[0])
         except BaseException:
             model.load_state_dict(weights)
             raise
@@ -288,6 +296,11 @@ class _Distillation(nn.Module):
             raise ModelError("the teacher must have weights of its own, but shares some with the model: pass a copy")
         self.model, self.teacher = model, teacher.eval().requires_grad_(False)
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
+        # What a checkpoint must have been made with.
+        self.recipe: dict[str, Any] = {"layers": str(layers)}
+        sizes = (p.double().abs().sum() for p in teacher.parameters())
+        whole = (float(size.full_tensor() if hasattr(size, "full_tensor") else size) for size in sizes)
+        self.recipe["teacher"] = f"{sum(whole):.6g}"
         self.samples, self.gone = 0, 0.0
         self.last = torch.zeros(())
         self.until: float | None = None  # when its time is over
@@ -423,6 +436,16 @@ def _arguments(job: _Distillation, folder: Path, steps: int, seed: int, accumula
     return arguments
 
 
+def _newest(folder: Path) -> tuple[str, Any] | None:
+    """Return the last checkpoint that was written to its end, and the Trainer's state, which it writes last."""
+    from transformers import TrainerState
+
+    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True):
+        with suppress(OSError, ValueError, TypeError):
+            return str(path), TrainerState.load_from_json(str(path / "trainer_state.json"))
+    return None
+
+
 def _trainer(
     job: _Distillation, batches: Iterator[Any], arguments: Any, lr: float, callbacks: Sequence[Any], progress: Any
 ) -> Any:
@@ -477,18 +500,22 @@ def _trainer(
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
             try:
                 held = stored(load, resume_from_checkpoint)
+                if others := [name for name, value in job.recipe.items() if held["recipe"][name] != value]:
+                    raise ValueError(f"it differs in {' and '.join(others)}")
+                set_state_dict(job.model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+                schedule.load_state_dict(held["schedule"])
             except (Exception, CheckpointException) as error:
                 raise StorageError(
                     f"the checkpoint must be of this model and recipe, but {resume_from_checkpoint} is not: "
                     f"{str(error).strip().splitlines()[-1]:.300}: remove it, or give another folder"
                 ) from error
-            set_state_dict(job.model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
-            schedule.load_state_dict(held["schedule"])
 
     def stored(act: Any, folder: str | None) -> dict[str, Any]:
         """Save or load all that is trained, by all ranks together; as many or others may load it."""
         weights, moments = get_state_dict(job.model, optimizer)
         held = {"model": weights, "optimizer": moments, "schedule": schedule.state_dict()}
+        # A copy, into which a load writes.
+        held["recipe"] = dict(job.recipe)
         with warnings.catch_warnings():
             # It warns of one process, that it is one.
             warnings.simplefilter("ignore")

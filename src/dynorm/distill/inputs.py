@@ -13,6 +13,7 @@ from torch import Tensor
 from dynorm.distill.media import Clip, Crop
 from dynorm.distill.pretrained import Batches, Pretrained, encode, in_batches
 from dynorm.distill.speech import Listener
+from dynorm.errors import DataError
 
 # Each image is fitted to as a whole, and in so many crops less one.
 CROPS = 16
@@ -55,7 +56,10 @@ def image_inputs(pretrained: Pretrained, fit: list[Path], held_out: list[Path], 
 
     def batch(crops: Sequence[Crop]) -> dict[str, Tensor]:
         images = [crop.read() for crop in crops]
-        return {"pixel_values": pretrained.tokenizer(images, return_tensors="pt")["pixel_values"]}
+        try:
+            return {"pixel_values": pretrained.tokenizer(images, return_tensors="pt")["pixel_values"]}
+        except Exception as error:
+            raise DataError(f"the model's image processor must make one batch of the images, but {error}") from error
 
     crops, whole = ([Crop(file, k) for k in range(n) for file in files] for n, files in ((CROPS, fit), (1, held_out)))
     counts = {"images_to_fit": len(fit), "crops": CROPS}

@@ -133,7 +133,7 @@ def convert_pretrained(
     ``model`` (loadable), ``report.json`` and ``report.html`` go there, and ``original``, the model before, where that
     is to be kept. On several processes of torchrun, each fits to its share of the samples, and the first one writes.
     ``say`` is called with a line at the start of each stage; ``track`` wraps a stage's batches, to show a bar, and is
-    given them and a description. After an error nothing is written.
+    given them and a description. An error before the writing leaves nothing behind.
     """
     recipe, source, out = recipe or Recipe(), Path(source), Path(out)
     recipe.check()
@@ -144,9 +144,7 @@ def convert_pretrained(
         checkpoints = Path(recipe.checkpoints)
         for folder in (source, *(out / name for name in names)):
             if checkpoints.resolve().is_relative_to(folder.resolve()):
-                raise ArgumentError(
-                    f"checkpoints must have a folder of their own, but {checkpoints} is inside {folder}"
-                )
+                raise ArgumentError(f"checkpoints must have a folder of their own, but {checkpoints} is in {folder}")
         require_output(checkpoints, checkpoints, (), overwrite=True)
     folders_of_modules(source)
     job = _load(source, recipe, say, track, **given)

@@ -51,11 +51,17 @@ class Pretrained:
     @torch.no_grad()
     def greedy(self, model: Any, prompts: Sequence[list[int]], tokens: int) -> Tensor:
         """Return a model's likeliest continuations of prompts of one length, ``tokens`` long, even past its end."""
+        from transformers import GenerationConfig
+
         ids = torch.tensor(prompts, device=next(model.parameters()).device)
-        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        pad = self.tokenizer.pad_token_id
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=pad, **length)
-        assert isinstance(found, Tensor)
+        own, pad = model.generation_config, self.tokenizer.pad_token_id
+        # Its own may ask for samples, beams, penalties, or another kind of answer.
+        model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=pad)
+        try:
+            length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+            found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
+        finally:
+            model.generation_config = own
         return found[:, ids.shape[1] :].cpu()
 
 
@@ -215,9 +221,7 @@ class Checkpoint:
             what, cls = "feature extractor", transformers.AutoFeatureExtractor
         names = ("preprocessor_config.json", "processor_config.json")
         if not any((self.source / name).is_file() for name in names):
-            raise StorageError(
-                f"{self.source} must hold the model's {what}, but has none of {listed(names)}: copy it there"
-            )
+            raise StorageError(f"{self.source} must hold the model's {what}, but has none of {listed(names)}: copy it")
         if self.auto in (transformers.AutoModelForSpeechSeq2Seq, transformers.AutoModelForCTC):
             # Only to see that there is one.
             self.tokenizer()

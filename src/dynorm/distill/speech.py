@@ -50,7 +50,7 @@ class Listener:
             return likeliest
         if self.tokenizer is None:
             return [[model.config.decoder_start_token_id]] * len(batch[model.main_input_name])
-        options = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True}
+        options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": True}
         # Else Whisper begins anew after a mark of time, and returns only the sounds that have one.
         if "force_unique_generate_call" in inspect.signature(model.generate).parameters:
             options["force_unique_generate_call"] = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.files import replaced_directory, require_writable, write_text
+from dynorm.files import replaced_directory, require_replaceable, require_writable, write_text
 from dynorm.fold.apply import is_changed
 from dynorm.report.page import rendered
 
@@ -33,6 +33,8 @@ def require_output(source: Path, out: Path, names: Sequence[str], *, overwrite: 
             raise StorageError(f"{place} must be a file, but is a folder: choose another output folder")
         if place.exists() and not overwrite:
             raise StorageError(f"{place} exists already: choose another folder, or pass --overwrite")
+        if place.exists() and not place.suffix:
+            require_replaceable(Path(os.path.realpath(place)), overwrite)
     parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise StorageError(f"the output must go into a folder that can be written, but {parent} cannot")

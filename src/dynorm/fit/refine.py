@@ -232,6 +232,7 @@ def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
 
 def relative_error(f: Tensor, y: Tensor) -> Tensor:
     """Return ``|f - y|^2 / |y - mean y|^2`` of values f and the right ones y, both (tokens, C)."""
-    # A single token has no spread: a hundredth of the size stands for it.
-    floor = (0.01 * y.square().sum()).clamp_min(torch.finfo(y.dtype).tiny)
+    # A single token has no spread: a hundredth of the size stands for it. Where all is 0 no error counts.
+    size = y.square().sum()
+    floor = torch.where(size > 0, (0.01 * size).clamp_min(torch.finfo(y.dtype).tiny), torch.inf)
     return (f - y).square().sum() / torch.maximum((y - y.mean(0)).square().sum(), floor)

@@ -94,8 +94,11 @@ class TokenScales:
         total = total.clamp_min(self.least or 0.0)
         parts = parts / total
         if self._channels is None:
-            sums = torch.stack([parts.sum(0), parts.square().sum(0), torch.full_like(parts[0], len(parts))])
-            mean, square, _ = self._ranks.summed(sums) / sums[2:]
+            counts = parts.new_full(parts.shape[1:], len(parts))
+            sums = self._ranks.summed(torch.stack([parts.sum(0), parts.square().sum(0), counts]))
+            if not sums[2].any():
+                return
+            mean, square = sums[:2] / sums[2]
             self._channels = (square - mean * mean).topk(min(_CANDIDATES, u.shape[1])).indices
         columns = torch.cat([parts[:, self._channels.to(u.device)], 1 / total, one], 1) * total ** (_LARGE / 2)
         held_out = (number * _GOLDEN) % 1 < _HELD_OUT
@@ -107,7 +110,9 @@ class TokenScales:
 
         Fixed channels are all taken, whatever they tell. Call it on every rank.
         """
-        assert self._channels is not None
+        if self._channels is None:
+            # No token had a spread.
+            return Witnesses((), (), 0.0, (0.0,))
         fit, judge = self._ranks.summed(self._sums.clone()).cpu()
         whole, count = fit + judge, len(self._channels)
         # Of a few tokens all may stand on one side: then there is nothing to judge by.

@@ -282,9 +282,7 @@ def _range(
             f"{reader.linear} must be in float32, bfloat16 or float16 for torchao, got {linear.weight.dtype}: cast it"
         )
     if per_channel and layer is not None and (len(layer.normalized_shape) > 1 or layer.dim != -1):
-        raise ArgumentError(
-            f"{reader.layer} must have its channels last for one scale per channel, got dim {layer.dim}"
-        )
+        raise ArgumentError(f"{reader.layer} must have channels last for one scale per channel, got dim {layer.dim}")
     if ranges is None:
         assert layer is not None
         return output_range(layer, sigmas=sigmas)
