@@ -15,6 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import TrainerCallback
 
 import dynorm
@@ -36,6 +38,8 @@ ABOUT = {"model": "SmolLM2-135M-Instruct, 61 RMSNorms", "held_out": 96, "blocks_
 BATCH = LANGUAGE["batch"]
 # A prompt of GIVEN tokens begins every APART tokens of the held-out blocks. The first PROMPTS are continued by ASKED.
 APART, PROMPTS, GIVEN, ASKED = 64, 200, 32, 64
+# A token is a near tie where the original's second choice is so close, in nats.
+NEAR = 0.5
 
 
 def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
@@ -49,19 +53,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=240, help="distillation steps of 1,024 tokens, 0 for none")
     parser.add_argument("--every", type=int, default=60, help="steps from one measurement to the next")
-    steps, every = vars(parser.parse_args()).values()
+    parser.add_argument("--witnesses", type=int, default=LANGUAGE["witnesses"], help="per layer, at most")
+    steps, every, witnesses = vars(parser.parse_args()).values()
     started = time.process_time()
-    pretrained, original, _, fit, kinds = converted_decoder()
+    pretrained, original, _, fit, kinds = converted_decoder(witnesses)
     model, length = pretrained.model, ABOUT["length"]
     tests = {name: blocks(pretrained, some) for name, some in kinds.items()}
     prompts = [block[i : i + GIVEN] for block in chain(*kinds.values()) for i in range(0, length, APART)][:PROMPTS]
     continued = pretrained.greedy(original, prompts, ASKED)
+    near = near_ties(original, prompts, continued)
 
     def add(stage: str, done: int, other: Any) -> None:
-        row: Row = {"stage": stage, "steps": done, "tokens": done * BATCH * length}
+        row: Row = {"stage": stage, "witnesses": witnesses if other is model else 0, "steps": done}
+        row["tokens"] = done * BATCH * length
         row |= {name: figures(other, original, batches) for name, batches in tests.items()}
         same = pretrained.greedy(other, prompts, ASKED) == continued
         row["greedy"] = {"prompts": len(prompts), "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
+        row["greedy"] |= {} if same.all() else first_differences(same, near)
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
         print(json.dumps(row), flush=True)
 
@@ -70,17 +78,38 @@ def main() -> None:
             if state.global_step % every == 0:
                 add("distilled", state.global_step, model)
 
-    # What rounding alone does to the greedy tokens.
-    add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16())
+    if witnesses == LANGUAGE["witnesses"]:
+        # What rounding alone does to the greedy tokens.
+        add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16())
     add("calibrated", 0, model)
     if steps:
         batches = ShuffledBatches(partial(make_batches, pretrained), fit, BATCH, 0)
         dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True, callbacks=[Measure()])
 
 
-def converted_decoder() -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
+@torch.inference_mode()
+def near_ties(original: Any, prompts: Blocks, continued: Tensor) -> Tensor:
+    """Return at which of its tokens (prompts, ASKED) the original had a second choice about as good."""
+    found = []
+    for some, rest in zip(torch.tensor(prompts).split(BATCH), continued.split(BATCH), strict=True):
+        first, second = original(torch.cat([some, rest], 1)).logits[:, GIVEN - 1 : -1].topk(2).values.unbind(-1)
+        found.append(first - second < NEAR)
+    return torch.cat(found)
+
+
+def first_differences(same: Tensor, near: Tensor) -> dict[str, float]:
+    """Return where a continuation first differs, in the median, and how often that is a near tie; all tokens beside."""
+    first = same.long().argmin(1)[~same.all(1)]
+    there = near[~same.all(1)].gather(1, first[:, None])
+    shares = {"near_ties": there, "near_ties_of_all": near}
+    return {"first": int(first.median()) + 1} | {k: round(float(v.float().mean()), 4) for k, v in shares.items()}
+
+
+def converted_decoder(
+    witnesses: int = LANGUAGE["witnesses"],
+) -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
     """Return the calibrated decoder, the original, calibration batches, blocks to train on, and two kinds held out."""
-    recipe = Recipe(held_out=ABOUT["held_out"]).filled(language_model=True)
+    recipe = Recipe(held_out=ABOUT["held_out"], witnesses=witnesses).filled(language_model=True)
     pretrained = load_pretrained(folder("smollm2"))
     model, original = pretrained.model, copy.deepcopy(pretrained.model)
     parts = split_texts(standard_library_docstrings(whole=True), ABOUT["held_out"])

@@ -97,13 +97,17 @@ def witness_table() -> str:
 def decoder_table() -> str:
     """One row per stage of SmolLM2: for each kind of text the growth of the loss, the divergence and the agreement."""
     kinds = ("docstrings", "reference")
-    lines = [f"| stage | tokens of training | {' | '.join(kinds)} | greedy tokens |", "|---|---|---|---|---|"]
+    lines = [
+        f"| stage | witnesses | tokens of training | {' | '.join(kinds)} | greedy tokens |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in load("decoder")["rows"]:
         cells = [
             f"{row[kind]['loss_difference']:+z.3f} / {row[kind]['kl']:.3f} / {row[kind]['agreement']:.0%}"
             for kind in kinds
         ]
-        lines.append(f"| {row['stage']} | {row['tokens']:,} | {' | '.join(cells)} | {row['greedy']['equal']:.0%} |")
+        begin = f"| {row['stage']} | {row['witnesses'] or ''} | {row['tokens']:,} |"
+        lines.append(f"{begin} {' | '.join(cells)} | {row['greedy']['equal']:.0%} |")
     return "\n".join(lines)
 
 
