@@ -89,7 +89,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def near_ties(original: Any, prompts: Blocks, continued: Tensor) -> Tensor:
-    """Return at which of its tokens (prompts, ASKED) the original had a second choice about as good."""
+    """Return at which of its tokens (prompts, ASKED) the original had a second choice about as good, an end counted."""
     found = []
     for some, rest in zip(torch.tensor(prompts).split(BATCH), continued.split(BATCH), strict=True):
         first, second = original(torch.cat([some, rest], 1)).logits[:, GIVEN - 1 : -1].topk(2).values.unbind(-1)

@@ -69,7 +69,7 @@ LONG = Part(
     "3,000 steps",
     (*CORE, "dyisru_witnesses", "dyisru_witnesses_annealed", "dyt_published"),
     steps=3000,
-    # A run takes half an hour: the range is asked for where the answer is in doubt.
+    # A run takes half an hour: of the main arms the range is asked for, of the last two one rate.
     rates={
         "dyisru": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
         "dyt": (5e-4, 1e-3, 2e-3),

@@ -55,6 +55,7 @@ def test_folders(tmp_path: Path) -> None:
         ("a.txt", f"{LONG}\0\0", "has NUL bytes: is it binary"),
         ("a.py", "def f(:\n", "must be Python, but .*a.py is not, at line 1"),
         ("a.py", "x = 1" + " + 1" * 20_000, "must nest less deep than .*a.py"),
+        ("a.py", "x = " + "-" * 20_000 + "1", "must nest less deep than .*a.py"),
         ("a.py", "x = 1\n", "has none"),
     ],
 )

@@ -123,8 +123,7 @@ def distill_(
             knows bfloat16, a step takes a third of the time.
         accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
         checkpoints: a folder for the Trainer's checkpoints: ten in a run, of which the last is kept. Training goes on
-            from one that is there, of this model, teacher, rate and accumulation; the steps may be more. None keeps
-            none.
+            from one that is there, of this model, teacher and rate; the steps may be more. None keeps none.
         quiet: no progress bar.
         callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for an annealed model.
 
@@ -160,7 +159,7 @@ def distill_(
     started, ranks = time.perf_counter(), Ranks()
     with ranks.together():
         job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
-        job.recipe |= {"rate": lr, "accumulate": accumulate}
+        job.recipe["rate"] = lr
         if steps is None:
             assert minutes is not None
             steps = _steps_in(minutes * 60, job, batches, accumulate)
@@ -298,6 +297,8 @@ class _Distillation(nn.Module):
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
         # What a checkpoint must have been made with.
         self.recipe: dict[str, Any] = {"layers": str(layers)}
+        # A rank that has failed is to be seen before the sums.
+        ranks.all_say(BATCH)
         sizes = (p.double().abs().sum() for p in teacher.parameters())
         whole = (float(size.full_tensor() if hasattr(size, "full_tensor") else size) for size in sizes)
         self.recipe["teacher"] = f"{sum(whole):.6g}"
@@ -440,7 +441,7 @@ def _newest(folder: Path) -> tuple[str, Any] | None:
     """Return the last checkpoint that was written to its end, and the Trainer's state, which it writes last."""
     from transformers import TrainerState
 
-    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name), reverse=True):
         with suppress(OSError, ValueError, TypeError):
             return str(path), TrainerState.load_from_json(str(path / "trainer_state.json"))
     return None

@@ -104,7 +104,7 @@ def _docstrings(file: Path, content: str, whole: bool) -> Iterator[str]:
             tree = ast.parse(content)
     except SyntaxError as error:
         raise DataError(f"a .py file must be Python, but {file} is not, at line {error.lineno}") from error
-    except RecursionError as error:
+    except (RecursionError, MemoryError) as error:
         raise DataError(f"a .py file must nest less deep than {file}, which Python cannot read") from error
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
