@@ -81,7 +81,9 @@ def require_function(layer: nn.Module) -> None:
             f"layer must be a point-wise layer of dynorm, got {type(layer).__name__}: pass a converted one"
         )
     if isinstance(layer, AnnealedNorm) and layer.position < 1:
-        raise ArgumentError(f"an annealed layer must stand at t = 1, not at {layer.position:g}: call finalize_ first")
+        raise ArgumentError(
+            f"an annealed layer must stand at t = 1, but is at {layer.position:g}: call finalize_ first"
+        )
 
 
 def observed_ranges(
