@@ -105,9 +105,7 @@ def first_differences(same: Tensor, near: Tensor) -> dict[str, float]:
     return {"first": int(first.median()) + 1} | {k: round(float(v.float().mean()), 4) for k, v in shares.items()}
 
 
-def converted_decoder(
-    witnesses: int = LANGUAGE["witnesses"],
-) -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
+def converted_decoder(witnesses: int | None = None) -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
     """Return the calibrated decoder, the original, calibration batches, blocks to train on, and two kinds held out."""
     recipe = Recipe(held_out=ABOUT["held_out"], witnesses=witnesses).filled(language_model=True)
     pretrained = load_pretrained(folder("smollm2"))

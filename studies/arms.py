@@ -9,6 +9,7 @@ from dynorm.errors import ArgumentError
 from dynorm.layers.groups import LOG_RATE
 
 Start = Literal["published", "tuned", "batch", "path"]
+Layer = Literal["dyisru", "dyt", "derf", "linear", "annealed", "annealed_dyt", "annealed_linear"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Arm:
     name: str
     words: str
     norm: Literal["layernorm", "rmsnorm", "own"] = "own"
-    layer: str | None = None
+    layer: Layer | None = None
     start: Start | None = None
     embedding_scaled: bool = False
     constants_rate: float = 1.0

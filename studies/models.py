@@ -48,7 +48,7 @@ def install_(model: nn.Module, settings: Settings, data: Data) -> None:
     center = settings.center
     if center is None:
         center = arm.annealed and all(site.kind == "layernorm" for site in sites)
-    dynorm.convert_(model, sites, to=arm.layer, center=center, witnesses=tuple(range(arm.witnesses)))  # type: ignore[arg-type]
+    dynorm.convert_(model, sites, to=arm.layer, center=center, witnesses=tuple(range(arm.witnesses)))
     if arm.embedding_scaled and settings.task == "text":
         _scale_embedding_(model)
     _start_(model, settings, batch)

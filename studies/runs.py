@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynorm.distill.distill import newest_checkpoint
 from dynorm.errors import DataError, ModelError, StorageError
 from dynorm.files import require_writable, write_text
 from studies.settings import Settings
@@ -111,8 +112,8 @@ class RunFiles:
 
     def checkpoint(self) -> Path | None:
         """Return the last checkpoint that was written to its end, if any."""
-        found = sorted(self.checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        return next((path for path in reversed(found) if _is_whole(path)), None)
+        found = newest_checkpoint(self.checkpoints)
+        return None if found is None else Path(found[0])
 
     def set_aside(self) -> None:
         """Keep the result and the log of a finished run under other names, until there is a new result."""
@@ -188,12 +189,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """The Trainer writes its state last, so a checkpoint whose state can be read is whole."""
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True

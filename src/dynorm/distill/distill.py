@@ -26,6 +26,7 @@ from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, Storage
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.fit.refine import autocast, recomputing, recorded, relative_error, site_errors
 from dynorm.layers import AnnealedNorm, param_groups
+from dynorm.layers.base import gathered
 from dynorm.replace import restore_
 from dynorm.replace.specs import norms_of, require_layers
 from dynorm.report.output import output_tensor, sample_vectors
@@ -159,7 +160,8 @@ def distill_(
     started, ranks = time.perf_counter(), Ranks()
     with ranks.together():
         job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
-        job.recipe["rate"] = lr
+        if checkpoints is not None:
+            job.recipe = _recipe(job, lr)
         if steps is None:
             assert minutes is not None
             steps = _steps_in(minutes * 60, job, batches, accumulate)
@@ -184,7 +186,7 @@ def distill_(
         arguments = _arguments(job, Path(checkpoints or scratch), steps, seed, accumulate, checkpoints is not None)
         job.until = None if minutes is None else started + 60 * minutes
         trainer = _trainer(job, cycled(batches, steps * accumulate), arguments, lr, callbacks, progress)
-        found = None if checkpoints is None else _newest(Path(checkpoints))
+        found = None if checkpoints is None else newest_checkpoint(Path(checkpoints))
         try:
             if found and found[1].global_step >= steps:
                 # The Trainer would take one more step.
@@ -295,13 +297,7 @@ class _Distillation(nn.Module):
             raise ModelError("the teacher must have weights of its own, but shares some with the model: pass a copy")
         self.model, self.teacher = model, teacher.eval().requires_grad_(False)
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
-        # What a checkpoint must have been made with.
-        self.recipe: dict[str, Any] = {"layers": str(layers)}
-        # A rank that has failed is to be seen before the sums.
-        ranks.all_say(BATCH)
-        sizes = (p.double().abs().sum() for p in teacher.parameters())
-        whole = (float(size.full_tensor() if hasattr(size, "full_tensor") else size) for size in sizes)
-        self.recipe["teacher"] = f"{sum(whole):.6g}"
+        self.recipe: dict[str, Any] = {}  # what a checkpoint must have been made with
         self.samples, self.gone = 0, 0.0
         self.last = torch.zeros(())
         self.until: float | None = None  # when its time is over
@@ -437,7 +433,15 @@ def _arguments(job: _Distillation, folder: Path, steps: int, seed: int, accumula
     return arguments
 
 
-def _newest(folder: Path) -> tuple[str, Any] | None:
+def _recipe(job: _Distillation, lr: float | None) -> dict[str, Any]:
+    """Return the layers and the rate that was asked for, and the sum of the teacher's weights' sizes."""
+    # A rank that has failed is to be seen before the sums.
+    job.ranks.all_say(BATCH)
+    sizes = (float(gathered(p.abs().sum(dtype=torch.float64))) for p in job.teacher.parameters())
+    return {"layers": str(require_layers(job.model)), "rate": lr, "teacher": f"{sum(sizes):.6g}"}
+
+
+def newest_checkpoint(folder: Path) -> tuple[str, Any] | None:
     """Return the last checkpoint that was written to its end, and the Trainer's state, which it writes last."""
     from transformers import TrainerState
 

@@ -58,6 +58,7 @@ def image_inputs(pretrained: Pretrained, fit: list[Path], held_out: list[Path], 
         images = [crop.read() for crop in crops]
         try:
             return {"pixel_values": pretrained.tokenizer(images, return_tensors="pt")["pixel_values"]}
+        # Of any kind: the processor is the model's own code.
         except Exception as error:
             raise DataError(f"the model's image processor must make one batch of the images, but {error}") from error
 
