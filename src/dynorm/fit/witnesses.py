@@ -21,7 +21,8 @@ _LARGE = 0.2
 DEAD, SMALL = 1e-12, 0.25
 # So many channels are tried for the report, however many are wanted.
 _REPORTED = 4
-_SWEEPS = 200
+# Rounds of the search for gains that are not negative, and those that change all at once.
+_TURNS, _TOGETHER, _RIDGE = 200, 10, 1e-12
 _TINY = 1e-300
 # The gain of a fixed witness that tells nothing.
 _LEAST_GAIN = 1e-6
@@ -147,19 +148,23 @@ def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
     matrix, wanted = sums[columns[:, :, None], columns[:, None, :]], sums[columns, -1]
     scale = matrix.diagonal(dim1=1, dim2=2).clamp_min(_TINY).rsqrt()
     matrix, wanted = matrix * scale[:, :, None] * scale[:, None, :], wanted * scale
-    found: Tensor
-    found, singular = torch.linalg.solve_ex(matrix, wanted)
-    # Where least squares alone would give a negative gain: one coordinate after another, exact in the end, for the
-    # problem is convex.
-    rows = ((found < 0).any(1) | (singular > 0)).nonzero()[:, 0]
-    some, before = torch.zeros_like(found[rows]), None
-    for _ in range(_SWEEPS):
-        if before is not None and torch.equal(before, some):
+    # Without this part of it a matrix with two like channels has no solution.
+    unit = torch.eye(columns.shape[1], dtype=matrix.dtype)
+    matrix = matrix + _RIDGE * unit
+    free = torch.ones_like(wanted, dtype=torch.bool)
+    found: Tensor = torch.linalg.solve(matrix, wanted)
+    # Least squares alone may give a negative gain. Block principal pivoting: what is negative is fixed at 0, and what
+    # would lessen the error is set free, all at once, or, where that does not end, one by one.
+    for turn in range(_TURNS):
+        wrong = torch.where(free, found < 0, (matrix @ found[:, :, None])[:, :, 0] < wanted - _RIDGE)
+        rows = wrong.any(1).nonzero()[:, 0]
+        if not len(rows):
             break
-        before = some.clone()
-        for k in range(columns.shape[1]):
-            some[:, k] = (wanted[rows, k] - (matrix[rows, k] * some).sum(1) + some[:, k]).clamp_min(0)
-    found[rows] = some
+        last = wrong[rows].cumsum(1) == wrong[rows].sum(1, keepdim=True)
+        free[rows] ^= wrong[rows] & (last if turn >= _TOGETHER else True)
+        inner = torch.where(free[rows, :, None] & free[rows, None, :], matrix[rows], unit)
+        found[rows] = torch.linalg.solve(inner, wanted[rows] * free[rows])
+    found = found.clamp_min(0)
     return found * scale
 
 
