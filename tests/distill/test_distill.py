@@ -139,6 +139,15 @@ def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:
     assert not torch.equal(seen[7], seen[5])
 
 
+@pytest.mark.parametrize("wrong", [None, torch.zeros(8)], ids=["nothing", "one per sample"])
+def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
+    net = classifier()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(dynorm.ArgumentError, match="loss must return a scalar tensor, got"):
+        distill_(net, images(), loss=lambda *_: wrong, steps=1, lr=1e-3, quiet=True)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(dynorm.ModelError, match="must have weights to train, but all are frozen"):
         distill_(classifier().requires_grad_(False), images(), steps=1, quiet=True)

@@ -325,11 +325,11 @@ def test_the_command_line(
     assert said.startswith("dynorm: ")
     assert "--overwrite" in said
     code, printed, _ = status(
-        "convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--lr", 1e-3, "--json", "--witnesses", 0
+        "convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--tolerance", 0.02, "--json", "--witnesses", 0
     )
     assert code == 0
     recipe = json.loads(printed)["meta"]["recipe"]
-    assert (recipe["per_channel"], recipe["lr"], recipe["witnesses"]) == (False, 1e-3, 0)
+    assert (recipe["per_channel"], recipe["tolerance"], recipe["witnesses"]) == (False, 0.02, 0)
     pure = dynorm_layers(load_pretrained(tmp_path / "layer" / "model").model).values()
     assert {layer.witness_channels for layer in pure} == {()}
     code, _, said = status("convert", encoder, tmp_path / "new", *quick, "--witnesses", -1)

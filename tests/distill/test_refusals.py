@@ -110,6 +110,8 @@ def command_line(*words: object) -> None:
     (["--witnesses", -1], "--witnesses must be an integer, at least 0"),
     (["--device", "nothing"], "--device must be one that torch can use"),
     (["--lr", 0], "--lr must be a positive finite number"),
+    (["--lr", 1e-3, "--accumulate", 2], "--lr and --accumulate must come with steps or minutes"),
+    (["--checkpoints", "kept", "--steps", 0], "--checkpoints must come with steps or minutes"),
 ])  # fmt: skip
 def test_errors_of_the_command_line_name_its_options(
     encoder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[object], said: str

@@ -133,7 +133,8 @@ def distill_(
 
     Raises:
         ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or a number is not positive and finite,
-            or a count no integer; or ``minutes`` with batches that can be gone through only once.
+            or a count no integer; or ``minutes`` with batches that can be gone through only once; or ``loss`` returns
+            no scalar.
         DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
             hold nothing to compare; or another rank failed. The weights are then as they were, on every rank.
         ModelError: the model has no point-wise layer, or nothing to train, or is loaded or sharded and has no teacher;
@@ -348,7 +349,11 @@ class _Distillation(nn.Module):
             with recomputing(self.model), recorded({layer: layer for layer in norms}) as given:
                 output = call(self.model, batch)
         errors = site_errors(wanted, given, token_masks(batch))
-        return (errors + _SMALL * errors.clamp_min(_EXACT).log()).mean() + self.loss(output, target, batch)
+        outer: object = self.loss(output, target, batch)
+        if not isinstance(outer, Tensor) or outer.numel() != 1:
+            found = f"a tensor of {tuple(outer.shape)}" if isinstance(outer, Tensor) else repr(outer)
+            raise ArgumentError(f"loss must return a scalar tensor, got {found}: take the mean, say")
+        return (errors + _SMALL * errors.clamp_min(_EXACT).log()).mean() + outer
 
 
 def _largest(batch: Any) -> Tensor:

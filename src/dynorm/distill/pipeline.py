@@ -98,6 +98,9 @@ class Recipe:
         check_not_negative("tolerance", self.tolerance)
         if self.lr is not None:
             check_positive("lr", self.lr)
+        idle = [name for name in ("lr", "accumulate", "checkpoints") if getattr(self, name) != getattr(Recipe, name)]
+        if idle and not (self.steps or self.minutes):
+            raise ArgumentError(f"{' and '.join(idle)} must come with steps or minutes: nothing is distilled without")
 
     def filled(self, language_model: bool, noun: str = "texts") -> Recipe:
         """Return the recipe with what suits the kind of model in the place of None."""
