@@ -139,7 +139,7 @@ def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:
     assert not torch.equal(seen[7], seen[5])
 
 
-@pytest.mark.parametrize("wrong", [None, torch.zeros(8)], ids=["nothing", "one per sample"])
+@pytest.mark.parametrize("wrong", [None, torch.zeros(8), torch.zeros(1)], ids=["nothing", "each", "axis"])
 def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
     net = classifier()
     before = copy.deepcopy(net.state_dict())

@@ -95,17 +95,17 @@ def test_least_squares_are_scipys() -> None:
         assert found.numpy() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_least_squares_of_many_channels_are_as_good_as_scipys(alike: bool) -> None:
+@pytest.mark.parametrize(("tokens", "alike"), [(300, False), (300, True), (30, False)])
+def test_least_squares_of_many_channels_are_as_good_as_scipys(tokens: int, alike: bool) -> None:
     rng = np.random.default_rng(0)
-    columns = rng.random((300, 34)) ** 3
-    columns[:, 32], columns[:, 33] = 0.5 + rng.random(300), columns[:, :32] @ rng.normal(size=32)
+    columns = rng.random((tokens, 50)) ** 3
+    columns[:, 49] = columns[:, :48] @ rng.normal(size=48)
     if alike:
         columns[:, 3], columns[:, 7] = columns[:, 2], 0
     sums = torch.from_numpy(columns.T @ columns)
-    rows = torch.from_numpy(np.stack([rng.permutation(32)[:24] for _ in range(16)]))
+    rows = torch.from_numpy(np.stack([rng.permutation(48)[:40] for _ in range(16)]))
     for row, found in zip(rows, _solve(sums, rows), strict=True):
-        expected, _ = nnls(columns[:, [*row, 32]], columns[:, 33])
+        expected, _ = nnls(columns[:, [*row, 48]], columns[:, 49])
         assert found.min() >= 0
         assert (expected == 0).sum() > 2
         assert _error(sums, row, found) == pytest.approx(_error(sums, row, torch.from_numpy(expected)), rel=1e-9)

@@ -350,9 +350,9 @@ class _Distillation(nn.Module):
                 output = call(self.model, batch)
         errors = site_errors(wanted, given, token_masks(batch))
         outer: object = self.loss(output, target, batch)
-        if not isinstance(outer, Tensor) or outer.numel() != 1:
-            found = f"a tensor of {tuple(outer.shape)}" if isinstance(outer, Tensor) else repr(outer)
-            raise ArgumentError(f"loss must return a scalar tensor, got {found}: take the mean, say")
+        if not isinstance(outer, Tensor) or outer.dim():
+            found = f"a tensor of shape {tuple(outer.shape)}" if isinstance(outer, Tensor) else type(outer).__name__
+            raise ArgumentError(f"loss must return a scalar tensor, got {found}: take its mean, or torch.zeros(())")
         return (errors + _SMALL * errors.clamp_min(_EXACT).log()).mean() + outer
 
 

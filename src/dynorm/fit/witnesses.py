@@ -21,8 +21,8 @@ _LARGE = 0.2
 DEAD, SMALL = 1e-12, 0.25
 # So many channels are tried for the report, however many are wanted.
 _REPORTED = 4
-# Rounds of the search for gains that are not negative, and those that change all at once.
-_TURNS, _TOGETHER, _RIDGE = 200, 10, 1e-12
+# Rounds for each channel in which gains that are not negative are searched, and what counts as nothing there.
+_TURNS, _TINY_PART = 5, 1e-12
 _TINY = 1e-300
 # The gain of a fixed witness that tells nothing.
 _LEAST_GAIN = 1e-6
@@ -150,21 +150,25 @@ def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
     matrix, wanted = matrix * scale[:, :, None] * scale[:, None, :], wanted * scale
     # Without this part of it a matrix with two like channels has no solution.
     unit = torch.eye(columns.shape[1], dtype=matrix.dtype)
-    matrix = matrix + _RIDGE * unit
-    free = torch.ones_like(wanted, dtype=torch.bool)
-    found: Tensor = torch.linalg.solve(matrix, wanted)
-    # Least squares alone may give a negative gain. Block principal pivoting: what is negative is fixed at 0, and what
-    # would lessen the error is set free, all at once, or, where that does not end, one by one.
-    for turn in range(_TURNS):
-        wrong = torch.where(free, found < 0, (matrix @ found[:, :, None])[:, :, 0] < wanted - _RIDGE)
-        rows = wrong.any(1).nonzero()[:, 0]
-        if not len(rows):
+    matrix, least = matrix + _TINY_PART * unit, _TINY_PART * wanted.abs().amax(1)
+    found, free = torch.zeros_like(wanted), torch.ones_like(wanted, dtype=torch.bool)
+    # Lawson and Hanson's active sets, of all rows at once. Go from what is found towards the best over those that are
+    # free, up to where the first would be negative, and hold that at 0; from the best set free what lessens the error
+    # most. The error never grows.
+    for _ in range(_TURNS * columns.shape[1]):
+        inner = torch.where(free[:, :, None] & free[:, None, :], matrix, unit)
+        aim = torch.linalg.solve_ex(inner, wanted * free)[0]
+        falls = free & (aim <= 0)
+        reach = (found / (found - aim)).where(falls & (found > 0), falls.logical_not().to(found)).amin(1, keepdim=True)
+        found = (found + reach * (aim - found)).clamp_min(0)
+        free &= ~falls | (found > least[:, None])
+        slope = (wanted - (matrix @ found[:, :, None])[:, :, 0]).where(~free, -torch.inf)
+        more = slope.amax(1) > least
+        more &= ~falls.any(1)
+        if not (more | falls.any(1)).any():
             break
-        last = wrong[rows].cumsum(1) == wrong[rows].sum(1, keepdim=True)
-        free[rows] ^= wrong[rows] & (last if turn >= _TOGETHER else True)
-        inner = torch.where(free[rows, :, None] & free[rows, None, :], matrix[rows], unit)
-        found[rows] = torch.linalg.solve(inner, wanted[rows] * free[rows])
-    found = found.clamp_min(0)
+        rows = more.nonzero()[:, 0]
+        free[rows, slope[rows].argmax(1)] = True
     return found * scale
 
 
