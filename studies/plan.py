@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
+from dynorm.layers.groups import LOG_RATE
 from studies.arms import ARMS
 from studies.runs import Record
 from studies.settings import Settings
@@ -160,6 +161,22 @@ PATHS = Part(
     seeds=(1, 2),
     variants=({"path_start": 0.2, "path_length": 0.4},),
 )
+# As direct arms have it, and param_groups by default.
+FASTER = Part(
+    "faster",
+    "The annealing with 30 times the weights' rate for the constants, 600 steps",
+    ("dyisru_annealed",),
+    norm_rates=(4e-3,),
+    extend=False,
+    seeds=(1, 2),
+    variants=({"constants_rate": LOG_RATE},),
+)
+FASTER_LONG = replace(
+    FASTER,
+    key="faster_long",
+    title="The annealing with 30 times the weights' rate for the constants, 3,000 steps",
+    steps=3000,
+)
 DIGITS = Part(
     "digits",
     "Digits",
@@ -175,6 +192,8 @@ MEDIUM = Part(
     direct_rates=(2.5e-4, 5e-4),
     extend=False,
     fixed={"size": "medium"},
+    # At 4e-3 it hardly learns.
+    rates={"layernorm": (1e-3, *NORM_RATES[:2])},
 )
 LLAMA = Part(
     "llama",
@@ -219,7 +238,8 @@ BOUND_LONG = replace(
     direct_rates=(1e-3,),
 )
 # What changes one thing; the page has these in one place.
-SIDE = (MUON, FINAL, FINAL_LONG, BOUND, BOUND_LONG, SHARES, SHARES_LONG, RECIPES, OTHERS, RATES, PATHS)
+CHANGES = (RECIPES, OTHERS, RATES, PATHS, FASTER, FASTER_LONG)
+SIDE = (MUON, FINAL, FINAL_LONG, BOUND, BOUND_LONG, SHARES, SHARES_LONG, *CHANGES)
 PLAN = (SMALL, LONG, WITNESSES, MEDIUM, LLAMA, DIGITS, LONGEST, *SIDE)
 
 

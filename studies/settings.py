@@ -27,8 +27,8 @@ class Settings:
         model: "gpt2" or "llama" for text, "vit" for digits; None takes the first.
         size: "tiny", "small", "medium" or "large".
         warmup: steps of linear warm-up; afterwards the rate falls to a tenth as a cosine.
-        constants_rate: the rate of the constants (log b, alpha, shift, centre) over that of the other weights; None
-            takes the arm's own.
+        constants_rate: the rate of the constants (log b, alpha, shift, centre) over that of the other weights; 30 is
+            the default of ``dynorm.param_groups``, for log b alone; None takes the arm's own.
         center: whether a centre is learned; by default only by annealed arms that begin with LayerNorm.
         warmup_constants: set the constants anew from a batch at ten steps during the warm-up, as at the start.
         share: how much of a token's typical sum the witnesses carry at the start, for direct arms that have some.

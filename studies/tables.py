@@ -11,6 +11,8 @@ from studies.plan import (
     BOUND,
     BOUND_LONG,
     DIGITS,
+    FASTER,
+    FASTER_LONG,
     FINAL,
     FINAL_LONG,
     LLAMA,
@@ -107,17 +109,19 @@ def opening(study: Mapping[str, Any]) -> str:
     )
     sentences = (
         "; ".join(filter(None, direct)),
-        told("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", SMALL, LONG),
+        told("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", FASTER, FASTER_LONG),
         told("The constants must be measured on activations: with the published one DyT is", "dyt_published", SMALL),
     )
     return "\n".join(f"{sentence}." for sentence in sentences if sentence) or f"{NOT_YET.capitalize()}."
 
 
 def _lead(part: Part, against: Mapping[str, Any]) -> str:
-    spread = f" ± {against['half_range']:.3f}" if against["seeds"] > 1 else ""
-    side = "ahead of" if against["mean"] < 0 else "behind"
-    place = f"{side} LayerNorm after {part.steps:,} steps ({_seeds(against['seeds'])})"
-    return f"{abs(against['mean']):.3f}{spread} nats {place}"
+    place = f"LayerNorm after {part.steps:,} steps ({_seeds(against['seeds'])})"
+    size, several = abs(against["mean"]), against["seeds"] > 1
+    around = f" ± {against['half_range']:.3f}" if several else ""
+    if several and size <= against["half_range"]:
+        return f"level with {place[:-1]}, {_signed(against['mean'])}{around} nats)"
+    return f"{size:.3f}{around} nats {'ahead of' if against['mean'] < 0 else 'behind'} {place}"
 
 
 def answers(study: Mapping[str, Any]) -> str:
@@ -132,9 +136,16 @@ def answers(study: Mapping[str, Any]) -> str:
         ("scaled DyT from the first step against LayerNorm, 12,000 steps", LONGEST, "dyt", difference),
         ("DyT as tuned by its authors against LayerNorm, 600 steps", SMALL, "dyt_tuned", difference),
         ("annealed DyISRU against LayerNorm, 600 steps", SMALL, "dyisru_annealed", difference),
+        ("the same, with 30 times the weights' rate for the constants", FASTER, "dyisru_annealed", difference),
         ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed", difference),
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
-        ("the same, annealed from a fifth to three fifths of the steps", PATHS, "dyisru_annealed", difference),
+        ("the same, with 30 times the weights' rate for the constants", FASTER_LONG, "dyisru_annealed", difference),
+        (
+            "the same, from a fifth to three fifths of the steps, at the weights' rate",
+            PATHS,
+            "dyisru_annealed",
+            difference,
+        ),
         ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
         ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", difference),
         ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", difference),
@@ -149,8 +160,11 @@ def answers(study: Mapping[str, Any]) -> str:
         ("Muon: scaled DyT from the first step against LayerNorm, 600 steps", MUON, "dyt", difference),
         ("Muon: DyISRU with four witnesses against LayerNorm, 600 steps", MUON, "dyisru_witnesses", difference),
         ("Llama: DyISRU from the first step against RMSNorm, 600 steps", LLAMA, "dyisru", difference),
+        ("Llama: scaled DyT from the first step against RMSNorm, 600 steps", LLAMA, "dyt", difference),
         ("Llama: annealed DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru_annealed", difference),
         ("10 M parameters: DyISRU from the first step against LayerNorm, 600 steps", MEDIUM, "dyisru", difference),
+        ("10 M parameters: scaled DyT from the first step against LayerNorm, 600 steps", MEDIUM, "dyt", difference),
+        ("10 M parameters: annealed DyISRU against LayerNorm, 600 steps", MEDIUM, "dyisru_annealed", difference),
     )
 
 
@@ -271,10 +285,14 @@ def difference(group: Mapping[str, Any], *, error: bool = False) -> str:
     found = group.get("against")
     if found is None:
         return ""
-    text = f"{found['mean']:+.3f}".replace("-", "\N{MINUS SIGN}")
+    text = _signed(found["mean"])
     text += f" ± {found['half_range']:.3f}" if found["seeds"] > 1 else ""
     spoken = f", error {found['standard_error']:.3f}" if error else ""
     return f"{text} ({_seeds(found['seeds'])}{spoken})"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "\N{MINUS SIGN}")
 
 
 def _seeds(count: int) -> str:

@@ -16,6 +16,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 import dynorm
 from dynorm.anneal.schedule import annealed_layers
 from dynorm.errors import ArgumentError, StorageError
+from dynorm.layers.groups import LOG_RATE
 from studies.callbacks import WarmUp, Watch
 from studies.data import Data
 from studies.models import StreamScale, constants, embeddings
@@ -75,7 +76,7 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
         # Not in create_optimizer, which the Trainer calls when a checkpoint's weights are in: an alpha's rate goes with
         # its size at the start of the run, and so do the groups.
         assert settings.constants_rate is not None
-        rate = settings.lr * settings.constants_rate
+        rate = None if settings.constants_rate == LOG_RATE else settings.lr * settings.constants_rate
         self._groups = dynorm.param_groups(model, lr=settings.lr, weight_decay=WEIGHT_DECAY, constants_lr=rate)
         self._scale = StreamScale(model) if settings.scale_loss else None
 

@@ -365,6 +365,19 @@ def test_the_constants_have_their_own_rate(tmp_path: Path) -> None:
     assert moved[30.0] > 3 * moved[1.0]
 
 
+@pytest.mark.parametrize(("rate", "centers"), [(30.0, 1.0), (15.0, 15.0)])
+def test_at_the_librarys_own_rate_a_centre_has_that_of_the_weights(rate: float, centers: float, tmp_path: Path) -> None:
+    settings = tiny("dyisru", constants_rate=rate, center=True)
+    data = load(settings)
+    model = build(settings, data)
+    files = RunFiles(settings.name, tmp_path, tmp_path)
+    made = make_trainer(model, data, settings, files, quiet=True).create_optimizer()
+    rates = {id(p): group["lr"] / settings.lr for group in made.param_groups for p in group["params"]}
+    for layer in dynorm_layers(model).values():
+        found = [rates[id(layer.get_parameter(name))] for name in ("log_beta", "center", "weight")]
+        assert found == pytest.approx([rate, centers, 1.0])
+
+
 @pytest.mark.parametrize(
     ("options", "status", "says"),
     [
