@@ -140,12 +140,7 @@ def answers(study: Mapping[str, Any]) -> str:
         ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed", difference),
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
         ("the same, with 30 times the weights' rate for the constants", FASTER_LONG, "dyisru_annealed", difference),
-        (
-            "the same, from a fifth to three fifths of the steps, at the weights' rate",
-            PATHS,
-            "dyisru_annealed",
-            difference,
-        ),
+        ("the same at the weights' rate, from a fifth to three fifths", PATHS, "dyisru_annealed", difference),
         ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
         ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", difference),
         ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", difference),

@@ -159,13 +159,13 @@ def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
         inner = torch.where(free[:, :, None] & free[:, None, :], matrix, unit)
         aim = torch.linalg.solve_ex(inner, wanted * free)[0]
         falls = free & (aim <= 0)
+        short = falls.any(1)
         reach = (found / (found - aim)).where(falls & (found > 0), falls.logical_not().to(found)).amin(1, keepdim=True)
         found = (found + reach * (aim - found)).clamp_min(0)
         free &= ~falls | (found > least[:, None])
         slope = (wanted - (matrix @ found[:, :, None])[:, :, 0]).where(~free, -torch.inf)
-        more = slope.amax(1) > least
-        more &= ~falls.any(1)
-        if not (more | falls.any(1)).any():
+        more = ~short & (slope.amax(1) > least)
+        if not (more | short).any():
             break
         rows = more.nonzero()[:, 0]
         free[rows, slope[rows].argmax(1)] = True
