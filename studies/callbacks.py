@@ -7,11 +7,12 @@ import time
 from statistics import median
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from studies.data import Data
-from studies.models import remeasure_
+from studies.models import remeasure_, writers
 from studies.runs import Record, RunFiles
 from studies.settings import Settings
 
@@ -88,6 +89,21 @@ class WarmUp(TrainerCallback):  # type: ignore[misc]
         if state.global_step in self.steps:
             unwrapped = getattr(model, "module", model)
             remeasure_(unwrapped, self.settings, self.data, draw=state.global_step)
+
+
+class FixedWriters(TrainerCallback):  # type: ignore[misc]
+    """Holds the Frobenius norm of each matrix that writes to the stream at that of the start."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Measure the norms; those of a checkpoint are the same, to rounding."""
+        self._writers: list[Tensor] = writers(model)
+        self._norms = [weight.detach().norm() for weight in self._writers]
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put them back after the optimizer's step."""
+        for weight, norm in zip(self._writers, self._norms, strict=True):
+            weight.mul_(norm / weight.norm())
 
 
 def diverged(history: list[Record]) -> bool:

@@ -77,6 +77,12 @@ def embeddings(model: nn.Module) -> set[Tensor]:
     return {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
+def writers(model: nn.Module) -> list[Tensor]:
+    """Return the matrices of a language model whose products are added to the stream."""
+    names = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
+    return [weight for name, weight in model.named_parameters() if name.endswith(names)]
+
+
 class StreamScale:
     """Sees the stream at the last site, and says how far its scale is from that of the start.
 

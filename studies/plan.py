@@ -95,7 +95,7 @@ WITNESSES = Part(
     "witnesses",
     "DyISRU with the first four channels as witnesses, 600 steps",
     ("dyisru_witnesses", "dyisru_witnesses_annealed"),
-    direct_rates=(1e-3, 4e-3, 8e-3),
+    direct_rates=(1e-3, 2e-3, 4e-3, 8e-3),
     norm_rates=(4e-3, 8e-3),
     extend=False,
     seeds=(1, 2),
@@ -191,9 +191,11 @@ MEDIUM = Part(
     norm_rates=(2e-3, 4e-3),
     direct_rates=(2.5e-4, 5e-4),
     extend=False,
+    seeds=(1, 2),
     fixed={"size": "medium"},
     # At 4e-3 it hardly learns.
     rates={"layernorm": (1e-3, *NORM_RATES[:2])},
+    once=("dyisru", "dyisru_annealed"),
 )
 LLAMA = Part(
     "llama",
@@ -207,7 +209,11 @@ MUON = Part(
     "muon",
     "Muon in place of AdamW for the matrices of the blocks, 600 steps",
     ("layernorm", "dyisru", "dyt", "dyisru_witnesses"),
-    rates={"dyisru_witnesses": (1e-3, 4e-3)},
+    rates={
+        "layernorm": (*NORM_RATES, 1.6e-2),
+        "dyisru": (*DIRECT_RATES, 4e-3),
+        "dyisru_witnesses": (1e-3, 4e-3),
+    },
     extend=False,
     fixed={"optimizer": "muon"},
 )
@@ -215,7 +221,7 @@ FINAL = Part(
     "final_norm",
     "The final norm kept, 600 steps",
     ("dyisru_final_norm",),
-    direct_rates=(1e-3, 2e-3),
+    direct_rates=(1e-3, 2e-3, 4e-3),
     extend=False,
 )
 # One rate: of both ideas 600 steps say that they lose much.
@@ -224,16 +230,16 @@ FINAL_LONG = replace(
 )
 BOUND = Part(
     "bound",
-    "The growth of the stream bounded by a loss, 600 steps",
+    "The growth of the stream bounded, 600 steps",
     ("dyisru",),
     direct_rates=(1e-3, 2e-3),
     extend=False,
-    variants=({"scale_loss": 0.1},),
+    variants=({"scale_loss": 0.1}, {"fixed_writers": True}),
 )
 BOUND_LONG = replace(
     BOUND,
     key="bound_long",
-    title="The growth of the stream bounded by a loss, 3,000 steps",
+    title="The growth of the stream bounded, 3,000 steps",
     steps=3000,
     direct_rates=(1e-3,),
 )

@@ -36,6 +36,8 @@ class Settings:
         scale_loss: a bound on the growth of the stream, for direct arms that are set from a batch: so many times the
             squared logarithm of its mean square at the last site, over that at the start, is added to the training
             loss (the fixed target of TaperNorm, arXiv 2602.10408); 0 leaves it out.
+        fixed_writers: hold the norms of the matrices that write to the stream at those of the start, as anGPT does
+            (arXiv 2505.22014); for language models.
         path_start: where the annealing begins, as a share of the steps.
         path_length: how long it is, as a share of the steps.
         device: "cpu" or "cuda".
@@ -63,6 +65,7 @@ class Settings:
     bf16: bool = False
     optimizer: str = "adamw"
     scale_loss: float = 0.0
+    fixed_writers: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, before anything is built."""
@@ -108,6 +111,8 @@ class Settings:
             parts.append(f"share{self.share:g}")
         if self.scale_loss:
             parts.append(f"bound{self.scale_loss:g}")
+        if self.fixed_writers:
+            parts.append("writers")
         if (self.path_start, self.path_length) != PATH:
             parts.append(f"path{self.path_start:g}+{self.path_length:g}")
         return "-".join(parts)
@@ -169,6 +174,8 @@ class Settings:
             raise ArgumentError(f"the weight of the scale's loss must not be negative, got {self.scale_loss!r}")
         if self.scale_loss and (arm.start != "batch" or arm.final_norm):
             raise ArgumentError(f"{arm.name} does not set its last constant from a batch: leave --scale-loss out")
+        if self.fixed_writers and (arm.layer is None or self.task != "text"):
+            raise ArgumentError("fixed writers are for point-wise language models: leave --fixed-writers out")
         if not 0 < self.share < 1:
             raise ArgumentError(f"the witnesses' share must be between 0 and 1, got {self.share!r}")
         if not arm.annealed:

@@ -216,7 +216,7 @@ def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
 
 def baseline_of(settings: Settings) -> Settings:
     """Return the settings that a run is compared with: the model's own norm, everything else equal."""
-    plain = ("center", "constants_rate", "warmup_constants", "share", "scale_loss")
+    plain = ("center", "constants_rate", "warmup_constants", "share", "scale_loss", "fixed_writers")
     kept = {name: value for name, value in settings.to_dict().items() if name not in plain and "path" not in name}
     return Settings(**kept | {"arm": own_norm(settings)})
 

@@ -48,6 +48,9 @@ def command(
     share: Annotated[float, typer.Option(help="The witnesses' share of the sum at the start.")] = SHARE,
     optimizer: Annotated[str, typer.Option(help="adamw, or muon for the blocks' matrices.")] = "adamw",
     scale_loss: Annotated[float, typer.Option(help="Weight of a loss that holds the stream's scale.")] = 0.0,
+    fixed_writers: Annotated[
+        bool, typer.Option("--fixed-writers", help="Hold the norms of what writes to the stream.")
+    ] = False,
     path_start: Annotated[float, typer.Option(help="Where the annealing begins, a share of the steps.")] = PATH[0],
     path_length: Annotated[float, typer.Option(help="How long it is, a share of the steps.")] = PATH[1],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -67,7 +70,7 @@ def command(
 
     settings = Settings(
         arm, lr, steps, seed, task, model, size, warmup, constants_rate, center, warmup_constants,
-        share, path_start, path_length, device, bf16, optimizer, scale_loss,
+        share, path_start, path_length, device, bf16, optimizer, scale_loss, fixed_writers,
     )  # fmt: skip
     quiet_libraries()
     record = run(settings, out=out, checkpoints=checkpoints, quiet=as_json, again=again)

@@ -17,7 +17,7 @@ import dynorm
 from dynorm.anneal.schedule import annealed_layers
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.layers.groups import LOG_RATE
-from studies.callbacks import WarmUp, Watch
+from studies.callbacks import FixedWriters, WarmUp, Watch
 from studies.data import Data
 from studies.models import StreamScale, constants, embeddings
 from studies.muon import MuonAndAdamW
@@ -38,6 +38,8 @@ def make_trainer(model: nn.Module, data: Data, settings: Settings, files: RunFil
         callbacks.append(AnnealCallback(settings.path_start, settings.path_length))
     if settings.warmup_constants:
         callbacks.append(WarmUp(settings, data))
+    if settings.fixed_writers:
+        callbacks.append(FixedWriters())
     trainer = StudyTrainer(
         settings=settings,
         model=model,

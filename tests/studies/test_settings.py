@@ -45,6 +45,8 @@ from studies.settings import Settings
         ({"scale_loss": 0.1000001}, "scale_loss must have at most six digits"),
         ({"arm": "layernorm", "scale_loss": 0.1}, "leave --scale-loss out"),
         ({"arm": "dyisru_final_norm", "scale_loss": 0.1}, "leave --scale-loss out"),
+        ({"arm": "layernorm", "fixed_writers": True}, "leave --fixed-writers out"),
+        ({"task": "digits", "fixed_writers": True}, "leave --fixed-writers out"),
         ({"path_start": 0.5}, "is not annealed"),
         ({"arm": "dyisru_annealed", "path_start": 0.8}, "begin after the first step and end before the last"),
         ({"arm": "dyisru_annealed", "path_length": 0.0}, "begin after the first step and end before the last"),
@@ -70,9 +72,11 @@ def test_names_differ_where_settings_do() -> None:
         Settings(**annealed | {"center": True}),
     ]
     several += [Settings("dyisru", 1e-3), Settings("dyisru", 1e-3, warmup_constants=True)]
-    several += [Settings("dyisru", 1e-3, scale_loss=0.1)]
+    several += [Settings("dyisru", 1e-3, scale_loss=0.1), Settings("dyisru", 1e-3, fixed_writers=True)]
     several += [Settings("dyisru_witnesses", 1e-3), Settings("dyisru_witnesses", 1e-3, share=0.9)]
-    assert {field.name for field in fields(Settings)} == {*changes, "task", "warmup_constants", "share", "scale_loss"}
+    assert {field.name for field in fields(Settings)} == {
+        *changes, "task", "warmup_constants", "share", "scale_loss", "fixed_writers"
+    }  # fmt: skip
     assert len({settings.name for settings in several}) == len(several)
 
 

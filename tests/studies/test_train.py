@@ -23,7 +23,7 @@ from dynorm.replace.specs import dynorm_layers
 from studies.arms import ARMS
 from studies.callbacks import WarmUp
 from studies.data import draw_batch, load
-from studies.models import StreamScale, build, constants, embeddings, remeasure_
+from studies.models import StreamScale, build, constants, embeddings, remeasure_, writers
 from studies.muon import MuonAndAdamW
 from studies.runs import BusyError, RunFiles, read_all, read_log
 from studies.settings import Settings
@@ -453,6 +453,23 @@ def test_the_bound_holds_the_streams_scale_at_that_of_the_start(tmp_path: Path) 
         model(**batch)
         grown[weight] = float(scale.loss().detach())
     assert grown[1.0] < 0.25 * grown[0.0]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_fixed_writers_keep_their_norms_and_nothing_else_does(model: str, tmp_path: Path) -> None:
+    settings = tiny("dyisru", fixed_writers=True, model=model)
+    data = load(settings)
+    net = build(settings, data)
+    files = RunFiles(settings.name, tmp_path / "runs", tmp_path / "checkpoints")
+    files.prepare()
+    before = {name: weight.detach().clone() for name, weight in net.named_parameters() if weight.ndim == 2}
+    make_trainer(net, data, settings, files, quiet=True).train()
+    after = dict(net.named_parameters())
+    kept = {name for name, weight in before.items() if torch.isclose(weight.norm(), after[name].norm(), rtol=1e-6)}
+    # Two in each of the two blocks.
+    assert len(kept) == 4
+    assert kept == {name for name, weight in after.items() if any(weight is writer for writer in writers(net))}
+    assert not any(torch.equal(before[name], after[name]) for name in kept)
 
 
 @pytest.mark.slow
