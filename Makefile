@@ -188,7 +188,7 @@ activations: setup
 	$(BIN)/python -m benchmarks.activations
 	$(BIN)/python -m benchmarks.tables
 
-# Training from scratch, for docs/study.md: about 22 core hours, stopped and gone on with as one likes.
+# Training from scratch, for docs/study.md: about 60 core hours, stopped and gone on with as one likes.
 study: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.sweep
 	$(BIN)/python -m studies.report

@@ -91,6 +91,8 @@ ARMS = {
         Arm("linear_annealed", "norm, then linear (annealed control)", layer="annealed_linear", start="path"),
     )
 }
+# The arms whose constants are drawn.
+SHOWN = ("dyisru", "dyt", "dyisru_annealed", "dyt_published")
 
 
 def arm_of(name: str) -> Arm:

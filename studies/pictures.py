@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dynorm.family import FAMILY
-from studies.arms import ARMS
+from studies.arms import ARMS, SHOWN
 from studies.plan import LONG, SMALL, Part
 from studies.runs import Record
 from studies.tables import rate
@@ -24,8 +24,6 @@ COLOURS |= {name: row.color for row in FAMILY.values() for name in (row.name, ro
 STYLES = {None: "-", "batch": "-", "published": ":", "tuned": "-.", "path": "--"}
 # A single run has no line to tell it by.
 MARKERS = {None: "o", "batch": "o", "published": "s", "tuned": "s", "path": "D"}
-# The arms whose constants are drawn.
-SHOWN = ("dyisru", "dyt", "dyisru_annealed", "dyt_published")
 # How far above the best of a panel its top is, in nats; what lies higher is drawn at the top.
 TALL = 1.2
 Log = Callable[[str], list[Record]]

@@ -188,13 +188,13 @@ MEDIUM = Part(
     "medium",
     "About 10 M parameters, 600 steps",
     CORE,
-    norm_rates=(2e-3, 4e-3),
+    norm_rates=(1e-3, 2e-3, 4e-3),
     direct_rates=(2.5e-4, 5e-4),
     extend=False,
     seeds=(1, 2),
     fixed={"size": "medium"},
     # At 4e-3 it hardly learns.
-    rates={"layernorm": (1e-3, *NORM_RATES[:2])},
+    rates={"layernorm": (5e-4, 1e-3, 2e-3, 4e-3), "dyt": (1.25e-4, 2.5e-4, 5e-4)},
     once=("dyisru", "dyisru_annealed"),
 )
 LLAMA = Part(

@@ -11,6 +11,7 @@ import typer
 
 from dynorm.errors import DataError
 from dynorm.files import require_writable, write_bytes, write_text
+from studies.arms import SHOWN
 from studies.plan import LONG, LONGEST, PLAN, SIDE, SMALL, Part
 from studies.runs import ROOT, RUNS, dumps, read_all, read_log
 from studies.summary import summarize
@@ -104,8 +105,8 @@ def has_runs(study: Mapping[str, Any], part: Part) -> bool:
 
 
 def has_constants(study: Mapping[str, Any]) -> bool:
-    """Whether an arm with constants has a run that can be drawn."""
-    names = (sweep[0].group for part in (SMALL, LONG) for sweep in part.sweeps() if sweep[0].arm_spec.layer)
+    """Whether an arm whose constants are drawn has a run."""
+    names = (sweep[0].group for part in (SMALL, LONG) for sweep in part.sweeps() if sweep[0].arm in SHOWN)
     return any((study["groups"].get(name) or {"best_lr": None})["best_lr"] is not None for name in names)
 
 

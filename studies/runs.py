@@ -146,15 +146,26 @@ def read_all(out: Path = RUNS) -> dict[str, Record]:
     """Return all results by the run's name.
 
     Raises:
-        DataError: a file is no result.
+        DataError: a file is no result, or is named as another run.
     """
-    return {path.stem: read_record(path) for path in sorted(out.glob("*.json"))}
+    found = {path.stem: read_record(path) for path in sorted(out.glob("*.json"))}
+    for name, record in found.items():
+        if name != Settings(**record["settings"]).name:
+            raise DataError(f"{out / name}.json must be named as its run: rename it, or delete it")
+    return found
 
 
 def read_log(name: str, out: Path = RUNS) -> list[Record]:
-    """Return the lines of a run's log; none where there is no log."""
+    """Return the lines of a run's log.
+
+    Raises:
+        DataError: there is no log, or a line of it is broken.
+    """
     path = out / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    try:
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} must be the run's log, but is not: {error}; run again with --again") from error
 
 
 def read_record(path: Path) -> Record:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, mean, stdev
 from typing import Any
 
+from scipy.stats import t
+
 from studies.arms import ARMS
 from studies.plan import GOOD, PLAN, Part, for_reporting, missing, settled
 from studies.runs import Record
@@ -84,26 +86,29 @@ def summary(runs: Runs) -> dict[str, Any]:
         "mean": mean(values) if values else None,
         "half_range": (max(values) - min(values)) / 2 if values else None,
         "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
-        **good_range(costs(runs, losses), best),
+        **good_range(costs(runs, best), best),
     }
 
 
-def costs(runs: Runs, losses: Mapping[int, float | None]) -> dict[float, float]:
-    """Return what each rate costs over the reported one, the mean over the seeds of both; inf where one diverged.
+def costs(runs: Runs, best: float | None) -> dict[float, float]:
+    """Return what each rate costs over the reported one, mean over mean of the seeds; inf where one diverged.
 
-    It may be below 0, for the reported rate was chosen by other items. A rate that shares no seed is left out.
+    It may be below 0, for the reported rate was chosen by other items. Not seed by seed: a seed that is lucky at one
+    rate is not at the next.
 
     Args:
         runs: of one group.
-        losses: at the reported rate, by seed; None is a run that diverged.
+        best: the reported rate; None where all diverged.
     """
+    if best is None:
+        return {}
     found: dict[float, list[float]] = defaultdict(list)
     for s, r in runs:
-        if (base := losses.get(s.seed)) is not None:
-            loss = loss_of(r)
-            found[s.lr].append(math.inf if loss is None else loss - base)
+        loss = loss_of(r)
+        found[s.lr] += [math.inf] if loss is None else [loss]
+    least = fmean(loss for loss in found[best] if loss < math.inf)
     # The losses have six digits: what they differ by has no more.
-    return {lr: round(fmean(each), 6) for lr, each in found.items()}
+    return {lr: round(fmean(each) - least, 6) if lr != best else 0.0 for lr, each in found.items()}
 
 
 def good_range(cost: Mapping[float, float], best: float | None) -> dict[str, Any]:
@@ -138,8 +143,9 @@ def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
         baseline: of another.
 
     Returns:
-        Mean and half the range in nats, the number of seeds, and the standard error that the choice of held-out blocks
-        leaves in the difference, from the first seed; None where no seed is common.
+        Mean and half the range in nats, the number of seeds, half of the mean's 95 % interval over the seeds (Student's
+        t; None for one), the mean without seed 0, which chose the rates (None for one), and the standard error that the
+        choice of held-out blocks leaves in the difference, from the first seed; None where no seed is common.
     """
     theirs = {s.seed: r for s, r in baseline if r["loss"] is not None}
     pairs = {s.seed: (r, theirs[s.seed]) for s, r in runs if s.seed in theirs and r["loss"] is not None}
@@ -149,12 +155,15 @@ def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
         seed: [a - b for a, b in zip(for_reporting(mine), for_reporting(other), strict=True)]
         for seed, (mine, other) in pairs.items()
     }
-    values = [fmean(differences) for differences in parts.values()]
-    first = parts[min(parts)]
+    by_seed = {seed: fmean(differences) for seed, differences in parts.items()}
+    values, others = list(by_seed.values()), [value for seed, value in by_seed.items() if seed]
+    first, several = parts[min(parts)], len(values) > 1
     return {
         "mean": mean(values),
         "half_range": (max(values) - min(values)) / 2,
         "seeds": len(values),
+        "interval": float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5 if several else None,
+        "without_seed_0": mean(others) if several else None,
         "standard_error": stdev(first) / len(first) ** 0.5,
     }
 
@@ -182,7 +191,7 @@ def checkpoints(runs: Iterable[tuple[Settings, list[Record]]]) -> list[dict[str,
     """
     found: dict[tuple[str, int, str], list[float]] = {}
     for settings, log in runs:
-        losses = [line["held_out"] for line in log if line.get("held_out") is not None]
+        losses = [line["held_out"] for line in measured(log)]
         if len(losses) > 1:
             arm = settings.arm_spec
             kind = "annealed" if arm.annealed else "point-wise" if arm.direct else "norm"
@@ -196,7 +205,7 @@ def checkpoints(runs: Iterable[tuple[Settings, list[Record]]]) -> list[dict[str,
 
 def on_the_way(runs: Runs, log: Callable[[str], list[Record]]) -> dict[str, float] | None:
     """Return the lowest held-out loss on the way, its step and the last loss: means over runs; None without a log."""
-    logs = [[line for line in log(s.name) if line.get("held_out") is not None] for s, r in runs if not r["diverged"]]
+    logs = [measured(log(s.name)) for s, r in runs if not r["diverged"]]
     lowest = [min(lines, key=lambda line: float(line["held_out"])) for lines in logs if lines]
     if not lowest:
         return None
@@ -206,6 +215,11 @@ def on_the_way(runs: Runs, log: Callable[[str], list[Record]]) -> dict[str, floa
         "step": fmean(line["step"] for line in lowest),
         "last": last,
     }
+
+
+def measured(log: list[Record]) -> list[Record]:
+    """Return the lines with a held-out loss; of an annealed run those that are point-wise."""
+    return [line for line in log if line.get("held_out") is not None and line.get("t", 1) == 1]
 
 
 def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:

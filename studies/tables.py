@@ -21,13 +21,14 @@ from studies.plan import (
     MEDIUM,
     MUON,
     PATHS,
+    PLAN,
     SHARES_LONG,
     SMALL,
     WITNESSES,
     Part,
 )
 from studies.settings import Settings
-from studies.summary import PAIRS, words
+from studies.summary import PAIRS, baseline_of, words
 
 NOT_YET = "not run yet"
 
@@ -56,9 +57,9 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
     """Return the cells of a row, but the first."""
     diverged = f"{group['diverged']} of {group['runs']}"
     if lost := _lost(group, sweep):
-        return [f"none{_in_brackets(_so_far(group, sweep))}", lost, *([""] if accuracy else []), "", "", diverged]
+        return [f"none{_in_brackets(_open(group, sweep))}", lost, *([""] if accuracy else []), "", "", diverged]
     return [
-        rate(group["best_lr"]) + _where(group, sweep),
+        rate(group["best_lr"]) + _in_brackets(_open(group, sweep)),
         spread(group),
         *([f"{group['accuracy']:.1%}"] if accuracy else []),
         difference(group, error=accuracy),
@@ -67,15 +68,12 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
     ]
 
 
-def _where(group: Mapping[str, Any], sweep: list[Settings]) -> str:
+def _open(group: Mapping[str, Any], sweep: list[Settings]) -> str:
     """What a reader has to know of a best rate: that others are not run yet, or that it stands at the sweep's edge."""
-    if so_far := _so_far(group, sweep):
-        return _in_brackets(so_far)
-    rates = [float(lr) for lr in group["rates"]]
-    if group["best_lr"] not in (min(rates), max(rates)):
-        return ""
-    edge = "only" if len(rates) == 1 else "lowest" if group["best_lr"] == min(rates) else "highest"
-    return _in_brackets(f"the {edge} run")
+    so_far, rates = _so_far(group, sweep), [float(lr) for lr in group["rates"]]
+    if so_far or group["best_lr"] not in (min(rates), max(rates)):
+        return so_far
+    return f"the {'only' if len(rates) == 1 else 'lowest' if group['best_lr'] == min(rates) else 'highest'} rate run"
 
 
 def _in_brackets(text: str) -> str:
@@ -117,11 +115,13 @@ def opening(study: Mapping[str, Any]) -> str:
 
 def _lead(part: Part, against: Mapping[str, Any]) -> str:
     place = f"LayerNorm after {part.steps:,} steps ({_seeds(against['seeds'])})"
-    size, several = abs(against["mean"]), against["seeds"] > 1
-    around = f" ± {against['half_range']:.3f}" if several else ""
-    if several and size <= against["half_range"]:
-        return f"level with {place[:-1]}, {_signed(against['mean'])}{around} nats)"
-    return f"{size:.3f}{around} nats {'ahead of' if against['mean'] < 0 else 'behind'} {place}"
+    size = abs(against["mean"])
+    if against["interval"] is None:
+        return f"{size:.3f} nats {'below' if against['mean'] < 0 else 'above'} {place}"
+    around = f"{against['half_range']:.3f}"
+    if size <= against["interval"]:
+        return f"level with {place[:-1]}, {_signed(against['mean'])} ± {around} nats)"
+    return f"{size:.3f} ± {around} nats {'ahead of' if against['mean'] < 0 else 'behind'} {place}"
 
 
 def answers(study: Mapping[str, Any]) -> str:
@@ -149,8 +149,10 @@ def answers(study: Mapping[str, Any]) -> str:
         ("annealed DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, both, difference),
         ("DyISRU with the final norm kept against LayerNorm, 600 steps", FINAL, "dyisru_final_norm", difference),
         ("DyISRU with the final norm kept against LayerNorm, 3,000 steps", FINAL_LONG, "dyisru_final_norm", difference),
-        ("DyISRU with the stream's growth bounded against LayerNorm, 600 steps", BOUND, "dyisru", difference),
-        ("DyISRU with the stream's growth bounded against LayerNorm, 3,000 steps", BOUND_LONG, "dyisru", difference),
+        ("DyISRU with the stream's growth bounded against LayerNorm, 600 steps", BOUND, "dyisru-bound0.1", difference),
+        ("the same after 3,000 steps", BOUND_LONG, "dyisru-bound0.1", difference),
+        ("the same, with the writers' norms fixed, 600 steps", BOUND, "dyisru-writers", difference),
+        ("the same after 3,000 steps", BOUND_LONG, "dyisru-writers", difference),
         ("Muon: DyISRU from the first step against LayerNorm, 600 steps", MUON, "dyisru", difference),
         ("Muon: scaled DyT from the first step against LayerNorm, 600 steps", MUON, "dyt", difference),
         ("Muon: DyISRU with four witnesses against LayerNorm, 600 steps", MUON, "dyisru_witnesses", difference),
@@ -165,16 +167,19 @@ def answers(study: Mapping[str, Any]) -> str:
 
 def rates(study: Mapping[str, Any]) -> str:
     """Return the range of rates that each arm bears, in a table."""
-    behind = "rates of DyISRU from the first step at most 0.05 nats behind LayerNorm's best, 3,000 steps, seed 0"
+    behind = "rates at most 0.05 nats behind LayerNorm's best, 3,000 steps, seed 0: DyISRU from the first step"
     return _found(
         study,
         ("good rates of DyISRU with four witnesses, 600 steps", WITNESSES, "dyisru_witnesses", good),
         ("good rates of DyISRU from the first step, 3,000 steps", LONG, "dyisru", good),
-        (behind, LONG, "dyisru", level),
         ("good rates of DyISRU with four witnesses, 3,000 steps", LONG, "dyisru_witnesses", good),
         ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", good),
         ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
+        (behind, LONG, "dyisru", level),
+        ("the same of DyISRU with four witnesses", LONG, "dyisru_witnesses", level),
+        ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", level),
+        ("the same of scaled DyT", LONG, "dyt", level),
     )
 
 
@@ -187,12 +192,10 @@ def functions(study: Mapping[str, Any]) -> str:
             if {mine, other} <= arms:
                 against = study["pairs"].get(part.key, {}).get(f"{mine} against {other}")
                 question = f"{ARMS[mine].words} against {ARMS[other].words}, {part.title}"
-                both = {arm: _group(study, part, arm) for arm in (mine, other)}
-                found = next(filter(None, (_lost(*each) for each in both.values())), "")
+                both = [_group(study, part, arm) for arm in (mine, other)]
+                found = next(filter(None, (_lost(*each) for each in both)), "")
                 if against is not None:
-                    waiting = {arm: _so_far(group, sweep) for arm, (group, sweep) in both.items() if group is not None}
-                    so_far = (f"{ARMS[arm].words}: {text}" for arm, text in waiting.items() if text)
-                    found = "; ".join((difference({"against": against}), *so_far))
+                    found = "; ".join((difference({"against": against}), *_edges(both)))
                 rows += [f"| {question} | {found} |"] if found not in ("", NOT_YET) else []
     return _unless_empty(rows)
 
@@ -208,9 +211,23 @@ def _found(study: Mapping[str, Any], *questions: tuple[str, Part, str, Callable[
         found = _lost(group, sweep)
         if group is not None and not found:
             said = say(group)
-            found = "; ".join(filter(None, (said, _so_far(group, sweep)))) if said else NOT_YET
+            edges = _edges([(group, sweep), _norm(study, sweep)]) if say is difference else [_so_far(group, sweep)]
+            found = "; ".join(filter(None, (said, *edges))) if said else NOT_YET
         rows += [f"| {question} | {found} |"] if found != NOT_YET else []
     return _unless_empty(rows)
+
+
+def _edges(both: Iterable[tuple[Mapping[str, Any] | None, list[Settings]]]) -> list[str]:
+    """Return what a reader has to know of the best rates of two arms that are compared."""
+    known = [(sweep[0].arm_spec.words, _open(group, sweep)) for group, sweep in both if group is not None]
+    return [f"{name}: {text}" for name, text in known if text]
+
+
+def _norm(study: Mapping[str, Any], sweep: list[Settings]) -> tuple[Mapping[str, Any] | None, list[Settings]]:
+    """Return the group and the sweep of the norm that a sweep is compared with, in whatever part it was run."""
+    name = baseline_of(sweep[0]).group
+    norms = (each for part in PLAN for each in part.sweeps() if each[0].group == name)
+    return study["groups"].get(name), max(norms, key=len, default=sweep)
 
 
 def _unless_empty(rows: list[str]) -> str:
@@ -218,7 +235,7 @@ def _unless_empty(rows: list[str]) -> str:
 
 
 def _group(study: Mapping[str, Any], part: Part, arm: str) -> tuple[Mapping[str, Any] | None, list[Settings]]:
-    sweep = next(sweep for sweep in part.sweeps() if sweep[0].arm == arm)
+    sweep = next(sweep for sweep in part.sweeps() if arm in (sweep[0].arm, sweep[0].variant))
     return study["groups"].get(sweep[0].group), sweep
 
 
@@ -241,12 +258,13 @@ def checkpoints(study: Mapping[str, Any]) -> str:
 def on_the_way(study: Mapping[str, Any]) -> str:
     """Return each arm's lowest held-out loss on the way at its best rate, beside the last one."""
     rows = ["| arm | lowest on the way | at step | the last |", "|---|---|---|---|"]
-    for part in (SMALL, LONG, DIGITS):
+    for part in PLAN:
         for sweep in part.sweeps():
             found = (study["groups"].get(sweep[0].group) or {}).get("on_the_way")
             if found is not None:
                 cells = (f"{found['lowest']:.3f}", f"{found['step']:,.0f}", f"{found['last']:.3f}")
-                rows.append(f"| {sweep[0].arm_spec.words}, {part.title} | {' | '.join(cells)} |")
+                name = words({"arm": sweep[0].arm, "variant": sweep[0].variant})
+                rows.append(f"| {name}, {part.title} | {' | '.join(cells)} |")
     return _unless_empty(rows)
 
 

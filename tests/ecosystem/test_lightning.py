@@ -28,7 +28,7 @@ def callback() -> Any:
     """The class of the page, with a schedule that fits a short run."""
     example = r"```python\nimport lightning\n+(class Anneal\(lightning.*?)```"
     (lines,) = re.findall(example, PAGE.read_text("utf-8"), re.DOTALL)
-    short = lines.replace("start=600, length=300", f"start={START}, length={LENGTH}")
+    short = lines.replace("start=0.6, length=0.3", f"start={START / STEPS}, length={LENGTH / STEPS}")
     assert short != lines
     names: dict[str, Any] = {"lightning": lightning, "dynorm": dynorm}
     exec(short, names)
@@ -77,6 +77,26 @@ def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumula
     assert found == pytest.approx(expected(begun), rel=1e-4)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert type(dynorm.finalize_(net).get_submodule("net.1")) is dynorm.DyISRU
+
+
+def test_a_step_that_fails_leaves_torch_compile_on_and_the_model_unwatched() -> None:
+    class Failing(Net):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            loss = super().training_step(batch, index)
+            if self.trainer.global_step == START:
+                raise RuntimeError("out of memory")
+            return loss
+
+    net, x = Failing(), torch.randn(512, 8)
+    trainer = lightning.Trainer(
+        max_steps=STEPS, accelerator="cpu", callbacks=[callback()], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, logger=False,
+    )  # fmt: skip
+    before = torch._dynamo.eval_frame._stance
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.fit(net, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16))
+    assert torch._dynamo.eval_frame._stance == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
 def expected(x: Tensor) -> float:

@@ -21,7 +21,7 @@ import dynorm
 from dynorm.errors import ArgumentError, DataError, StorageError
 from dynorm.replace.specs import dynorm_layers
 from studies.arms import ARMS
-from studies.callbacks import WarmUp
+from studies.callbacks import WarmUp, diverged
 from studies.data import draw_batch, load
 from studies.models import StreamScale, build, constants, embeddings, remeasure_, writers
 from studies.muon import MuonAndAdamW
@@ -240,6 +240,11 @@ def test_a_run_that_diverges_is_stopped_and_says_so(arm: str, tmp_path: Path, mo
     assert read_log(record["name"], tmp_path / "runs")[-1]["loss"] is None
 
 
+def test_a_loss_above_ten_nats_diverged() -> None:
+    assert diverged([{"loss": 9.9}, {"eval_mean": 10.1}])
+    assert not diverged([{"loss": 9.9}, {"eval_mean": 10.0, "train_runtime": 1e3}])
+
+
 def test_a_run_whose_last_measurement_is_lost_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("studies.train._measured", lambda *args: {"loss": math.nan, "parts": [math.nan]})
     record = go(tiny("layernorm"), tmp_path)
@@ -261,6 +266,18 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
     killed_at(0)
     with pytest.raises(StorageError, match="cannot be made"):
         go(tiny("layernorm"), tmp_path)
+
+
+def test_a_log_that_is_missing_or_broken_and_a_copied_result_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must be the run's log"):
+        read_log("a", tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"step":')
+    with pytest.raises(DataError, match="must be the run's log"):
+        read_log("a", tmp_path)
+    record = {"name": "b", "settings": tiny("layernorm").to_dict()}
+    (tmp_path / "copy.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match="must be named as its run"):
+        read_all(tmp_path)
 
 
 def test_a_result_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -289,7 +306,9 @@ def test_arms_put_their_layers_everywhere(arm: str, options: dict[str, Any]) -> 
         assert len(norms) == 5
         assert not layers
         wanted = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[arm]
-        assert all(isinstance(norm, wanted) or options == {"model": "llama"} for norm in norms.values())
+        # Llama's own RMSNorm is transformers'.
+        own = options == {"model": "llama"} and arm == "rmsnorm"
+        assert all(isinstance(norm, wanted) != own for norm in norms.values())
         return
     # The one at the end is in no block, which would have a number.
     assert [any(part.isdigit() for part in path.split(".")) for path in norms] == [False] * kept
