@@ -3,11 +3,11 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError
 
@@ -42,6 +42,26 @@ def check_not_negative(name: str, value: float) -> float:
     if isinstance(value, bool) or not (hasattr(value, "__float__") and 0 <= value < math.inf):
         raise ArgumentError(f"{name} must be finite and not negative, got {value!r}: give 0 or a small number")
     return float(value)
+
+
+def check_share(name: str, value: float) -> float:
+    """Return ``value``, or raise ArgumentError when it is no number from 0 to 1; NumPy's numbers will do."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+        raise ArgumentError(f"{name} must be a number from 0 to 1, got {value!r}")
+    return float(value)
+
+
+def check_count(name: str, value: int, least: int = 1) -> int:
+    """Return ``value``, or raise ArgumentError when it is no integer, or less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ArgumentError(f"{name} must be an integer, at least {least}, got {value!r}")
+    return int(value)
+
+
+def check_module(value: nn.Module, name: str = "the model") -> None:
+    """Refuse anything but a module."""
+    if not isinstance(value, nn.Module):
+        raise ArgumentError(f"{name} must be a torch.nn.Module, not {type(value).__name__}")
 
 
 def check_shape(normalized_shape: Shape) -> tuple[int, ...]:

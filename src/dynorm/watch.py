@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dynorm.arguments import upcast
-from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.arguments import check_module, upcast
+from dynorm.errors import DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
 
@@ -234,10 +234,9 @@ _WRAPPERS = {
 
 def require_plain_model(model: nn.Module) -> None:
     """Refuse a model that is not plain modules with real tensors, which alone can be watched and replaced."""
-    if not isinstance(model, nn.Module):
-        if type(model).__name__ == "ExportedProgram":
-            raise ModelError("the model must be a plain module, but is exported: pass the module that was exported")
-        raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    if type(model).__name__ == "ExportedProgram":
+        raise ModelError("the model must be a plain module, but is exported: pass the module that was exported")
+    check_module(model)
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
         if known := [_WRAPPERS[name] for name in torch_classes(module) if name in _WRAPPERS]:

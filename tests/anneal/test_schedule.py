@@ -138,6 +138,7 @@ def test_set_path_moves_all_or_some() -> None:
     dynorm.set_anneal_(model, 0.25)
     dynorm.set_anneal_(model, 1, only=["r*", "plain"])
     assert positions(model) == {"first": 0.25, "plain": 1.0, "rms": 1.0, "channels": 0.25}
+    dynorm.set_anneal_(model, np.float32(0.25), only="first")
     for bad in (-0.1, 1.5, float("nan")):
         with pytest.raises(dynorm.ArgumentError, match="t must be"):
             dynorm.set_anneal_(model, bad)
@@ -151,6 +152,15 @@ def test_set_path_moves_all_or_some() -> None:
     for call in (lambda: dynorm.set_anneal_(net(), 0.5), lambda: dynorm.finalize_(net()), lambda: positions(net())):
         with pytest.raises(dynorm.ModelError, match="must have annealed layers"):
             call()
+
+
+@pytest.mark.parametrize("call", [
+    lambda m: dynorm.set_anneal_(0.3, m), lambda m: AnnealSchedule().apply_(0, m, 1000),
+    lambda m: dynorm.finalize_("a"), lambda m: dynorm.AnnealStart(None),
+])  # fmt: skip
+def test_what_is_no_module_is_refused(call: Any) -> None:
+    with pytest.raises(dynorm.ArgumentError, match=r"the model must be a torch\.nn\.Module, not"):
+        call(annealed(net()))
 
 
 def test_calibration_leaves_the_model_as_it_is_at_0_and_sets_where_it_goes() -> None:
@@ -255,6 +265,12 @@ class TestSchedule:
         for total in totals:
             with pytest.raises(dynorm.ArgumentError, match="must"):
                 AnnealSchedule().steps(total)
+        steps: list[Any] = ["a", None, 1.5, -5, float("nan")]
+        for step in steps:
+            with pytest.raises(dynorm.ArgumentError, match="step must be an integer, at least 0, got"):
+                AnnealSchedule().at(step, 1000)
+            with pytest.raises(dynorm.ArgumentError, match="step must be an integer, at least 0, got"):
+                AnnealSchedule(order="last_first").apply_(annealed(net()), step, 1000)
         # A number is a share or a count by its kind, of whatever library it is.
         assert AnnealSchedule(np.float32(0.5), np.int64(10)).steps(100) == (50, 10)
 

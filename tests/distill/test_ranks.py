@@ -146,5 +146,5 @@ def test_an_accumulated_step_is_the_mean_of_its_batches() -> None:
     assert (once["samples"], twice["samples"]) == (6, 12)
     with pytest.raises(dynorm.ArgumentError, match="accumulate must be a positive integer, got 0"):
         cases.distilled(model, data, accumulate=0)
-    with pytest.raises(dynorm.ArgumentError, match="accumulate=0"):
+    with pytest.raises(dynorm.ArgumentError, match="accumulate must be an integer, at least 1, got 0"):
         dynorm.refine_(model, data, steps=1, accumulate=0)

@@ -676,11 +676,11 @@ def test_without_a_lean_each_layer_has_the_least_squares_of_its_own_norm() -> No
                 assert (products.abs().max() < 1e-9) == (lean == 0)
 
 
-@pytest.mark.parametrize("lean", [-0.1, 1.5, math.nan])
-def test_a_lean_is_a_share(lean: float) -> None:
+@pytest.mark.parametrize("lean", [-0.1, 1.5, math.nan, "a", None, [0]])
+def test_a_lean_is_a_share(lean: Any) -> None:
     model = site(nn.LayerNorm(C))
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
-    with pytest.raises(dynorm.ArgumentError, match="lean must be from 0 to 1"):
+    with pytest.raises(dynorm.ArgumentError, match="lean must be a number from 0 to 1"):
         dynorm.calibrate_(model, [torch.randn(64, C)], lean=lean)
 
 

@@ -88,6 +88,13 @@ class TestMonitor:
     def test_a_model_without_layers(self) -> None:
         with pytest.raises(dynorm.ModelError, match="must have point-wise layers"):
             dynorm.Monitor(nn.LayerNorm(4))
+        with pytest.raises(dynorm.ArgumentError, match=r"must be a torch\.nn\.Module, not str"):
+            dynorm.Monitor("a")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("warn_at", ["a", None, -1, 5, math.nan])
+    def test_warn_at_is_a_share(self, warn_at: Any) -> None:
+        with pytest.raises(dynorm.ArgumentError, match="warn_at must be a number from 0 to 1, got"):
+            dynorm.Monitor(dynorm.DyISRU(4), warn_at)
 
     def test_channels_first_and_frozen_constants(self) -> None:
         layer = dynorm.DyISRU(4, dim=1)
@@ -106,6 +113,16 @@ class TestMonitor:
 
 
 class TestCallback:
+    def test_wrong_arguments_are_refused_before_the_training(self, tmp_path: Path) -> None:
+        transformers = pytest.importorskip("transformers")
+        arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+        trainer = transformers.Trainer(nn.Sequential(dynorm.DyISRU(4)), arguments)
+        for wrong in (trainer.model, "a", None):
+            with pytest.raises(dynorm.ArgumentError, match="trainer must be a Trainer of transformers, got"):
+                dynorm.MonitorCallback(wrong)
+        with pytest.raises(dynorm.ArgumentError, match="warn_at must be a number from 0 to 1, got 'a'"):
+            dynorm.MonitorCallback(trainer, "a")
+
     def test_the_figures_reach_the_reports_the_history_and_the_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -222,24 +222,21 @@ def test_wrong_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"steps": 0}, "steps=0"),
-        ({"steps": -3}, "steps=-3"),
-        ({"steps": 2.5}, r"steps=2\.5"),
-        ({"lr": 0.0}, r"lr=0\.0"),
-        ({"lr": -1.0}, r"lr=-1\.0"),
-        ({"lr": math.nan}, "lr=nan"),
-        ({"lr": math.inf}, "lr=inf"),
+        ({"steps": 0}, "steps must be an integer, at least 1, got 0"),
+        ({"steps": -3}, "got -3"),
+        ({"steps": 2.5}, r"got 2\.5"),
+        ({"lr": 0.0}, r"got 0\.0"),
+        ({"lr": -1.0}, r"got -1\.0"),
+        ({"lr": math.nan}, "got nan"),
+        ({"lr": math.inf}, "got inf"),
+        ({"lr": "a"}, "lr must be a positive finite number, got 'a'"),
+        ({"lr": None}, "got None"),
+        ({"accumulate": 0}, "accumulate must be an integer, at least 1, got 0"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
     model, batches = model_and_batches()
-    fails(
-        model,
-        batches,
-        f"steps and accumulate must be integers of at least 1 and lr positive, got .*{match}",
-        ArgumentError,
-        **options,
-    )
+    fails(model, batches, match, ArgumentError, **options)
 
 
 def test_a_batch_that_reaches_no_site() -> None:

@@ -266,6 +266,7 @@ BAD_ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "zero scale": ((4,), {"scale": 0}, "scale must be a finite number other than 0, got 0"),
     "nan scale": ((4,), {"scale": NAN}, "scale must be a finite number other than 0, got nan"),
     "infinite scale": ((4,), {"scale": INF}, "scale must be a finite number other than 0, got inf"),
+    "a word as scale": ((4,), {"scale": "a"}, "scale must be a finite number other than 0, got 'a'"),
     "integer dtype": ((4,), {"dtype": torch.int64}, "dtype must be a real floating point dtype, got torch.int64"),
     "complex dtype": ((4,), {"dtype": torch.complex64}, "dtype must be a real floating point dtype"),
 }

@@ -389,10 +389,16 @@ def test_a_logarithm_learns_fast_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "constants_lr"])
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_rates_are_numbers(name: str, bad: float) -> None:
-    with pytest.raises(ArgumentError, match="rates must be finite, not negative"):
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), "a", [1e-3]])
+def test_rates_are_numbers(name: str, bad: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} must be finite and not negative, got"):
         param_groups(DyISRU(4), **{"lr": 1e-3, name: bad})
+
+
+@pytest.mark.parametrize("model", ["a", [nn.Parameter(torch.ones(1))], None])
+def test_groups_are_those_of_a_module(model: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"the model must be a torch\.nn\.Module, not"):
+        param_groups(model, lr=1e-3)
 
 
 def test_a_resumed_run_finds_the_groups_it_was_saved_with() -> None:

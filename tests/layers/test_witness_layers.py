@@ -227,6 +227,8 @@ def test_bad_gains(gain: Any) -> None:
         layer.set_witnesses_((1, 2), (1.0, gain))
     with pytest.raises(ArgumentError, match="each witness must have a gain, got 1 gains for 2 witnesses"):
         layer.set_witnesses_((1, 2), (1.0,))
+    with pytest.raises(ArgumentError, match=r"gains must be a list, one for each witness, got 0\.5"):
+        layer.set_witnesses_((1, 2), 0.5)  # type: ignore[arg-type]
     same(layer, layer_of(dynorm.DyISRU))
 
 

@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import nn
 
+from dynorm.arguments import check_count, check_share
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
-from dynorm.layers.annealed import check_t
 from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
 from dynorm.site import any_match, as_globs
 from dynorm.watch import torch_classes
@@ -56,7 +56,7 @@ def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None 
         Closed form 4: with each token's own constants DyISRU is the norm, with learned ones it needs no statistic.
     """
     layers = annealed_layers(model)
-    check_t(t)
+    check_share("t", t)
     globs = ["*"] if only is None else as_globs(only)
     if lost := [glob for glob in globs if not any_match(layers, [glob])]:
         raise ArgumentError(
@@ -171,6 +171,7 @@ class AnnealSchedule:
     def at(self, step: int, total: int, place: int = 0, places: int = 1) -> float:
         """Return t at a step (counted from 0) of ``total``, for the layer at ``place`` of ``places`` in call order."""
         start, length = self.steps(total)
+        check_count("step", step, 0)
         progress = (step - start) / length
         if self.order != "together":
             progress = progress * places - (place if self.order == "first_last" else places - 1 - place)
@@ -181,14 +182,15 @@ class AnnealSchedule:
         """Set the t of a model's annealed layers for a step: the line for a training loop of your own.
 
         Raises:
-            ArgumentError: the schedule does not fit the run.
+            ArgumentError: the schedule does not fit the run, or ``step`` is no step of one.
             ModelError: the model has no annealed layer.
         """
         layers = list(annealed_layers(model).values())
+        moved = [self.at(step, total, place, len(layers)) for place in range(len(layers))]
         start, length = self.steps(total)
         blend = self.order != "together" and start < step < start + length
-        for place, layer in enumerate(layers):
-            layer.set_t_(self.at(step, total, place, len(layers)), blend=blend)
+        for layer, t in zip(layers, moved, strict=True):
+            layer.set_t_(t, blend=blend)
 
 
 def _is_steps(value: object) -> bool:

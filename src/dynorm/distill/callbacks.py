@@ -9,6 +9,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dynorm.anneal.schedule import AnnealSchedule, Curve, Order, annealed_layers
 from dynorm.anneal.start import AnnealStart, require_same_anneal
+from dynorm.arguments import check_share
+from dynorm.errors import ArgumentError
 from dynorm.fit.monitor import Monitor
 from dynorm.layers import AnnealedNorm
 
@@ -88,6 +90,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         warn_at: as for :class:`dynorm.Monitor`.
 
     Raises:
+        ArgumentError: ``trainer`` is no Trainer, or ``warn_at`` not from 0 to 1.
         ModelError: when training begins, the model has no point-wise layer.
 
     Example:
@@ -98,7 +101,12 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: Trainer, warn_at: float = 0.8) -> None:
-        self._trainer, self._warn_at = trainer, warn_at
+        if not isinstance(trainer, Trainer):
+            raise ArgumentError(
+                f"trainer must be a Trainer of transformers, got {type(trainer).__name__}: make it first, and call "
+                "trainer.add_callback(dynorm.MonitorCallback(trainer))"
+            )
+        self._trainer, self._warn_at = trainer, check_share("warn_at", warn_at)
         self._monitor: Monitor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:

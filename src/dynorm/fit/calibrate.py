@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import watch
-from dynorm.arguments import check_not_negative
-from dynorm.errors import ArgumentError, CalibrationWarning
+from dynorm.arguments import check_not_negative, check_share
+from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
@@ -147,8 +147,7 @@ def calibrate_(
         >>> [site.tokens for site in report.sites]
         [256]
     """
-    if not 0 <= lean <= 1:
-        raise ArgumentError(f"lean must be from 0 to 1, got {lean!r}")
+    check_share("lean", lean)
     check_not_negative("tolerance", tolerance)
     ranks = Ranks()
     with ranks.together():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import check_share
 from dynorm.errors import CalibrationWarning
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.base import gathered
@@ -44,6 +45,7 @@ class Monitor:
         warn_at: the share of saturated outputs at which :meth:`read` warns, once for each layer.
 
     Raises:
+        ArgumentError: ``model`` is no module, or ``warn_at`` not from 0 to 1.
         ModelError: the model has no point-wise layer.
 
     Example:
@@ -55,7 +57,7 @@ class Monitor:
     """
 
     def __init__(self, model: nn.Module, warn_at: float = 0.8) -> None:
-        self.warn_at = warn_at
+        self.warn_at = check_share("warn_at", warn_at)
         self._first: dict[str, float] = {}
         self._warned: set[str] = set()
         self._handles: list[Any] = []

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dynorm import watch
-from dynorm.arguments import upcast
-from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.arguments import check_count, check_positive, upcast
+from dynorm.errors import DataError, ModelError
 from dynorm.fit.calibrate import Outputs, norm_outputs
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.layers import AnnealedNorm, PointwiseNorm
@@ -86,9 +86,8 @@ def refine_(
         >>> dynorm.refine_(model, data, steps=8).steps
         8
     """
-    if not all(isinstance(n, int) and n > 0 for n in (steps, accumulate)) or not (math.isfinite(lr) and lr > 0):
-        words = f"{steps=!r}, {accumulate=!r}, {lr=!r}"
-        raise ArgumentError(f"steps and accumulate must be integers of at least 1 and lr positive, got {words}")
+    steps, accumulate = check_count("steps", steps), check_count("accumulate", accumulate)
+    check_positive("lr", lr)
     ranks = Ranks()
     with ranks.together():
         watch.require_plain_model(model)

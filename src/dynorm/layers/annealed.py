@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
-from dynorm.arguments import Shape, check_not_negative
+from dynorm.arguments import Shape, check_count, check_not_negative, check_share
 from dynorm.errors import ArgumentError
 from dynorm.kernels import traced
 from dynorm.layers.base import PointwiseNorm
@@ -74,7 +74,7 @@ class AnnealedNorm(PointwiseNorm):
             raise ArgumentError(f"kind must be 'layernorm' or 'rmsnorm', got {kind!r}")
         self.kind: Kind = kind
         self.norm_eps = check_not_negative("norm_eps", norm_eps)
-        self.place = int(place)
+        self.place = check_count("place", place, 0)
         super().__init__(normalized_shape, *args, **options)
         # A tensor, so that a step of t compiles nothing anew, and so that a checkpoint knows it.
         self.register_buffer("t", torch.zeros(1, dtype=torch.float32, device=options.get("device")))
@@ -102,7 +102,7 @@ class AnnealedNorm(PointwiseNorm):
         Raises:
             ArgumentError: ``t`` is outside [0, 1].
         """
-        self._position = check_t(t)
+        self._position = t = check_share("t", t)
         # What forward branches on; torch.compile guards it, and there are but three values.
         self._stage = 1 if blend or 0 < t < 1 else int(2 * t)
         if not self.t.is_meta:
@@ -206,13 +206,6 @@ def _read(t: Tensor) -> float:
 def _written(t: Tensor) -> tuple[Tensor, int]:
     """Return the tensor, and how often it was written to."""
     return t, 0 if t.is_inference() else t._version
-
-
-def check_t(t: float) -> float:
-    """Return ``t``, or raise ArgumentError when it is not a number from 0 to 1."""
-    if isinstance(t, bool) or not isinstance(t, (int, float)) or not 0 <= t <= 1:
-        raise ArgumentError(f"t must be a number from 0 (the norm) to 1 (point-wise), got {t!r}")
-    return float(t)
 
 
 class AnnealedDyISRU(AnnealedNorm, DyISRU):

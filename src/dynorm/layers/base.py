@@ -1,7 +1,7 @@
 """The common parts of the point-wise layers: shapes, the affine map, the learned centre, and their serial form."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -88,9 +88,10 @@ class PointwiseNorm(nn.Module):
         self.dim = check_dim(dim, self.normalized_shape)
         self._dims = (self.dim,) if isinstance(self.dim, int) else self.dim
         self.channels = math.prod(self.normalized_shape)
-        self.scale = self._default_scale() if scale is None else float(scale)
-        if not math.isfinite(self.scale) or self.scale == 0:
+        scale = self._default_scale() if scale is None else scale
+        if not (hasattr(scale, "__float__") and math.isfinite(scale)) or scale == 0:
             raise ArgumentError(f"scale must be a finite number other than 0, got {scale!r}")
+        self.scale = float(scale)
         self.elementwise_affine = elementwise_affine
         self.per_channel = per_channel
 
@@ -276,6 +277,8 @@ class PointwiseNorm(nn.Module):
             ArgumentError: a witness is out of range or named twice, or the gains are not as many positive numbers.
         """
         channels = check_witnesses(witnesses, self.channels)
+        if not isinstance(gains, Iterable | None):
+            raise ArgumentError(f"gains must be a list, one for each witness, got {gains!r}")
         values = [1.0] * len(channels) if gains is None else [check_positive("gains", gain) for gain in gains]
         if len(values) != len(channels):
             raise ArgumentError(f"each witness must have a gain, got {len(values)} gains for {len(channels)} witnesses")

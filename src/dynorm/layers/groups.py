@@ -1,11 +1,10 @@
 """Optimizer groups: the constants of the point-wise layers have a rate of their own."""
 
-import math
 from typing import Any
 
 from torch import nn
 
-from dynorm.errors import ArgumentError
+from dynorm.arguments import check_module, check_not_negative
 from dynorm.layers.base import PointwiseNorm
 
 # Of a constant kept as its logarithm, over that of the weights.
@@ -33,7 +32,7 @@ def param_groups(
         Which groups there are does not depend on the values of the parameters.
 
     Raises:
-        ArgumentError: a rate or the decay is negative or not finite.
+        ArgumentError: a rate or the decay is no number, negative or not finite; or ``model`` is no module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4))
@@ -44,9 +43,10 @@ def param_groups(
     Reference:
         The default is measured: see "Learning rates" in docs/howto/from-scratch.md.
     """
-    for rate in (lr, weight_decay, lr if constants_lr is None else constants_lr):
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ArgumentError(f"rates must be finite, not negative, got {lr=}, {weight_decay=}, {constants_lr=}")
+    check_module(model)
+    base = lr if constants_lr is None else constants_lr
+    for name, rate in (("lr", lr), ("weight_decay", weight_decay), ("constants_lr", base)):
+        check_not_negative(name, rate)
     layers = [module for module in model.modules() if isinstance(module, PointwiseNorm)]
     rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
     if constants_lr is None:
@@ -55,7 +55,6 @@ def param_groups(
     affine = {p for layer in layers for p in layer.parameters()} - rates.keys()
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {p for p in trained if p.dim() > 1} - affine - rates.keys()
-    base = lr if constants_lr is None else constants_lr
     groups = [
         {"params": [p for p in trained if p in matrices], "lr": lr, "weight_decay": weight_decay},
         {"params": [p for p in trained if p not in matrices and p not in rates], "lr": lr, "weight_decay": 0.0},

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import check_module
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
 from dynorm.family import NAMES, layer_class
 from dynorm.layers import AnnealedNorm, PointwiseNorm
@@ -79,6 +80,7 @@ def is_ours(module: nn.Module) -> bool:
 
 def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
     """Return the point-wise layers of a model by their first path, each once, in module order."""
+    check_module(model)
     return {path: module for path, module in model.named_modules() if isinstance(module, PointwiseNorm)}
 
 
@@ -101,8 +103,7 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
 
 def norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str) -> dict[PointwiseNorm, nn.Module]:
     """Return what stands in the original where each layer does now; ModelError where it is no norm any more."""
-    if not isinstance(original, nn.Module):
-        raise ArgumentError(f"{name} must be a torch.nn.Module, not {type(original).__name__}")
+    check_module(original, name)
     modules = dict(original.named_modules(remove_duplicate=False))
     must = f"{name} must be the model before convert_, but"
     for path, layer in layers.items():
