@@ -148,6 +148,28 @@ def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
+@pytest.mark.parametrize(("options", "match"), [
+    ({"seed": "a"}, "seed must be an integer, at least 0, got 'a'"),
+    ({"seed": None}, "got None"),
+    ({"seed": -1}, "got -1"),
+    ({"seed": 2**32}, "seed must be from 0 to"),
+    ({"steps": True}, "steps must be an integer, at least 1, got True"),
+    ({"callbacks": 5}, "callbacks must be a list of transformers' TrainerCallback, got 5"),
+    ({"callbacks": "a"}, "got 'a'"),
+    ({"callbacks": [5]}, r"got \[5\]"),
+    ({"callbacks": dynorm.AnnealCallback()}, "must be a list"),
+    ({"loss": "a"}, "loss must be a function of both outputs and the batch, or None, got 'a'"),
+    ({"loss": 5}, "got 5"),
+    ({"checkpoints": 5}, "checkpoints must be the path of a folder, or None, got 5"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_before_anything_is_changed(options: dict[str, Any], match: str) -> None:
+    net = classifier().train()
+    with pytest.raises(dynorm.ArgumentError, match=match):
+        distill_(net, images(), **{"steps": 1, "quiet": True, **options})
+    assert net.training
+    assert all(p.requires_grad for p in net.parameters())
+
+
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(dynorm.ModelError, match="must have weights to train, but all are frozen"):
         distill_(classifier().requires_grad_(False), images(), steps=1, quiet=True)

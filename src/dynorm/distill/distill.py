@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import tempfile
 import time
 import warnings
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from dynorm.arguments import check_positive, upcast
+from dynorm.arguments import check_count, check_positive, upcast
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, StorageError, require_library
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.fit.refine import autocast, recomputing, recorded, relative_error, site_errors
@@ -133,8 +134,8 @@ def distill_(
 
     Raises:
         ArgumentError: neither or both of ``steps`` and ``minutes`` are given; or a number is not positive and finite,
-            or a count no integer; or ``minutes`` with batches that can be gone through only once; or ``loss`` returns
-            no scalar.
+            or a count no integer; or ``minutes`` with batches that can be gone through only once; or ``loss`` is no
+            function or returns no scalar; or ``callbacks`` or ``checkpoints`` are of another kind.
         DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than steps; or the outputs
             hold nothing to compare; or another rank failed. The weights are then as they were, on every rank.
         ModelError: the model has no point-wise layer, or nothing to train, or is loaded or sharded and has no teacher;
@@ -153,11 +154,16 @@ def distill_(
         >>> dynorm.distill_(model, data, steps=8, quiet=True).steps
         8
     """
-    _check(steps, minutes, lr, accumulate)
+    steps, accumulate, seed = _check(steps, minutes, lr, accumulate, seed)
+    if not (loss is None or callable(loss)):
+        raise ArgumentError(f"loss must be a function of both outputs and the batch, or None, got {loss!r}")
+    if not isinstance(checkpoints, str | os.PathLike | None):
+        raise ArgumentError(f"checkpoints must be the path of a folder, or None, got {checkpoints!r}")
     if minutes is not None and isinstance(batches, Iterator):
         raise ArgumentError("batches must be a list, or able to begin again, when minutes are given: some are timed")
     require_library("transformers", "its Trainer", "transformers")
     require_library("accelerate", "the Trainer of transformers", "transformers")
+    _check_callbacks(callbacks)
     started, ranks = time.perf_counter(), Ranks()
     with ranks.together():
         job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
@@ -267,15 +273,27 @@ def _divergence(theirs: Tensor, ours: Tensor, padding: Tensor) -> Tensor:
     return kl_div(q, p, log_target=True, reduction="sum")
 
 
-def _check(steps: int | None, minutes: float | None, lr: float | None, accumulate: int) -> None:
+def _check(
+    steps: int | None, minutes: float | None, lr: float | None, accumulate: int, seed: int
+) -> tuple[int | None, int, int]:
+    """Check the numbers, and return steps, accumulate and seed as Python's own integers."""
     if (steps is None) == (minutes is None):
         raise ArgumentError(f"one of steps and minutes must be given, got steps={steps!r}, minutes={minutes!r}")
-    for name, count in (("steps", steps), ("accumulate", accumulate)):
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise ArgumentError(f"{name} must be a positive integer, got {count!r}")
     for name, value in (("minutes", minutes), ("lr", lr)):
         if value is not None:
             check_positive(name, value)
+    if check_count("seed", seed, 0) >= 2**32:
+        raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
+    return None if steps is None else check_count("steps", steps), check_count("accumulate", accumulate), int(seed)
+
+
+def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    from transformers import TrainerCallback
+
+    given = callbacks if isinstance(callbacks, list | tuple) else [None]
+    # The Trainer takes a class too, and makes one.
+    if not all(issubclass(c if isinstance(c, type) else type(c), TrainerCallback) for c in given):
+        raise ArgumentError(f"callbacks must be a list of transformers' TrainerCallback, got {callbacks!r:.200}")
 
 
 class _Distillation(nn.Module):
