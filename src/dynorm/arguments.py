@@ -177,7 +177,9 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
         given: list[Any] = [None if isinstance(k, bool) else k for k in cast("Sequence[int]", witnesses)]
         found = tuple(operator.index(k) for k in given)
     except TypeError as error:
-        raise ArgumentError(f"witnesses must be positions of channels, integers, got {witnesses!r}") from error
+        raise ArgumentError(
+            f"witnesses must be a number of channels, or their positions, integers, got {witnesses!r}"
+        ) from error
     outside = [k for k in found if not 0 <= k < channels]
     if outside or len(set(found)) < len(found):
         problem = f"{outside[0]} is out of range" if outside else "one is named twice"

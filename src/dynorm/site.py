@@ -74,6 +74,8 @@ def select_sites(
     chosen like the others, so that a report can name them. A glob that matches no site is an ArgumentError.
     """
     only_globs, skip_globs = as_globs(only), as_globs(skip)
+    if not (filter_fn is None or callable(filter_fn)):
+        raise ArgumentError(f"filter_fn must be a function of a NormSite, or None, got {filter_fn!r}")
 
     def matches(site: NormSite, globs: list[str]) -> bool:
         return any_match((site.path, *site.aliases), globs)

@@ -35,15 +35,20 @@ def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
         )
     count = 0
     for count, batch in enumerate(batches, start=1):
-        values = tuple(batch.values()) if isinstance(batch, Mapping) else batch
-        if not any(isinstance(value, Tensor) for value in (values if isinstance(values, (tuple, list)) else [batch])):
-            raise DataError(
-                f"each of {what} must be a tensor, or a tuple or dict with tensors, "
-                f"got {type(batch).__name__} at {count - 1}: make one of numbers with torch.tensor(rows)"
-            )
+        require_batch(batch, f"each of {what}", f" at {count - 1}")
         yield batch
     if not count:
         raise DataError(f"{what} must hold at least one batch, got none: an exhausted generator, or no texts?")
+
+
+def require_batch(batch: Any, what: str = "the batch", place: str = "") -> None:
+    """Refuse a batch that is no tensor, and no tuple or dict with one."""
+    values = tuple(batch.values()) if isinstance(batch, Mapping) else batch
+    if not any(isinstance(value, Tensor) for value in (values if isinstance(values, (tuple, list)) else [batch])):
+        raise DataError(
+            f"{what} must be a tensor, or a tuple or dict with tensors, "
+            f"got {type(batch).__name__}{place}: make one of numbers with torch.tensor(rows)"
+        )
 
 
 def cycled(batches: Iterable[Any], steps: int) -> Iterator[Any]:

@@ -418,7 +418,7 @@ class TestStart:
     def test_what_was_not_reached_or_is_not_finite(self) -> None:
         model = annealed(net())
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(dynorm.DataError, match="saw none"):
+        with pytest.raises(dynorm.DataError, match="saw none: run a training step"):
             dynorm.AnnealStart(model).finish_()
         start = dynorm.AnnealStart(model)
         bad = batches()[0]

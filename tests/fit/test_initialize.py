@@ -78,6 +78,8 @@ def test_errors_leave_the_constants_as_they_were() -> None:
         with pytest.raises(dynorm.DataError):
             dynorm.init_from_batch_(model, batch)
         assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
+    with pytest.raises(dynorm.DataError, match=r"^the batch must be a tensor, .*got str: make"):
+        dynorm.init_from_batch_(model, "text")
     with pytest.raises(dynorm.DataError, match="not all the same"):
         dynorm.init_from_batch_(nn.Sequential(DyISRU(8)), torch.zeros(4, 8))
     with pytest.raises(dynorm.ModelError, match="must have point-wise layers"):

@@ -99,10 +99,10 @@ class AnnealStart:
         for layer, sums in self._sums.items():
             counts, log_betas, inputs = ranks.summed(sums)
             if not bool(sums.isfinite().all() and counts.min() > 0):
-                saw = "NaN or inf" if counts.min() > 0 else "none"
+                unused = "none: run a training step inside AnnealStart, or look for a layer that is not used"
                 raise DataError(
                     f"the annealing must begin with finite activations at every norm, but {self._paths[layer]!r} saw "
-                    f"{saw}: look for an overflow, or for a layer that is not used"
+                    f"{'NaN or inf: look for an overflow' if counts.min() > 0 else unused}"
                 )
             if not layer.per_channel:
                 counts, log_betas, inputs = sums.sum(1, keepdim=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import check_witnesses
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.recover import affine_of
@@ -94,7 +95,8 @@ def convert_(
         A report with one row per site. Refused sites are left alone and listed.
 
     Raises:
-        ArgumentError: ``to`` is unknown, a glob matches no site, or a layer cannot have these witnesses.
+        ArgumentError: ``to`` is unknown, a glob matches no site, ``filter_fn`` is no function, or a layer cannot
+            have these witnesses.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or on the meta
             device, or the sites are another model's; or a norm scales by 1 + w with a w that another module uses.
 
@@ -115,7 +117,8 @@ def convert_(
         positions = "" if to == AUTO else ", or their positions"
         raise ArgumentError(f"witnesses must be a number of channels, 0 or more{positions}, got {witnesses!r}")
     require_plain_model(model)
-    if isinstance(sites, str) or not all(isinstance(site, NormSite) for site in sites):
+    listed = isinstance(sites, Sequence) and not isinstance(sites, str)
+    if not listed or not all(isinstance(site, NormSite) for site in sites):
         raise ArgumentError(
             "sites must be a list of NormSite, got "
             f"{sites!r:.60}: call dynorm.convert_(model, dynorm.find_norms(model, batch), to='dyisru')"
@@ -139,6 +142,8 @@ def convert_(
     if not willing:
         reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in chosen) or "the filter left none"
         raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
+    if most:
+        check_witnesses(most, max(math.prod(site.normalized_shape) for site in willing))
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
