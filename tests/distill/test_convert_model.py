@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.replace.specs import dynorm_layers
 
 
 def model_of(dim: int = 16) -> nn.Sequential:
@@ -51,6 +52,12 @@ def test_a_model_that_generates_is_fitted_as_a_language_model() -> None:
     dynorm.calibrate_(other, batches[:4], lean=0.0)
     for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_norm_may_have_fewer_channels_than_a_layer_may_have_witnesses() -> None:
+    model = model_of(3)
+    dynorm.convert_model(model, data(dim=3), refine=0)
+    assert [0 < len(layer.witnesses) <= 3 for layer in dynorm_layers(model).values()] == [True, True]
 
 
 def test_steps_of_distillation_train_the_weights() -> None:

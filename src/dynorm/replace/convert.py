@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dynorm.arguments import check_witnesses
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.recover import affine_of
@@ -142,8 +141,6 @@ def convert_(
     if not willing:
         reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in chosen) or "the filter left none"
         raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
-    if most:
-        check_witnesses(most, max(math.prod(site.normalized_shape) for site in willing))
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
