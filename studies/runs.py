@@ -148,11 +148,7 @@ def read_all(out: Path = RUNS) -> dict[str, Record]:
     Raises:
         DataError: a file is no result, or is named as another run.
     """
-    found = {path.stem: read_record(path) for path in sorted(out.glob("*.json"))}
-    for name, record in found.items():
-        if name != Settings(**record["settings"]).name:
-            raise DataError(f"{out / name}.json must be named as its run: rename it, or delete it")
-    return found
+    return {path.stem: read_record(path) for path in sorted(out.glob("*.json"))}
 
 
 def read_log(name: str, out: Path = RUNS) -> list[Record]:
@@ -172,13 +168,15 @@ def read_record(path: Path) -> Record:
     """Return a result.
 
     Raises:
-        DataError: the file is none.
+        DataError: the file is none, or is named as another run.
     """
     try:
         record = json.loads(path.read_text("utf-8"))
-        Settings(**record["settings"])
+        name = Settings(**record["settings"]).name
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} must be a run's result, but is not: {error}; delete it, and run again") from error
+    if name != path.stem:
+        raise DataError(f"{path} must be named as its run: rename it, or delete it")
     return dict(record)
 
 

@@ -75,6 +75,7 @@ def summary(runs: Runs) -> dict[str, Any]:
     best = at_best[0][0].lr if at_best else None
     losses = {s.seed: loss_of(r) for s, r in at_best}
     values = [loss for loss in losses.values() if loss is not None]
+    reported = mean(values) if values else None
     return {
         **{name: getattr(settings, name) for name in ("task", "model", "size", "steps", "arm", "variant")},
         "parameters": runs[0][1]["parameters"],
@@ -83,14 +84,14 @@ def summary(runs: Runs) -> dict[str, Any]:
         "diverged": sum(r["diverged"] for _, r in runs),
         "best_lr": best,
         "losses": losses,
-        "mean": mean(values) if values else None,
+        "mean": reported,
         "half_range": (max(values) - min(values)) / 2 if values else None,
         "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
-        **good_range(costs(runs, best), best),
+        **good_range(costs(runs, reported), best),
     }
 
 
-def costs(runs: Runs, best: float | None) -> dict[float, float]:
+def costs(runs: Runs, reported: float | None) -> dict[float, float]:
     """Return what each rate costs over the reported one, mean over mean of the seeds; inf where one diverged.
 
     It may be below 0, for the reported rate was chosen by other items. Not seed by seed: a seed that is lucky at one
@@ -98,17 +99,16 @@ def costs(runs: Runs, best: float | None) -> dict[float, float]:
 
     Args:
         runs: of one group.
-        best: the reported rate; None where all diverged.
+        reported: the mean loss at that rate, of the seeds that did not diverge; None where all did.
     """
-    if best is None:
+    if reported is None:
         return {}
     found: dict[float, list[float]] = defaultdict(list)
     for s, r in runs:
         loss = loss_of(r)
         found[s.lr] += [math.inf] if loss is None else [loss]
-    least = fmean(loss for loss in found[best] if loss < math.inf)
     # The losses have six digits: what they differ by has no more.
-    return {lr: round(fmean(each) - least, 6) if lr != best else 0.0 for lr, each in found.items()}
+    return {lr: round(fmean(each) - reported, 6) for lr, each in found.items()}
 
 
 def good_range(cost: Mapping[float, float], best: float | None) -> dict[str, Any]:

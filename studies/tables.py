@@ -57,7 +57,7 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
     """Return the cells of a row, but the first."""
     diverged = f"{group['diverged']} of {group['runs']}"
     if lost := _lost(group, sweep):
-        return [f"none{_in_brackets(_open(group, sweep))}", lost, *([""] if accuracy else []), "", "", diverged]
+        return [f"none{_in_brackets(_so_far(group, sweep))}", lost, *([""] if accuracy else []), "", "", diverged]
     return [
         rate(group["best_lr"]) + _in_brackets(_open(group, sweep)),
         spread(group),
