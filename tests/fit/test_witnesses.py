@@ -58,9 +58,15 @@ def test_no_more_are_taken_than_wanted_and_none_that_tells_nothing() -> None:
     scales.update(tokens())
     assert len(scales.choose(1).channels) == 1
     assert scales.choose(0).channels == ()
+
+
+@pytest.mark.parametrize("count", range(100, 110))
+def test_tokens_of_one_size_have_no_witnesses_whatever_rounding_leaves(count: int) -> None:
     alike = TokenScales("rmsnorm", 0.0)
-    alike.update(torch.ones(100, CHANNELS))
-    assert alike.choose(4).channels == ()
+    alike.update(torch.ones(count, CHANNELS))
+    found = alike.choose(4)
+    assert found.channels == ()
+    assert set(found.explained) == {0.0}
 
 
 def test_fixed_channels_are_all_kept_in_their_order() -> None:
