@@ -11,6 +11,7 @@ from studies.plan import (
     BOUND,
     BOUND_LONG,
     DIGITS,
+    EARLY,
     FASTER,
     FASTER_LONG,
     FINAL,
@@ -105,9 +106,13 @@ def opening(study: Mapping[str, Any]) -> str:
         told("A net that is point-wise from the first step, with DyISRU, is", "dyisru", SMALL, LONG),
         told("with scaled DyT it is", "dyt", SMALL, LONG, LONGEST),
     )
+    annealed = (
+        told("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", FASTER, FASTER_LONG),
+        told("annealed in its first steps it is", "dyisru_annealed", EARLY),
+    )
     sentences = (
         "; ".join(filter(None, direct)),
-        told("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", FASTER, FASTER_LONG),
+        "; ".join(filter(None, annealed)),
         told("The constants must be measured on activations: with the published one DyT is", "dyt_published", SMALL),
     )
     return "\n".join(f"{sentence}." for sentence in sentences if sentence) or f"{NOT_YET.capitalize()}."
@@ -140,13 +145,16 @@ def answers(study: Mapping[str, Any]) -> str:
         ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed", difference),
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
         ("the same, with 30 times the weights' rate for the constants", FASTER_LONG, "dyisru_annealed", difference),
+        ("the same, from a twentieth of the steps to three twentieths", EARLY, "dyisru_annealed", difference),
         ("the same at the weights' rate, from a fifth to three fifths", PATHS, "dyisru_annealed", difference),
+        ("annealed scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt_annealed", difference),
         ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
         ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", difference),
         ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", difference),
         ("DyISRU with four witnesses against LayerNorm, 12,000 steps", LONGEST, "dyisru_witnesses", difference),
         ("annealed DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, both, difference),
         ("annealed DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, both, difference),
+        ("the same, with 30 times the weights' rate for the constants", FASTER_LONG, both, difference),
         ("DyISRU with the final norm kept against LayerNorm, 600 steps", FINAL, "dyisru_final_norm", difference),
         ("DyISRU with the final norm kept against LayerNorm, 3,000 steps", FINAL_LONG, "dyisru_final_norm", difference),
         ("DyISRU with the stream's growth bounded against LayerNorm, 600 steps", BOUND, "dyisru-bound0.1", difference),
