@@ -138,7 +138,7 @@ class TokenScales:
         gains = [max(gain, _LEAST_GAIN) if self._fixed else gain for gain in gains]
         pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
         # Whoever has more channels may use fewer.
-        explained = tuple(1 - least / errors[0] if errors[0] else 0.0 for least in accumulate(errors, min))
+        explained = tuple(1 - least / errors[0] for least in accumulate(errors, min))
         return Witnesses(tuple(k for k, _ in pairs), tuple(g for _, g in pairs), beta, explained)
 
 
@@ -173,10 +173,9 @@ def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _error(sums: Tensor, chosen: Tensor, weights: Tensor) -> float:
-    """Return the mean squared relative error over the tokens of ``sums``; 0 where it is rounding."""
+    """Return the mean squared relative error over the tokens of ``sums``, at least what rounding leaves."""
     columns = torch.cat([chosen, torch.tensor([len(sums) - 2])])
     quadratic = weights @ sums[columns[:, None], columns] @ weights
     error = quadratic - 2 * weights @ sums[columns, -1] + sums[-1, -1]
-    part = float(error / sums[-1, -1].clamp_min(_TINY))
     # Of tokens of one size rounding alone is left, and one processor would find a witness in it where another does not.
-    return 0.0 if part < DEAD else part
+    return float((error / sums[-1, -1].clamp_min(_TINY)).clamp_min(DEAD))
