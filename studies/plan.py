@@ -180,7 +180,7 @@ FASTER_LONG = replace(
     steps=3000,
     once=("dyisru_witnesses_annealed",),
 )
-# The net is point-wise from a seventh of its steps on, and so at the rates of one that always was.
+# The net is point-wise from three twentieths of its steps on, and so at the rates of one that always was.
 EARLY = Part(
     "early",
     "The annealing from a twentieth to three twentieths of the steps, constants at 30 times the rate, 3,000 steps",

@@ -108,7 +108,7 @@ def opening(study: Mapping[str, Any]) -> str:
     )
     annealed = (
         told("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", FASTER, FASTER_LONG),
-        told("annealed in its first steps it is", "dyisru_annealed", EARLY),
+        told("annealed early, at a rate of point-wise nets, it is", "dyisru_annealed", EARLY),
     )
     sentences = (
         "; ".join(filter(None, direct)),
@@ -145,7 +145,7 @@ def answers(study: Mapping[str, Any]) -> str:
         ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed", difference),
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
         ("the same, with 30 times the weights' rate for the constants", FASTER_LONG, "dyisru_annealed", difference),
-        ("the same, from a twentieth of the steps to three twentieths", EARLY, "dyisru_annealed", difference),
+        ("the same, from a twentieth to three twentieths, at a lower rate", EARLY, "dyisru_annealed", difference),
         ("the same at the weights' rate, from a fifth to three fifths", PATHS, "dyisru_annealed", difference),
         ("annealed scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt_annealed", difference),
         ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
