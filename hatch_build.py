@@ -21,7 +21,9 @@ class KernelHook(BuildHookInterface):
             if version != "editable" or not target.exists():
                 built["build"]()
         except RuntimeError as error:
-            self.app.display_warning(f"dynorm is built without its CPU kernels, so plain torch serves: {error}")
+            self.app.display_warning(
+                f"dynorm is built without its CPU kernels, so plain torch serves: {error}"
+            )
             return
         build_data["artifacts"].append(target.relative_to(self.root).as_posix())
         build_data["pure_python"] = False

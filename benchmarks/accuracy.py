@@ -1,7 +1,8 @@
 """How exact the CPU kernels are: every one of the 2^32 floats through each function, against float64.
 
 Run it with ``python -m benchmarks.accuracy``, a few minutes a function on one core; it writes
-``benchmarks/results/accuracy.json``. An error is given in units of the last place of the exact value.
+``benchmarks/results/accuracy.json``. An error is given in units of the last place of the exact
+value.
 """
 
 from __future__ import annotations
@@ -45,16 +46,28 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {name: sweep(name, *case, arguments.stride) for name, case in CASES.items()}
     before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    described = {"stride": arguments.stride, "machine": platform.machine(), "torch": torch.__version__, "cases": found}
+    described = {
+        "stride": arguments.stride,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "cases": found,
+    }
     write_text(RESULT, json.dumps(before | {arguments.set: described}, indent=2) + "\n")
 
 
-def sweep(name: str, function: int, constant: float, exact: Callable[[Tensor], Tensor], stride: int) -> dict[str, Any]:
+def sweep(
+    name: str, function: int, constant: float, exact: Callable[[Tensor], Tensor], stride: int
+) -> dict[str, Any]:
     """Return the largest error, where it is, and how many of the values are correctly rounded."""
-    form, parameters = Form(function, False, 1.0, 1, 1), (torch.tensor([constant]), None, None, None, None)
+    form, parameters = (
+        Form(function, False, 1.0, 1, 1),
+        (torch.tensor([constant]), None, None, None, None),
+    )
     worst, place, right, count = 0.0, 0.0, 0, 0
     # Positive floats with infinity; the negative ones must give the same with the other sign.
-    for start in track(range(0, INFINITY + 1, CHUNK * stride), name, console=Console(stderr=True), update_period=1):
+    for start in track(
+        range(0, INFINITY + 1, CHUNK * stride), name, console=Console(stderr=True), update_period=1
+    ):
         stop = min(start + CHUNK * stride, INFINITY + 1)
         x = torch.arange(start, stop, stride, dtype=torch.int32).view(torch.float32)
         y = _cpu.forward(form, x, parameters)

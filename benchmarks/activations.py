@@ -1,7 +1,8 @@
 """Does the paper's claim hold on real activations? ``python -m benchmarks.activations`` inspects two models.
 
-One is all-MiniLM-L6-v2, the other a small pre-norm GPT-2 that is trained here for about a minute on bytes of the
-standard library's docstrings. It writes benchmarks/results/inspection.json and docs/images/inspection-*.png.
+One is all-MiniLM-L6-v2, the other a small pre-norm GPT-2 that is trained here for about a minute on
+bytes of the standard library's docstrings. It writes benchmarks/results/inspection.json and
+docs/images/inspection-*.png.
 """
 
 from __future__ import annotations
@@ -71,12 +72,19 @@ def add_legend(figure: Figure) -> None:
     from matplotlib.lines import Line2D
 
     styles = {"linear": ":", "dyt": "--", "dyisru": "-"}
-    handles = [Line2D([], [], color=DAYLIGHT[n], linestyle=styles[n], label=label) for n, label in LABELS.items()]
+    handles = [
+        Line2D([], [], color=DAYLIGHT[n], linestyle=styles[n], label=label)
+        for n, label in LABELS.items()
+    ]
     handles += [
         Line2D([], [], color=DAYLIGHT[n], marker="o", linestyle="", markersize=4, label=label)
         for n, label in (("outlier", "outlier of a token"), ("point", "other channels"))
     ]
-    handles.append(Line2D([], [], color=DAYLIGHT["soft"], linewidth=0.8, linestyle="--", label="the norm's bounds"))
+    handles.append(
+        Line2D(
+            [], [], color=DAYLIGHT["soft"], linewidth=0.8, linestyle="--", label="the norm's bounds"
+        )
+    )
     figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False, fontsize=9)
 
 

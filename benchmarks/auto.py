@@ -1,8 +1,8 @@
 """The simplest layer at each norm of a real encoder: how many become lines, and what is left of the quality.
 
-``python -m benchmarks.auto`` calibrates all-MiniLM-L6-v2 with ``to="auto"`` at several tolerances, and writes
-benchmarks/results/auto.json, in a few minutes. ``python -m benchmarks.auto --add OUT/report.json`` adds the result of
-a ``dynorm convert`` that distilled it.
+``python -m benchmarks.auto`` calibrates all-MiniLM-L6-v2 with ``to="auto"`` at several tolerances,
+and writes benchmarks/results/auto.json, in a few minutes. ``python -m benchmarks.auto --add
+OUT/report.json`` adds the result of a ``dynorm convert`` that distilled it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def calibrated(to: str, tolerance: float | None) -> Row:
     next(fitted(subject, to, 0, **chosen, per_channel=True, witnesses=WITNESSES))
     figures = subject.figures()
     layers = dynorm_layers(subject.pretrained.model).values()
-    kinds = [(type(layer) is dynorm.LinearControl, bool(layer.witness_channels)) for layer in layers]
+    kinds = [
+        (type(layer) is dynorm.LinearControl, bool(layer.witness_channels)) for layer in layers
+    ]
     return {"to": to, "tolerance": tolerance, **counted(kinds), "spearman": figures["spearman"]}
 
 
@@ -46,7 +48,10 @@ def distilled(report: dict[str, Any]) -> Row:
     recipe, sites = report["meta"]["recipe"], report["sites"]
     kinds = [(site["layer"] == "linear", bool(site["witnesses"])) for site in sites]
     names = ("to", "tolerance", "steps", "minutes", "bf16")
-    chosen = {name: recipe[name] if recipe["to"] == "auto" or name != "tolerance" else None for name in names}
+    chosen = {
+        name: recipe[name] if recipe["to"] == "auto" or name != "tolerance" else None
+        for name in names
+    }
     return {**chosen, **counted(kinds), "spearman": report["output"]["spearman"]}
 
 
@@ -55,7 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--add", nargs="+", type=Path, default=[], help="reports of dynorm convert")
     arguments = parser.parse_args()
-    found: dict[str, Any] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {"distilled": []}
+    found: dict[str, Any] = (
+        json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {"distilled": []}
+    )
     if not arguments.add:
         found["calibrated"] = [calibrated(*arm) for arm in ARMS]
         found["made_with"] = library_versions()
@@ -63,7 +70,9 @@ def main() -> None:
         row = distilled(json.loads(path.read_text("utf-8")))
         same = ("to", "tolerance", "steps", "minutes")
         found["distilled"] = [
-            each for each in found["distilled"] if any(each.get(name) != row.get(name) for name in same)
+            each
+            for each in found["distilled"]
+            if any(each.get(name) != row.get(name) for name in same)
         ] + [row]
     write_text(RESULTS, json.dumps(found, indent=1) + "\n")
 

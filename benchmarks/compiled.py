@@ -28,12 +28,21 @@ def tiny_model(kind: str, layers: int = 1) -> nn.Module:
     import transformers
 
     text = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
-    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 48}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    }
     config: Any
     if kind == "gpt2":
-        config = transformers.GPT2Config(n_embd=32, n_layer=layers, n_head=2, n_positions=64, use_cache=False, **text)
+        config = transformers.GPT2Config(
+            n_embd=32, n_layer=layers, n_head=2, n_positions=64, use_cache=False, **text
+        )
     elif kind == "llama":
-        config = transformers.LlamaConfig(max_position_embeddings=64, use_cache=False, **sizes, **text)
+        config = transformers.LlamaConfig(
+            max_position_embeddings=64, use_cache=False, **sizes, **text
+        )
     elif kind == "bert":
         config = transformers.BertConfig(max_position_embeddings=64, **sizes, **text)
     else:
@@ -93,23 +102,37 @@ def count(code: str) -> Generated:
     return Generated(
         launches=len(calls),
         loops=sum(innermost_loops(kernels[name]) for name in calls),
-        reductions=sum(len(re.findall(r"^\s+\S+ tmp_acc\d+ = ", kernels[name], re.M)) for name in calls),
+        reductions=sum(
+            len(re.findall(r"^\s+\S+ tmp_acc\d+ = ", kernels[name], re.M)) for name in calls
+        ),
         library=len(re.findall(r"extern_kernels\.\w+\(|torch\.ops\.aten\.\w+\.\w+\(", code)),
     )
 
 
 def kernels_of(code: str) -> dict[str, str]:
     """Return the source of each generated C++ kernel by its name."""
-    return dict(re.findall(r"^(\w+) = async_compile\.cpp_pybinding\(\[.*?\], r'''\n(.*?)'''\)", code, re.M | re.S))
+    return dict(
+        re.findall(
+            r"^(\w+) = async_compile\.cpp_pybinding\(\[.*?\], r'''\n(.*?)'''\)", code, re.M | re.S
+        )
+    )
 
 
 def innermost_loops(kernel: str) -> int:
     """Count the loops that hold no other loop."""
-    lines = [(len(line) - len(line.lstrip()), line.lstrip()) for line in kernel.splitlines() if line.strip()]
+    lines = [
+        (len(line) - len(line.lstrip()), line.lstrip())
+        for line in kernel.splitlines()
+        if line.strip()
+    ]
     found = 0
     for place, (depth, line) in enumerate(lines):
         if line.startswith("for("):
-            body = next(at for at, (inner, text) in enumerate(lines) if at > place and inner == depth and text == "}")
+            body = next(
+                at
+                for at, (inner, text) in enumerate(lines)
+                if at > place and inner == depth and text == "}"
+            )
             found += not any(text.startswith("for(") for _, text in lines[place + 1 : body])
     return found
 
@@ -121,7 +144,10 @@ def fresh_compiler() -> Iterator[None]:
 
     torch._dynamo.reset()
     counters.clear()
-    with torch._dynamo.config.patch(error_on_recompile=True), torch._inductor.config.patch(fx_graph_cache=False):
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):
         yield
     torch._dynamo.reset()
 

@@ -1,7 +1,8 @@
 """What a decoder loses and gets back: SmolLM2-135M-Instruct after calibration, and along a distillation.
 
-``python -m benchmarks.decoder`` writes benchmarks/results/decoder.json. Steps and tokens are given, not
-minutes, so that a busy machine gives the same figures. It needs the packages of requirements-models.txt.
+``python -m benchmarks.decoder`` writes benchmarks/results/decoder.json. Steps and tokens are given,
+not minutes, so that a busy machine gives the same figures. It needs the packages of
+requirements-models.txt.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from benchmarks.distillation import reference
 from benchmarks.subjects import Batches, Row, add_rows, calibrate
 from dynorm.distill.convert_model import LANGUAGE
 from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
-from dynorm.distill.pretrained import Pretrained, ShuffledBatches, encode, load_pretrained, make_batches
+from dynorm.distill.pretrained import (
+    Pretrained,
+    ShuffledBatches,
+    encode,
+    load_pretrained,
+    make_batches,
+)
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
@@ -32,11 +39,24 @@ from tools.demo_model import folder
 RESULTS = Path(__file__).parent / "results" / "decoder.json"
 # One list of token ids per block.
 Blocks = list[list[int]]
-FIGURES = ("loss_original", "loss_difference", "kl", "accuracy_original", "accuracy_now", "agreement")
-ABOUT = {"model": "SmolLM2-135M-Instruct, 61 RMSNorms", "held_out": 96, "blocks_measured": 8, "length": 256}
+FIGURES = (
+    "loss_original",
+    "loss_difference",
+    "kl",
+    "accuracy_original",
+    "accuracy_now",
+    "agreement",
+)
+ABOUT = {
+    "model": "SmolLM2-135M-Instruct, 61 RMSNorms",
+    "held_out": 96,
+    "blocks_measured": 8,
+    "length": 256,
+}
 # Blocks in a batch, measured or trained on.
 BATCH = LANGUAGE["batch"]
-# A prompt of GIVEN tokens begins every APART tokens of the held-out blocks. The first PROMPTS are continued by ASKED.
+# A prompt of GIVEN tokens begins every APART tokens of the held-out blocks. The first PROMPTS are
+# continued by ASKED.
 APART, PROMPTS, GIVEN, ASKED = 64, 200, 32, 64
 # A token is a near tie where the original's second choice is so close, in nats.
 NEAR = 0.5
@@ -51,15 +71,23 @@ def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
 def main() -> None:
     """Calibrate, distil, and add a row for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=240, help="distillation steps of 1,024 tokens, 0 for none")
-    parser.add_argument("--every", type=int, default=60, help="steps from one measurement to the next")
-    parser.add_argument("--witnesses", type=int, default=LANGUAGE["witnesses"], help="per layer, at most")
+    parser.add_argument(
+        "--steps", type=int, default=240, help="distillation steps of 1,024 tokens, 0 for none"
+    )
+    parser.add_argument(
+        "--every", type=int, default=60, help="steps from one measurement to the next"
+    )
+    parser.add_argument(
+        "--witnesses", type=int, default=LANGUAGE["witnesses"], help="per layer, at most"
+    )
     steps, every, witnesses = vars(parser.parse_args()).values()
     started = time.process_time()
     pretrained, original, _, fit, kinds = converted_decoder(witnesses)
     model, length = pretrained.model, ABOUT["length"]
     tests = {name: blocks(pretrained, some) for name, some in kinds.items()}
-    prompts = [block[i : i + GIVEN] for block in chain(*kinds.values()) for i in range(0, length, APART)][:PROMPTS]
+    prompts = [
+        block[i : i + GIVEN] for block in chain(*kinds.values()) for i in range(0, length, APART)
+    ][:PROMPTS]
     continued = pretrained.greedy(original, prompts, ASKED)
     near = near_ties(original, prompts, continued)
 
@@ -68,7 +96,11 @@ def main() -> None:
         row["tokens"] = done * BATCH * length
         row |= {name: figures(other, original, batches) for name, batches in tests.items()}
         same = pretrained.greedy(other, prompts, ASKED) == continued
-        row["greedy"] = {"prompts": len(prompts), "tokens": ASKED, "equal": round(float(same.float().mean()), 4)}
+        row["greedy"] = {
+            "prompts": len(prompts),
+            "tokens": ASKED,
+            "equal": round(float(same.float().mean()), 4),
+        }
         row["greedy"] |= {} if same.all() else first_differences(same, near)
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
         print(json.dumps(row), flush=True)
@@ -84,7 +116,15 @@ def main() -> None:
     add("calibrated", 0, model)
     if steps:
         batches = ShuffledBatches(partial(make_batches, pretrained), fit, BATCH, 0)
-        dynorm.distill_(model, batches, teacher=original, steps=steps, bf16=True, quiet=True, callbacks=[Measure()])
+        dynorm.distill_(
+            model,
+            batches,
+            teacher=original,
+            steps=steps,
+            bf16=True,
+            quiet=True,
+            callbacks=[Measure()],
+        )
 
 
 @torch.inference_mode()
@@ -92,7 +132,9 @@ def near_ties(original: Any, prompts: Blocks, continued: Tensor) -> Tensor:
     """Return at which of its tokens (prompts, ASKED) the original had a second choice about as good, an end counted."""
     found = []
     for some, rest in zip(torch.tensor(prompts).split(BATCH), continued.split(BATCH), strict=True):
-        first, second = original(torch.cat([some, rest], 1)).logits[:, GIVEN - 1 : -1].topk(2).values.unbind(-1)
+        first, second = (
+            original(torch.cat([some, rest], 1)).logits[:, GIVEN - 1 : -1].topk(2).values.unbind(-1)
+        )
         found.append(first - second < NEAR)
     return torch.cat(found)
 
@@ -102,16 +144,22 @@ def first_differences(same: Tensor, near: Tensor) -> dict[str, float]:
     first = same.long().argmin(1)[~same.all(1)]
     there = near[~same.all(1)].gather(1, first[:, None])
     shares = {"near_ties": there, "near_ties_of_all": near}
-    return {"first": int(first.median()) + 1} | {k: round(float(v.float().mean()), 4) for k, v in shares.items()}
+    return {"first": int(first.median()) + 1} | {
+        k: round(float(v.float().mean()), 4) for k, v in shares.items()
+    }
 
 
-def converted_decoder(witnesses: int | None = None) -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
+def converted_decoder(
+    witnesses: int | None = None,
+) -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
     """Return the calibrated decoder, the original, calibration batches, blocks to train on, and two kinds held out."""
     recipe = Recipe(held_out=ABOUT["held_out"], witnesses=witnesses).filled(language_model=True)
     pretrained = load_pretrained(folder("smollm2"))
     model, original = pretrained.model, copy.deepcopy(pretrained.model)
     parts = split_texts(standard_library_docstrings(whole=True), ABOUT["held_out"])
-    fit, docstrings, prose = (encode(pretrained, part, ABOUT["length"]) for part in (*parts, reference()))
+    fit, docstrings, prose = (
+        encode(pretrained, part, ABOUT["length"]) for part in (*parts, reference())
+    )
     calibration = make_batches(pretrained, fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
     calibrate(model, calibration, recipe)
     return pretrained, original, calibration, fit, {"docstrings": docstrings, "reference": prose}

@@ -1,8 +1,9 @@
 """The figures and tables of docs/deploy.md: ``python -m benchmarks.deploy``, about an hour on one core.
 
-Each part is written to benchmarks/results/deploy.json as soon as it is measured: the code that Inductor generates, the
-roads of export, the dtypes of onnxruntime, and int8 on three models, two of which ``make models`` installs. ``--only
-code int8`` measures some of them anew, ``--only`` without a name none; the page is renewed in any case.
+Each part is written to benchmarks/results/deploy.json as soon as it is measured: the code that
+Inductor generates, the roads of export, the dtypes of onnxruntime, and int8 on three models, two of
+which ``make models`` installs. ``--only code int8`` measures some of them anew, ``--only`` without
+a name none; the page is renewed in any case.
 """
 
 from __future__ import annotations
@@ -37,12 +38,18 @@ def code() -> dict[str, Any]:
     found: dict[str, Any] = {"layers": LAYERS, "models": {}}
     for kind in NAMES:
         plain, example = tiny_model(kind, LAYERS), inputs(kind, 2, 8)
-        before, after = (generated_code(model, example) for model in (plain, converted(plain, example)))
+        before, after = (
+            generated_code(model, example) for model in (plain, converted(plain, example))
+        )
         found["models"][kind] = {"before": count(before).to_dict(), "after": count(after).to_dict()}
         print(kind, found["models"][kind], flush=True)
         if kind == "bert":
             kernels = kernels_of(after)
-            name = next(name for name in kernels if "add" in name and "sqrt" in name and "embedding" not in name)
+            name = next(
+                name
+                for name in kernels
+                if "add" in name and "sqrt" in name and "embedding" not in name
+            )
             found["excerpt"] = {"name": name, "lines": excerpt(kernels[name])}
     return found
 
@@ -107,12 +114,16 @@ def load() -> dict[str, Any]:
 def code_table() -> str:
     """One row per model."""
     lines = [
-        "| model | passes over activations | reductions | generated kernels called | matrix products, attention |",
+        "| model | passes over activations | reductions | generated kernels called | matrix "
+        "products, attention |",
         "|---|---|---|---|---|",
     ]
     for kind, found in load()["code"]["models"].items():
         before, after = found["before"], found["after"]
-        cells = [f"{before[name]} → {after[name]}" for name in ("loops", "reductions", "launches", "library")]
+        cells = [
+            f"{before[name]} → {after[name]}"
+            for name in ("loops", "reductions", "launches", "library")
+        ]
         lines.append(f"| {NAMES[kind]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -130,11 +141,20 @@ def parity_table() -> str:
     """One row per kind of export, and the operators of the ONNX graphs."""
     rows = load()["parity"]
     kinds = list(dict.fromkeys(row["model"] for row in rows))
-    lines = ["| largest error | " + " | ".join(NAMES[kind] for kind in kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
+    lines = [
+        "| largest error | " + " | ".join(NAMES[kind] for kind in kinds) + " |",
+        "|---" * (len(kinds) + 1) + "|",
+    ]
     for road in dict.fromkeys(row["road"] for row in rows if "road" in row):
-        errors = [next(r["error"] for r in rows if r["model"] == kind and r.get("road") == road) for kind in kinds]
+        errors = [
+            next(r["error"] for r in rows if r["model"] == kind and r.get("road") == road)
+            for kind in kinds
+        ]
         lines.append(f"| {road} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
-    for name, title in (("nodes", "ONNX nodes"), ("norms_and_reductions", "of these LayerNormalization, Reduce")):
+    for name, title in (
+        ("nodes", "ONNX nodes"),
+        ("norms_and_reductions", "of these LayerNormalization, Reduce"),
+    ):
         cells = []
         for kind in kinds:
             before, after = ([r[name] for r in rows if r["model"] == kind and "onnx" in r])[:2]
@@ -150,7 +170,9 @@ def dtype_table() -> str:
     lines = ["| layer | operators | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for layer in dict.fromkeys(row["layer"] for row in rows):
         mine = [row for row in rows if row["layer"] == layer]
-        cells = [f"{row['error']:.0e}" if row.get("error") else row.get("refused", "0") for row in mine]
+        cells = [
+            f"{row['error']:.0e}" if row.get("error") else row.get("refused", "0") for row in mine
+        ]
         lines.append(f"| {layer} | {' '.join(mine[0]['operators'])} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -158,14 +180,18 @@ def dtype_table() -> str:
 def int8_table() -> str:
     """One row per way to find the scales."""
     lines = ["| activations' scales | mean cosine | worst |", "|---|---|---|"]
-    lines += [f"| {row['way']} | {row['cosine']:.4f} | {row['worst']:.3f} |" for row in load()["int8"]["rows"]]
+    lines += [
+        f"| {row['way']} | {row['cosine']:.4f} | {row['worst']:.3f} |"
+        for row in load()["int8"]["rows"]
+    ]
     return "\n".join(lines)
 
 
 def bound_table() -> str:
     """One row per layer: its bound, and the outputs that were seen."""
     lines = [
-        "| layer | bound | largest seen | 0.999 quantile | root mean square | bound / largest, median channel |",
+        "| layer | bound | largest seen | 0.999 quantile | root mean square | bound / largest, "
+        "median channel |",
         "|---|---|---|---|---|---|",
     ]
     names = ("bound", "largest", "quantile_0.999", "root_mean_square", "median_channel_ratio")
@@ -187,10 +213,18 @@ def decoder_table() -> str:
     ]
     for name in ("original", "converted"):
         losses = found[f"loss_{name}"]
-        lines.append(f"| none: {name}, float32 | | {losses['docstrings']:.4f} | | {losses['reference']:.4f} | |")
+        lines.append(
+            f"| none: {name}, float32 | | {losses['docstrings']:.4f} | | {losses['reference']:.4f} "
+            "| |"
+        )
     for row in found["rows"]:
-        cells = [f"{row[name]['loss']:+.4f} | {row[name]['kl']:.4f}" for name in ("docstrings", "reference")]
-        lines.append(f"| {row['linears']}: {row['count']} | {row['way']} | " + " | ".join(cells) + " |")
+        cells = [
+            f"{row[name]['loss']:+.4f} | {row[name]['kl']:.4f}"
+            for name in ("docstrings", "reference")
+        ]
+        lines.append(
+            f"| {row['linears']}: {row['count']} | {row['way']} | " + " | ".join(cells) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -198,7 +232,10 @@ def image_table() -> str:
     """One row per way: how near the class tokens stay."""
     lines = ["| linear layers in int8 | activations | mean cosine | worst |", "|---|---|---|---|"]
     for row in load()["images"]["rows"]:
-        lines.append(f"| {row['linears']}: {row['count']} | {row['way']} | {row['cosine']:.5f} | {row['worst']:.4f} |")
+        lines.append(
+            f"| {row['linears']}: {row['count']} | {row['way']} | {row['cosine']:.5f} | "
+            f"{row['worst']:.4f} |"
+        )
     return "\n".join(lines)
 
 
@@ -227,7 +264,13 @@ def renewed() -> str:
 def main() -> None:
     """Measure, and renew the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS), help="the parts to measure anew")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=list(PARTS),
+        default=list(PARTS),
+        help="the parts to measure anew",
+    )
     arguments = parser.parse_args()
     # What torch's exporters say of themselves.
     warnings.simplefilter("ignore")

@@ -1,9 +1,9 @@
 """What distillation gives back, by several recipes, on held-out docstrings and on texts of other kinds.
 
-``python -m benchmarks.distillation`` writes benchmarks/results/distillation.json, a recipe after another, each when it
-is done, for a real encoder or, with ``--model language``, a small language model. The first recipe is that of ``dynorm
-convert``; on the encoder 1,200 steps take six minutes on two cores in bfloat16. Steps are given, not minutes: a busy
-machine gives the same figures.
+``python -m benchmarks.distillation`` writes benchmarks/results/distillation.json, a recipe after
+another, each when it is done, for a real encoder or, with ``--model language``, a small language
+model. The first recipe is that of ``dynorm convert``; on the encoder 1,200 steps take six minutes
+on two cores in bfloat16. Steps are given, not minutes: a busy machine gives the same figures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from functools import partial
 from pathlib import Path
 
 import dynorm
-from benchmarks.subjects import BATCH, HELD_OUT, Row, Subject, add_rows, encoder, fitted, language_model, rows_so_far
+from benchmarks.subjects import (
+    BATCH,
+    HELD_OUT,
+    Row,
+    Subject,
+    add_rows,
+    encoder,
+    fitted,
+    language_model,
+    rows_so_far,
+)
 from dynorm.distill import AnnealCallback
 from dynorm.distill.distill import distill_, distillation_rate
 from dynorm.distill.pretrained import ShuffledBatches, make_batches
@@ -39,7 +49,8 @@ class Recipe:
         witnesses: channels that a layer may read.
         per_channel: one constant per channel, or one per layer.
         rate: the highest learning rate over that of ``dynorm convert``.
-        anneal: anneal from the norm during this share of the steps, instead of a fit before the first.
+        anneal: anneal from the norm during this share of the steps, instead of a fit before the
+            first.
     """
 
     to: str = "dyisru"
@@ -67,7 +78,10 @@ MODELS = {
 }
 KEY = ("recipe", "model", "steps", "seed")
 # Lines of a function that make a text, and modules whose functions are taken.
-LINES, MODULES = 8, ("json", "email", "asyncio", "http", "xml", "logging", "importlib", "concurrent", "tkinter")
+LINES, MODULES = (
+    8,
+    ("json", "email", "asyncio", "http", "xml", "logging", "importlib", "concurrent", "tkinter"),
+)
 
 
 # Libraries whose docstrings are texts of their own.
@@ -92,7 +106,9 @@ def reference() -> list[str]:
     """Return paragraphs of Python's language reference, as ``help()`` shows it: prose, and no docstring."""
     from pydoc_data.topics import topics
 
-    paragraphs = (" ".join(part.split()) for text in topics.values() for part in re.split(r"\n\s*\n", text))
+    paragraphs = (
+        " ".join(part.split()) for text in topics.values() for part in re.split(r"\n\s*\n", text)
+    )
     return sample([text for text in dict.fromkeys(paragraphs) if len(text) >= 60])
 
 
@@ -115,7 +131,9 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int, bf16: bool) -> 
     pretrained = subject.pretrained
     callbacks = []
     if recipe.anneal is None:
-        for _ in fitted(subject, recipe.to, seed, per_channel=recipe.per_channel, witnesses=recipe.witnesses):
+        for _ in fitted(
+            subject, recipe.to, seed, per_channel=recipe.per_channel, witnesses=recipe.witnesses
+        ):
             pass
     else:
         (probe,) = make_batches(pretrained, subject.encoded[:BATCH], BATCH)
@@ -144,7 +162,9 @@ def measured(name: str, model: str, steps: int, seed: int, bf16: bool) -> Row:
 
 def on_all_kinds(subject: Subject) -> dict[str, dict[str, float]]:
     """Return the figures on the held-out docstrings, and on kinds of text that no stage has seen."""
-    kinds = {"code": code(), "reference": reference()} | {name: docstrings(name) for name in LIBRARIES}
+    kinds = {"code": code(), "reference": reference()} | {
+        name: docstrings(name) for name in LIBRARIES
+    }
     return {"docstrings": subject.figures()} | {
         kind: subject.figures(subject.batches(texts)) for kind, texts in kinds.items()
     }
@@ -153,11 +173,22 @@ def on_all_kinds(subject: Subject) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measure what no earlier run has measured; each row is written when it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=list(MODELS), default="encoder", help="what is converted")
+    parser.add_argument(
+        "--model", choices=list(MODELS), default="encoder", help="what is converted"
+    )
     parser.add_argument("--steps", type=int, default=400, help="distillation steps of 32 texts")
-    parser.add_argument("--seed", type=int, default=0, help="of the split (the encoder's), the order and the training")
-    parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="which")
-    parser.add_argument("--bf16", action="store_true", help="distil in bfloat16, where the processor knows it")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split (the encoder's), the order and the training",
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="which"
+    )
+    parser.add_argument(
+        "--bf16", action="store_true", help="distil in bfloat16, where the processor knows it"
+    )
     arguments = parser.parse_args()
     for name in arguments.recipes:
         key = (name, arguments.model, arguments.steps, arguments.seed)

@@ -1,7 +1,8 @@
 """How smoothly the explorer's page follows the mouse: ``python -m benchmarks.explorer`` writes results/explorer.json.
 
-A real, headless browser drags the outlier to and fro for some seconds. A frame counts when the numbers on the page have
-changed since the frame before, so what is measured is the whole way from the mouse to the picture.
+A real, headless browser drags the outlier to and fro for some seconds. A frame counts when the
+numbers on the page have changed since the frame before, so what is measured is the whole way from
+the mouse to the picture.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def measure(browser: Browser, page: Path, channels: int, seconds: float) -> dict
 def drag(browser: Browser, seconds: float) -> None:
     """Press the mouse on the handle, swing it as a hand would, and let go."""
     box = browser.run("return document.querySelector('#handle').getBoundingClientRect().toJSON()")
-    plot = browser.run("return document.querySelector('#main-plot .u-over').getBoundingClientRect().toJSON()")
+    plot = browser.run(
+        "return document.querySelector('#main-plot .u-over').getBoundingClientRect().toJSON()"
+    )
     x, y, reach = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, 0.4 * plot["width"]
     middle = plot["x"] + plot["width"] / 2
     mouse(browser, "mousePressed", x, y)
@@ -86,7 +89,11 @@ def main() -> None:
         version = browser.driver.capabilities["browserVersion"]
     document = {
         "what": "dragging the outlier on the page of dynorm explore, 1280 x 1000, light",
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "graphics": "none, software rendering"},
+        "machine": {
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "graphics": "none, software rendering",
+        },
         "browser": f"Chromium {version}, headless, which draws at most 60 frames a second",
         "seconds": seconds,
         "rows": rows,

@@ -53,7 +53,9 @@ def onnx_program(model: nn.Module, example: dict[str, Tensor]) -> torch.onnx.ONN
 
 def onnx_session(program: torch.onnx.ONNXProgram) -> onnxruntime.InferenceSession:
     """Load an exported model into onnxruntime's CPU provider."""
-    return onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
 
 
 def dtypes() -> list[dict[str, Any]]:
@@ -98,22 +100,30 @@ def parity() -> list[dict[str, Any]]:
         onnx = onnx_program(model, example)
         session = onnx_session(onnx)
         with tempfile.TemporaryDirectory() as folder:
-            package = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "model.pt2"))
+            package = torch._inductor.aoti_compile_and_package(
+                program, package_path=str(Path(folder) / "model.pt2")
+            )
             compiled = torch._inductor.aoti_load_package(package)
         flat = program.module()
         roads = {
             "torch.export": lambda ids, run=flat: first(run(input_ids=ids)),
             "AOTInductor": lambda ids, run=compiled: first(run(input_ids=ids)),
-            "ONNX": lambda ids, run=session.run: torch.from_numpy(run(None, {"input_ids": ids.numpy()})[0]),
+            "ONNX": lambda ids, run=session.run: torch.from_numpy(
+                run(None, {"input_ids": ids.numpy()})[0]
+            ),
         }
         for road, run in roads.items():
             examples = [inputs(kind, *shape)["input_ids"] for shape in SHAPES]
-            errors = [float((run(ids) - first(model(input_ids=ids))).abs().max()) for ids in examples]
+            errors = [
+                float((run(ids) - first(model(input_ids=ids))).abs().max()) for ids in examples
+            ]
             rows.append({"model": kind, "road": road, "error": max(errors)})
             print(rows[-1], flush=True)
         for state, exported in (("before", onnx_program(plain, example)), ("after", onnx)):
             names = [node.op_type for node in exported.model_proto.graph.node]
             norms = sum(name == "LayerNormalization" or name.startswith("Reduce") for name in names)
-            rows.append({"model": kind, "onnx": state, "nodes": len(names), "norms_and_reductions": norms})
+            rows.append(
+                {"model": kind, "onnx": state, "nodes": len(names), "norms_and_reductions": norms}
+            )
             print(rows[-1], flush=True)
     return rows

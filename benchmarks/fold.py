@@ -105,7 +105,10 @@ def _reasons(report: FoldReport) -> list[dict[str, Any]]:
             reason = getattr(site, rewrite).reason
             if reason is not None:
                 found[rewrite, reason] += 1
-    return [{"rewrite": rewrite, "reason": reason, "sites": n} for (rewrite, reason), n in found.most_common()]
+    return [
+        {"rewrite": rewrite, "reason": reason, "sites": n}
+        for (rewrite, reason), n in found.most_common()
+    ]
 
 
 def timings(rounds: int = 60) -> list[dict[str, Any]]:
@@ -114,7 +117,9 @@ def timings(rounds: int = 60) -> list[dict[str, Any]]:
 
     def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
         config = transformers.GPT2Config(use_cache=False)
-        return transformers.GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 50257, (1, 128))}
+        return transformers.GPT2LMHeadModel(config), {
+            "input_ids": torch.randint(0, 50257, (1, 128))
+        }
 
     def vit() -> tuple[nn.Module, dict[str, Tensor]]:
         model = transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000))
@@ -127,7 +132,9 @@ def timings(rounds: int = 60) -> list[dict[str, Any]]:
     return [measured(name, make, rounds) for name, make in makers.items()]
 
 
-def measured(name: str, make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], rounds: int) -> dict[str, Any]:
+def measured(
+    name: str, make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], rounds: int
+) -> dict[str, Any]:
     """Times of one model, in milliseconds; no time is taken of a result that is wrong."""
     torch.manual_seed(0)
     model, given = make()
@@ -147,14 +154,21 @@ def measured(name: str, make: Callable[[], tuple[nn.Module, dict[str, Tensor]]],
     with torch.no_grad():
         exact = model(**given).logits
         for mode in ("eager", "compiled"):
-            pair = [model, folded] if mode == "eager" else [torch.compile(m, dynamic=False) for m in (model, folded)]
+            pair = (
+                [model, folded]
+                if mode == "eager"
+                else [torch.compile(m, dynamic=False) for m in (model, folded)]
+            )
             for one in pair:
                 error = float((one(**given).logits - exact).norm() / exact.norm())
                 if error > 1e-4:
-                    raise SystemExit(f"{name}, {mode}: the output is wrong by {error:.1e}; no time is taken")
+                    raise SystemExit(
+                        f"{name}, {mode}: the output is wrong by {error:.1e}; no time is taken"
+                    )
             times: list[list[float]] = [[], []]
             for i in range(rounds + 5):
-                # In turns, and which one comes first in turns too: the machine's mood is the same for both.
+                # In turns, and which one comes first in turns too: the machine's mood is the same
+                # for both.
                 for j in (0, 1) if i % 2 else (1, 0):
                     start = time.perf_counter()
                     pair[j](**given)
@@ -178,7 +192,8 @@ def _shake_(model: nn.Module) -> None:
 def coverage_table(document: dict[str, Any]) -> str:
     """One row a model."""
     lines = [
-        "| model | norms | affine | means | affine, allowed | means, allowed | loads with | refused even then |",
+        "| model | norms | affine | means | affine, allowed | means, allowed | loads with | "
+        "refused even then |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in document["models"]:
@@ -187,7 +202,8 @@ def coverage_table(document: dict[str, Any]) -> str:
         loads = default["loads_with"]
         loads += f", then {allowed['loads_with']}" if allowed["loads_with"] != loads else ""
         lines.append(
-            f"| {_title(row)} | {allowed['sites']} | {' | '.join(cells)} | {loads} | {_why(allowed['refused'])} |"
+            f"| {_title(row)} | {allowed['sites']} | {' | '.join(cells)} | {loads} | "
+            f"{_why(allowed['refused'])} |"
         )
     return "\n".join(lines)
 
@@ -210,7 +226,10 @@ def linear_table(document: dict[str, Any]) -> str:
     ]
     for row, linear, sites in rows:
         if linear["gone"] != sites:
-            lines.append(f"| {_title(row)} | {linear['gone']} of {sites} | {linear['reasons'][0].replace('|', '/')} |")
+            lines.append(
+                f"| {_title(row)} | {linear['gone']} of {sites} | "
+                f"{linear['reasons'][0].replace('|', '/')} |"
+            )
     return "\n".join(lines)
 
 
@@ -224,31 +243,44 @@ def _why(refused: list[dict[str, Any]]) -> str:
     for entry in sorted(refused, key=lambda entry: "(post-norm)" not in entry["reason"]):
         first.setdefault(entry["rewrite"], entry["reason"])
     names = {"affine": "affine", "center": "mean"}
-    return "; ".join(f"{names[rewrite]}: {reason}" for rewrite, reason in first.items()).replace("|", "/")
+    return "; ".join(f"{names[rewrite]}: {reason}" for rewrite, reason in first.items()).replace(
+        "|", "/"
+    )
 
 
 def timings_table(document: dict[str, Any]) -> str:
     """One row a model and mode."""
     lines = [
-        "| forward pass | LayerNorm | folded | folded / LayerNorm | parameters less | operations less |",
+        "| forward pass | LayerNorm | folded | folded / LayerNorm | parameters less | operations "
+        "less |",
         "|---|---|---|---|---|---|",
     ]
     for row in document.get("timings", {}).get("rows", []):
         for mode in ("eager", "compiled"):
             times = row[mode]
             lines.append(
-                f"| {row['model']}, {mode} | {times['original_ms']:.1f} ms | {times['folded_ms']:.1f} ms | "
-                f"{times['ratio_of_pairs']:.3f} | {row['parameters_removed']:,} | {row['operations_removed']:,} |"
+                f"| {row['model']}, {mode} | {times['original_ms']:.1f} ms | "
+                f"{times['folded_ms']:.1f} ms | "
+                f"{times['ratio_of_pairs']:.3f} | {row['parameters_removed']:,} | "
+                f"{row['operations_removed']:,} |"
             )
     timed = document.get("timings", {})
     if timed.get("load", float("inf")) > timed.get("threads", 0) + 0.5:
-        lines += ["", "(Taken while the machine was busy with other work: these times are to be taken again.)"]
+        lines += [
+            "",
+            "(Taken while the machine was busy with other work: these times are to be taken "
+            "again.)",
+        ]
     return "\n".join(lines)
 
 
 def renewed(text: str, document: dict[str, Any]) -> str:
     """Return the page with its tables as the results say."""
-    for name, table in (("coverage", coverage_table), ("linear", linear_table), ("timings", timings_table)):
+    for name, table in (
+        ("coverage", coverage_table),
+        ("linear", linear_table),
+        ("timings", timings_table),
+    ):
         before, rest = text.split(START.format(name=name))
         _, after = rest.split(END, 1)
         text = f"{before}{START.format(name=name)}\n{table(document)}\n{END}{after}"

@@ -62,7 +62,10 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("GPTNeoX", _SHORT),
     "gptj": ("GPTJ", _OLD | {"rotary_dim": 4}),
-    "bloom": ("Bloom", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS}),
+    "bloom": (
+        "Bloom",
+        {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS},
+    ),
     "falcon": ("Falcon", _SHORT),
     "phi": ("Phi", _SHORT),
     "stablelm": ("StableLm", _SHORT | {"num_key_value_heads": 2}),
@@ -77,17 +80,38 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", _SHORT | {"num_key_value_heads": 2, "use_qk_norm": True}),
     "mpt": (
         "Mpt",
-        {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": POSITIONS},
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": WIDTH,
+            "n_layers": LAYERS,
+            "n_heads": HEADS,
+            "max_seq_len": POSITIONS,
+        },
     ),
-    "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "mamba": ("Mamba", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 4}),
+    "mixtral": (
+        "Mixtral",
+        _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "mamba": (
+        "Mamba",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": WIDTH,
+            "num_hidden_layers": LAYERS,
+            "state_size": 4,
+        },
+    ),
 }
 """Causal language models: the class's name before ``Config`` and ``ForCausalLM``, and its sizes."""
 
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertModel", _SHORT),
     "roberta": ("RobertaConfig", "RobertaModel", _SHORT),
-    "modernbert": ("ModernBertConfig", "ModernBertModel", _SHORT | {"cls_token_id": 1, "sep_token_id": 2}),
+    "modernbert": (
+        "ModernBertConfig",
+        "ModernBertModel",
+        _SHORT | {"cls_token_id": 1, "sep_token_id": 2},
+    ),
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",
@@ -100,7 +124,11 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_heads": HEADS,
         },
     ),
-    "bart": ("BartConfig", "BartForConditionalGeneration", _SEQ | {"max_position_embeddings": POSITIONS}),
+    "bart": (
+        "BartConfig",
+        "BartForConditionalGeneration",
+        _SEQ | {"max_position_embeddings": POSITIONS},
+    ),
     "vit": ("ViTConfig", "ViTForImageClassification", _IMAGE),
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", _IMAGE),
     "convnext": (
@@ -159,7 +187,10 @@ class NanoGPT(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits of every position."""
-        x = self.drop(self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device)))
+        x = self.drop(
+            self.wte(input_ids)
+            + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device))
+        )
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.ln_f(x))
@@ -173,13 +204,17 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH), nn.Dropout(0.1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The next value of the residual stream."""
         batch, length, width = x.shape
         parts = self.c_attn(self.ln_1(x)).split(width, dim=2)
-        q, k, v = (part.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for part in parts)
+        q, k, v = (
+            part.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for part in parts
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))
         after: Tensor = x + self.mlp(self.ln_2(x))

@@ -1,7 +1,8 @@
 """The Triton kernels on a GPU, against what they replace and against a plain copy, which is the limit.
 
-``python -m benchmarks.gpu`` checks every output first, then writes benchmarks/results/gpu.json: medians of CUDA
-events with the cache flushed before each run, in interleaved rounds. The checks alone, under the memory checker:
+``python -m benchmarks.gpu`` checks every output first, then writes benchmarks/results/gpu.json:
+medians of CUDA events with the cache flushed before each run, in interleaved rounds. The checks
+alone, under the memory checker:
 
     compute-sanitizer --tool memcheck python -m benchmarks.gpu --check
     compute-sanitizer --tool racecheck python -m benchmarks.gpu --check
@@ -38,13 +39,20 @@ Contender = Callable[[], Any]
 def main() -> None:
     """Check, measure, write the file and print what is in it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="check outputs only, for compute-sanitizer")
+    parser.add_argument(
+        "--check", action="store_true", help="check outputs only, for compute-sanitizer"
+    )
     parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--columns", type=int, default=4096, help="channels, and the width of the product")
+    parser.add_argument(
+        "--columns", type=int, default=4096, help="channels, and the width of the product"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available() or not _triton.available():
-        sys.exit("benchmarks.gpu needs a GPU that torch and Triton can use; none is here, and nothing was measured")
+        sys.exit(
+            "benchmarks.gpu needs a GPU that torch and Triton can use; none is here, and nothing "
+            "was measured"
+        )
     files.require_writable(options.out)
     check_family("cuda")
     check_product("cuda")
@@ -63,7 +71,11 @@ def main() -> None:
 
 def check_family(device: str) -> None:
     """Compare values and gradients with the plain definition in float64, for sizes even and odd and every dtype."""
-    for dtype, tolerance in ((torch.float32, 4e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+    for dtype, tolerance in (
+        (torch.float32, 4e-6),
+        (torch.bfloat16, 2**-8),
+        (torch.float16, 2**-11),
+    ):
         for function in range(len(FUNCTIONS)):
             # Channels last, wide and odd; channels first.
             for shape, dim in (((257, 1024), -1), ((33, 517), -1), ((3, 40, 77), 1)):
@@ -71,11 +83,18 @@ def check_family(device: str) -> None:
 
 
 def _check_one(
-    function: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype, tolerance: float, device: str
+    function: int,
+    shape: tuple[int, ...],
+    dim: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    device: str,
 ) -> None:
     x, grad = (torch.randn(shape, device=device, dtype=dtype) * width for width in (3, 1))
     channels, inner = shape[dim], 1 if dim == -1 else shape[-1]
-    constant, shift, center, weight, bias = (torch.rand(channels, device=device) + 0.5 for _ in range(5))
+    constant, shift, center, weight, bias = (
+        torch.rand(channels, device=device) + 0.5 for _ in range(5)
+    )
     parameters = (constant, shift if function == DERF else None, center, weight, bias)
     form = Form(function, False, 1.5, channels, inner)
     y = _triton.forward(form, x, parameters)
@@ -99,13 +118,25 @@ def check_product(device: str) -> None:
     """Compare the fused product with a product, a sum and the plain definition in float64."""
     from benchmarks.speed.gemm import gemm_add_forward
 
-    for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10), (torch.float32, 2e-5)):
+    for dtype, tolerance in (
+        (torch.bfloat16, 2**-7),
+        (torch.float16, 2**-10),
+        (torch.float32, 2e-5),
+    ):
         # Sizes for the copy engine, and sizes that only masks can do.
         for m, n, k in ((300, 520, 264), (33, 35, 37)):
-            a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype).t()
-            residual, one = torch.randn(m, n, device=device, dtype=dtype), torch.full((1,), 2.0, device=device)
+            a, b = (
+                torch.randn(m, k, device=device, dtype=dtype),
+                torch.randn(n, k, device=device, dtype=dtype).t(),
+            )
+            residual, one = (
+                torch.randn(m, n, device=device, dtype=dtype),
+                torch.full((1,), 2.0, device=device),
+            )
             weight = torch.rand(n, device=device)
-            y, h = gemm_add_forward(Form(0, False, 1.5, n, 1), a, b, residual, None, (one, None, None, weight, None))
+            y, h = gemm_add_forward(
+                Form(0, False, 1.5, n, 1), a, b, residual, None, (one, None, None, weight, None)
+            )
             total = a.double() @ b.double() + residual.double()
             assert_close(h.double(), total, rtol=tolerance, atol=tolerance * k**0.5)
             expected = functional.dyisru(h.double(), 2.0, weight.double(), scale=1.5)
@@ -117,7 +148,9 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
     dtype = torch.bfloat16
     x, grad, y = (torch.randn(rows, columns, device=device, dtype=dtype) for _ in range(3))
     x.requires_grad_()
-    weight, bias = (torch.randn(columns, device=device, dtype=dtype).requires_grad_() for _ in range(2))
+    weight, bias = (
+        torch.randn(columns, device=device, dtype=dtype).requires_grad_() for _ in range(2)
+    )
     constant = torch.full((1,), 0.7, device=device, dtype=dtype).requires_grad_()
     leaf = x.detach()
 
@@ -144,7 +177,8 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
         both[name] = with_gradient(module, x, grad)
     found = {"rows": rows, "columns": columns, "dtype": "bfloat16", "forward": measure(forward)}
     copy = found["forward"]["copy"]["median"]
-    # A copy moves two tensors; forward and backward read x twice and grad once, and write y and the gradient of x.
+    # A copy moves two tensors; forward and backward read x twice and grad once, and write y and the
+    # gradient of x.
     found["both"] = measure(both)
     for name, contender in found["forward"].items():
         contender["over_floor"] = round(contender["median"] / copy, 3) if name != "copy" else 1.0
@@ -205,7 +239,10 @@ def measure_product(rows: int, width: int, device: str) -> dict[str, Any]:
     dtype = torch.bfloat16
     a, residual = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
     b = torch.randn(width, width, device=device, dtype=dtype).t()
-    constant, weight = torch.full((1,), float(width), device=device), torch.ones(width, device=device, dtype=dtype)
+    constant, weight = (
+        torch.full((1,), float(width), device=device),
+        torch.ones(width, device=device, dtype=dtype),
+    )
     form, parameters = Form(0, False, width**0.5, width, 1), (constant, None, None, weight, None)
 
     def normed() -> Tensor:

@@ -1,7 +1,8 @@
 """What an encoder of images loses and gets back, from the reports of ``dynorm convert``.
 
-``python -m benchmarks.images build/dinov2-calibrated/report.json build/dinov2-distilled/report.json``
-writes benchmarks/results/images.json; ``make images`` makes both reports first.
+``python -m benchmarks.images build/dinov2-calibrated/report.json
+build/dinov2-distilled/report.json`` writes benchmarks/results/images.json; ``make images`` makes
+both reports first.
 """
 
 from __future__ import annotations

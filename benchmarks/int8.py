@@ -1,8 +1,8 @@
 """What static int8 scales cost on a real encoder: all-MiniLM-L6-v2 converted, its linear layers after a norm in int8.
 
-Scales from the bound (no data), from so many standard deviations (no data), and from what 256 texts gave, beside
-torchao's dynamic quantization. Everything is compared with the converted model in float32, on held-out texts;
-``python -m benchmarks.deploy`` writes the figures.
+Scales from the bound (no data), from so many standard deviations (no data), and from what 256 texts
+gave, beside torchao's dynamic quantization. Everything is compared with the converted model in
+float32, on held-out texts; ``python -m benchmarks.deploy`` writes the figures.
 """
 
 from __future__ import annotations
@@ -77,7 +77,11 @@ def ways(
     for k in SIGMAS:
         static(f"{k:g} sigma, one scale per channel", sigmas=k, per_channel=True)
     static("data, least and largest", ranges={path: extremes(y) for path, y in seen.items()})
-    static("data, least and largest, affine", ranges={path: extremes(y) for path, y in seen.items()}, symmetric=False)
+    static(
+        "data, least and largest, affine",
+        ranges={path: extremes(y) for path, y in seen.items()},
+        symmetric=False,
+    )
     for q in QUANTILES:
         static(f"data, {q:.4g} quantile", ranges={path: quantile(y, q) for path, y in seen.items()})
     static(
@@ -92,9 +96,15 @@ def by_torchao(model: nn.Module, readers: Sequence[Reader], *, dynamic: bool) ->
     """Quantize the same linear layers without static scales."""
     from torchao import quantization
 
-    kind = quantization.Int8DynamicActivationInt8WeightConfig if dynamic else quantization.Int8WeightOnlyConfig
+    kind = (
+        quantization.Int8DynamicActivationInt8WeightConfig
+        if dynamic
+        else quantization.Int8WeightOnlyConfig
+    )
     names = {reader.linear for reader in readers}
-    quantization.quantize_(model, kind(set_inductor_config=False), filter_fn=lambda _, path: path in names)
+    quantization.quantize_(
+        model, kind(set_inductor_config=False), filter_fn=lambda _, path: path in names
+    )
 
 
 @torch.no_grad()
@@ -104,7 +114,9 @@ def outputs(model: nn.Module, paths: set[str], batches: Batches) -> dict[str, Te
     for batch in batches:
         mask = batch["attention_mask"].bool()
         handles = [
-            model.get_submodule(path).register_forward_hook(lambda _, __, y, mine=mine, m=mask: mine.append(y[m]))
+            model.get_submodule(path).register_forward_hook(
+                lambda _, __, y, mine=mine, m=mask: mine.append(y[m])
+            )
             for path, mine in kept.items()
         ]
         model(**batch)

@@ -1,8 +1,9 @@
 """Static int8 beside dynamic on a decoder and a model of images, by what it costs on their tasks.
 
-SmolLM2-135M-Instruct and DINOv2-small, converted with eight witnesses per layer and calibrated, without distillation.
-Every way quantizes the same converted model, and is measured on held-out texts or photographs; the weights are in int8
-by torchao, with one scale per row. ``python -m benchmarks.deploy --only decoder images`` writes the figures.
+SmolLM2-135M-Instruct and DINOv2-small, converted with eight witnesses per layer and calibrated,
+without distillation. Every way quantizes the same converted model, and is measured on held-out
+texts or photographs; the weights are in int8 by torchao, with one scale per row. ``python -m
+benchmarks.deploy --only decoder images`` writes the figures.
 """
 
 from __future__ import annotations
@@ -37,11 +38,18 @@ Way = Callable[[nn.Module], Any]
 def decoder() -> dict[str, Any]:
     """Return the loss of the decoder, of its conversion, and of that in int8."""
     pretrained, original, calibration, _, kinds = converted_decoder()
-    model, tests = pretrained.model, {name: blocks(pretrained, some) for name, some in kinds.items()}
+    model, tests = (
+        pretrained.model,
+        {name: blocks(pretrained, some) for name, some in kinds.items()},
+    )
     readers = find_readers(model, **calibration[0])
-    ranges = observed_ranges(model, calibration, inputs_of=[reader.linear for reader in readers if reader.ndim])
+    ranges = observed_ranges(
+        model, calibration, inputs_of=[reader.linear for reader in readers if reader.ndim]
+    )
     largest = {path: torch.maximum(low.abs(), high.abs()) for path, (low, high) in ranges.items()}
-    widths = {path: round(float(values.max() / values.median()), 1) for path, values in largest.items()}
+    widths = {
+        path: round(float(values.max() / values.median()), 1) for path, values in largest.items()
+    }
     before = {name: losses(original, batches)[0] for name, batches in tests.items()}
     plain = {name: losses(model, batches) for name, batches in tests.items()}
     rows = []
@@ -51,12 +59,18 @@ def decoder() -> dict[str, Any]:
         row: dict[str, Any] = {"linears": what, "way": way, "count": count}
         for name, batches in tests.items():
             loss, logits = losses(quantized, batches)
-            row[name] = {"loss": round(loss - plain[name][0], 4), "kl": round(divergence(plain[name][1], logits), 4)}
+            row[name] = {
+                "loss": round(loss - plain[name][0], 4),
+                "kl": round(divergence(plain[name][1], logits), 4),
+            }
         rows.append(row)
         print(row, flush=True)
     return {
         "model": ABOUT["model"],
-        "tokens": {name: sum(batch["input_ids"].numel() for batch in batches) for name, batches in tests.items()},
+        "tokens": {
+            name: sum(batch["input_ids"].numel() for batch in batches)
+            for name, batches in tests.items()
+        },
         "calibration_tokens": sum(batch["input_ids"].numel() for batch in calibration),
         "loss_original": {name: round(loss, 4) for name, loss in before.items()},
         "loss_converted": {name: round(loss, 4) for name, (loss, _) in plain.items()},
@@ -71,14 +85,18 @@ def images() -> dict[str, Any]:
     model, recipe = pretrained.model, Recipe().filled(False, "images")
     files, _ = find_images(["build/pictures"])
     source = image_inputs(pretrained, files[PHOTOGRAPHS:], files[:PHOTOGRAPHS], {})
-    calibration = [dict(batch) for batch in source.batches(source.fit[: recipe.calibration], recipe.batch)]
+    calibration = [
+        dict(batch) for batch in source.batches(source.fit[: recipe.calibration], recipe.batch)
+    ]
     tests = [dict(batch) for batch in source.batches(source.held_out, recipe.batch)]
     original = class_tokens(model, tests)
     calibrate(model, calibration, recipe)
     want, rows = class_tokens(model, tests), []
     readers = find_readers(model, **tests[0])
     some = calibration[: SEEN // recipe.batch]
-    ranges = observed_ranges(model, some, inputs_of=[reader.linear for reader in readers if reader.ndim])
+    ranges = observed_ranges(
+        model, some, inputs_of=[reader.linear for reader in readers if reader.ndim]
+    )
     for what, way, quantize in ways(readers, ranges, kept="fc2"):
         quantized = copy.deepcopy(model)
         count = quantize(quantized)
@@ -94,10 +112,13 @@ def images() -> dict[str, Any]:
     }
 
 
-def ways(readers: Sequence[Reader], ranges: dict[str, Range], kept: str) -> Iterable[tuple[str, str, Way]]:
+def ways(
+    readers: Sequence[Reader], ranges: dict[str, Range], kept: str
+) -> Iterable[tuple[str, str, Way]]:
     """Yield which linear layers are quantized, how, and the function that does it and returns their number.
 
-    Dynamic scales are by torchao, one per token. ``kept`` ends the paths of those that stay dynamic beside static ones.
+    Dynamic scales are by torchao, one per token. ``kept`` ends the paths of those that stay dynamic
+    beside static ones.
     """
     every = [reader for reader in readers if reader.ndim]
     first = [reader for reader in every if reader.refused is None]
@@ -139,7 +160,8 @@ def divergence(want: Tensor, got: Tensor) -> float:
     """Return the mean divergence of the predictions from the others, in nats per token."""
     # A block at a time: the logits of all are large.
     return fmean(
-        float(output_loss({"logits": b[None]}, {"logits": a[None]}, {})) for a, b in zip(want, got, strict=True)
+        float(output_loss({"logits": b[None]}, {"logits": a[None]}, {}))
+        for a, b in zip(want, got, strict=True)
     )
 
 

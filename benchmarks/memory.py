@@ -1,7 +1,8 @@
 """The memory of each stage beside that of training: measured on small Llamas, with a formula for 8 B parameters.
 
-``python -m benchmarks.memory`` writes benchmarks/results/memory.json: the peak of the process that computes, from the
-kernel's own books. Speed has no part in it, so that a busy machine gives the same figures.
+``python -m benchmarks.memory`` writes benchmarks/results/memory.json: the peak of the process that
+computes, from the kernel's own books. Speed has no part in it, so that a busy machine gives the
+same figures.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ STAGES = ("train", "calibrate", "refine", "distill")
 # Layers, channels, words, and tokens of a batch. The last one only checks what the others tell.
 CONFIGS = ((8, 512, 8192, 256), (8, 512, 8192, 1024), (8, 512, 16384, 1024), (12, 640, 8192, 768))
 # Llama of 8 B parameters: an inner width of 3.5 C, a quarter of the heads for keys and values.
-LARGE = {"layers": 32, "channels": 4096, "words": 128256, "tokens": 512, "parameters": 8_030_261_248}
+LARGE = {
+    "layers": 32,
+    "channels": 4096,
+    "words": 128256,
+    "tokens": 512,
+    "parameters": 8_030_261_248,
+}
 
 
 def terms(row: dict[str, float]) -> list[float]:
     """Return what the bytes are counted for: weights; channels of all layers, and words, of all tokens."""
-    return [row["parameters"], row["tokens"] * row["layers"] * row["channels"], row["tokens"] * row["words"]]
+    return [
+        row["parameters"],
+        row["tokens"] * row["layers"] * row["channels"],
+        row["tokens"] * row["words"],
+    ]
 
 
 def booked(name: str) -> float:
@@ -90,12 +101,20 @@ def main() -> None:
         print(json.dumps(measured(*map(int, sys.argv[1:]))))
         return
     # Freed memory goes back at once, and counts no more.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     rows = []
     for config in CONFIGS:
         words = [sys.executable, "-m", "benchmarks.memory", *map(str, config)]
         run = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-        rows.append(dict(zip(("layers", "channels", "words", "tokens"), config, strict=True)) | json.loads(run.stdout))
+        rows.append(
+            dict(zip(("layers", "channels", "words", "tokens"), config, strict=True))
+            | json.loads(run.stdout)
+        )
     write_text(RESULTS, json.dumps(summary(rows), indent=1) + "\n")
 
 
@@ -105,7 +124,9 @@ def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
     for stage in STAGES:
         *fitted, check = [(terms(row), row[stage]) for row in rows]
         per, _ = nnls(np.array([row for row, _ in fitted]), np.array([peak for _, peak in fitted]))
-        found["bytes"][stage] = dict(zip(("weight", "channel", "word"), per.round(2).tolist(), strict=True))
+        found["bytes"][stage] = dict(
+            zip(("weight", "channel", "word"), per.round(2).tolist(), strict=True)
+        )
         found["check"][stage] = {"formula": float(np.dot(check[0], per)), "measured": check[1]}
     return found
 

@@ -1,7 +1,8 @@
 """Train a small language model twice, and draw what ``dynorm.Monitor`` sees: one run sticks, one does not.
 
-``python -m benchmarks.monitor`` trains for some four minutes on one core and writes benchmarks/results/monitor.json and
-docs/images/monitor.png; with ``--draw`` it only draws. The runs differ in one thing: the rate of the constants.
+``python -m benchmarks.monitor`` trains for some four minutes on one core and writes
+benchmarks/results/monitor.json and docs/images/monitor.png; with ``--draw`` it only draws. The runs
+differ in one thing: the rate of the constants.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from dynorm.distill.texts import standard_library_docstrings
 from dynorm.family import FAMILY
 
 ROOT = Path(__file__).parent.parent
-RESULTS, IMAGE = ROOT / "benchmarks" / "results" / "monitor.json", ROOT / "docs" / "images" / "monitor.png"
+RESULTS, IMAGE = (
+    ROOT / "benchmarks" / "results" / "monitor.json",
+    ROOT / "docs" / "images" / "monitor.png",
+)
 STEPS, WARM_UP, EVERY, RATE = 300, 120, 10, 2e-3
 LENGTH, BATCH, WIDTH, LAYERS = 64, 16, 96, 4
 RUNS = {"the weights' rate": RATE, "param_groups": None}
@@ -29,7 +33,9 @@ RUNS = {"the weights' rate": RATE, "param_groups": None}
 
 def batches() -> Iterator[Tensor]:
     """Yield blocks of the standard library's docstrings, byte by byte; the same in each run."""
-    data = torch.tensor(list("\n\n".join(standard_library_docstrings(whole=True)).encode()[:500_000]))
+    data = torch.tensor(
+        list("\n\n".join(standard_library_docstrings(whole=True)).encode()[:500_000])
+    )
     generator = torch.Generator().manual_seed(0)
     while True:
         starts = torch.randint(0, len(data) - LENGTH, (BATCH,), generator=generator)
@@ -49,9 +55,20 @@ def train(constants_lr: float | None) -> dict[str, Any]:
     first = next(data)
     dynorm.convert_(model, dynorm.find_norms(model, first[:2]), center=False)
     dynorm.init_from_batch_(model, first)
-    optimizer = torch.optim.AdamW(dynorm.param_groups(model, lr=RATE, weight_decay=0.1, constants_lr=constants_lr))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    log: dict[str, Any] = {"steps": [], "loss": [], "saturated": [], "drift": [], "size": [], "warnings": []}
+    optimizer = torch.optim.AdamW(
+        dynorm.param_groups(model, lr=RATE, weight_decay=0.1, constants_lr=constants_lr)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP)
+    )
+    log: dict[str, Any] = {
+        "steps": [],
+        "loss": [],
+        "saturated": [],
+        "drift": [],
+        "size": [],
+        "warnings": [],
+    }
     losses = []
     with dynorm.Monitor(model) as monitor:
         for step, ids in zip(range(1, STEPS + 1), data, strict=False):
@@ -66,7 +83,9 @@ def train(constants_lr: float | None) -> dict[str, Any]:
                     warnings.simplefilter("always", dynorm.CalibrationWarning)
                     figures = monitor.read()
                 for name in ("saturated", "drift", "size"):
-                    log[name].append(round(max(v for key, v in figures.items() if key.startswith(name)), 5))
+                    log[name].append(
+                        round(max(v for key, v in figures.items() if key.startswith(name)), 5)
+                    )
                 log["steps"].append(step)
                 log["loss"].append(round(sum(losses[-EVERY:]) / EVERY, 4))
                 log["warnings"] += [[step, str(each.message)] for each in caught]

@@ -1,7 +1,7 @@
 """Draw norms of the real encoder from their own activations, for the README and docs/witnesses.md.
 
-``python -m benchmarks.picture`` writes docs/images/before-after.png, the best and the worst of its norms with
-the function in its place, and
+``python -m benchmarks.picture`` writes docs/images/before-after.png, the best and the worst of its
+norms with the function in its place, and
 docs/images/witness.png, the size of each token against the square of one of its channels.
 """
 
@@ -41,7 +41,9 @@ def activations() -> dict[str, Tensor]:
     masks: list[Tensor] = []
     for name, norm in norms.items():
         like = dynorm.DyISRU(norm.normalized_shape)
-        norm.register_forward_hook(lambda _, args, y, n=name, at=like: seen[n].append(site_tokens(at, args[0], masks)))
+        norm.register_forward_hook(
+            lambda _, args, y, n=name, at=like: seen[n].append(site_tokens(at, args[0], masks))
+        )
     with torch.no_grad():
         for batch in batches:
             masks[:] = token_masks(batch)
@@ -56,7 +58,9 @@ def draw(inputs: dict[str, Tensor]) -> None:
 
     fits = {}
     for path, x in inputs.items():
-        layer = dynorm.DyISRU(x.shape[1], scale=(x.shape[1] - 1) ** 0.5, elementwise_affine=False).requires_grad_(False)
+        layer = dynorm.DyISRU(
+            x.shape[1], scale=(x.shape[1] - 1) ** 0.5, elementwise_affine=False
+        ).requires_grad_(False)
         norm = Replaced(nn.LayerNorm(layer.channels), NormSite("", kind="layernorm"))
         fits[path] = SiteFit(layer, norm, Ranks())
         fits[path].update(x, dynorm.functional.layer_norm(x))
@@ -68,12 +72,22 @@ def draw(inputs: dict[str, Tensor]) -> None:
         y = dynorm.functional.layer_norm(x).flatten()
         chosen = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))[:6000]
         points = torch.cat([chosen, x.flatten().abs().topk(1500).indices])
-        axis.scatter(x.flatten()[points], y[points], c="0.7", s=5, linewidths=0, label="LayerNorm, token by token")
+        axis.scatter(
+            x.flatten()[points],
+            y[points],
+            c="0.7",
+            s=5,
+            linewidths=0,
+            label="LayerNorm, token by token",
+        )
         line = torch.linspace(float(x.min()) * 1.02, float(x.max()) * 1.02, 2000)
         curve = dynorm.functional.dyisru(line, float(fit.layer.beta()), scale=fit.layer.scale)
         name = rf"DyISRU, one curve, $\beta$ = {float(fit.layer.beta()):.3g}"
         axis.plot(line, curve, color=FAMILY["dyisru"].color, lw=2, label=name)
-        axis.set_title(f"where it fits {words}: {path}\nerror {fit.error:.0%} of the output's spread", fontsize=10)
+        axis.set_title(
+            f"where it fits {words}: {path}\nerror {fit.error:.0%} of the output's spread",
+            fontsize=10,
+        )
         axis.set_xlabel("input x")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="upper left", fontsize=9, markerscale=3)
@@ -91,16 +105,28 @@ def draw_witness(x: Tensor) -> None:
     sums = x.shape[1] * x.var(1, correction=0)
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     square = x[:, one.channels[0]].square()
-    axes[0].scatter(square, sums, s=5, color=FAMILY["dyisru"].color, linewidths=0, alpha=0.5, label="a token")
+    axes[0].scatter(
+        square, sums, s=5, color=FAMILY["dyisru"].color, linewidths=0, alpha=0.5, label="a token"
+    )
     line = torch.logspace(0, float(square.max().log10()) + 0.05, 300)
-    axes[0].plot(line, one.beta + one.gains[0] * line, color="0.2", lw=1.2, label=r"$\beta + g\,x^2$, fitted")
+    axes[0].plot(
+        line, one.beta + one.gains[0] * line, color="0.2", lw=1.2, label=r"$\beta + g\,x^2$, fitted"
+    )
     axes[0].set_xlim(1, None)
     axes[0].set_title(f"one witness tells {one.explained[1]:.1%} of the sizes", fontsize=11)
     axes[0].set_xlabel(f"square of channel {one.channels[0]}")
     told = four.beta + x[:, list(four.channels)].square() @ torch.tensor(four.gains)
     constant = torch.full_like(sums, scales.choose(0).beta)
     axes[1].scatter(constant, sums, s=5, color="0.75", linewidths=0, label="a constant")
-    axes[1].scatter(told, sums, s=5, color=FAMILY["dyisru"].color, linewidths=0, alpha=0.5, label="four witnesses")
+    axes[1].scatter(
+        told,
+        sums,
+        s=5,
+        color=FAMILY["dyisru"].color,
+        linewidths=0,
+        alpha=0.5,
+        label="four witnesses",
+    )
     ends = [float(sums.min()), float(sums.max())]
     axes[1].plot(ends, ends, color="0.5", lw=0.8, ls="--", label="exact")
     axes[1].set_title(f"four tell {four.explained[4]:.1%}, a constant none", fontsize=11)

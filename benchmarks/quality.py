@@ -1,8 +1,8 @@
 """What replacing all norms of a real encoder costs in quality: every layer by the same recipe, on the same data.
 
-``python -m benchmarks.quality`` writes benchmarks/results/quality.json. Each layer is measured after each stage:
-closed-form calibration and joint refinement of the constants; benchmarks/distillation.py has what comes after. Seeds
-change the split of texts and their order.
+``python -m benchmarks.quality`` writes benchmarks/results/quality.json. Each layer is measured
+after each stage: closed-form calibration and joint refinement of the constants;
+benchmarks/distillation.py has what comes after. Seeds change the split of texts and their order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ from benchmarks.subjects import (
 
 Arm = tuple[str, bool, int]
 # Layer, one constant per channel or one per layer, and the most witnesses per site.
-PURE = tuple((layer, per_channel, 0) for per_channel in (True, False) for layer in ("dyisru", "dyt", "linear", "derf"))
-ARMS: tuple[Arm, ...] = PURE + tuple((layer, True, k) for k in (1, 2, 4) for layer in ("dyisru", "dyt", "linear"))
+PURE = tuple(
+    (layer, per_channel, 0)
+    for per_channel in (True, False)
+    for layer in ("dyisru", "dyt", "linear", "derf")
+)
+ARMS: tuple[Arm, ...] = PURE + tuple(
+    (layer, True, k) for k in (1, 2, 4) for layer in ("dyisru", "dyt", "linear")
+)
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 
 
@@ -42,8 +48,19 @@ def main() -> None:
     """Measure every layer and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="seeds of calibration and refinement")
-    parser.add_argument("--layers", nargs="+", default=list(dict.fromkeys(arm[0] for arm in ARMS)), help="which to run")
-    parser.add_argument("--witnesses", nargs="+", type=int, default=[0, 1, 2, 4], help="which numbers of them to run")
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        default=list(dict.fromkeys(arm[0] for arm in ARMS)),
+        help="which to run",
+    )
+    parser.add_argument(
+        "--witnesses",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2, 4],
+        help="which numbers of them to run",
+    )
     arguments = parser.parse_args()
     for seed in range(arguments.seeds):
         for arm in ARMS:
@@ -54,7 +71,13 @@ def main() -> None:
                 continue
             rows = []
             for stage, seconds, subject in stages(arm, seed):
-                key = {"layer": layer, "per_channel": per_channel, "witnesses": witnesses, "seed": seed, "stage": stage}
+                key = {
+                    "layer": layer,
+                    "per_channel": per_channel,
+                    "witnesses": witnesses,
+                    "seed": seed,
+                    "stage": stage,
+                }
                 rows.append(key | subject.figures() | {"seconds": round(seconds, 1)})
                 print(rows[-1], flush=True)
             write(rows)

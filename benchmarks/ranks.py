@@ -1,7 +1,8 @@
 """Wall time of distillation per sample: two processes of one thread each against one process of two threads.
 
-``python -m benchmarks.ranks`` writes benchmarks/results/ranks.json. The model has the shape of SmolLM2-135M and random
-weights, which take the same time. It wants an idle machine: both sides run in turn, and their medians are compared.
+``python -m benchmarks.ranks`` writes benchmarks/results/ranks.json. The model has the shape of
+SmolLM2-135M and random weights, which take the same time. It wants an idle machine: both sides run
+in turn, and their medians are compared.
 """
 
 from __future__ import annotations
@@ -48,13 +49,20 @@ def seconds_per_sample(bf16: bool) -> float | None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
         generator = torch.Generator().manual_seed(ranks.rank)
-        batches = [{"input_ids": torch.randint(0, 40_000, (BATCH, LENGTH), generator=generator)} for _ in range(4)]
+        batches = [
+            {"input_ids": torch.randint(0, 40_000, (BATCH, LENGTH), generator=generator)}
+            for _ in range(4)
+        ]
         original = copy.deepcopy(model)
-        dynorm.convert_(model, dynorm.find_norms(model, input_ids=torch.arange(1, 33)[None]), witnesses=8)
+        dynorm.convert_(
+            model, dynorm.find_norms(model, input_ids=torch.arange(1, 33)[None]), witnesses=8
+        )
         dynorm.calibrate_(model, batches[:1], lean=0.0)
         options: dict[str, Any] = {"lr": 1e-7, "bf16": bf16, "quiet": True, "callbacks": [Clock()]}
         dynorm.distill_(model, batches, teacher=original, steps=FIRST + STEPS, **options)
-        steps = [after - before for before, after in zip(times[FIRST:], times[FIRST + 1 :], strict=False)]
+        steps = [
+            after - before for before, after in zip(times[FIRST:], times[FIRST + 1 :], strict=False)
+        ]
         return None if ranks.rank else median(steps) / (BATCH * ranks.size)
 
 
@@ -71,17 +79,29 @@ def main() -> None:
         return
     inside = ["benchmarks.ranks", "--inside", *["--bf16"] * given.bf16]
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    sides = {"one process, two threads": ("2", inside), "two processes, one thread": ("1", [*torchrun, *inside])}
+    sides = {
+        "one process, two threads": ("2", inside),
+        "two processes, one thread": ("1", [*torchrun, *inside]),
+    }
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(given.rounds):
         for name, (threads, words) in sides.items():
             environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"}
             run = subprocess.run(
-                [sys.executable, "-m", *words], env=environment, stdout=subprocess.PIPE, text=True, check=True
+                [sys.executable, "-m", *words],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
             )
             times[name].append(float(run.stdout.split()[-1]))
     one, two = (median(found) for found in times.values())
-    about = {"model": "random, of the shape of SmolLM2-135M", "length": LENGTH, "blocks": BATCH, "bf16": given.bf16}
+    about = {
+        "model": "random, of the shape of SmolLM2-135M",
+        "length": LENGTH,
+        "blocks": BATCH,
+        "bf16": given.bf16,
+    }
     result = about | {"seconds_per_sample": times, "two_over_one": two / one}
     write_text(RESULTS, json.dumps(result, indent=1) + "\n")
 

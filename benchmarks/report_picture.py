@@ -30,11 +30,17 @@ def site(row: dict[str, Any]) -> SiteReport:
     bins = [Bin(**each) for each in row["bins"]]
     nested = {
         "sizes": TokenSizes(**sizes | {"tokens": tokens, "explained": explained}),
-        "picture": Picture([each.x for each in bins], [each.mean for each in bins], bins, sigma=1.0),
+        "picture": Picture(
+            [each.x for each in bins], [each.mean for each in bins], bins, sigma=1.0
+        ),
         "sums": ([1.0], [1.0]),
         "fit": CoreFit(**row["fit"]),
     }
-    known = {name: value for name, value in row.items() if name in {each.name for each in fields(SiteReport)}}
+    known = {
+        name: value
+        for name, value in row.items()
+        if name in {each.name for each in fields(SiteReport)}
+    }
     return SiteReport(**{"why": ""} | known | nested)
 
 
@@ -43,14 +49,25 @@ def main() -> None:
     found = json.loads(DEMO.read_text("utf-8"))
     # Its name in earlier runs.
     found["meta"].setdefault("worst_sample", found["meta"].get("worst_text"))
-    nested = {"sites": [site(row) for row in found["sites"]], "output": OutputReport(**found["output"])}
+    nested = {
+        "sites": [site(row) for row in found["sites"]],
+        "output": OutputReport(**found["output"]),
+    }
     with tempfile.TemporaryDirectory() as folder:
         page, shot = Path(folder) / "report.html", Path(folder) / "report.png"
         ModelReport(**found | nested).to_html(page)
         page.write_text(page.read_text("utf-8").split("<h2>Every site</h2>")[0], "utf-8")
-        browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        browser = [
+            "chromium",
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+        ]
         into = ["--window-size=1000,1200", f"--screenshot={shot}", page.as_uri()]
-        subprocess.run([*browser, f"--user-data-dir={folder}/profile", *into], check=True, capture_output=True)
+        subprocess.run(
+            [*browser, f"--user-data-dir={folder}/profile", *into], check=True, capture_output=True
+        )
         with Image.open(shot) as image:
             full = image.convert("RGB")
         empty = Image.new("RGB", full.size, full.getpixel((0, 0)))

@@ -1,9 +1,9 @@
 """What is lost on a task: find the Debian package that a synopsis belongs to, before and after the conversion.
 
-``python -m benchmarks.retrieval build/demo/model`` writes benchmarks/results/retrieval.json. The synopsis of a package
-is the query and the long descriptions of 1,500 packages are searched, by the cosine of mean-pooled embeddings. No stage
-of the conversion has seen any of these texts. ``make retrieval`` fetches them first: they are the descriptions in
-Debian's package lists.
+``python -m benchmarks.retrieval build/demo/model`` writes benchmarks/results/retrieval.json. The
+synopsis of a package is the query and the long descriptions of 1,500 packages are searched, by the
+cosine of mean-pooled embeddings. No stage of the conversion has seen any of these texts. ``make
+retrieval`` fetches them first: they are the descriptions in Debian's package lists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.subjects import BATCH, ROOT, Row
-from dynorm.distill.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
+from dynorm.distill.pretrained import (
+    Pretrained,
+    encode,
+    library_versions,
+    load_pretrained,
+    make_batches,
+)
 from dynorm.files import write_text
 from tools.demo_model import folder
 
@@ -34,15 +40,22 @@ def main() -> None:
     """Measure the original and each given model, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path, help="folders of converted models")
-    parser.add_argument("--descriptions", type=Path, default=TEXTS, help="a Translation-en file of Debian, unpacked")
+    parser.add_argument(
+        "--descriptions", type=Path, default=TEXTS, help="a Translation-en file of Debian, unpacked"
+    )
     arguments = parser.parse_args()
     text = arguments.descriptions.read_text("utf-8")
     known = packages(text)
     rows = []
-    for name, path in {"original": folder(), **{each.parent.name: each for each in arguments.models}}.items():
+    for name, path in {
+        "original": folder(),
+        **{each.parent.name: each for each in arguments.models},
+    }.items():
         pretrained = load_pretrained(path)
         found = [searched(pretrained, sample(known, seed)) for seed in range(SEEDS)]
-        rows.append({"model": name, **{key: [round(each[key], 4) for each in found] for key in found[0]}})
+        rows.append(
+            {"model": name, **{key: [round(each[key], 4) for each in found] for key in found[0]}}
+        )
         print(rows[-1], flush=True)
     about: dict[str, Any] = {
         "packages": PACKAGES,
@@ -60,7 +73,9 @@ def packages(text: str) -> list[tuple[str, str]]:
     for stanza in text.split("\n\n"):
         parts = re.search(r"^Description-en: (.+)\n((?: .*\n?)+)", stanza, re.MULTILINE)
         if parts is not None:
-            found.setdefault(parts[1], re.sub(r"\s+", " ", parts[2].replace("\n .\n", "\n")).strip())
+            found.setdefault(
+                parts[1], re.sub(r"\s+", " ", parts[2].replace("\n .\n", "\n")).strip()
+            )
     return list(found.items())
 
 
@@ -76,7 +91,10 @@ def searched(pretrained: Pretrained, chosen: list[tuple[str, str]]) -> Row:
     scores = queries @ documents.T
     # Of equal scores the right one comes last.
     ranks = (scores >= scores.diagonal()[:, None]).sum(1).double()
-    return {"mrr": float(ranks.reciprocal().mean()), "recall_at_1": float((ranks == 1).double().mean())}
+    return {
+        "mrr": float(ranks.reciprocal().mean()),
+        "recall_at_1": float((ranks == 1).double().mean()),
+    }
 
 
 def embedded(pretrained: Pretrained, texts: list[str]) -> Tensor:

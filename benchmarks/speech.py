@@ -1,7 +1,8 @@
 """What a model of speech loses and gets back: Whisper tiny.en after calibration, and after a short distillation.
 
-``python -m benchmarks.speech`` writes benchmarks/results/speech.json. Steps and files are given, not minutes, so that a
-busy machine gives the same figures. It needs the packages of requirements-models.txt.
+``python -m benchmarks.speech`` writes benchmarks/results/speech.json. Steps and files are given,
+not minutes, so that a busy machine gives the same figures. It needs the packages of
+requirements-models.txt.
 """
 
 from __future__ import annotations
@@ -45,9 +46,14 @@ def spoken(clip: Clip) -> str:
 def main() -> None:
     """Calibrate, distil, and add a row for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, nargs="+", default=[24, 56], help="of a distillation each, of 4 files")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[24, 56], help="of a distillation each, of 4 files"
+    )
     steps = parser.parse_args().steps
-    pretrained, (clips, _) = load_pretrained(folder("whisper")), find_audio([gather(Path("build/speech"))])
+    pretrained, (clips, _) = (
+        load_pretrained(folder("whisper")),
+        find_audio([gather(Path("build/speech"))]),
+    )
     model, original = pretrained.model, deepcopy(pretrained.model)
     recipe = Recipe().filled(False, "audio")
     listener = Listener(pretrained, original)
@@ -66,11 +72,17 @@ def main() -> None:
     right = agreement((before[clip], spoken(clip)) for clip in before)
 
     def add(stage: str, done: int) -> None:
-        out, now = compare(model, original, inputs.batches(inputs.held_out, ABOUT["batch"])), transcripts(model)
+        out, now = (
+            compare(model, original, inputs.batches(inputs.held_out, ABOUT["batch"])),
+            transcripts(model),
+        )
         row: Row = {"stage": stage, "steps": done, "files": done * ABOUT["batch"]}
         row |= {name: round(getattr(out, name), 4) for name in FIGURES}
         row |= {"word_agreement": agreement((now[clip], before[clip]) for clip in now)}
-        row |= {"words_right": agreement((now[clip], spoken(clip)) for clip in now), "words_right_original": right}
+        row |= {
+            "words_right": agreement((now[clip], spoken(clip)) for clip in now),
+            "words_right_original": right,
+        }
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
         print(json.dumps(row), flush=True)
 

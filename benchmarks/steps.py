@@ -1,8 +1,8 @@
 """What a training step costs with point-wise layers, and with annealed ones, beside the same step with norms.
 
-``python -m benchmarks.steps`` trains the study's small models side by side, one step of each a round in an order drawn
-anew, and writes benchmarks/results/steps.json: a few minutes on two cores. A step is forward, backward, clipping and
-AdamW, as in the study.
+``python -m benchmarks.steps`` trains the study's small models side by side, one step of each a
+round in an order drawn anew, and writes benchmarks/results/steps.json: a few minutes on two cores.
+A step is forward, backward, clipping and AdamW, as in the study.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def measured(family: str, threads: int, rounds: int) -> dict[str, Any]:
         "threads": threads,
         "norm": norm,
         "rounds": rounds,
-        "milliseconds": {name: spread(values).scaled(1e3).rounded() for name, values in times.items()},
+        "milliseconds": {
+            name: spread(values).scaled(1e3).rounded() for name, values in times.items()
+        },
         "over_norm": {name: ratio(times[name], times[norm]).rounded() for name in PLACES},
     }
 
@@ -86,7 +88,11 @@ def main() -> None:
         for threads in sorted({most, 1}, reverse=True):
             rows.append(measured(family, threads, arguments.rounds))
             print(json.dumps(rows[-1]), flush=True)
-    document = {"machine": describe(), "load": {"before": before, "after": load_average()}, "rows": rows}
+    document = {
+        "machine": describe(),
+        "load": {"before": before, "after": load_average()},
+        "rows": rows,
+    }
     write_text(RESULTS, json.dumps(document, indent=1) + "\n")
 
 

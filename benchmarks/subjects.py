@@ -23,7 +23,13 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import dynorm
-from dynorm.distill.pretrained import Pretrained, encode, library_versions, load_pretrained, make_batches
+from dynorm.distill.pretrained import (
+    Pretrained,
+    encode,
+    library_versions,
+    load_pretrained,
+    make_batches,
+)
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.files import write_text
 from dynorm.fit.site_fit import TOLERANCE
@@ -62,8 +68,14 @@ class Subject:
             assert out.loss_now is not None
             assert out.kl is not None
             return {"original_nats": out.loss_original, "nats": out.loss_now, "divergence": out.kl}
-        output = dynorm.measure(self.pretrained.model, tests or self.tests, original=self.original).output
-        return {"cosine": output.cosine_mean, "worst": output.cosine_min, "spearman": output.spearman}
+        output = dynorm.measure(
+            self.pretrained.model, tests or self.tests, original=self.original
+        ).output
+        return {
+            "cosine": output.cosine_mean,
+            "worst": output.cosine_min,
+            "spearman": output.spearman,
+        }
 
     def batches(self, texts: list[str]) -> Batches:
         """Return batches of other texts."""
@@ -88,7 +100,9 @@ def fitted(
     """Convert, calibrate and refine; yield after each stage its name and how long it took."""
     pretrained, encoded = subject.pretrained, subject.encoded
     batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, seed)
-    more = make_batches(pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, seed)
+    more = make_batches(
+        pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, seed
+    )
     sites = dynorm.find_norms(pretrained.model, **batches[0])
     dynorm.convert_(pretrained.model, sites, to, **options)
     started = time.perf_counter()
@@ -124,7 +138,14 @@ def trained(steps: int, texts: list[str]) -> Path:
 
 def train(steps: int, texts: list[str], out: Path) -> dict[str, Any]:
     """Train a model, save it with its tokenizer, and return what was done."""
-    from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+    from transformers import (
+        ByT5Tokenizer,
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
 
     set_seed(0)
     tokenizer = ByT5Tokenizer(extra_ids=0)
@@ -143,7 +164,10 @@ def train(steps: int, texts: list[str], out: Path) -> dict[str, Any]:
         model,
         arguments,
         train_dataset=TensorDataset(blocks),
-        data_collator=lambda rows: {"input_ids": (ids := torch.stack([row[0] for row in rows])), "labels": ids},
+        data_collator=lambda rows: {
+            "input_ids": (ids := torch.stack([row[0] for row in rows])),
+            "labels": ids,
+        },
     )
     done = trainer.train()
     model.save_pretrained(out)
@@ -162,7 +186,9 @@ def rows_so_far(results: Path) -> list[Row]:
     return list(json.loads(results.read_text("utf-8"))["rows"]) if results.exists() else []
 
 
-def add_rows(results: Path, about: dict[str, Any], new: list[Row], order: Callable[[Row], Any] | None = None) -> None:
+def add_rows(
+    results: Path, about: dict[str, Any], new: list[Row], order: Callable[[Row], Any] | None = None
+) -> None:
     """Add rows, each with what it was made with; a write that fails leaves the old file.
 
     Args:
@@ -171,7 +197,10 @@ def add_rows(results: Path, about: dict[str, Any], new: list[Row], order: Callab
         new: the rows.
         order: the key by which all rows are sorted; None leaves them as they came.
     """
-    made_with = library_versions() | {"processor": platform.machine(), "threads": torch.get_num_threads()}
+    made_with = library_versions() | {
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
     rows = rows_so_far(results) + [row | {"made_with": made_with} for row in new]
     if order is not None:
         rows.sort(key=order)

@@ -15,7 +15,12 @@ from benchmarks.speed import table as speed
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
-NAMES = {"dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf", "linear": "linear (control)"}
+NAMES = {
+    "dyisru": "DyISRU",
+    "dyt": "scaled DyT",
+    "derf": "scaled Derf",
+    "linear": "linear (control)",
+}
 STAGES = ("calibrated", "refined")
 RETRIEVED = {
     "original": "the original",
@@ -27,7 +32,9 @@ DISTILLATION_STEPS = 1200
 
 def load(name: str) -> dict[str, Any]:
     """Return the committed results of a name."""
-    document: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+    document: dict[str, Any] = json.loads(
+        (ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8")
+    )
     return document
 
 
@@ -45,7 +52,9 @@ def quality_table() -> str:
     """One row per layer, one column per stage; the third is that of benchmarks/distillation.py."""
     rows = load("quality")["rows"]
     trained = [
-        row for row in load("distillation")["rows"] if (row["model"], row["steps"]) == ("encoder", DISTILLATION_STEPS)
+        row
+        for row in load("distillation")["rows"]
+        if (row["model"], row["steps"]) == ("encoder", DISTILLATION_STEPS)
     ]
     lines = [
         "| all 13 norms replaced by | calibrated, no training | constants refined together | "
@@ -54,9 +63,13 @@ def quality_table() -> str:
     ]
     for witnesses, words in ((4, ", four witnesses"), (0, "")):
         alike = [row for row in rows if row.get("witnesses", 0) == witnesses]
-        for layer, per_channel in dict.fromkeys((row["layer"], row["per_channel"]) for row in alike):
+        for layer, per_channel in dict.fromkeys(
+            (row["layer"], row["per_channel"]) for row in alike
+        ):
             name = NAMES[layer] + words + ("" if per_channel else ", one constant per layer")
-            mine = [row for row in alike if (row["layer"], row["per_channel"]) == (layer, per_channel)]
+            mine = [
+                row for row in alike if (row["layer"], row["per_channel"]) == (layer, per_channel)
+            ]
             cells = [cell([row for row in mine if row["stage"] == stage]) for stage in STAGES]
             cells.append(cell([row["docstrings"] for row in trained if row["recipe"] == name]))
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -67,7 +80,8 @@ def retrieval_table() -> str:
     """One row per model: means over the draws of packages, and the most that a draw has lost to the original."""
     first, *others = load("retrieval")["rows"]
     lines = [
-        "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | of it lost, worst draw |",
+        "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | of it lost, worst draw "
+        "|",
         "|---|---|---|---|",
     ]
     for row in (first, *others):
@@ -79,17 +93,24 @@ def retrieval_table() -> str:
 
 def witness_table() -> str:
     """One row per layer and number of witnesses, one column per stage; the worst text stands between the means."""
-    measured = [row for row in load("quality")["rows"] if row["per_channel"] and row["layer"] != "derf"]
+    measured = [
+        row for row in load("quality")["rows"] if row["per_channel"] and row["layer"] != "derf"
+    ]
     lines = [
-        "| all 13 norms replaced by | witnesses, at most | calibrated, no training | constants refined together |",
+        "| all 13 norms replaced by | witnesses, at most | calibrated, no training | constants "
+        "refined together |",
         "|---|---|---|---|",
     ]
     for count in sorted({row.get("witnesses", 0) for row in measured}):
         for layer in dict.fromkeys(row["layer"] for row in measured):
-            rows = [row for row in measured if (row["layer"], row.get("witnesses", 0)) == (layer, count)]
+            rows = [
+                row for row in measured if (row["layer"], row.get("witnesses", 0)) == (layer, count)
+            ]
             if not rows:
                 continue
-            cells = (_with_worst([row for row in rows if row["stage"] == stage]) for stage in STAGES)
+            cells = (
+                _with_worst([row for row in rows if row["stage"] == stage]) for stage in STAGES
+            )
             lines.append(f"| {NAMES[layer]} | {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -103,7 +124,8 @@ def decoder_table() -> str:
     ]
     for row in load("decoder")["rows"]:
         cells = [
-            f"{row[kind]['loss_difference']:+z.3f} / {row[kind]['kl']:.3f} / {row[kind]['agreement']:.0%}"
+            f"{row[kind]['loss_difference']:+z.3f} / {row[kind]['kl']:.3f} / "
+            f"{row[kind]['agreement']:.0%}"
             for kind in kinds
         ]
         begin = f"| {row['stage']} | {row['witnesses'] or ''} | {row['tokens']:,} |"
@@ -129,15 +151,24 @@ def speech_table() -> str:
 def images_table() -> str:
     """One row per conversion of DINOv2, and the original on moved photographs: how far embeddings are from its own."""
     lines = [
-        "| refined, steps | distilled, steps | cosine: mean | median | worst | rank correlation of all pairs "
+        "| refined, steps | distilled, steps | cosine: mean | median | worst | rank correlation of "
+        "all pairs "
         "| nearest neighbour kept |",
         "|---|---|---|---|---|---|---|",
     ]
     document = load("images")
-    original = {"refined": "the original, photographs moved by one pixel", "steps": ""} | document["moved"]
+    original = {"refined": "the original, photographs moved by one pixel", "steps": ""} | document[
+        "moved"
+    ]
     for row in (*document["rows"], original):
-        figures = (f"{row[name]:.3f}" for name in ("cosine_mean", "cosine_median", "cosine_min", "spearman"))
-        lines.append(f"| {row['refined']} | {row['steps']} | {' | '.join(figures)} | {row['neighbours']:.0%} |")
+        figures = (
+            f"{row[name]:.3f}"
+            for name in ("cosine_mean", "cosine_median", "cosine_min", "spearman")
+        )
+        lines.append(
+            f"| {row['refined']} | {row['steps']} | {' | '.join(figures)} | "
+            f"{row['neighbours']:.0%} |"
+        )
     return "\n".join(lines)
 
 
@@ -159,12 +190,17 @@ def distillation_tables() -> str:
         mine = [row for row in document["rows"] if (row["model"], row["steps"]) == (model, steps)]
         lines = [f"**{document['models'][model]}; {steps:,} steps**", ""]
         kinds = [kind for kind in titles if any(kind in row for row in mine)]
-        lines += [f"| recipe | {' | '.join(titles[kind] for kind in kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+        lines += [
+            f"| recipe | {' | '.join(titles[kind] for kind in kinds)} |",
+            "|---" * (len(kinds) + 1) + "|",
+        ]
         show = _with_worst if model == "encoder" else _nats
         for recipe in dict.fromkeys(row["recipe"] for row in mine):
             rows = [row for row in mine if row["recipe"] == recipe]
             lines.append(
-                f"| {recipe} | {' | '.join(show([row[kind] for row in rows if kind in row]) for kind in kinds)} |"
+                f"| {recipe} | "
+                f"{' | '.join(show([row[kind] for row in rows if kind in row]) for kind in kinds)} "
+                "|"
             )
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
@@ -174,9 +210,20 @@ def paper_table() -> str:
     """The fits of section 4 beside the paper's printed values."""
     document = load("paper")
     printed = document["paper"]
-    lines = ["| function | constant | the paper's | mean absolute residual | the paper's |", "|---|---|---|---|---|"]
-    for name, constant in (("DyT", "alpha"), ("DyISRU", "beta"), ("Derf", "alpha"), ("linear", "slope")):
-        fit, theirs = document["fits"][name], printed.get(name, {"constant": "", "mean_absolute_residual": ""})
+    lines = [
+        "| function | constant | the paper's | mean absolute residual | the paper's |",
+        "|---|---|---|---|---|",
+    ]
+    for name, constant in (
+        ("DyT", "alpha"),
+        ("DyISRU", "beta"),
+        ("Derf", "alpha"),
+        ("linear", "slope"),
+    ):
+        fit, theirs = (
+            document["fits"][name],
+            printed.get(name, {"constant": "", "mean_absolute_residual": ""}),
+        )
         lines.append(
             f"| {name} | {constant} = {fit[constant]:.8g} | {theirs['constant']} | "
             f"{fit['mean_absolute_residual']:.6g} | {theirs['mean_absolute_residual']} |"
@@ -191,7 +238,8 @@ def generality() -> str:
     """What a thousand samples say, in the words of ``dynorm paper``."""
     sentences = re.split(r"(?<=[.:]) (?=[A-Z])", load("paper")["generality"]["verdict"])
     return "\n".join(
-        "\n".join(wrap(f"- {each}", 118, break_on_hyphens=False, subsequent_indent="  ")) for each in sentences
+        "\n".join(wrap(f"- {each}", 118, break_on_hyphens=False, subsequent_indent="  "))
+        for each in sentences
     )
 
 
@@ -202,9 +250,12 @@ def inspection_table() -> str:
         summary = report["summary"]
         best, core = summary["outliers_best"], summary["core_best"]
         lines = [
-            f"**{name}**: DyISRU's residual is below DyT's at {summary['holds']} of {summary['sites']} norms; smallest "
-            f"of the three: DyISRU {best['dyisru']}, DyT {best['dyt']}, linear {best['linear']}. On all channels "
-            f"DyISRU's error is below DyT's at {summary['core_holds']}; smallest: DyISRU {core['dyisru']}, "
+            f"**{name}**: DyISRU's residual is below DyT's at {summary['holds']} of "
+            f"{summary['sites']} norms; smallest "
+            f"of the three: DyISRU {best['dyisru']}, DyT {best['dyt']}, linear {best['linear']}. "
+            "On all channels "
+            f"DyISRU's error is below DyT's at {summary['core_holds']}; smallest: DyISRU "
+            f"{core['dyisru']}, "
             f"DyT {core['dyt']}, linear {core['linear']}.",
             "",
             "| norm | largest outlier, σ | spread of ln σ | outliers: linear | DyT | DyISRU "
@@ -239,24 +290,36 @@ def speed_operations() -> str:
     """One table per dtype and pass, for the most threads."""
     document = load("speed")
     first = document["settings"]["threads"][0]
-    shown = document | {"operations": [group for group in document["operations"] if group["threads"] == first]}
-    return "\n\n".join(f"**{table.title}**\n\n{_markdown(table)}" for table in speed.operation_tables(shown))
+    shown = document | {
+        "operations": [group for group in document["operations"] if group["threads"] == first]
+    }
+    return "\n\n".join(
+        f"**{table.title}**\n\n{_markdown(table)}" for table in speed.operation_tables(shown)
+    )
 
 
 def steps_table() -> str:
     """A training step's time over that with norms, one column per model and number of threads."""
     document = load("steps")
     rows = document["rows"]
-    heads = [f"{'GPT-2' if row['model'] == 'gpt2' else 'Llama'}, {row['threads']} threads" for row in rows]
+    heads = [
+        f"{'GPT-2' if row['model'] == 'gpt2' else 'Llama'}, {row['threads']} threads"
+        for row in rows
+    ]
     heads = [head.replace(", 1 threads", ", 1 thread") for head in heads]
     norms = (f"{row['milliseconds'][row['norm']][0]:.0f} ms" for row in rows)
-    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(rows) + 1) + "|", f"| with its norms | {' | '.join(norms)} |"]
+    lines = [
+        f"| | {' | '.join(heads)} |",
+        "|---" * (len(rows) + 1) + "|",
+        f"| with its norms | {' | '.join(norms)} |",
+    ]
     for name in rows[0]["over_norm"]:
         cells = ("{:.2f} ({:.2f} to {:.2f})".format(*row["over_norm"][name]) for row in rows)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     load_, rounds = document["load"], rows[0]["rounds"]
     note = (
-        "Time of a step over that of the same model with its norms in the same rounds: median and quartiles of "
+        "Time of a step over that of the same model with its norms in the same rounds: median and "
+        "quartiles of "
         f"{rounds}. "
         f"Load average {load_['before'][0]:.1f} before, {load_['after'][0]:.1f} after."
     )
@@ -267,17 +330,25 @@ def auto_table() -> str:
     """What ``to="auto"`` leaves of the norms of a real encoder, and of the quality."""
     document = load("auto")
     lines = [
-        "| layers | lines | lines with witnesses | DyISRU | norms left | Spearman, calibrated | Spearman, distilled |",
+        "| layers | lines | lines with witnesses | DyISRU | norms left | Spearman, calibrated | "
+        "Spearman, distilled |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in document["calibrated"]:
         tolerance = row["tolerance"]
         name = "DyISRU, four witnesses" if tolerance is None else f"auto, tolerance {tolerance:g}"
         alike = [
-            each for each in document["distilled"] if (each["to"], each.get("tolerance")) == (row["to"], tolerance)
+            each
+            for each in document["distilled"]
+            if (each["to"], each.get("tolerance")) == (row["to"], tolerance)
         ]
-        spans = (f"{each['steps']:,} steps" if each["steps"] else f"{each['minutes']:g} minutes" for each in alike)
-        trained = (f"{each['spearman']:.4f} ({span})" for each, span in zip(alike, spans, strict=True))
+        spans = (
+            f"{each['steps']:,} steps" if each["steps"] else f"{each['minutes']:g} minutes"
+            for each in alike
+        )
+        trained = (
+            f"{each['spearman']:.4f} ({span})" for each, span in zip(alike, spans, strict=True)
+        )
         counts = [row[kind] for kind in ("linear", "linear with witnesses", "dyisru")]
         cells = [name, *map(str, counts), str(sum(counts[1:])), f"{row['spearman']:.4f}"]
         lines.append(f"| {' | '.join([*cells, ', '.join(trained) or 'not run'])} |")
@@ -288,7 +359,8 @@ def encrypted_table() -> str:
     """Time, levels and error of what may stand at a norm under encryption."""
     document = load("encrypted")
     lines = [
-        "| site | function | levels | milliseconds, in the least ring | in one ring for all | error |",
+        "| site | function | levels | milliseconds, in the least ring | in one ring for all | "
+        "error |",
         "|---|---|---|---|---|---|",
     ]
     words = {"norm": f"the norm, its root a polynomial of degree {document['degree']}"}
@@ -299,7 +371,8 @@ def encrypted_table() -> str:
         lines.append(f"| {site} | {name} | {row['levels']} | {times} | {row['error']:.4f} |")
     most, load_ = max(row["error_of_encryption"] for row in document["rows"]), document["load"][0]
     note = (
-        "The error is against the norm, over the spread of its outputs on held-out tokens. That of the encryption is "
+        "The error is against the norm, over the spread of its outputs on held-out tokens. That of "
+        "the encryption is "
         f"at most {most:.1e}. Load average {load_:.1f}."
     )
     return "\n".join([*lines, "", *wrap(note, 118, break_on_hyphens=False)])
@@ -310,7 +383,8 @@ def memory_table() -> str:
     found, large = load("memory"), memory.terms(memory.LARGE)
     lines = [
         "| bytes | per parameter | per token, layer and channel | per token and word "
-        "| the fourth: formula / measured, GiB | 8 B, scaled: one process | each of eight, sharded |",
+        "| the fourth: formula / measured, GiB | 8 B, scaled: one process | each of eight, sharded "
+        "|",
         "|---|---|---|---|---|---|---|",
     ]
     for stage, per in found["bytes"].items():
@@ -318,12 +392,17 @@ def memory_table() -> str:
         ranks = 8 if stage in ("train", "distill") else 1
         check = [f"{found['check'][stage][name] / 2**30:.2f}" for name in ("formula", "measured")]
         cells = [*(f"{each:.1f}" for each in per.values()), " / ".join(check)]
-        cells += [f"{sum(parts) / 2**30:.0f} GiB", f"{(parts[0] / ranks + sum(parts[1:])) / 2**30:.0f} GiB"]
+        cells += [
+            f"{sum(parts) / 2**30:.0f} GiB",
+            f"{(parts[0] / ranks + sum(parts[1:])) / 2**30:.0f} GiB",
+        ]
         name = "train once, for comparison" if stage == "train" else stage
         lines.append(f"| {name} | {' | '.join(cells)} |")
     ratios = [row["distill"] / row["train"] for row in found["small"]]
     times = f"{min(ratios):.2f} to {max(ratios):.2f} times"
-    return "\n".join([*lines, "", f"On the four Llamas distillation needs {times} the memory of training once."])
+    return "\n".join(
+        [*lines, "", f"On the four Llamas distillation needs {times} the memory of training once."]
+    )
 
 
 def _markdown(table: speed.Rows) -> str:
@@ -366,7 +445,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
     "docs/howto/vision.md": {"images": images_table},
     "docs/howto/processes.md": {"memory": memory_table},
-    "docs/mathematics.md": {"paper": paper_table, "generality": generality, "inspection": inspection_table},
+    "docs/mathematics.md": {
+        "paper": paper_table,
+        "generality": generality,
+        "inspection": inspection_table,
+    },
 }
 """What each page shows between its marks."""
 

@@ -1,9 +1,9 @@
 """Bytes on the wire of a Llama layer under tensor parallel, counted: ``python -m benchmarks.wire``, half a minute.
 
-The layer has its real shapes, on the meta device and a group of fake processes: DTensor issues every collective as it
-would on GPUs, and each is recorded with the size of its tensors. Nothing is computed and nothing is sent. What a rank
-sends follows from the rings that libraries use: (n - 1) / n of the whole tensor for a gather or a reduce-scatter, twice
-that for an all-reduce.
+The layer has its real shapes, on the meta device and a group of fake processes: DTensor issues
+every collective as it would on GPUs, and each is recorded with the size of its tensors. Nothing is
+computed and nothing is sent. What a rank sends follows from the rings that libraries use: (n - 1) /
+n of the whole tensor for a gather or a reduce-scatter, twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -65,7 +72,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last axis."""
         z = x if x.dtype == torch.float64 else x.float()
-        return self.weight * (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 class ReducedRMSNorm(RMSNorm):
@@ -77,9 +86,13 @@ class ReducedRMSNorm(RMSNorm):
         assert isinstance(self.weight, DTensor)
         local = x.to_local()
         z = local if local.dtype == torch.float64 else local.float()
-        squares = DTensor.from_local(z.square().sum(-1, keepdim=True), x.device_mesh, [Partial()], run_check=False)
+        squares = DTensor.from_local(
+            z.square().sum(-1, keepdim=True), x.device_mesh, [Partial()], run_check=False
+        )
         total = squares.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        y = self.weight.to_local() * (z * torch.rsqrt(total / x.shape[-1] + self.eps)).to(local.dtype)
+        y = self.weight.to_local() * (z * torch.rsqrt(total / x.shape[-1] + self.eps)).to(
+            local.dtype
+        )
         return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
 
 
@@ -99,13 +112,22 @@ class Attention(nn.Module):
         super().__init__()
         self.size = shape.channels // shape.heads
         self.q = nn.Linear(shape.channels, shape.channels, bias=False)
-        self.k, self.v = (nn.Linear(shape.channels, shape.groups * self.size, bias=False) for _ in range(2))
+        self.k, self.v = (
+            nn.Linear(shape.channels, shape.groups * self.size, bias=False) for _ in range(2)
+        )
         self.o = nn.Linear(shape.channels, shape.channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend causally."""
-        q, k, v = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        return self.o(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            each(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        return self.o(
+            scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class MLP(nn.Module):
@@ -159,8 +181,12 @@ def plan(arm: Arm) -> dict[str, ParallelStyle]:
     }
     found |= {name: ColwiseParallel() for name in ("mlp.gate", "mlp.up")}
     for part, last in (("attention", "o"), ("mlp", "down")):
-        found[part] = PrepareModuleInput(input_layouts=arm.stream, desired_input_layouts=Replicate())
-        found[f"{part}.{last}"] = RowwiseParallel(output_layouts=arm.stream, use_local_output=arm.style is None)
+        found[part] = PrepareModuleInput(
+            input_layouts=arm.stream, desired_input_layouts=Replicate()
+        )
+        found[f"{part}.{last}"] = RowwiseParallel(
+            output_layouts=arm.stream, use_local_output=arm.style is None
+        )
     return found if arm.style is None else found | {"norm1": arm.style(), "norm2": arm.style()}
 
 
@@ -177,7 +203,10 @@ class Wire(TorchDispatchMode):
             return NotImplemented
         out = op(*args, **(kwargs or {}))
         name = op.name().split("::")[-1]
-        if op.namespace in ("_c10d_functional", "_dtensor") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        if op.namespace in ("_c10d_functional", "_dtensor") and name not in (
+            "wait_tensor",
+            "_wrap_tensor_autograd",
+        ):
             self.seen.append((name, max(t.numel() * t.element_size() for t in (args[0], out))))
         return out
 
@@ -217,9 +246,14 @@ def count(shape: Shape, ranks: int, phase: str, arm: Arm) -> dict[str, Any]:
     return {"collectives": dict(sorted(counts.items())), "bytes": sent(wire.seen, ranks)}
 
 
-# What each rank sends at most in one direction, bytes a second, and what a collective costs before its first byte:
-# round figures of data sheets and of common measurements, which the model below assumes.
-LINKS = {"NVLink 4, 450 GB/s": (450e9, 10e-6), "PCIe 5, 64 GB/s": (64e9, 15e-6), "100 Gb/s, 12.5 GB/s": (12.5e9, 30e-6)}
+# What each rank sends at most in one direction, bytes a second, and what a collective costs before
+# its first byte: round figures of data sheets and of common measurements, which the model below
+# assumes.
+LINKS = {
+    "NVLink 4, 450 GB/s": (450e9, 10e-6),
+    "PCIe 5, 64 GB/s": (64e9, 15e-6),
+    "100 Gb/s, 12.5 GB/s": (12.5e9, 30e-6),
+}
 
 
 def on_paper(row: dict[str, Any], link: str) -> float:
@@ -232,7 +266,8 @@ def on_paper(row: dict[str, Any], link: str) -> float:
 def rows() -> list[dict[str, Any]]:
     """Every model, number of ranks, phase and arm."""
     return [
-        {"model": model, "ranks": ranks, "phase": phase, "arm": name} | count(shape, ranks, phase, arm)
+        {"model": model, "ranks": ranks, "phase": phase, "arm": name}
+        | count(shape, ranks, phase, arm)
         for phase in PHASES
         for model, shape in MODELS.items()
         for ranks in RANKS
@@ -250,7 +285,9 @@ def wire_table(document: dict[str, Any], phase: str) -> str:
     for model in MODELS:
         for ranks in RANKS:
             cells = [row for row in mine if (row["model"], row["ranks"]) == (model, ranks)]
-            texts = [f"{row['bytes'] / 2**20:.2f} / {sum(row['collectives'].values())}" for row in cells]
+            texts = [
+                f"{row['bytes'] / 2**20:.2f} / {sum(row['collectives'].values())}" for row in cells
+            ]
             lines.append(f"| {model} | {ranks} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
@@ -259,19 +296,28 @@ def paper_table(document: dict[str, Any]) -> str:
     """The model on paper for 8 ranks: milliseconds a step."""
     mine = [row for row in document["rows"] if row["ranks"] == max(RANKS)]
     arms = list(dict.fromkeys(row["arm"] for row in mine))
-    lines = [f"| model | step | link | {' | '.join(arms)} |", "|---|---|---" + "|---" * len(arms) + "|"]
+    lines = [
+        f"| model | step | link | {' | '.join(arms)} |",
+        "|---|---|---" + "|---" * len(arms) + "|",
+    ]
     for model in MODELS:
         for phase in PHASES:
-            cells = {row["arm"]: row for row in mine if (row["model"], row["phase"]) == (model, phase)}
+            cells = {
+                row["arm"]: row for row in mine if (row["model"], row["phase"]) == (model, phase)
+            }
             for link in LINKS:
-                texts = [f"{on_paper(cells[arm], link):.1f}" if arm in cells else "" for arm in arms]
+                texts = [
+                    f"{on_paper(cells[arm], link):.1f}" if arm in cells else "" for arm in arms
+                ]
                 lines.append(f"| {model} | {phase} | {link} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
 def renewed(text: str, document: dict[str, Any]) -> str:
     """Return the page with its tables as the results say."""
-    tables = {phase: wire_table(document, phase) for phase in PHASES} | {"on paper": paper_table(document)}
+    tables = {phase: wire_table(document, phase) for phase in PHASES} | {
+        "on paper": paper_table(document)
+    }
     for name, table in tables.items():
         start, end = f"<!-- {name}: made by python -m benchmarks.wire -->", "<!-- end -->"
         before, rest = text.split(start)
@@ -282,8 +328,16 @@ def renewed(text: str, document: dict[str, Any]) -> str:
 def main() -> None:
     """Count, and renew the tables."""
     phases = {name: {"sequences": n, "tokens": length} for name, (n, length) in PHASES.items()}
-    links = {name: {"bytes_per_second": speed, "latency": wait} for name, (speed, wait) in LINKS.items()}
-    document = {"torch": torch.__version__, "dtype": "bfloat16", "phases": phases, "links": links, "rows": rows()}
+    links = {
+        name: {"bytes_per_second": speed, "latency": wait} for name, (speed, wait) in LINKS.items()
+    }
+    document = {
+        "torch": torch.__version__,
+        "dtype": "bfloat16",
+        "phases": phases,
+        "links": links,
+        "rows": rows(),
+    }
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     PAGE.write_text(renewed(PAGE.read_text("utf-8"), document), "utf-8")
 

@@ -13,7 +13,8 @@ from sphinx.writers.html5 import HTML5Translator
 
 import dynorm
 
-# transformers loads torchao, where it is installed, which reports each CUDA library that does not load.
+# transformers loads torchao, where it is installed, which reports each CUDA library that does not
+# load.
 for library in ("torch", "torchao"):
     logging.getLogger(library).setLevel(logging.ERROR)
 
@@ -45,10 +46,16 @@ def require_all_documented(app: Sphinx, error: Exception | None) -> None:
     if error is not None or app.builder.name != "html":
         return
     documented = set(app.env.domaindata["py"]["objects"])
-    public = {f"dynorm.{name}" for name in dynorm.__all__ if not hasattr(getattr(dynorm, name), "__path__")}
+    public = {
+        f"dynorm.{name}"
+        for name in dynorm.__all__
+        if not hasattr(getattr(dynorm, name), "__path__")
+    }
     for module in (dynorm.functional, dynorm.theory):
         public |= {f"{module.__name__}.{name}" for name in module.__all__}
-    missing = sorted(name for name in public - documented if name not in {"dynorm.functional", "dynorm.theory"})
+    missing = sorted(
+        name for name in public - documented if name not in {"dynorm.functional", "dynorm.theory"}
+    )
     if missing:
         raise ExtensionError(f"public names without documentation: {', '.join(missing)}")
 
@@ -69,7 +76,9 @@ def block_math(self: HTML5Translator, node: nodes.math_block) -> None:
     text = re.sub(r"\\(tag|label)\{.*?\}|\\boxed", "", text)
     if r"\\" in text or "&" in text:
         text = rf"\begin{{aligned}}{text}\end{{aligned}}"
-    self.body.append(f'<div class="equation{boxed}"><div>{convert(text, display="block")}</div>{number}</div>')
+    self.body.append(
+        f'<div class="equation{boxed}"><div>{convert(text, display="block")}</div>{number}</div>'
+    )
     raise nodes.SkipNode
 
 

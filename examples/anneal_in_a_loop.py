@@ -19,7 +19,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add what the block finds."""
@@ -29,7 +31,9 @@ class Block(nn.Module):
 def main() -> None:
     """Learn the product of two numbers, with norms at first."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(
+        nn.Linear(2, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+    )
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(8, 2)), to="annealed")
     schedule = dynorm.AnnealSchedule(start=BEGIN, length=OVER)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -45,14 +49,20 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 40 == 0:
-            t = next(layer for layer in model.modules() if isinstance(layer, dynorm.AnnealedNorm)).position
+            t = next(
+                layer for layer in model.modules() if isinstance(layer, dynorm.AnnealedNorm)
+            ).position
             print(f"step {step:3}: t = {t:.2f}, loss {loss.item():.4f}")
     dynorm.finalize_(model)
 
     norms, end = sum(losses[BEGIN - 10 : BEGIN]) / 10, sum(losses[-10:]) / 10
-    print(f"loss {norms:.4f} with the norms, {end:.4f} at the end without; the layers are {model[3]}")
+    print(
+        f"loss {norms:.4f} with the norms, {end:.4f} at the end without; the layers are {model[3]}"
+    )
     if not (isinstance(model[3], dynorm.DyISRU) and end < norms):
-        raise SystemExit("the point-wise model should have gone on learning where the norms left it")
+        raise SystemExit(
+            "the point-wise model should have gone on learning where the norms left it"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Train with the norms, end without: transformers' Trainer and a callback that anneals them.
 
-Half of the run trains a small GPT-2 as it is. Over the next third its LayerNorms become DyISRU, little by little. The
-rest trains the point-wise model. The log shows t beside the loss: 0 is the norm, 1 is DyISRU.
+Half of the run trains a small GPT-2 as it is. Over the next third its LayerNorms become DyISRU,
+little by little. The rest trains the point-wise model. The log shows t beside the loss: 0 is the
+norm, 1 is DyISRU.
 """
 
 import tempfile
@@ -37,7 +38,9 @@ def main() -> None:
             folder, max_steps=STEPS, per_device_train_batch_size=16, learning_rate=1e-2, logging_steps=20,
             save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[AnnealCallback(start=0.5, length=0.33)])
+        trainer = Trainer(
+            model, arguments, train_dataset=data, callbacks=[AnnealCallback(start=0.5, length=0.33)]
+        )
         trainer.train()
     dynorm.finalize_(model)
 
@@ -45,7 +48,9 @@ def main() -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, dynorm.PointwiseNorm)]
     print(f"{len(layers)} layers, all of them {type(layers[0]).__name__}")
     if {type(layer) for layer in layers} != {dynorm.DyISRU} or not losses[-1] < 0.7 * losses[0]:
-        raise SystemExit("the point-wise model should have gone on learning where the norms left it")
+        raise SystemExit(
+            "the point-wise model should have gone on learning where the norms left it"
+        )
 
 
 if __name__ == "__main__":

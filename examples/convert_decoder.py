@@ -1,7 +1,7 @@
 """Convert a decoder: replace its RMSNorms, set their constants, distil with the original as teacher, measure the loss.
 
-The decoder is a small Llama that learns first to count on in steps. A pretrained one goes the same way; in one command:
-dynorm convert FOLDER OUT --minutes 30
+The decoder is a small Llama that learns first to count on in steps. A pretrained one goes the same
+way; in one command: dynorm convert FOLDER OUT --minutes 30
 """
 
 import copy
@@ -23,7 +23,12 @@ def batch() -> dict[str, torch.Tensor]:
 def main() -> None:
     """Train with norms, convert, distil, compare."""
     torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(STEPS):
@@ -35,7 +40,8 @@ def main() -> None:
 
     batches, held_out = [batch() for _ in range(24)], [batch() for _ in range(8)]
     print(dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=4))
-    # lean=0: an early layer must not repair what a later one reads; in a pre-norm decoder that does harm.
+    # lean=0: an early layer must not repair what a later one reads; in a pre-norm decoder that does
+    # harm.
     dynorm.calibrate_(model, batches[:12], lean=0.0)
     calibrated = dynorm.measure(model, held_out, original=original)
     print(calibrated.verdict())
@@ -44,7 +50,10 @@ def main() -> None:
     print(report.verdict())
 
     before, after = calibrated.output.loss_difference, report.output.loss_difference
-    print(f"loss over the original's, nats per token: {before:+.3f} calibrated, {after:+.3f} distilled")
+    print(
+        f"loss over the original's, nats per token: {before:+.3f} calibrated, {after:+.3f} "
+        "distilled"
+    )
     if report.output.kind != "language" or len(report.sites) != 5 or not after < max(before, 0.05):
         raise SystemExit("distillation should have brought the loss closer to the original's")
 

@@ -1,9 +1,9 @@
 """Norms under encryption: a linear layer against an odd cubic against the norm itself, with TenSEAL (CKKS).
 
-CKKS adds and multiplies numbers that stay encrypted, and knows nothing else. Each product in a row takes a level. The
-more levels, the larger the ring, and the slower every step. A norm needs a sum over the channels, an inverse root and a
-product. A linear layer needs one product, and none once it is folded away. Here are the two norms of a block of
-all-MiniLM-L6-v2, on real activations.
+CKKS adds and multiplies numbers that stay encrypted, and knows nothing else. Each product in a row
+takes a level. The more levels, the larger the ring, and the slower every step. A norm needs a sum
+over the channels, an inverse root and a product. A linear layer needs one product, and none once it
+is folded away. Here are the two norms of a block of all-MiniLM-L6-v2, on real activations.
 """
 
 import inspect
@@ -34,11 +34,18 @@ ROUNDS = 5
 
 def activations() -> dict[str, dict[str, Any]]:
     """Return, of each norm of the block: its inputs and outputs, and the map of the linear layer fitted to it."""
-    tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModel.from_pretrained(FOLDER).eval()
-    functions = [f for m in (json, statistics, inspect) for f in vars(m).values() if inspect.isfunction(f)]
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(FOLDER),
+        AutoModel.from_pretrained(FOLDER).eval(),
+    )
+    functions = [
+        f for m in (json, statistics, inspect) for f in vars(m).values() if inspect.isfunction(f)
+    ]
     texts = sorted({text for f in functions if (text := inspect.getdoc(f))})
     # One text in a batch: no padding.
-    batches = [tokenizer(text, truncation=True, max_length=32, return_tensors="pt") for text in texts]
+    batches = [
+        tokenizer(text, truncation=True, max_length=32, return_tensors="pt") for text in texts
+    ]
     sites = [site for site in dynorm.find_norms(model, **batches[0]) if site.path.startswith(BLOCK)]
     found: dict[str, dict[str, Any]] = {site.path: {"x": [], "y": []} for site in sites}
 
@@ -61,12 +68,18 @@ def activations() -> dict[str, dict[str, Any]]:
         layer, ones = model.get_submodule(path), torch.ones(1, 384)
         with torch.no_grad():
             offset = layer(0 * ones)
-            seen |= {"slope": (layer(ones) - offset)[0].double().numpy(), "offset": offset[0].double().numpy()}
+            seen |= {
+                "slope": (layer(ones) - offset)[0].double().numpy(),
+                "offset": offset[0].double().numpy(),
+            }
             norm = layer.replaced.module
             seen |= {"weight": norm.weight.double().numpy(), "bias": norm.bias.double().numpy()}
         for name in ("x", "y"):
             parts = [part.double().numpy() for part in seen[name]]
-            seen[name], seen[f"{name}_held_out"] = np.concatenate(parts[::2]), np.concatenate(parts[1::2])
+            seen[name], seen[f"{name}_held_out"] = (
+                np.concatenate(parts[::2]),
+                np.concatenate(parts[1::2]),
+            )
     return found
 
 
@@ -80,7 +93,9 @@ def candidates(seen: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
     x, y = seen["x"], seen["y"]
     slope, offset, weight, bias = (seen[name] for name in ("slope", "offset", "weight", "bias"))
     columns = np.stack([x, x**3, np.ones_like(x)], -1)
-    first, third, constant = np.stack([np.linalg.lstsq(columns[:, c], y[:, c], rcond=None)[0] for c in range(384)], 1)
+    first, third, constant = np.stack(
+        [np.linalg.lstsq(columns[:, c], y[:, c], rcond=None)[0] for c in range(384)], 1
+    )
     squares = np.square(without_mean(x)).sum(1)
     low, high = 0.9 * squares.min(), 1.1 * squares.max()
     # The sum of squares comes as a part of the largest, whose powers are small numbers.
@@ -90,7 +105,11 @@ def candidates(seen: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
 
     def norm(token: Any) -> Any:
         total = (token * unit).dot(token * unit)
-        inverse = total.polyval(powers.tolist()) if hasattr(total, "polyval") else np.polyval(powers[::-1], total)
+        inverse = (
+            total.polyval(powers.tolist())
+            if hasattr(total, "polyval")
+            else np.polyval(powers[::-1], total)
+        )
         return (token * weight) * inverse + bias
 
     return {
@@ -103,14 +122,18 @@ def candidates(seen: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
 def ring(levels: int) -> tenseal.Context:
     """Return the keys of the least ring for so many products in a row."""
     sizes = [60, *[40] * levels, 60]
-    context = tenseal.context(tenseal.SCHEME_TYPE.CKKS, RINGS[levels], coeff_mod_bit_sizes=sizes, n_threads=1)
+    context = tenseal.context(
+        tenseal.SCHEME_TYPE.CKKS, RINGS[levels], coeff_mod_bit_sizes=sizes, n_threads=1
+    )
     context.global_scale = 2**40
     context.generate_galois_keys()
     context.generate_relin_keys()
     return context
 
 
-def timed(function: Callable[[Any], Any], context: tenseal.Context, tokens: np.ndarray) -> tuple[float, int, float]:
+def timed(
+    function: Callable[[Any], Any], context: tenseal.Context, tokens: np.ndarray
+) -> tuple[float, int, float]:
     """Return the least of the seconds for a token, the levels used, and the encryption's own relative error."""
     seconds, errors, levels = [], [], 0
     for token in tokens:
@@ -134,7 +157,9 @@ def measured() -> list[dict[str, Any]]:
             given = without_mean(x) if name == "norm" else x
             tokens = given[:: len(x) // ROUNDS][:ROUNDS]
             in_common, levels, own = timed(function, rings[max(RINGS)], tokens)
-            in_least = timed(function, rings[levels], tokens)[0] if levels < max(RINGS) else in_common
+            in_least = (
+                timed(function, rings[levels], tokens)[0] if levels < max(RINGS) else in_common
+            )
             error = np.linalg.norm(np.stack([function(token) for token in given]) - y) / spread
             rows.append(
                 {
@@ -157,11 +182,18 @@ def main() -> None:
     for row in rows:
         print(", ".join(f"{name} {value}" for name, value in row.items()))
     for line, norm in zip(rows[::3], rows[2::3], strict=True):
-        least, common = (norm[key] / line[key] for key in ("milliseconds", "milliseconds_in_one_ring"))
-        print(f"{line['site']}: the line is {least:.0f} times as fast as the norm, in one ring {common:.0f} times")
+        least, common = (
+            norm[key] / line[key] for key in ("milliseconds", "milliseconds_in_one_ring")
+        )
+        print(
+            f"{line['site']}: the line is {least:.0f} times as fast as the norm, in one ring "
+            f"{common:.0f} times"
+        )
     wrong = max(row["error_of_encryption"] for row in rows) > 1e-2
     if wrong or any((row["levels"] > 1) == (row["function"] == "linear") for row in rows):
-        raise SystemExit("the encrypted outputs should be those in the clear, and a line should take one level")
+        raise SystemExit(
+            "the encrypted outputs should be those in the clear, and a line should take one level"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Direct logit attribution that is exact: a model without norms in TransformerLens.
 
-With a norm before the head, what a part adds to a logit depends on the size of all parts together, so removing one
-changes the others' share too. Where linear layers have replaced the norms, and are folded away, logits are plain sums.
+With a norm before the head, what a part adds to a logit depends on the size of all parts together,
+so removing one changes the others' share too. Where linear layers have replaced the norms, and are
+folded away, logits are plain sums.
 """
 
 import tempfile
@@ -10,28 +11,48 @@ import torch
 from tokenizers import Tokenizer, models
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import dynorm
 
 SIZES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 MODELS = {
-    "GPT-2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, **SIZES)),
+    "GPT-2": lambda: GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, **SIZES)
+    ),
     "Llama": lambda: LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, **SIZES)
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            **SIZES,
+        )
     ),
 }
 
 
 def in_lens(model: torch.nn.Module, *, norms: bool) -> TransformerBridge:
     """Return a model of transformers in TransformerLens, which is told whether it has norms."""
-    words = Tokenizer(models.WordLevel({f"w{k}": k for k in range(SIZES["vocab_size"])}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w0", pad_token="w0")
+    words = Tokenizer(
+        models.WordLevel({f"w{k}": k for k in range(SIZES["vocab_size"])}, unk_token="w0")
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w0", eos_token="w0", pad_token="w0"
+    )
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        lens = TransformerBridge.boot_transformers(folder, hf_model=model, device="cpu", dtype=torch.float64)
+        lens = TransformerBridge.boot_transformers(
+            folder, hf_model=model, device="cpu", dtype=torch.float64
+        )
     if not norms:
         lens.cfg.normalization_type = None
         for part in lens.modules():
@@ -55,7 +76,12 @@ def errors(lens: TransformerBridge, tokens: torch.Tensor) -> tuple[float, float]
     without = torch.stack([lens.unembed(lens.ln_final(stream - part)) for part in parts])
     effect = wanted - without.gather(-1, likeliest.expand(len(parts), -1, -1, -1))[..., 0]
     if lens.cfg.normalization_type is None:
-        print("  " + ", ".join(f"{name} {share:+.3f}" for name, share in zip(names, shares[:, 0, -1], strict=True)))
+        print(
+            "  "
+            + ", ".join(
+                f"{name} {share:+.3f}" for name, share in zip(names, shares[:, 0, -1], strict=True)
+            )
+        )
     return float(summed), float((effect - shares).abs().max() / shares.abs().max())
 
 
@@ -79,7 +105,10 @@ def main() -> None:
         summed, removed = errors(lens, tokens)
         torch.manual_seed(0)
         before = errors(in_lens(build().double().eval(), norms=True), tokens)
-        print(f"  the parts miss the logit by {summed:.0e}; taking one away misses its share by {removed:.0e},")
+        print(
+            f"  the parts miss the logit by {summed:.0e}; taking one away misses its share by "
+            f"{removed:.0e},"
+        )
         print(f"  with norms by {before[1]:.0%} of the largest share")
         if not max(summed, removed) < 1e-10:
             raise SystemExit("without norms the attribution should be exact")

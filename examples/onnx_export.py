@@ -41,7 +41,9 @@ def main() -> None:
     after = norms_and_reductions(proto)
     print(f"norms and reductions: {before or 'none'} before, {after or 'none'} after")
 
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     worst = 0.0
     for rows, length in ((1, 5), (4, 17)):
         ids, mask = torch.randint(0, 64, (rows, length)), torch.ones(rows, length, dtype=torch.long)
@@ -73,7 +75,13 @@ def exported(model: nn.Module, example: tuple[Tensor, ...]) -> onnx.ModelProto:
 def norms_and_reductions(proto: onnx.ModelProto) -> list[str]:
     """Return the operations that only a norm would need, including those inside of functions."""
     nodes = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
-    return sorted({n.op_type for n in nodes if "Norm" in n.op_type or n.op_type in ("ReduceMean", "ReduceSum")})
+    return sorted(
+        {
+            n.op_type
+            for n in nodes
+            if "Norm" in n.op_type or n.op_type in ("ReduceMean", "ReduceSum")
+        }
+    )
 
 
 if __name__ == "__main__":

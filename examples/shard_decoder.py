@@ -1,7 +1,7 @@
 """Convert a decoder whose training does not fit into one process: weights, gradients, moments and teacher are sharded.
 
-Without arguments it starts two processes and converts a small random Llama. A real model on eight GPUs:
-torchrun --nproc-per-node 8 examples/shard_decoder.py MODEL OUT [STEPS]
+Without arguments it starts two processes and converts a small random Llama. A real model on eight
+GPUs: torchrun --nproc-per-node 8 examples/shard_decoder.py MODEL OUT [STEPS]
 """
 
 import copy
@@ -49,11 +49,18 @@ def convert(
     dynorm.refine_(model, share, steps=min(steps, 50))
     whole = copy.deepcopy(model).cpu() if rank == 0 else None
     sharded(model)
-    report = distill_(model, share, teacher=sharded(load()), steps=steps, lr=lr, bf16=True, quiet=True)
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    report = distill_(
+        model, share, teacher=sharded(load()), steps=steps, lr=lr, bf16=True, quiet=True
+    )
+    state = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if whole is not None:
         whole.load_state_dict(state)
-        print(f"{ranks} processes, {report.samples} samples: loss {report.loss_before:.3f} -> {report.loss_after:.3f}")
+        print(
+            f"{ranks} processes, {report.samples} samples: loss {report.loss_before:.3f} -> "
+            f"{report.loss_after:.3f}"
+        )
     # The first process goes on alone.
     distributed.destroy_process_group()
     return whole
@@ -62,10 +69,14 @@ def convert(
 def real(folder: str, out: str, steps: int) -> None:
     """Convert the model in a folder to one in another, with the docstrings of Python's standard library."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    joined = tokenizer("\n\n".join(standard_library_docstrings(whole=True)), return_tensors="pt")["input_ids"][0]
+    joined = tokenizer("\n\n".join(standard_library_docstrings(whole=True)), return_tensors="pt")[
+        "input_ids"
+    ][0]
     batches = [{"input_ids": block[None]} for block in joined.split(LENGTH)[:-1]]
     device = torch.device("cuda", torch.cuda.current_device())
-    model = convert(lambda: AutoModelForCausalLM.from_pretrained(folder).to(device).eval(), batches, steps)
+    model = convert(
+        lambda: AutoModelForCausalLM.from_pretrained(folder).to(device).eval(), batches, steps
+    )
     if model is not None:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
@@ -73,7 +84,12 @@ def real(folder: str, out: str, steps: int) -> None:
 
 def small() -> None:
     """Convert a small random model, and check that the weights found their way back."""
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     original = LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.1, **size)).eval()
     batches = [{"input_ids": torch.randint(0, 64, (4, 16))} for _ in range(16)]
@@ -82,13 +98,24 @@ def small() -> None:
         found = dynorm.measure(model, batches, original=original).output
         print(f"divergence from the original: {found.kl:.5f} nats per token")
         if not found.kl < 0.02:
-            raise SystemExit(f"a distilled model should be close to its original, but is {found.kl:.3f} nats away")
+            raise SystemExit(
+                f"a distilled model should be close to its original, but is {found.kl:.3f} nats "
+                "away"
+            )
 
 
 def main() -> None:
     """Do the work of one process, or start two."""
     if "RANK" not in os.environ:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            __file__,
+        ]
         subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
         return
     if len(sys.argv) > 2:

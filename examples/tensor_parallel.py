@@ -1,7 +1,7 @@
 """Shard the channels of a block over two processes: a norm needs the other's sums, a point-wise layer does not.
 
-The residual stream is sharded over channels. torch counts the collectives of the block, of one of its layers, and of an
-RMSNorm. The sharded outputs equal those of one process.
+The residual stream is sharded over channels. torch counts the collectives of the block, of one of
+its layers, and of an RMSNorm. The sharded outputs equal those of one process.
 """
 
 import socket
@@ -45,7 +45,9 @@ def collectives(x: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
         "norm2": PointwiseParallel(),
     }
     parallelize_module(block, mesh, plan)
-    part = DTensor.from_local(x.chunk(RANKS, -1)[distributed.get_rank()].contiguous(), mesh, [Shard(-1)])
+    part = DTensor.from_local(
+        x.chunk(RANKS, -1)[distributed.get_rank()].contiguous(), mesh, [Shard(-1)]
+    )
     with CommDebugMode() as whole:
         y = block(part)
     with CommDebugMode() as layer:
@@ -57,7 +59,9 @@ def collectives(x: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
 def work(rank: int, port: int) -> None:
     """Do the work of one process."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
     mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(1)
     x = torch.randn(4, WIDTH)
@@ -65,13 +69,17 @@ def work(rank: int, port: int) -> None:
     with CommDebugMode() as norm:
         part = DTensor.from_local(x.chunk(RANKS, -1)[rank].contiguous(), mesh, [Shard(-1)])
         # An RMSNorm cannot do without the sum of squares over all channels.
-        part * (part.pow(2).mean(-1, keepdim=True).redistribute(placements=[Replicate()]) + 1e-5).rsqrt()
+        part * (
+            part.pow(2).mean(-1, keepdim=True).redistribute(placements=[Replicate()]) + 1e-5
+        ).rsqrt()
     if rank == 0:
         print(f"the block: {whole} collectives, both of them its matrix products'")
         print(f"a norm on sharded channels: {norm.get_total_counts()} each; a DyISRU: {layer}")
     distributed.destroy_process_group()
     if (whole, layer) != (2, 0) or norm.get_total_counts() < 1:
-        raise SystemExit(f"a layer should need no collective, got {whole}, {layer}, {norm.get_total_counts()}")
+        raise SystemExit(
+            f"a layer should need no collective, got {whole}, {layer}, {norm.get_total_counts()}"
+        )
 
 
 def main() -> None:

@@ -22,12 +22,16 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = dynorm.DyISRU(WIDTH), dynorm.DyISRU(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix tokens, then channels."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        x = x + self.out(
+            scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
         return x + self.mlp(self.norm2(x))
 
 
@@ -63,7 +67,9 @@ def main() -> None:
     groups = dynorm.param_groups(model, lr=2e-3, weight_decay=0.1)
     print(f"{len(groups)} groups for the optimizer, rates {[group['lr'] for group in groups]}")
     optimizer = torch.optim.AdamW(groups)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [g["lr"] for g in groups], total_steps=STEPS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [g["lr"] for g in groups], total_steps=STEPS
+    )
 
     losses, monitor = [], dynorm.Monitor(model)
     for step in range(STEPS):
@@ -78,7 +84,10 @@ def main() -> None:
             # It warns when a layer saturates. Per layer: saturated, beta, drift, size, gradient.
             figures = monitor.read()
             worst = max(value for name, value in figures.items() if name.startswith("saturated"))
-            print(f"step {step:3}: {losses[-1]:.3f} nats per byte, at most {worst:.0%} of a layer's outputs saturated")
+            print(
+                f"step {step:3}: {losses[-1]:.3f} nats per byte, at most {worst:.0%} of a layer's "
+                "outputs saturated"
+            )
 
     end = sum(losses[-10:]) / 10
     print(f"{end:.3f} at the end; frequencies alone {entropy:.3f}; chance {math.log(256):.3f}")

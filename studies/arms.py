@@ -19,13 +19,17 @@ class Arm:
     Args:
         name: what the command line calls it.
         words: what it is.
-        norm: the norm it trains with, or that is replaced: "layernorm", "rmsnorm", or "own", the model's.
+        norm: the norm it trains with, or that is replaced: "layernorm", "rmsnorm", or "own", the
+            model's.
         layer: the name that ``dynorm.convert_`` knows, or None for a norm throughout.
-        start: where the constants come from: "published", the papers' defaults (slope 0.5 for all sites, no scale);
-            "tuned", the slope that DyT's authors chose for the narrowest language models of their table;
-            "batch", closed form 5 on the first batch, scale sqrt(C); "path", the activations at its begin.
-        embedding_scaled: whether a learned factor, sqrt(C) at first, follows the embedding (language models only).
-        constants_rate: the rate of the constants over that of the other weights, where a run says nothing else.
+        start: where the constants come from: "published", the papers' defaults (slope 0.5 for all
+            sites, no scale); "tuned", the slope that DyT's authors chose for the narrowest language
+            models of their table; "batch", closed form 5 on the first batch, scale sqrt(C); "path",
+            the activations at its begin.
+        embedding_scaled: whether a learned factor, sqrt(C) at first, follows the embedding
+            (language models only).
+        constants_rate: the rate of the constants over that of the other weights, where a run says
+            nothing else.
         witnesses: how many witness channels each layer has, the first ones.
         final_norm: whether the last site keeps its norm.
     """
@@ -56,8 +60,20 @@ ARMS = {
     for arm in (
         Arm("layernorm", "LayerNorm", norm="layernorm"),
         Arm("rmsnorm", "RMSNorm", norm="rmsnorm"),
-        Arm("dyt_published", "DyT as published", layer="dyt", start="published", embedding_scaled=True),
-        Arm("dyt_tuned", "DyT as tuned by its authors", layer="dyt", start="tuned", embedding_scaled=True),
+        Arm(
+            "dyt_published",
+            "DyT as published",
+            layer="dyt",
+            start="published",
+            embedding_scaled=True,
+        ),
+        Arm(
+            "dyt_tuned",
+            "DyT as tuned by its authors",
+            layer="dyt",
+            start="tuned",
+            embedding_scaled=True,
+        ),
         Arm("dyisru_published", "DyISRU as published", layer="dyisru", start="published"),
         Arm("dyt", "scaled DyT", layer="dyt", start="batch"),
         Arm("derf", "scaled Derf", layer="derf", start="batch"),
@@ -88,7 +104,12 @@ ARMS = {
             start="path",
             witnesses=4,
         ),
-        Arm("linear_annealed", "norm, then linear (annealed control)", layer="annealed_linear", start="path"),
+        Arm(
+            "linear_annealed",
+            "norm, then linear (annealed control)",
+            layer="annealed_linear",
+            start="path",
+        ),
     )
 }
 # The arms whose constants are drawn.

@@ -17,7 +17,8 @@ from studies.runs import Record, RunFiles
 from studies.settings import Settings
 
 DIVERGED = 10.0
-# What the Trainer calls it, and what our log does. Rates and times are left out: the settings and the result have them.
+# What the Trainer calls it, and what our log does. Rates and times are left out: the settings and
+# the result have them.
 _COLUMNS = {
     "loss": "loss",
     "grad_norm": "grad_norm",
@@ -84,7 +85,9 @@ class WarmUp(TrainerCallback):  # type: ignore[misc]
         self.settings, self.data = settings, data
         self.steps = frozenset(settings.warmup * time // 10 for time in range(1, 11))
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         """Set them before the step, so that a run resumed here does the same."""
         if state.global_step in self.steps:
             unwrapped = getattr(model, "module", model)
@@ -94,7 +97,9 @@ class WarmUp(TrainerCallback):  # type: ignore[misc]
 class FixedWriters(TrainerCallback):  # type: ignore[misc]
     """Holds the Frobenius norm of each matrix that writes to the stream at that of the start."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         """Measure the norms; those of a checkpoint are the same, to rounding."""
         self._writers: list[Tensor] = writers(model)
         self._norms = [weight.detach().norm() for weight in self._writers]

@@ -17,7 +17,8 @@ from dynorm.errors import ArgumentError
 from studies.settings import Settings
 
 Item = dict[str, Tensor]
-# As dynorm.distill.texts: tests hold data of all kinds, the other two are no longer part of the language.
+# As dynorm.distill.texts: tests hold data of all kinds, the other two are no longer part of the
+# language.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 HELD_OUT_SHARE = 0.05
 HELD_OUT_DIGITS = 500
@@ -97,8 +98,14 @@ def digits() -> Data:
     labels = torch.tensor(loaded.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, held_out = order[HELD_OUT_DIGITS:], order[:HELD_OUT_DIGITS]
-    words = {"what": "scikit-learn's digits, 8 x 8", "train_images": len(train), "held_out_images": len(held_out)}
-    return Data(Images(pixels[train], labels[train]), Images(pixels[held_out], labels[held_out]), words)
+    words = {
+        "what": "scikit-learn's digits, 8 x 8",
+        "train_images": len(train),
+        "held_out_images": len(held_out),
+    }
+    return Data(
+        Images(pixels[train], labels[train]), Images(pixels[held_out], labels[held_out]), words
+    )
 
 
 def draw_batch(data: Data, size: int, draw: int = 0) -> Item:
@@ -113,7 +120,11 @@ def draw_batch(data: Data, size: int, draw: int = 0) -> Item:
 def _bytes() -> tuple[Tensor, Tensor]:
     """The files of the standard library in a fixed random order, the first twentieth held out."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in sorted(root.rglob("*.py")) if not LEFT_OUT & set(file.relative_to(root).parts)]
+    files = [
+        file
+        for file in sorted(root.rglob("*.py"))
+        if not LEFT_OUT & set(file.relative_to(root).parts)
+    ]
     random.Random(0).shuffle(files)
     contents = [file.read_bytes() + b"\0" for file in files]
     wanted = HELD_OUT_SHARE * sum(map(len, contents))

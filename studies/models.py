@@ -16,10 +16,11 @@ from studies.sizes import Size
 
 # DyT's and DyISRU's published start: slope 0.5 at 0 for every site, which is b = 1 / 0.5^2.
 PUBLISHED_BETA = 4.0
-# The authors of DyT choose alpha for LLaMA by width and place (attention / feed-forward / final): 0.8 / 0.2 / 0.2 at
-# 4,096 (7B), 0.6 / 0.15 / 0.15 at 5,120, 0.2 / 0.05 / 0.05 at 8,192, and the narrower the larger: 1.0 everywhere at
-# 1,024, the narrowest that they list. Ours are narrower still and take that, as no further is known; for images they
-# keep 0.5. https://github.com/jiachenzhu/DyT, other_tasks/LLaMA, and arXiv 2503.10622.
+# The authors of DyT choose alpha for LLaMA by width and place (attention / feed-forward / final):
+# 0.8 / 0.2 / 0.2 at 4,096 (7B), 0.6 / 0.15 / 0.15 at 5,120, 0.2 / 0.05 / 0.05 at 8,192, and the
+# narrower the larger: 1.0 everywhere at 1,024, the narrowest that they list. Ours are narrower
+# still and take that, as no further is known; for images they keep 0.5.
+# https://github.com/jiachenzhu/DyT, other_tasks/LLaMA, and arXiv 2503.10622.
 TUNED_BETA = 1.0
 
 
@@ -48,7 +49,9 @@ def install_(model: nn.Module, settings: Settings, data: Data) -> None:
     center = settings.center
     if center is None:
         center = arm.annealed and all(site.kind == "layernorm" for site in sites)
-    dynorm.convert_(model, sites, to=arm.layer, center=center, witnesses=tuple(range(arm.witnesses)))
+    dynorm.convert_(
+        model, sites, to=arm.layer, center=center, witnesses=tuple(range(arm.witnesses))
+    )
     if arm.embedding_scaled and settings.task == "text":
         _scale_embedding_(model)
     _start_(model, settings, batch)
@@ -69,7 +72,9 @@ def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
 
 def constants(model: nn.Module) -> dict[str, float]:
     """Return each point-wise layer's constant as DyISRU's beta (the median of the channels'), by its path."""
-    return {path: float(layer.beta().detach().median()) for path, layer in dynorm_layers(model).items()}
+    return {
+        path: float(layer.beta().detach().median()) for path, layer in dynorm_layers(model).items()
+    }
 
 
 def embeddings(model: nn.Module) -> set[Tensor]:
@@ -87,8 +92,8 @@ class StreamScale:
     """Sees the stream at the last site, and says how far its scale is from that of the start.
 
     Args:
-        model: with layers whose constants were just set from a batch: the last one's beta is then C times the mean
-            square of the stream there.
+        model: with layers whose constants were just set from a batch: the last one's beta is then C
+            times the mean square of the stream there.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -100,7 +105,11 @@ class StreamScale:
     def loss(self) -> Tensor:
         """Return the square of the logarithm of the last forward's mean square over that of the start."""
         assert self._stream is not None
-        return (self._stream.float().square().mean() / self.target.to(self._stream.device)).log().square()
+        return (
+            (self._stream.float().square().mean() / self.target.to(self._stream.device))
+            .log()
+            .square()
+        )
 
     def _see(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._stream = args[0]
@@ -112,9 +121,12 @@ def _start_(model: nn.Module, settings: Settings, batch: dict[str, Any]) -> None
     if arm.start in ("published", "tuned"):
         for layer in layers:
             layer.scale = 1.0
-            layer.set_slope_(TUNED_BETA if arm.start == "tuned" and settings.task == "text" else PUBLISHED_BETA)
+            layer.set_slope_(
+                TUNED_BETA if arm.start == "tuned" and settings.task == "text" else PUBLISHED_BETA
+            )
     elif arm.annealed and any(layer.relative_constants for layer in layers):
-        # Its rate goes with its size, and that should be near the one at which the annealing begins.
+        # Its rate goes with its size, and that should be near the one at which the annealing
+        # begins.
         dynorm.init_from_batch_(model, batch)
     elif arm.start == "batch":
         for layer in layers:
@@ -124,7 +136,10 @@ def _start_(model: nn.Module, settings: Settings, batch: dict[str, Any]) -> None
 
 def _replace_norms_(model: nn.Module, sites: list[dynorm.NormSite], norm: str) -> None:
     """Change LayerNorm into RMSNorm or the other way round, where the model has not the one that is wanted."""
-    kinds: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+    kinds: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {
+        "layernorm": nn.LayerNorm,
+        "rmsnorm": nn.RMSNorm,
+    }
     new = {
         model.get_submodule(site.path): kinds[norm](site.normalized_shape, eps=site.eps)
         for site in sites
@@ -135,8 +150,11 @@ def _replace_norms_(model: nn.Module, sites: list[dynorm.NormSite], norm: str) -
 
 def _scale_embedding_(model: nn.Module) -> None:
     """Multiply what enters the first block by a learned factor, sqrt(C) at first, as DyT's language models do."""
-    # GPT-2 adds two embeddings, and a dropout of 0 follows; Llama has nothing between its one and the first block.
-    last = model.get_submodule("transformer.drop" if hasattr(model, "transformer") else "model.embed_tokens")
+    # GPT-2 adds two embeddings, and a dropout of 0 follows; Llama has nothing between its one and
+    # the first block.
+    last = model.get_submodule(
+        "transformer.drop" if hasattr(model, "transformer") else "model.embed_tokens"
+    )
     channels = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     last.register_parameter("factor", nn.Parameter(torch.full((1,), math.sqrt(channels))))
     last.register_forward_hook(_times_factor)

@@ -60,13 +60,19 @@ def rates(panels: list[tuple[Part, dict[str, dict[str, Any]]]]) -> Figure:
         lowest = min(group["mean"] for group in groups.values())
         known = [y for group in groups.values() for y in group["rates"].values()]
         lost = any(y is None for y in known)
-        top = lowest + TALL if lost else min(lowest + TALL, max(y for y in known if y is not None) + 0.05)
+        top = (
+            lowest + TALL
+            if lost
+            else min(lowest + TALL, max(y for y in known if y is not None) + 0.05)
+        )
         for group in groups.values():
             points = [(float(lr), math.inf if y is None else y) for lr, y in group["rates"].items()]
             drawn = zip(*[(x, min(y, top)) for x, y in points], strict=True)
             panel.plot(*drawn, marker=MARKERS[ARMS[group["arm"]].start], ms=3.5, **_look(group))
             for x in (x for x, y in points if y > top):
-                (mark,) = panel.plot(x, top, marker="^", ms=7, color=_look(group)["color"], clip_on=False)
+                (mark,) = panel.plot(
+                    x, top, marker="^", ms=7, color=_look(group)["color"], clip_on=False
+                )
                 mark.set_in_layout(False)
         panel.set(xscale="log", xlabel="highest learning rate", ylim=(lowest - 0.05, top))
         ticks = sorted({float(lr) for group in groups.values() for lr in group["rates"]})
@@ -83,7 +89,11 @@ def curves(panels: list[tuple[Part, dict[str, dict[str, Any]]]], log: Log) -> Fi
     for panel, (part, groups) in zip(axes, panels, strict=True):
         lowest = min(group["mean"] for group in groups.values())
         for name, group in groups.items():
-            seen = [(line["step"], line["held_out"]) for line in log(run_name(name, group)) if line.get("held_out")]
+            seen = [
+                (line["step"], line["held_out"])
+                for line in log(run_name(name, group))
+                if line.get("held_out")
+            ]
             if seen:
                 panel.plot(*zip(*seen, strict=True), **_look(group))
         panel.set(xlabel="step", xlim=(0, part.steps), ylim=(lowest - 0.05, lowest + 2 * TALL))
@@ -105,7 +115,11 @@ def constants_of(
             if seen and None not in [value for line in seen for value in line["beta"]]:
                 steps, sites = [line["step"] for line in seen], [line["beta"] for line in seen]
                 found.append(
-                    (f"{ARMS[group['arm']].words}\n{part.title}", steps, [list(s) for s in zip(*sites, strict=True)])
+                    (
+                        f"{ARMS[group['arm']].words}\n{part.title}",
+                        steps,
+                        [list(s) for s in zip(*sites, strict=True)],
+                    )
                 )
     return found
 
@@ -118,12 +132,20 @@ def constants(moved: list[tuple[str, list[int], list[list[float]]]]) -> Figure:
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, (title, steps, sites) in zip(panels, moved, strict=False):
         for place, values in enumerate(sites):
-            panel.plot(steps, values, lw=1.2, color=colormaps["viridis"](0.92 * place / max(1, len(sites) - 1)))
+            panel.plot(
+                steps,
+                values,
+                lw=1.2,
+                color=colormaps["viridis"](0.92 * place / max(1, len(sites) - 1)),
+            )
         panel.set_title(title, fontsize=8.5)
         panel.set_yscale("log")
         # At least a factor of 4, so that there is a tick.
         values = [value for site in sites for value in site]
-        middle, reach = math.sqrt(min(values) * max(values)), max(2.0, 1.1 * math.sqrt(max(values) / min(values)))
+        middle, reach = (
+            math.sqrt(min(values) * max(values)),
+            max(2.0, 1.1 * math.sqrt(max(values) / min(values))),
+        )
         panel.set_ylim(middle / reach, middle * reach)
         panel.yaxis.set_major_locator(LogLocator(subs=(1.0,) if reach > 10 else (1.0, 2.0, 5.0)))
         panel.yaxis.set_major_formatter("{x:g}")
@@ -154,12 +176,20 @@ def _panels(panels: list[tuple[Part, dict[str, dict[str, Any]]]]) -> tuple[Figur
 
 def _look(group: Mapping[str, Any]) -> dict[str, Any]:
     arm = ARMS[group["arm"]]
-    return {"color": COLOURS[arm.layer or arm.name], "ls": "-." if arm.witnesses else STYLES[arm.start], "lw": 1.6}
+    return {
+        "color": COLOURS[arm.layer or arm.name],
+        "ls": "-." if arm.witnesses else STYLES[arm.start],
+        "lw": 1.6,
+    }
 
 
 def _legend(figure: Figure, panels: list[tuple[Part, dict[str, dict[str, Any]]]]) -> None:
     shown = {group["arm"]: group for _, groups in panels for group in groups.values()}
-    handles = [Line2D([], [], label=ARMS[name].words, **_look(shown[name])) for name in ARMS if name in shown]
+    handles = [
+        Line2D([], [], label=ARMS[name].words, **_look(shown[name]))
+        for name in ARMS
+        if name in shown
+    ]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8.5)
 
 

@@ -13,7 +13,8 @@ from studies.runs import Record
 from studies.settings import Settings
 from studies.sizes import size_of, weights
 
-# Where sweeps begin: the best of the first arms stood in the middle of these, and a sweep goes on where it does not.
+# Where sweeps begin: the best of the first arms stood in the middle of these, and a sweep goes on
+# where it does not.
 NORM_RATES = (2e-3, 4e-3, 8e-3)
 DIRECT_RATES = (5e-4, 1e-3, 2e-3)
 # A rate is good when it costs no more than this, in nats, over the arm's best.
@@ -21,7 +22,16 @@ GOOD = 0.05
 # Beyond these a sweep is not extended, wherever its best is.
 LOWEST, HIGHEST = 2.5e-5, 6.4e-2
 CORE = ("layernorm", "dyisru_annealed", "dyisru", "dyt")
-ALL = (*CORE, "linear_annealed", "linear", "dyt_published", "derf", "rmsnorm", "dyisru_published", "dyt_annealed")
+ALL = (
+    *CORE,
+    "linear_annealed",
+    "linear",
+    "dyt_published",
+    "derf",
+    "rmsnorm",
+    "dyisru_published",
+    "dyt_annealed",
+)
 
 
 @dataclass(frozen=True)
@@ -59,9 +69,13 @@ class Part:
     def sweeps(self) -> Iterator[list[Settings]]:
         """Give the runs of each arm and variant with seed 0, rates rising."""
         for arm in self.arms:
-            rates = self.rates.get(arm) or (self.direct_rates if ARMS[arm].direct else self.norm_rates)
+            rates = self.rates.get(arm) or (
+                self.direct_rates if ARMS[arm].direct else self.norm_rates
+            )
             for variant in self.variants:
-                yield [Settings(arm, lr, steps=self.steps, **{**self.fixed, **variant}) for lr in rates]
+                yield [
+                    Settings(arm, lr, steps=self.steps, **{**self.fixed, **variant}) for lr in rates
+                ]
 
 
 SMALL = Part("small", "600 steps", (*ALL, "dyt_tuned"), seeds=(1, 2), once=("dyt_tuned",))
@@ -151,7 +165,8 @@ RATES = Part(
     extend=False,
     variants=({"constants_rate": 15.0},),
 )
-# It ends earlier than by default: two fifths of the steps follow, at rates that still move the weights.
+# It ends earlier than by default: two fifths of the steps follow, at rates that still move the
+# weights.
 PATHS = Part(
     "paths",
     "The annealing from a fifth to three fifths of the steps, 3,000 steps",
@@ -180,10 +195,12 @@ FASTER_LONG = replace(
     steps=3000,
     once=("dyisru_witnesses_annealed",),
 )
-# The net is point-wise from three twentieths of its steps on, and so at the rates of one that always was.
+# The net is point-wise from three twentieths of its steps on, and so at the rates of one that
+# always was.
 EARLY = Part(
     "early",
-    "The annealing from a twentieth to three twentieths of the steps, constants at 30 times the rate, 3,000 steps",
+    "The annealing from a twentieth to three twentieths of the steps, constants at 30 times the "
+    "rate, 3,000 steps",
     ("dyisru_annealed",),
     steps=3000,
     norm_rates=(5e-4, 1e-3),
@@ -240,7 +257,11 @@ FINAL = Part(
 )
 # One rate: of both ideas 600 steps say that they lose much.
 FINAL_LONG = replace(
-    FINAL, key="final_norm_long", title="The final norm kept, 3,000 steps", steps=3000, direct_rates=(1e-3,)
+    FINAL,
+    key="final_norm_long",
+    title="The final norm kept, 3,000 steps",
+    steps=3000,
+    direct_rates=(1e-3,),
 )
 BOUND = Part(
     "bound",
@@ -270,7 +291,8 @@ class Planned:
     Args:
         settings: of the run.
         part: the part's title.
-        certain: whether it may start; a further seed waits for the best rate, and stands here with a guessed one.
+        certain: whether it may start; a further seed waits for the best rate, and stands here with
+            a guessed one.
     """
 
     settings: Settings
@@ -325,11 +347,14 @@ def best(sweep: list[Settings], results: Mapping[str, Record]) -> Settings | Non
     return min(done, key=lambda s: fmean(for_choosing(results[s.name])), default=None)
 
 
-def settled(sweep: list[Settings], results: Mapping[str, Record], seeds: Iterable[int]) -> Settings | None:
+def settled(
+    sweep: list[Settings], results: Mapping[str, Record], seeds: Iterable[int]
+) -> Settings | None:
     """Return the run of a sweep at the rate that is repeated and reported.
 
-    Of the rates that are good by the sweep alone it is that with the most seeds, and of several such the one with the
-    lowest mean: so neither the luck of one seed nor an only one decides between rates that are alike.
+    Of the rates that are good by the sweep alone it is that with the most seeds, and of several
+    such the one with the lowest mean: so neither the luck of one seed nor an only one decides
+    between rates that are alike.
 
     Args:
         sweep: with seed 0.
@@ -363,8 +388,8 @@ def for_reporting(record: Record) -> list[float]:
 def seconds(settings: Settings, results: Mapping[str, Record]) -> float | None:
     """Estimate how long a run takes, from the time of those that are done; None where there is none.
 
-    The runs of the same arm, model and size are asked first, then those of the same model and size, then all of the
-    same task, by weights times tokens.
+    The runs of the same arm, model and size are asked first, then those of the same model and size,
+    then all of the same task, by weights times tokens.
     """
     done = [(Settings(**record["settings"]), record) for record in results.values()]
     same = [(s, r) for s, r in done if (s.task, s.model, s.size, s.device) == _kind(settings)]

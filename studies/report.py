@@ -15,7 +15,18 @@ from studies.arms import SHOWN
 from studies.plan import LONG, LONGEST, PLAN, SIDE, SMALL, Part
 from studies.runs import ROOT, RUNS, dumps, read_all, read_log
 from studies.summary import summarize
-from studies.tables import NOT_YET, answers, checkpoints, functions, left, on_the_way, opening, rates, table, titled
+from studies.tables import (
+    NOT_YET,
+    answers,
+    checkpoints,
+    functions,
+    left,
+    on_the_way,
+    opening,
+    rates,
+    table,
+    titled,
+)
 from studies.train import main
 
 STUDY = ROOT / "studies" / "results" / "study.json"
@@ -23,7 +34,8 @@ PAGE = ROOT / "docs" / "study.md"
 IMAGES = ROOT / "docs" / "images"
 CAPTIONS = {
     "study-rates": "Held-out loss of each arm over its learning rate, seed 0: squares as published, or "
-    "as tuned by the authors, diamonds annealed. A triangle at the top lies above the panel, or diverged.",
+    "as tuned by the authors, diamonds annealed. A triangle at the top lies above the panel, or "
+    "diverged.",
     "study-curves": "Held-out loss over the steps, each arm at its best rate, seed 0.",
     "study-constants": "The constant of every norm's site as it moved, at the arm's best rate, seed 0; the first site "
     "is dark, the last light.",
@@ -35,7 +47,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def command(
     runs: Annotated[Path, typer.Option(help="Folder of results and logs.")] = RUNS,
     study: Annotated[Path, typer.Option(help="The summary to write.")] = STUDY,
-    page: Annotated[Path, typer.Option(help="The page whose marked parts are written anew.")] = PAGE,
+    page: Annotated[
+        Path, typer.Option(help="The page whose marked parts are written anew.")
+    ] = PAGE,
     images: Annotated[Path, typer.Option(help="Folder of the pictures.")] = IMAGES,
 ) -> None:
     """Write the summary, the pictures, and the marked parts of the page.
@@ -73,7 +87,9 @@ def with_parts(text: str, study: Mapping[str, Any]) -> str:
         before, found, rest = text.partition(start)
         _, closed, after = rest.partition(end)
         if not (found and closed):
-            raise DataError(f"the page must have the marks {start} and {end}, but one is missing: put it back")
+            raise DataError(
+                f"the page must have the marks {start} and {end}, but one is missing: put it back"
+            )
         text = f"{before}{start}\n{part}\n{end}{after}"
     return text
 
@@ -94,7 +110,11 @@ def parts(study: Mapping[str, Any]) -> dict[str, str]:
         there = drawn and (name != "study-constants" or has_constants(study))
         image = f"![{caption}](images/{name}.png)\n\n{caption}"
         found[name.removeprefix("study-")] = image if there else f"{NOT_YET.capitalize()}."
-    found |= {"checkpoints": checkpoints(study), "on-the-way": on_the_way(study), "left": left(study)}
+    found |= {
+        "checkpoints": checkpoints(study),
+        "on-the-way": on_the_way(study),
+        "left": left(study),
+    }
     return found
 
 
@@ -106,8 +126,12 @@ def has_runs(study: Mapping[str, Any], part: Part) -> bool:
 
 def has_constants(study: Mapping[str, Any]) -> bool:
     """Whether an arm whose constants are drawn has a run."""
-    names = (sweep[0].group for part in (SMALL, LONG) for sweep in part.sweeps() if sweep[0].arm in SHOWN)
-    return any((study["groups"].get(name) or {"best_lr": None})["best_lr"] is not None for name in names)
+    names = (
+        sweep[0].group for part in (SMALL, LONG) for sweep in part.sweeps() if sweep[0].arm in SHOWN
+    )
+    return any(
+        (study["groups"].get(name) or {"best_lr": None})["best_lr"] is not None for name in names
+    )
 
 
 if __name__ == "__main__":

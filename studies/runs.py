@@ -93,9 +93,13 @@ class RunFiles:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise BusyError(f"{self.name} must be run by one process, but another runs it now: wait") from error
+                raise BusyError(
+                    f"{self.name} must be run by one process, but another runs it now: wait"
+                ) from error
             except OSError as error:
-                raise StorageError(f"{self.locked} must be lockable: {error}; give a folder on another disk") from error
+                raise StorageError(
+                    f"{self.locked} must be lockable: {error}; give a folder on another disk"
+                ) from error
             yield
 
     def claim(self, settings: Settings) -> None:
@@ -107,7 +111,9 @@ class RunFiles:
         file = self.checkpoints / "settings.json"
         mine = json.dumps(settings.to_dict(), indent=1)
         if file.exists() and file.read_text("utf-8") != mine:
-            raise StorageError(f"{self.checkpoints} must hold this run's checkpoints, but is another's: delete it")
+            raise StorageError(
+                f"{self.checkpoints} must hold this run's checkpoints, but is another's: delete it"
+            )
         write_text(file, mine)
 
     def checkpoint(self) -> Path | None:
@@ -161,7 +167,9 @@ def read_log(name: str, out: Path = RUNS) -> list[Record]:
     try:
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} must be the run's log, but is not: {error}; run again with --again") from error
+        raise DataError(
+            f"{path} must be the run's log, but is not: {error}; run again with --again"
+        ) from error
 
 
 def read_record(path: Path) -> Record:
@@ -174,7 +182,9 @@ def read_record(path: Path) -> Record:
         record = json.loads(path.read_text("utf-8"))
         name = Settings(**record["settings"]).name
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} must be a run's result, but is not: {error}; delete it, and run again") from error
+        raise DataError(
+            f"{path} must be a run's result, but is not: {error}; delete it, and run again"
+        ) from error
     if name != path.stem:
         raise DataError(f"{path} must be named as its run: rename it, or delete it")
     return dict(record)
@@ -184,7 +194,9 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise StorageError(f"the folder {str(folder)!r} cannot be made: {error}; give another") from error
+        raise StorageError(
+            f"the folder {str(folder)!r} cannot be made: {error}; give another"
+        ) from error
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

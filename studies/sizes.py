@@ -52,7 +52,9 @@ def size_of(task: str, name: str) -> Size:
         ArgumentError: the task has no such size.
     """
     if name not in SIZES[task]:
-        raise ArgumentError(f"the size must be one of {', '.join(SIZES[task])} for {task}, got {name!r}")
+        raise ArgumentError(
+            f"the size must be one of {', '.join(SIZES[task])} for {task}, got {name!r}"
+        )
     return SIZES[task][name]
 
 

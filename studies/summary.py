@@ -15,7 +15,8 @@ from studies.plan import GOOD, PLAN, Part, for_reporting, missing, settled
 from studies.runs import Record
 from studies.settings import Settings
 
-# The comparison that the paper leaves open, with constants set from a batch and as published; and the control.
+# The comparison that the paper leaves open, with constants set from a batch and as published; and
+# the control.
 PAIRS = (
     ("dyisru", "dyt"),
     ("dyisru_published", "dyt_published"),
@@ -66,8 +67,9 @@ def summarize(
 def summary(runs: Runs) -> dict[str, Any]:
     """Return what the runs of one group say; they differ in rate and seed only.
 
-    The best rate is the settled one. Mean and half the range are over all seeds at the best rate that did not diverge.
-    Losses are those of the held-out items by which no rate was chosen; accuracies are of all of them.
+    The best rate is the settled one. Mean and half the range are over all seeds at the best rate
+    that did not diverge. Losses are those of the held-out items by which no rate was chosen;
+    accuracies are of all of them.
     """
     settings = runs[0][0]
     first = sorted(((s, loss_of(r)) for s, r in runs if s.seed == 0), key=lambda run: run[0].lr)
@@ -77,7 +79,10 @@ def summary(runs: Runs) -> dict[str, Any]:
     values = [loss for loss in losses.values() if loss is not None]
     reported = mean(values) if values else None
     return {
-        **{name: getattr(settings, name) for name in ("task", "model", "size", "steps", "arm", "variant")},
+        **{
+            name: getattr(settings, name)
+            for name in ("task", "model", "size", "steps", "arm", "variant")
+        },
         "parameters": runs[0][1]["parameters"],
         "rates": {f"{s.lr:g}": loss for s, loss in first},
         "runs": len(runs),
@@ -86,7 +91,9 @@ def summary(runs: Runs) -> dict[str, Any]:
         "losses": losses,
         "mean": reported,
         "half_range": (max(values) - min(values)) / 2 if values else None,
-        "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None) if values else None,
+        "accuracy": mean(r["accuracy"] for _, r in at_best if r["loss"] is not None)
+        if values
+        else None,
         **good_range(costs(runs, reported), best),
     }
 
@@ -94,8 +101,8 @@ def summary(runs: Runs) -> dict[str, Any]:
 def costs(runs: Runs, reported: float | None) -> dict[float, float]:
     """Return what each rate costs over the reported one, mean over mean of the seeds; inf where one diverged.
 
-    It may be below 0, for the reported rate was chosen by other items. Not seed by seed: a seed that is lucky at one
-    rate is not at the next.
+    It may be below 0, for the reported rate was chosen by other items. Not seed by seed: a seed
+    that is lucky at one rate is not at the next.
 
     Args:
         runs: of one group.
@@ -119,8 +126,8 @@ def good_range(cost: Mapping[float, float], best: float | None) -> dict[str, Any
         best: the best rate; None where all diverged.
 
     Returns:
-        ``good`` (lowest and highest rate), ``width``, highest over lowest, and ``open``, the ends where the sweep ended
-        first.
+        ``good`` (lowest and highest rate), ``width``, highest over lowest, and ``open``, the ends
+        where the sweep ended first.
     """
     if best is None:
         return {"good": None, "width": None, "open": []}
@@ -143,12 +150,15 @@ def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
         baseline: of another.
 
     Returns:
-        Mean and half the range in nats, the number of seeds, half of the mean's 95 % interval over the seeds (Student's
-        t; None for one), the mean without seed 0, which chose the rates (None for one), and the standard error that the
-        choice of held-out blocks leaves in the difference, from the first seed; None where no seed is common.
+        Mean and half the range in nats, the number of seeds, half of the mean's 95 % interval over
+        the seeds (Student's t; None for one), the mean without seed 0, which chose the rates (None
+        for one), and the standard error that the choice of held-out blocks leaves in the
+        difference, from the first seed; None where no seed is common.
     """
     theirs = {s.seed: r for s, r in baseline if r["loss"] is not None}
-    pairs = {s.seed: (r, theirs[s.seed]) for s, r in runs if s.seed in theirs and r["loss"] is not None}
+    pairs = {
+        s.seed: (r, theirs[s.seed]) for s, r in runs if s.seed in theirs and r["loss"] is not None
+    }
     if not pairs:
         return None
     parts = {
@@ -162,7 +172,9 @@ def against(runs: Runs, baseline: Runs) -> dict[str, Any] | None:
         "mean": mean(values),
         "half_range": (max(values) - min(values)) / 2,
         "seeds": len(values),
-        "interval": float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5 if several else None,
+        "interval": float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+        if several
+        else None,
         "without_seed_0": mean(others) if several else None,
         "standard_error": stdev(first) / len(first) ** 0.5,
     }
@@ -186,8 +198,8 @@ def checkpoints(runs: Iterable[tuple[Settings, list[Record]]]) -> list[dict[str,
         runs: settings and logs; both losses are those of the log, over the same few items.
 
     Returns:
-        For each kind how many runs there are, in how many the last is the lowest, and the most that it lies above, in
-        nats.
+        For each kind how many runs there are, in how many the last is the lowest, and the most that
+        it lies above, in nats.
     """
     found: dict[tuple[str, int, str], list[float]] = {}
     for settings, log in runs:
@@ -195,10 +207,13 @@ def checkpoints(runs: Iterable[tuple[Settings, list[Record]]]) -> list[dict[str,
         if len(losses) > 1:
             arm = settings.arm_spec
             kind = "annealed" if arm.annealed else "point-wise" if arm.direct else "norm"
-            found.setdefault((settings.task, settings.steps, kind), []).append(losses[-1] - min(losses))
+            found.setdefault((settings.task, settings.steps, kind), []).append(
+                losses[-1] - min(losses)
+            )
     names = ("task", "steps", "kind")
     return [
-        dict(zip(names, key, strict=True)) | {"runs": len(gaps), "last": gaps.count(0), "most": max(gaps)}
+        dict(zip(names, key, strict=True))
+        | {"runs": len(gaps), "last": gaps.count(0), "most": max(gaps)}
         for key, gaps in sorted(found.items(), reverse=True)
     ]
 
@@ -231,7 +246,11 @@ def level(group: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
 def baseline_of(settings: Settings) -> Settings:
     """Return the settings that a run is compared with: the model's own norm, everything else equal."""
     plain = ("center", "constants_rate", "warmup_constants", "share", "scale_loss", "fixed_writers")
-    kept = {name: value for name, value in settings.to_dict().items() if name not in plain and "path" not in name}
+    kept = {
+        name: value
+        for name, value in settings.to_dict().items()
+        if name not in plain and "path" not in name
+    }
     return Settings(**kept | {"arm": own_norm(settings)})
 
 
@@ -257,5 +276,7 @@ def _at_best(runs: Runs) -> Runs:
     by_name = {s.name: r for s, r in runs}
     chosen = settled([s for s, _ in runs if s.seed == 0], by_name, {s.seed for s, _ in runs})
     return (
-        [] if chosen is None else sorted((run for run in runs if run[0].lr == chosen.lr), key=lambda run: run[0].seed)
+        []
+        if chosen is None
+        else sorted((run for run in runs if run[0].lr == chosen.lr), key=lambda run: run[0].seed)
     )

@@ -1,7 +1,7 @@
 """The whole study, run by run: ``python -m studies.sweep``; kill it at any time, and start it again.
 
-One sweep a core: ``OMP_NUM_THREADS=1 python -m studies.sweep &``, as many times as there are cores. No two of them do
-the same run.
+One sweep a core: ``OMP_NUM_THREADS=1 python -m studies.sweep &``, as many times as there are cores.
+No two of them do the same run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def command(
-    minutes: Annotated[float | None, typer.Option(help="Start no run after so many minutes; none by default.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Start no run after so many minutes; none by default.")
+    ] = None,
     only: Annotated[str, typer.Option(help="A glob that the run's name must match.")] = "*",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what is left, and stop.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of results and logs.")] = RUNS,
@@ -38,7 +40,9 @@ def command(
     if minutes is not None and not minutes > 0:
         raise ArgumentError(f"minutes must be positive, got {minutes}")
     if not any(fnmatchcase(item.settings.name, only) for item in planned(read_all(out))):
-        raise ArgumentError(f"the glob must match a run of the plan, but {only!r} matches none: see --dry-run")
+        raise ArgumentError(
+            f"the glob must match a run of the plan, but {only!r} matches none: see --dry-run"
+        )
     failed: list[str] = []
     if not dry_run:
         quiet_libraries()
@@ -46,7 +50,9 @@ def command(
     for line in left(only, read_all(out), each=dry_run):
         typer.echo(line)
     if failed:
-        raise ModelError(f"all runs must succeed, but {len(failed)} did not: {', '.join(failed)}; see above")
+        raise ModelError(
+            f"all runs must succeed, but {len(failed)} did not: {', '.join(failed)}; see above"
+        )
 
 
 def sweep(
@@ -73,18 +79,25 @@ def sweep(
     skipped: set[str] = set()
     failed: list[str] = []
     while until is None or time.monotonic() < until:
-        # Read anew each time: another sweep works on the same plan, and results change what is wanted.
-        waiting = [item for item in _chosen(only, read_all(out), plan) if item.settings.name not in skipped]
+        # Read anew each time: another sweep works on the same plan, and results change what is
+        # wanted.
+        waiting = [
+            item for item in _chosen(only, read_all(out), plan) if item.settings.name not in skipped
+        ]
         item = next((item for item in waiting if item.certain), None)
         if item is None:
             break
         name = item.settings.name
         typer.echo(f"{time.strftime('%H:%M:%S')} {name}")
         try:
-            typer.echo(f"{time.strftime('%H:%M:%S')} {said(run(item.settings, out=out, checkpoints=checkpoints))}")
+            typer.echo(
+                f"{time.strftime('%H:%M:%S')} "
+                f"{said(run(item.settings, out=out, checkpoints=checkpoints))}"
+            )
         except BusyError:
             skipped.add(name)
-        # One run that fails must not keep the others from being done; it is reported here and in the exit status.
+        # One run that fails must not keep the others from being done; it is reported here and in
+        # the exit status.
         except Exception:
             traceback.print_exc()
             skipped.add(name)
@@ -92,7 +105,9 @@ def sweep(
     return failed
 
 
-def left(only: str, results: dict[str, Record], *, each: bool = False, plan: tuple[Part, ...] = PLAN) -> list[str]:
+def left(
+    only: str, results: dict[str, Record], *, each: bool = False, plan: tuple[Part, ...] = PLAN
+) -> list[str]:
     """Return lines that say what is missing and about how long it takes.
 
     Args:
@@ -117,7 +132,9 @@ def _chosen(only: str, results: dict[str, Record], plan: tuple[Part, ...]) -> li
 
 def _line(item: Planned, estimate: float | None) -> str:
     time_of = "time not known yet" if estimate is None else f"{estimate / 60:.1f} min"
-    return f"  {item.settings.name}  {time_of}" + ("" if item.certain else "  (or at the best rate, once it is known)")
+    return f"  {item.settings.name}  {time_of}" + (
+        "" if item.certain else "  (or at the best rate, once it is known)"
+    )
 
 
 def _total(times: list[float | None]) -> str:
@@ -125,7 +142,11 @@ def _total(times: list[float | None]) -> str:
     if times and not known:
         return "time not known yet"
     text = f"about {sum(known) / 3600:.1f} h on one core"
-    return text if len(known) == len(times) else f"{text} and {len(times) - len(known)} whose time is not known yet"
+    return (
+        text
+        if len(known) == len(times)
+        else f"{text} and {len(times) - len(known)} whose time is not known yet"
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,14 @@ NOT_YET = "not run yet"
 def table(part: Part, study: Mapping[str, Any]) -> str:
     """Return a part's table: one row for each arm that was run."""
     accuracy = part is DIGITS
-    head = ["arm", "best rate", "held-out loss", *(["accuracy"] if accuracy else []), "against the norm", "good rates"]
+    head = [
+        "arm",
+        "best rate",
+        "held-out loss",
+        *(["accuracy"] if accuracy else []),
+        "against the norm",
+        "good rates",
+    ]
     head += ["diverged"]
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for sweep in part.sweeps():
@@ -50,7 +57,9 @@ def table(part: Part, study: Mapping[str, Any]) -> str:
 
 def titled(parts: Iterable[Part], study: Mapping[str, Any]) -> str:
     """Return the tables of those parts that have a run, each below its title."""
-    ran = [part for part in parts if any(sweep[0].group in study["groups"] for sweep in part.sweeps())]
+    ran = [
+        part for part in parts if any(sweep[0].group in study["groups"] for sweep in part.sweeps())
+    ]
     return "\n\n".join(f"{part.title}:\n\n{table(part, study)}" for part in ran)
 
 
@@ -58,7 +67,14 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
     """Return the cells of a row, but the first."""
     diverged = f"{group['diverged']} of {group['runs']}"
     if lost := _lost(group, sweep):
-        return [f"none{_in_brackets(_so_far(group, sweep))}", lost, *([""] if accuracy else []), "", "", diverged]
+        return [
+            f"none{_in_brackets(_so_far(group, sweep))}",
+            lost,
+            *([""] if accuracy else []),
+            "",
+            "",
+            diverged,
+        ]
     return [
         rate(group["best_lr"]) + _in_brackets(_open(group, sweep)),
         spread(group),
@@ -99,23 +115,45 @@ def opening(study: Mapping[str, Any]) -> str:
     """Return the page's first three sentences."""
 
     def told(start: str, arm: str, *parts: Part) -> str:
-        found = [(part, group) for part in parts if (group := _group(study, part, arm)[0]) and group.get("against")]
-        return f"{start} {', '.join(_lead(part, group['against']) for part, group in found)}" if found else ""
+        found = [
+            (part, group)
+            for part in parts
+            if (group := _group(study, part, arm)[0]) and group.get("against")
+        ]
+        return (
+            f"{start} {', '.join(_lead(part, group['against']) for part, group in found)}"
+            if found
+            else ""
+        )
 
     direct = (
-        told("A net that is point-wise from the first step, with DyISRU, is", "dyisru", SMALL, LONG),
+        told(
+            "A net that is point-wise from the first step, with DyISRU, is", "dyisru", SMALL, LONG
+        ),
         told("with scaled DyT it is", "dyt", SMALL, LONG, LONGEST),
     )
     annealed = (
-        told("A net that begins with LayerNorm and ends with DyISRU is", "dyisru_annealed", FASTER, FASTER_LONG),
+        told(
+            "A net that begins with LayerNorm and ends with DyISRU is",
+            "dyisru_annealed",
+            FASTER,
+            FASTER_LONG,
+        ),
         told("annealed early, at a rate of point-wise nets, it is", "dyisru_annealed", EARLY),
     )
     sentences = (
         "; ".join(filter(None, direct)),
         "; ".join(filter(None, annealed)),
-        told("The constants must be measured on activations: with the published one DyT is", "dyt_published", SMALL),
+        told(
+            "The constants must be measured on activations: with the published one DyT is",
+            "dyt_published",
+            SMALL,
+        ),
     )
-    return "\n".join(f"{sentence}." for sentence in sentences if sentence) or f"{NOT_YET.capitalize()}."
+    return (
+        "\n".join(f"{sentence}." for sentence in sentences if sentence)
+        or f"{NOT_YET.capitalize()}."
+    )
 
 
 def _lead(part: Part, against: Mapping[str, Any]) -> str:
@@ -138,38 +176,163 @@ def answers(study: Mapping[str, Any]) -> str:
         ("DyISRU from the first step against LayerNorm, 3,000 steps", LONG, "dyisru", difference),
         ("scaled DyT from the first step against LayerNorm, 600 steps", SMALL, "dyt", difference),
         ("scaled DyT from the first step against LayerNorm, 3,000 steps", LONG, "dyt", difference),
-        ("scaled DyT from the first step against LayerNorm, 12,000 steps", LONGEST, "dyt", difference),
-        ("DyT as tuned by its authors against LayerNorm, 600 steps", SMALL, "dyt_tuned", difference),
+        (
+            "scaled DyT from the first step against LayerNorm, 12,000 steps",
+            LONGEST,
+            "dyt",
+            difference,
+        ),
+        (
+            "DyT as tuned by its authors against LayerNorm, 600 steps",
+            SMALL,
+            "dyt_tuned",
+            difference,
+        ),
         ("annealed DyISRU against LayerNorm, 600 steps", SMALL, "dyisru_annealed", difference),
-        ("the same, with 30 times the weights' rate for the constants", FASTER, "dyisru_annealed", difference),
-        ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed", difference),
+        (
+            "the same, with 30 times the weights' rate for the constants",
+            FASTER,
+            "dyisru_annealed",
+            difference,
+        ),
+        (
+            "annealed linear control against LayerNorm, 600 steps",
+            SMALL,
+            "linear_annealed",
+            difference,
+        ),
         ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
-        ("the same, with 30 times the weights' rate for the constants", FASTER_LONG, "dyisru_annealed", difference),
-        ("the same, from a twentieth to three twentieths, at a lower rate", EARLY, "dyisru_annealed", difference),
-        ("the same at the weights' rate, from a fifth to three fifths", PATHS, "dyisru_annealed", difference),
+        (
+            "the same, with 30 times the weights' rate for the constants",
+            FASTER_LONG,
+            "dyisru_annealed",
+            difference,
+        ),
+        (
+            "the same, from a twentieth to three twentieths, at a lower rate",
+            EARLY,
+            "dyisru_annealed",
+            difference,
+        ),
+        (
+            "the same at the weights' rate, from a fifth to three fifths",
+            PATHS,
+            "dyisru_annealed",
+            difference,
+        ),
         ("annealed scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt_annealed", difference),
-        ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses", difference),
-        ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", difference),
-        ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", difference),
-        ("DyISRU with four witnesses against LayerNorm, 12,000 steps", LONGEST, "dyisru_witnesses", difference),
-        ("annealed DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, both, difference),
-        ("annealed DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, both, difference),
-        ("the same, with 30 times the weights' rate for the constants", FASTER_LONG, both, difference),
-        ("DyISRU with the final norm kept against LayerNorm, 600 steps", FINAL, "dyisru_final_norm", difference),
-        ("DyISRU with the final norm kept against LayerNorm, 3,000 steps", FINAL_LONG, "dyisru_final_norm", difference),
-        ("DyISRU with the stream's growth bounded against LayerNorm, 600 steps", BOUND, "dyisru-bound0.1", difference),
+        (
+            "DyISRU with four witnesses against LayerNorm, 600 steps",
+            WITNESSES,
+            "dyisru_witnesses",
+            difference,
+        ),
+        (
+            "DyISRU with four witnesses against LayerNorm, 3,000 steps",
+            LONG,
+            "dyisru_witnesses",
+            difference,
+        ),
+        (
+            "the same, carrying a fiftieth of the sum at the start",
+            SHARES_LONG,
+            "dyisru_witnesses",
+            difference,
+        ),
+        (
+            "DyISRU with four witnesses against LayerNorm, 12,000 steps",
+            LONGEST,
+            "dyisru_witnesses",
+            difference,
+        ),
+        (
+            "annealed DyISRU with four witnesses against LayerNorm, 600 steps",
+            WITNESSES,
+            both,
+            difference,
+        ),
+        (
+            "annealed DyISRU with four witnesses against LayerNorm, 3,000 steps",
+            LONG,
+            both,
+            difference,
+        ),
+        (
+            "the same, with 30 times the weights' rate for the constants",
+            FASTER_LONG,
+            both,
+            difference,
+        ),
+        (
+            "DyISRU with the final norm kept against LayerNorm, 600 steps",
+            FINAL,
+            "dyisru_final_norm",
+            difference,
+        ),
+        (
+            "DyISRU with the final norm kept against LayerNorm, 3,000 steps",
+            FINAL_LONG,
+            "dyisru_final_norm",
+            difference,
+        ),
+        (
+            "DyISRU with the stream's growth bounded against LayerNorm, 600 steps",
+            BOUND,
+            "dyisru-bound0.1",
+            difference,
+        ),
         ("the same after 3,000 steps", BOUND_LONG, "dyisru-bound0.1", difference),
         ("the same, with the writers' norms fixed, 600 steps", BOUND, "dyisru-writers", difference),
         ("the same after 3,000 steps", BOUND_LONG, "dyisru-writers", difference),
-        ("Muon: DyISRU from the first step against LayerNorm, 600 steps", MUON, "dyisru", difference),
-        ("Muon: scaled DyT from the first step against LayerNorm, 600 steps", MUON, "dyt", difference),
-        ("Muon: DyISRU with four witnesses against LayerNorm, 600 steps", MUON, "dyisru_witnesses", difference),
-        ("Llama: DyISRU from the first step against RMSNorm, 600 steps", LLAMA, "dyisru", difference),
-        ("Llama: scaled DyT from the first step against RMSNorm, 600 steps", LLAMA, "dyt", difference),
+        (
+            "Muon: DyISRU from the first step against LayerNorm, 600 steps",
+            MUON,
+            "dyisru",
+            difference,
+        ),
+        (
+            "Muon: scaled DyT from the first step against LayerNorm, 600 steps",
+            MUON,
+            "dyt",
+            difference,
+        ),
+        (
+            "Muon: DyISRU with four witnesses against LayerNorm, 600 steps",
+            MUON,
+            "dyisru_witnesses",
+            difference,
+        ),
+        (
+            "Llama: DyISRU from the first step against RMSNorm, 600 steps",
+            LLAMA,
+            "dyisru",
+            difference,
+        ),
+        (
+            "Llama: scaled DyT from the first step against RMSNorm, 600 steps",
+            LLAMA,
+            "dyt",
+            difference,
+        ),
         ("Llama: annealed DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru_annealed", difference),
-        ("10 M parameters: DyISRU from the first step against LayerNorm, 600 steps", MEDIUM, "dyisru", difference),
-        ("10 M parameters: scaled DyT from the first step against LayerNorm, 600 steps", MEDIUM, "dyt", difference),
-        ("10 M parameters: annealed DyISRU against LayerNorm, 600 steps", MEDIUM, "dyisru_annealed", difference),
+        (
+            "10 M parameters: DyISRU from the first step against LayerNorm, 600 steps",
+            MEDIUM,
+            "dyisru",
+            difference,
+        ),
+        (
+            "10 M parameters: scaled DyT from the first step against LayerNorm, 600 steps",
+            MEDIUM,
+            "dyt",
+            difference,
+        ),
+        (
+            "10 M parameters: annealed DyISRU against LayerNorm, 600 steps",
+            MEDIUM,
+            "dyisru_annealed",
+            difference,
+        ),
     )
 
 
@@ -178,15 +341,30 @@ def rates(study: Mapping[str, Any]) -> str:
     behind = "rates at most 0.05 nats behind LayerNorm's best, 3,000 steps, seed 0: DyISRU from the first step"
     return _found(
         study,
-        ("good rates of DyISRU with four witnesses, 600 steps", WITNESSES, "dyisru_witnesses", good),
+        (
+            "good rates of DyISRU with four witnesses, 600 steps",
+            WITNESSES,
+            "dyisru_witnesses",
+            good,
+        ),
         ("good rates of DyISRU from the first step, 3,000 steps", LONG, "dyisru", good),
         ("good rates of DyISRU with four witnesses, 3,000 steps", LONG, "dyisru_witnesses", good),
-        ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", good),
+        (
+            "the same, carrying a fiftieth of the sum at the start",
+            SHARES_LONG,
+            "dyisru_witnesses",
+            good,
+        ),
         ("good rates of scaled DyT from the first step, 3,000 steps", LONG, "dyt", good),
         ("good rates of LayerNorm, 3,000 steps", LONG, "layernorm", good),
         (behind, LONG, "dyisru", level),
         ("the same of DyISRU with four witnesses", LONG, "dyisru_witnesses", level),
-        ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses", level),
+        (
+            "the same, carrying a fiftieth of the sum at the start",
+            SHARES_LONG,
+            "dyisru_witnesses",
+            level,
+        ),
         ("the same of scaled DyT", LONG, "dyt", level),
     )
 
@@ -211,7 +389,9 @@ def functions(study: Mapping[str, Any]) -> str:
 _HEAD = ("| question | found |", "|---|---|")
 
 
-def _found(study: Mapping[str, Any], *questions: tuple[str, Part, str, Callable[[Mapping[str, Any]], str]]) -> str:
+def _found(
+    study: Mapping[str, Any], *questions: tuple[str, Part, str, Callable[[Mapping[str, Any]], str]]
+) -> str:
     """Return the table of questions about an arm of a part, each with who says the answer."""
     rows = [*_HEAD]
     for question, part, arm, say in questions:
@@ -219,7 +399,11 @@ def _found(study: Mapping[str, Any], *questions: tuple[str, Part, str, Callable[
         found = _lost(group, sweep)
         if group is not None and not found:
             said = say(group)
-            edges = _edges([(group, sweep), _norm(study, sweep)]) if say is difference else [_so_far(group, sweep)]
+            edges = (
+                _edges([(group, sweep), _norm(study, sweep)])
+                if say is difference
+                else [_so_far(group, sweep)]
+            )
             found = "; ".join(filter(None, (said, *edges))) if said else NOT_YET
         rows += [f"| {question} | {found} |"] if found != NOT_YET else []
     return _unless_empty(rows)
@@ -227,11 +411,15 @@ def _found(study: Mapping[str, Any], *questions: tuple[str, Part, str, Callable[
 
 def _edges(both: Iterable[tuple[Mapping[str, Any] | None, list[Settings]]]) -> list[str]:
     """Return what a reader has to know of the best rates of two arms that are compared."""
-    known = [(sweep[0].arm_spec.words, _open(group, sweep)) for group, sweep in both if group is not None]
+    known = [
+        (sweep[0].arm_spec.words, _open(group, sweep)) for group, sweep in both if group is not None
+    ]
     return [f"{name}: {text}" for name, text in known if text]
 
 
-def _norm(study: Mapping[str, Any], sweep: list[Settings]) -> tuple[Mapping[str, Any] | None, list[Settings]]:
+def _norm(
+    study: Mapping[str, Any], sweep: list[Settings]
+) -> tuple[Mapping[str, Any] | None, list[Settings]]:
     """Return the group and the sweep of the norm that a sweep is compared with, in whatever part it was run."""
     name = baseline_of(sweep[0]).group
     norms = (each for part in PLAN for each in part.sweeps() if each[0].group == name)
@@ -242,25 +430,36 @@ def _unless_empty(rows: list[str]) -> str:
     return "\n".join(rows) if len(rows) > 2 else f"{NOT_YET.capitalize()}."
 
 
-def _group(study: Mapping[str, Any], part: Part, arm: str) -> tuple[Mapping[str, Any] | None, list[Settings]]:
+def _group(
+    study: Mapping[str, Any], part: Part, arm: str
+) -> tuple[Mapping[str, Any] | None, list[Settings]]:
     sweep = next(sweep for sweep in part.sweeps() if arm in (sweep[0].arm, sweep[0].variant))
     return study["groups"].get(sweep[0].group), sweep
 
 
 def checkpoints(study: Mapping[str, Any]) -> str:
     """Return how often an earlier checkpoint would have been better than the last, and by how much."""
-    rows = ["| data | steps | arms | runs | of these the last is the best | else the last is worse by at most |"]
+    rows = [
+        "| data | steps | arms | runs | of these the last is the best | else the last is worse by "
+        "at most |"
+    ]
     rows += ["|---" * 6 + "|"]
     for found in study["checkpoints"]:
         most = f"{found['most']:.3f}" if found["last"] < found["runs"] else ""
         rows.append(
-            f"| {found['task']} | {found['steps']:,} | {found['kind']} | {found['runs']} | {found['last']} | {most} |"
+            f"| {found['task']} | {found['steps']:,} | {found['kind']} | {found['runs']} | "
+            f"{found['last']} | {most} |"
         )
     if len(rows) == 2:
         return _unless_empty(rows)
-    worst = max((found["most"] for found in study["checkpoints"] if found["task"] == "text"), default=math.nan)
+    worst = max(
+        (found["most"] for found in study["checkpoints"] if found["task"] == "text"),
+        default=math.nan,
+    )
     said = f"On text the last checkpoint of a run is at most {worst:.3f} nats of held-out loss above its best one."
-    return "\n".join((said, "The moment that is chosen changes no difference by more than that.", "", *rows))
+    return "\n".join(
+        (said, "The moment that is chosen changes no difference by more than that.", "", *rows)
+    )
 
 
 def on_the_way(study: Mapping[str, Any]) -> str:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from studies.trainer import StudyTrainer
 
-# The held-out blocks are in random order, so parts of them give the standard error, and, paired, that of a difference.
+# The held-out blocks are in random order, so parts of them give the standard error, and, paired,
+# that of a difference.
 PARTS = 32
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -40,29 +41,49 @@ def command(
     model: Annotated[str | None, typer.Option(help="gpt2 or llama; vit for digits.")] = None,
     size: Annotated[str, typer.Option(help="tiny, small, medium or large.")] = "small",
     warmup: Annotated[int, typer.Option(help="Steps of warm-up.")] = 100,
-    constants_rate: Annotated[float | None, typer.Option(help="The constants' rate over the others'.")] = None,
+    constants_rate: Annotated[
+        float | None, typer.Option(help="The constants' rate over the others'.")
+    ] = None,
     center: Annotated[bool | None, typer.Option(help="Learn a centre, or not.")] = None,
     warmup_constants: Annotated[
-        bool, typer.Option("--warmup-constants", help="Set the constants anew ten times during the warm-up.")
+        bool,
+        typer.Option(
+            "--warmup-constants", help="Set the constants anew ten times during the warm-up."
+        ),
     ] = False,
-    share: Annotated[float, typer.Option(help="The witnesses' share of the sum at the start.")] = SHARE,
-    optimizer: Annotated[str, typer.Option(help="adamw, or muon for the blocks' matrices.")] = "adamw",
-    scale_loss: Annotated[float, typer.Option(help="Weight of a loss that holds the stream's scale.")] = 0.0,
+    share: Annotated[
+        float, typer.Option(help="The witnesses' share of the sum at the start.")
+    ] = SHARE,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, or muon for the blocks' matrices.")
+    ] = "adamw",
+    scale_loss: Annotated[
+        float, typer.Option(help="Weight of a loss that holds the stream's scale.")
+    ] = 0.0,
     fixed_writers: Annotated[
         bool, typer.Option("--fixed-writers", help="Hold the norms of what writes to the stream.")
     ] = False,
-    path_start: Annotated[float, typer.Option(help="Where the annealing begins, a share of the steps.")] = PATH[0],
-    path_length: Annotated[float, typer.Option(help="How long it is, a share of the steps.")] = PATH[1],
+    path_start: Annotated[
+        float, typer.Option(help="Where the annealing begins, a share of the steps.")
+    ] = PATH[0],
+    path_length: Annotated[
+        float, typer.Option(help="How long it is, a share of the steps.")
+    ] = PATH[1],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the result and the log.")] = RUNS,
     checkpoints: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = SCRATCH,
-    again: Annotated[bool, typer.Option("--again", help="Do anew what is finished; what is begun goes on.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Do anew what is finished; what is begun goes on.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
+    ] = False,
 ) -> None:
     """Train one model, and write its result and its log.
 
-    The same command works under `accelerate launch -m studies.train ...` and `torchrun -m studies.train ...`.
+    The same command works under `accelerate launch -m studies.train ...` and
+    `torchrun -m studies.train ...`.
 
     Example: python -m studies.train --arm dyisru --lr 1e-3
     """
@@ -81,7 +102,12 @@ def command(
 
 
 def run(
-    settings: Settings, *, out: Path = RUNS, checkpoints: Path = SCRATCH, quiet: bool = True, again: bool = False
+    settings: Settings,
+    *,
+    out: Path = RUNS,
+    checkpoints: Path = SCRATCH,
+    quiet: bool = True,
+    again: bool = False,
 ) -> Record:
     """Do one run, or go on with it where it was stopped, or return the result of one that is finished.
 
@@ -90,8 +116,8 @@ def run(
         out: the folder of results and logs.
         checkpoints: the folder of checkpoints.
         quiet: no progress bar.
-        again: do anew what is finished. Its result and log are kept beside, as ``.old``, until there is a new result; a
-            run that is begun goes on.
+        again: do anew what is finished. Its result and log are kept beside, as ``.old``, until
+            there is a new result; a run that is begun goes on.
 
     Returns:
         What is in the result's file.
@@ -149,7 +175,8 @@ def _train(settings: Settings, files: RunFiles, quiet: bool) -> Record:
             dynorm.finalize_(model)
         measured = _measured(trainer, data.held_out, settings.size_spec.final)
         record |= measured if measured["loss"] <= DIVERGED else {"diverged": True}
-    # Of all sessions: what the log knows of those before a kill, and this one with all that is not training.
+    # Of all sessions: what the log knows of those before a kill, and this one with all that is not
+    # training.
     before = trainer.watch.before
     return record | {"wall_seconds": round(before + time.perf_counter() - started, 1)}
 
@@ -195,7 +222,12 @@ def _machine(settings: Settings) -> dict[str, Any]:
     import torch
 
     gpu = torch.cuda.get_device_name() if settings.device == "cuda" else None
-    return {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+    return {
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+    }
 
 
 def _versions() -> dict[str, str | None]:
@@ -203,7 +235,12 @@ def _versions() -> dict[str, str | None]:
     import torch
     import transformers
 
-    modules = {"dynorm": dynorm, "torch": torch, "transformers": transformers, "accelerate": accelerate}
+    modules = {
+        "dynorm": dynorm,
+        "torch": torch,
+        "transformers": transformers,
+        "accelerate": accelerate,
+    }
     return {"python": platform.python_version(), "commit": _commit()} | {
         name: str(m.__version__) for name, m in modules.items()
     }
@@ -223,7 +260,9 @@ def _require_device(settings: Settings) -> None:
     import torch
 
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("the device cuda needs a CUDA device, but torch sees none: leave --device out")
+        raise ArgumentError(
+            "the device cuda needs a CUDA device, but torch sees none: leave --device out"
+        )
 
 
 def _is_main() -> bool:

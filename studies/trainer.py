@@ -28,7 +28,9 @@ WEIGHT_DECAY = 0.1
 LOGGED, LINES = 25, 120
 
 
-def make_trainer(model: nn.Module, data: Data, settings: Settings, files: RunFiles, *, quiet: bool) -> StudyTrainer:
+def make_trainer(
+    model: nn.Module, data: Data, settings: Settings, files: RunFiles, *, quiet: bool
+) -> StudyTrainer:
     """Return the Trainer of a run; under ``accelerate launch`` or ``torchrun`` one of several."""
     arguments = _arguments(settings, files.checkpoints, quiet)
     callbacks: list[TrainerCallback] = [Watch(files)]
@@ -46,7 +48,10 @@ def make_trainer(model: nn.Module, data: Data, settings: Settings, files: RunFil
         args=arguments,
         train_dataset=data.train,
         eval_dataset=torch.utils.data.Subset(data.held_out, range(settings.size_spec.watched)),
-        compute_metrics=lambda outcome: {"mean": outcome.predictions.mean(), "accuracy": outcome.label_ids.mean()},
+        compute_metrics=lambda outcome: {
+            "mean": outcome.predictions.mean(),
+            "accuracy": outcome.label_ids.mean(),
+        },
         callbacks=callbacks,
     )
     # Without its bar the Trainer prints its log instead.
@@ -75,14 +80,20 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
         # By default ViT's weights are saved under older names, which the Trainer cannot load again.
         model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
         super().__init__(model=model, **options)
-        # Not in create_optimizer, which the Trainer calls when a checkpoint's weights are in: an alpha's rate goes with
-        # its size at the start of the run, and so do the groups.
+        # Not in create_optimizer, which the Trainer calls when a checkpoint's weights are in: an
+        # alpha's rate goes with its size at the start of the run, and so do the groups.
         assert settings.constants_rate is not None
-        rate = None if settings.constants_rate == LOG_RATE else settings.lr * settings.constants_rate
-        self._groups = dynorm.param_groups(model, lr=settings.lr, weight_decay=WEIGHT_DECAY, constants_lr=rate)
+        rate = (
+            None if settings.constants_rate == LOG_RATE else settings.lr * settings.constants_rate
+        )
+        self._groups = dynorm.param_groups(
+            model, lr=settings.lr, weight_decay=WEIGHT_DECAY, constants_lr=rate
+        )
         self._scale = StreamScale(model) if settings.scale_loss else None
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Return the mean loss in nats; with what the stream's growth costs, where the settings bound it."""
         loss = losses(*_forward(model, inputs)).mean()
         return loss if self._scale is None else loss + self.settings.scale_loss * self._scale.loss()
@@ -117,23 +128,30 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
             if values := constants(model):
                 extra["beta"] = [float(f"{value:.4g}") for value in values.values()]
             if self.settings.arm_spec.annealed:
-                extra["t"] = round(fmean(layer.position for layer in annealed_layers(model).values()), 4)
+                extra["t"] = round(
+                    fmean(layer.position for layer in annealed_layers(model).values()), 4
+                )
             logs.update(extra)
         super().log(logs, start_time)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint that does not fit, where the Trainer warns and goes on with fresh weights."""
-        lost = set(load_result.missing_keys) - set(getattr(self.model, "_tied_weights_keys", None) or ())
+        lost = set(load_result.missing_keys) - set(
+            getattr(self.model, "_tied_weights_keys", None) or ()
+        )
         if lost or load_result.unexpected_keys:
             raise StorageError(
                 f"the checkpoint must hold every weight, but {len(lost)} are missing and "
-                f"{len(load_result.unexpected_keys)} are not the model's: delete {self.args.output_dir}"
+                f"{len(load_result.unexpected_keys)} are not the model's: delete "
+                f"{self.args.output_dir}"
             )
 
     @property
     def watch(self) -> Watch:
         """The callback that knows the time."""
-        return next(callback for callback in self.callback_handler.callbacks if isinstance(callback, Watch))
+        return next(
+            callback for callback in self.callback_handler.callbacks if isinstance(callback, Watch)
+        )
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -182,10 +200,12 @@ def _arguments(settings: Settings, folder: Path, quiet: bool) -> TrainingArgumen
     batch = settings.size_spec.batch
     if batch % arguments.world_size:
         raise ArgumentError(
-            f"the batch of {batch} must divide among the processes, but there are {arguments.world_size}: start "
+            f"the batch of {batch} must divide among the processes, but there are "
+            f"{arguments.world_size}: start "
             "another number of them"
         )
-    # One process with several GPUs would split each batch among them; the study uses a process a GPU.
+    # One process with several GPUs would split each batch among them; the study uses a process a
+    # GPU.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     arguments.per_device_train_batch_size = batch // arguments.world_size
     arguments.per_device_eval_batch_size = batch // arguments.world_size

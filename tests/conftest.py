@@ -5,7 +5,8 @@ import logging
 import os
 from collections.abc import Iterator
 
-# Inductor would compile and load a trial for each instruction set of this CPU, which takes longer than most tests.
+# Inductor would compile and load a trial for each instruction set of this CPU, which takes longer
+# than most tests.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Its own check of random generators, once it is imported, sees no object that is frozen below.
@@ -13,7 +14,8 @@ import hypothesis  # noqa: F401
 import pytest
 import torch
 
-# pytest listens to each logger that does not propagate, and torch then writes down each graph that it traces.
+# pytest listens to each logger that does not propagate, and torch then writes down each graph that
+# it traces.
 logging.getLogger("torch.__trace").propagate = True
 
 

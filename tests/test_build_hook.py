@@ -17,7 +17,12 @@ def run_hook(
     monkeypatch: pytest.MonkeyPatch, root: Path, version: str = "standard"
 ) -> tuple[dict[str, Any], list[str]]:
     """Return what the hook tells hatchling, for which a name is enough here, and its warnings."""
-    for name in ("hatchling", "hatchling.builders", "hatchling.builders.hooks", "hatchling.builders.hooks.plugin"):
+    for name in (
+        "hatchling",
+        "hatchling.builders",
+        "hatchling.builders.hooks",
+        "hatchling.builders.hooks.plugin",
+    ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     interface = ModuleType("interface")
     interface.BuildHookInterface = object  # type: ignore[attr-defined]
@@ -47,7 +52,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_wheel_with_kernels_is_one_of_its_platform(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_with_kernels_is_one_of_its_platform(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(checkout / "compiler"))
     data, warnings = run_hook(monkeypatch, checkout)
     assert data["artifacts"] == ["src/dynorm/kernels/_native.abi3.so"]
@@ -70,7 +77,9 @@ def test_without_a_compiler_the_wheel_is_plain_and_says_so_once(
     assert "plain torch" in warnings[0]
 
 
-def test_an_editable_install_keeps_the_kernels_that_are_there(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_editable_install_keeps_the_kernels_that_are_there(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = checkout / "src/dynorm/kernels/_native.abi3.so"
     target.write_bytes(b"built")
     monkeypatch.setenv("CXX", str(checkout / "compiler"))
@@ -82,7 +91,9 @@ def test_an_editable_install_keeps_the_kernels_that_are_there(checkout: Path, mo
 def test_the_source_archive_leaves_the_studys_runs_out() -> None:
     import tomllib
 
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]
     assert "/studies/results" in settings["sdist"]["exclude"]
     # What only lies there is not packed: a build of another machine, say.
     assert "artifacts" not in settings["wheel"]

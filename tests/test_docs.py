@@ -13,7 +13,10 @@ import dynorm
 from benchmarks.tables import PAGES, renewed
 
 ROOT = Path(__file__).parent.parent
-ALL = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
+ALL = [
+    "README.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
+]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
@@ -33,7 +36,9 @@ def test_the_first_snippet_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    snippet = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)[0]
+    snippet = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )[0]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         exec(snippet, {})
@@ -46,11 +51,15 @@ def exists(name: str) -> bool:
     module, _, rest = name.rpartition(".")
     if importlib.util.find_spec(module) is None:
         return False
-    return hasattr(importlib.import_module(module), rest) or importlib.util.find_spec(name) is not None
+    return (
+        hasattr(importlib.import_module(module), rest) or importlib.util.find_spec(name) is not None
+    )
 
 
 def test_the_guide_names_the_main_job() -> None:
-    named = set(re.findall(r"\bdynorm\.([A-Za-z_]+)\(", (ROOT / "docs" / "guide.md").read_text("utf-8")))
+    named = set(
+        re.findall(r"\bdynorm\.([A-Za-z_]+)\(", (ROOT / "docs" / "guide.md").read_text("utf-8"))
+    )
     assert named >= {"find_norms", "convert_", "calibrate_", "refine_", "save", "load", "restore_"}
 
 
@@ -73,5 +82,9 @@ def headings(page: Path) -> set[str]:
 
 def test_every_public_name_is_in_the_reference() -> None:
     text = (ROOT / "docs" / "api.md").read_text("utf-8")
-    missing = [name for name in dynorm.__all__ if not re.search(rf":: {name}\b|automodule:: dynorm\.{name}\b", text)]
+    missing = [
+        name
+        for name in dynorm.__all__
+        if not re.search(rf":: {name}\b|automodule:: dynorm\.{name}\b", text)
+    ]
     assert missing == []

@@ -16,7 +16,8 @@ import dynorm
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
 CPU_SECONDS = 120
-# Packages of these examples are in extras of their own: without them the tests are skipped, and say so.
+# Packages of these examples are in extras of their own: without them the tests are skipped, and say
+# so.
 NEEDS = {"encrypted_inference.py": "tenseal", "logit_attribution.py": "transformer_lens"}
 
 
@@ -27,7 +28,9 @@ def cpu_seconds() -> float:
 
 
 @pytest.fixture
-def warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[warnings.WarningMessage]]:
+def warned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[warnings.WarningMessage]]:
     """An empty folder to work in, no network, and compilers and filters of warnings as a new process has them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -41,7 +44,10 @@ def warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[war
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_example_runs(
-    name: str, tmp_path: Path, warned: list[warnings.WarningMessage], capfd: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    warned: list[warnings.WarningMessage],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -51,8 +57,8 @@ def test_the_example_runs(
     assert cpu_seconds() - before < CPU_SECONDS
     said = capfd.readouterr()
     assert said.out.strip()
-    # Other libraries warn as they like; what we or the script are warned of has one of these folders before it, and so
-    # has what processes say that the script starts.
+    # Other libraries warn as they like; what we or the script are warned of has one of these
+    # folders before it, and so has what processes say that the script starts.
     folders = (str(Path(dynorm.__file__).parent), str(FOLDER))
     ours = [line for line in said.err.splitlines() if any(folder in line for folder in folders)]
     assert not [*ours, *(warning for warning in warned if warning.filename.startswith(folders))]

@@ -24,7 +24,8 @@ INF, NAN = math.inf, math.nan
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Array = NDArray[np.float64]
 
-# name: the function of (x, constant, weight, bias, center, dim), and the formula without weight and bias in NumPy.
+# name: the function of (x, constant, weight, bias, center, dim), and the formula without weight and
+# bias in NumPy.
 POINTWISE: dict[str, tuple[Callable[..., Tensor], Callable[[Array, Array, Array, int], Array]]] = {
     "dyt": (
         lambda x, a, w, b, c, dim=-1: F.dyt(x, a, w, b, center=c, scale=1.5, dim=dim),
@@ -52,7 +53,8 @@ POINTWISE: dict[str, tuple[Callable[..., Tensor], Callable[[Array, Array, Array,
     ),
 }
 NAMES = list(POINTWISE)
-# The same, without centre or affine part, as functions of (x, constant): odd, and all but the last two bounded by 1.
+# The same, without centre or affine part, as functions of (x, constant): odd, and all but the last
+# two bounded by 1.
 CORES: dict[str, Callable[..., Tensor]] = {
     "dyt": F.dyt,
     "dyisru": lambda x, beta: F.dyisru(x, beta, scale=1.0),
@@ -63,10 +65,14 @@ CORES: dict[str, Callable[..., Tensor]] = {
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def arguments(channels: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def arguments(
+    channels: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Constant, weight, bias and centre, one of each for a channel."""
     return (
         randn(channels, seed=1, dtype=dtype).abs() + 0.5,
@@ -82,14 +88,25 @@ def numpy64(x: Tensor) -> Array:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_is_torchs(dtype: torch.dtype) -> None:
-    x, weight, bias = (3 * randn(4, 37) + 1).to(dtype), randn(37, seed=1, dtype=dtype), randn(37, seed=2, dtype=dtype)
-    assert_close(F.layer_norm(x, weight, bias, 1e-3), torch_functional.layer_norm(x, (37,), weight, bias, 1e-3))
+    x, weight, bias = (
+        (3 * randn(4, 37) + 1).to(dtype),
+        randn(37, seed=1, dtype=dtype),
+        randn(37, seed=2, dtype=dtype),
+    )
+    assert_close(
+        F.layer_norm(x, weight, bias, 1e-3),
+        torch_functional.layer_norm(x, (37,), weight, bias, 1e-3),
+    )
     assert_close(F.layer_norm(x), torch_functional.layer_norm(x, (37,)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_is_torchs(dtype: torch.dtype) -> None:
-    x, weight, bias = (3 * randn(4, 37) + 1).to(dtype), randn(37, seed=1, dtype=dtype), randn(37, seed=2, dtype=dtype)
+    x, weight, bias = (
+        (3 * randn(4, 37) + 1).to(dtype),
+        randn(37, seed=1, dtype=dtype),
+        randn(37, seed=2, dtype=dtype),
+    )
     expected = torch_functional.rms_norm(x.double(), (37,), weight.double(), 1e-3)
     assert_close(F.rms_norm(x, weight, None, 1e-3), expected.to(dtype))
     assert_close(F.rms_norm(x, weight, bias, 1e-3), (expected + bias.double()).to(dtype))
@@ -110,13 +127,17 @@ def test_statistics(dim: int | tuple[int, ...], keepdim: bool) -> None:
     assert_close(F.mean_square(x, dim, keepdim).numpy(), expected)
     assert_close(F.rms(x, dim, 0.5, keepdim).numpy(), np.sqrt(expected + 0.5))
     assert_close(F.rms(x, dim, keepdim=keepdim).numpy(), np.sqrt(expected))
-    assert_close(F.center(x, dim).numpy(), numpy64(x) - np.mean(numpy64(x), axis=dim, keepdims=True))
+    assert_close(
+        F.center(x, dim).numpy(), numpy64(x) - np.mean(numpy64(x), axis=dim, keepdims=True)
+    )
 
 
 def test_statistics_of_half_precision_are_computed_in_single() -> None:
     x = torch.full((4096,), 4.0, dtype=torch.float16)
     assert F.mean_square(x).item() == 16
-    assert_close(F.rms_norm(torch.full((8,), 6e4, dtype=torch.float16)), torch.ones(8, dtype=torch.float16))
+    assert_close(
+        F.rms_norm(torch.full((8,), 6e4, dtype=torch.float16)), torch.ones(8, dtype=torch.float16)
+    )
 
 
 def test_centering_matrix_centres_and_projects() -> None:
@@ -151,13 +172,16 @@ def test_value(name: str, dtype: torch.dtype) -> None:
     function, formula = POINTWISE[name]
     x = (3 * randn(4, 37)).to(dtype)
     a, w, b, c = arguments(37, dtype)
-    # The test itself centres in front of dyisru, which has no centre: exactly, or half precision would show.
+    # The test itself centres in front of dyisru, which has no centre: exactly, or half precision
+    # would show.
     c = c.round() if name == "dyisru" else c
     x = x.round() if name == "dyisru" else x
     expected = numpy64(w) * formula(numpy64(x), numpy64(a), numpy64(c), 37) + numpy64(b)
     got = function(x, a, w, b, c)
     assert got.dtype == dtype
-    tolerance = 8 * max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps * (dtype != torch.float64))
+    tolerance = 8 * max(
+        torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps * (dtype != torch.float64)
+    )
     magnitude = np.abs(expected - numpy64(b)) + np.abs(numpy64(b)) + 1
     assert np.all(np.abs(numpy64(got) - expected) <= tolerance * magnitude)
 
@@ -181,7 +205,11 @@ def test_parameters_of_higher_precision_are_not_rounded_to_the_inputs() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_absent_parameters_are_neutral(name: str) -> None:
     function, _ = POINTWISE[name]
-    x, one, zero = randn(4, 7), torch.ones(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    x, one, zero = (
+        randn(4, 7),
+        torch.ones(7, dtype=torch.float64),
+        torch.zeros(7, dtype=torch.float64),
+    )
     assert_close(function(x, 0.7, None, None, 0.0), function(x, 0.7, one, zero, 0.0))
     assert_close(F.dyt(x, 0.7), F.dyt(x, 0.7, center=0.0, scale=1.0))
     assert_close(F.dyisru(x, 0.7), F.dyisru_general(x, 0.7, 0.0, scale=math.sqrt(6)))
@@ -325,8 +353,8 @@ def test_dyisru_gradient_at_the_edges(dtype: torch.dtype) -> None:
     F.dyisru(x, beta, scale=3.0).sum().backward()
     assert x.grad is not None
     assert beta.grad is not None
-    # Clamped in float64, so that the expected squares do not overflow. What autograd subtracts are terms of the
-    # size of 1 / root, so its rounding is a few units in the last place of that.
+    # Clamped in float64, so that the expected squares do not overflow. What autograd subtracts are
+    # terms of the size of 1 / root, so its rounding is a few units in the last place of that.
     exact = x.detach().double().clamp(-1e100, 1e100)
     root = torch.sqrt(4 + exact**2)
     rounding = 12 * torch.finfo(dtype).eps / root + 2 * torch.finfo(dtype).tiny
@@ -376,9 +404,13 @@ def test_monotone(name: str, values: list[float], constant: float) -> None:
     bias=REAL,
 )
 @pytest.mark.parametrize("name", ["dyt", "scaled_dyt", "dyisru", "derf"])
-def test_bounded(name: str, values: list[float], constant: float, weight: float, bias: float) -> None:
+def test_bounded(
+    name: str, values: list[float], constant: float, weight: float, bias: float
+) -> None:
     x = torch.tensor(values)
-    y = getattr(F, name)(x, constant, weight=x.new_full(x.shape, weight), bias=x.new_full(x.shape, bias))
+    y = getattr(F, name)(
+        x, constant, weight=x.new_full(x.shape, weight), bias=x.new_full(x.shape, bias)
+    )
     bound = 1 if name in ("dyt", "derf") else math.sqrt(len(values) - 1)
     assert (y.abs() <= (bound * abs(weight) + abs(bias)) * (1 + 1e-6)).all()
 
@@ -395,7 +427,9 @@ def test_bounded(name: str, values: list[float], constant: float, weight: float,
         ("linear", lambda x, a: a),
     ],
 )
-def test_derivative(name: str, derivative: Callable[[float, float], float], value: float, constant: float) -> None:
+def test_derivative(
+    name: str, derivative: Callable[[float, float], float], value: float, constant: float
+) -> None:
     x = torch.tensor([value], dtype=torch.float64, requires_grad=True)
     CORES[name](x, constant).backward()
     assert x.grad is not None
@@ -404,7 +438,9 @@ def test_derivative(name: str, derivative: Callable[[float, float], float], valu
 
 
 # torch's forward mode imports decompositions that it still scripts.
-FORWARD_MODE = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+FORWARD_MODE = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 
 @FORWARD_MODE
@@ -474,7 +510,9 @@ def test_compiles_with_numbers_and_shapes_that_change(name: str) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=True)
     for shape, constant in (((2, 5), 0.5), ((3, 7), 0.75), ((4, 9), 1.25)):
         x = randn(*shape)
-        assert_close(compiled(x, constant, None, None, 0.25), function(x, constant, None, None, 0.25))
+        assert_close(
+            compiled(x, constant, None, None, 0.25), function(x, constant, None, None, 0.25)
+        )
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -485,8 +523,14 @@ def test_values_are_never_looked_at(name: str) -> None:
 
 X = torch.ones(2, 3)
 ERRORS: list[tuple[Callable[[], object], str]] = [
-    (lambda: F.dyt(torch.ones(3, dtype=torch.int64), 0.5), "x must be a real floating point.*int64"),
-    (lambda: F.dyt(torch.ones(3, dtype=torch.complex64), 0.5), "x must be a real floating point.*complex64"),
+    (
+        lambda: F.dyt(torch.ones(3, dtype=torch.int64), 0.5),
+        "x must be a real floating point.*int64",
+    ),
+    (
+        lambda: F.dyt(torch.ones(3, dtype=torch.complex64), 0.5),
+        "x must be a real floating point.*complex64",
+    ),
     (lambda: F.center([1.0, 2.0]), "x must be a real floating point tensor, got list"),
     (lambda: F.dyt(X, 0.5, dim=2), r"dim must name.*got 2: .* from -2 to 1"),
     (lambda: F.rms(X, dim=(0, -3)), r"dim must name.*got \(0, -3\)"),
@@ -508,11 +552,17 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: F.linear(X, torch.ones(2)), r"slope must be.*got \(2,\)"),
     (lambda: F.dyt(X, torch.ones(4, 3)), r"alpha must be.*got \(4, 3\)"),
     (lambda: F.dyt(X, torch.ones(1, 2, 3)), r"alpha must be.*got \(1, 2, 3\)"),
-    (lambda: F.dyisru(X, torch.ones(3, dtype=torch.int32)), "beta must be a real floating point.*int32"),
+    (
+        lambda: F.dyisru(X, torch.ones(3, dtype=torch.int32)),
+        "beta must be a real floating point.*int32",
+    ),
     (lambda: F.dyt(X, 0.5, torch.ones(2)), r"weight must have the shape \(3,\).*got \(2,\)"),
     (lambda: F.dyt(X, 0.5, torch.ones(1)), r"weight must have the shape \(3,\).*got \(1,\)"),
     (lambda: F.dyt(X, 0.5, torch.ones(3), dim=0), r"weight must have the shape \(2,\)"),
-    (lambda: F.dyt(X, 0.5, torch.ones(3, dtype=torch.int64)), "weight must be a real floating point"),
+    (
+        lambda: F.dyt(X, 0.5, torch.ones(3, dtype=torch.int64)),
+        "weight must be a real floating point",
+    ),
     (lambda: F.dyt(X, 0.5, None, 1.0), "bias must be a real floating point tensor, got float"),
     (lambda: F.layer_norm(X, torch.ones(2)), "weight must have the shape"),
     (lambda: F.layer_norm(X, None, torch.ones(2)), "bias must have the shape"),
@@ -531,5 +581,9 @@ def test_error(call: Callable[[], object], message: str) -> None:
 
 
 def test_all_lists_the_public_functions() -> None:
-    public = {n for n, f in inspect.getmembers(F, inspect.isfunction) if f.__module__ == F.__name__ and n[0] != "_"}
+    public = {
+        n
+        for n, f in inspect.getmembers(F, inspect.isfunction)
+        if f.__module__ == F.__name__ and n[0] != "_"
+    }
     assert set(F.__all__) == public

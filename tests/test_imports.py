@@ -60,7 +60,9 @@ OPTIONAL = [
 ]
 
 
-def imported(source: str, module: tuple[str, ...], *, is_package: bool = False) -> set[tuple[str, ...]]:
+def imported(
+    source: str, module: tuple[str, ...], *, is_package: bool = False
+) -> set[tuple[str, ...]]:
     """Return the dotted names that ``source`` imports, wherever in the file; relative ones made absolute."""
     package = module if is_package else module[:-1]
     names = set()
@@ -78,7 +80,9 @@ def violations(source: str, module: tuple[str, ...], *, is_package: bool = False
     """Return a line for each import of ``module`` (``("dynorm", unit, ...)``) that points down the order."""
     unit = module[1]
     if unit not in RANK:
-        return [f"{unit} has no place in the order of imports: give it one in {Path(__file__).name}"]
+        return [
+            f"{unit} has no place in the order of imports: give it one in {Path(__file__).name}"
+        ]
     found = []
     for name in sorted(imported(source, module, is_package=is_package)):
         if name[0] != "dynorm" or name == ("dynorm", "__version__"):
@@ -93,7 +97,10 @@ def modules() -> list[tuple[Path, tuple[str, ...]]]:
     """Return every file behind the package's face, with its dotted name."""
     files = sorted(path for path in SOURCES.rglob("*.py") if path != SOURCES / "__init__.py")
     dotted = [("dynorm", *path.relative_to(SOURCES).with_suffix("").parts) for path in files]
-    return [(path, name[:-1] if name[-1] == "__init__" else name) for path, name in zip(files, dotted, strict=True)]
+    return [
+        (path, name[:-1] if name[-1] == "__init__" else name)
+        for path, name in zip(files, dotted, strict=True)
+    ]
 
 
 def test_imports_point_one_way() -> None:
@@ -111,8 +118,11 @@ def circles(uses: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[str]:
     """Return the files that import themselves by way of others; ``uses`` has the names that each file imports."""
 
     def targets(name: tuple[str, ...]) -> set[tuple[str, ...]]:
-        # A name of a module is that module's; the package's face imports everything and nothing imports it in turn.
-        return {found for path in uses[name] if (found := path if path in uses else path[:-1]) in uses}
+        # A name of a module is that module's; the package's face imports everything and nothing
+        # imports it in turn.
+        return {
+            found for path in uses[name] if (found := path if path in uses else path[:-1]) in uses
+        }
 
     found = []
     for start in uses:
@@ -126,7 +136,9 @@ def circles(uses: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[str]:
     return found
 
 
-def foreign_underscores(source: str, module: tuple[str, ...], *, is_package: bool = False) -> list[str]:
+def foreign_underscores(
+    source: str, module: tuple[str, ...], *, is_package: bool = False
+) -> list[str]:
     """Return the imported names with an underscore, of a module or in one, that belong to another package."""
     names = imported(source, module, is_package=is_package)
     return [
@@ -138,7 +150,10 @@ def foreign_underscores(source: str, module: tuple[str, ...], *, is_package: boo
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    uses = {name: imported(path.read_text(), name, is_package=path.name == "__init__.py") for path, name in modules()}
+    uses = {
+        name: imported(path.read_text(), name, is_package=path.name == "__init__.py")
+        for path, name in modules()
+    }
     assert circles(uses) == []
 
 
@@ -156,7 +171,9 @@ def test_no_name_with_an_underscore_is_taken_from_another_package() -> None:
     found = {
         line
         for path, name in modules()
-        for line in foreign_underscores(path.read_text(), name, is_package=path.name == "__init__.py")
+        for line in foreign_underscores(
+            path.read_text(), name, is_package=path.name == "__init__.py"
+        )
     }
     assert found == set()
 
@@ -221,11 +238,17 @@ def test_relative_imports_of_a_package_start_at_itself() -> None:
 def test_functional_imports_torch_and_the_errors_only() -> None:
     names = imported((SOURCES / "functional.py").read_text(), ("dynorm", "functional"))
     foreign = {name[:2] for name in names if name[0] not in sys.stdlib_module_names}
-    assert foreign == {("torch",), ("torch", "Tensor"), ("dynorm", "arguments"), ("dynorm", "errors")}
+    assert foreign == {
+        ("torch",),
+        ("torch", "Tensor"),
+        ("dynorm", "arguments"),
+        ("dynorm", "errors"),
+    }
 
 
 def test_importing_dynorm_loads_no_optional_library() -> None:
-    # One process, one step after another. Less what torch itself loads, which differs from build to build.
+    # One process, one step after another. Less what torch itself loads, which differs from build to
+    # build.
     script = """
 import json, sys, torch
 before = set(sys.modules)

@@ -31,7 +31,12 @@ def sequential() -> nn.Module:
 
 def bert() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     config = transformers.BertConfig(vocab_size=16, max_position_embeddings=8, **sizes)
     return transformers.BertModel(config).eval()
 
@@ -50,7 +55,9 @@ def first(model: Any) -> Tensor:
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each holder with a key in it, of a JSON value."""
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield value, key
         yield from places(value[key])
 
@@ -95,7 +102,9 @@ def damage(folder: Path, draw: random.Random) -> None:
         change_bytes(file, draw)
 
 
-def check(source: Path, work: Path, seed: int, load: Callable[[Path], Tensor], wanted: Tensor | None) -> bool:
+def check(
+    source: Path, work: Path, seed: int, load: Callable[[Path], Tensor], wanted: Tensor | None
+) -> bool:
     """Damage a copy, load it, and tell whether it was refused; else it must give what is wanted, or the same twice."""
     shutil.copytree(source, work)
     damage(work, random.Random(seed))
@@ -104,7 +113,9 @@ def check(source: Path, work: Path, seed: int, load: Callable[[Path], Tensor], w
         found = load(work)
         # Weights that a load makes up are others each time.
         torch.manual_seed(seed)
-        assert torch.equal(found, load(work) if wanted is None else wanted), f"another answer, seed {seed}"
+        assert torch.equal(found, load(work) if wanted is None else wanted), (
+            f"another answer, seed {seed}"
+        )
         return False
     except DynormError:
         return True
@@ -132,7 +143,10 @@ def test_damaged_folders_of_plain_torch(tmp_path: Path) -> None:
     def load(folder: Path) -> Tensor:
         return first(dynorm.load(folder, copy.deepcopy(given)))
 
-    refused = sum(check(tmp_path / "saved", tmp_path / "work", seed, load, first(model)) for seed in range(300))
+    refused = sum(
+        check(tmp_path / "saved", tmp_path / "work", seed, load, first(model))
+        for seed in range(300)
+    )
     assert 250 < refused < 300
     assert all(torch.equal(value, untouched[name]) for name, value in given.state_dict().items())
 
@@ -144,7 +158,10 @@ def test_damaged_folders_of_transformers(tmp_path: Path) -> None:
     def load(folder: Path) -> Tensor:
         return first(dynorm.load(folder))
 
-    refused = sum(check(tmp_path / "saved", tmp_path / "work", seed, load, first(model)) for seed in range(100))
+    refused = sum(
+        check(tmp_path / "saved", tmp_path / "work", seed, load, first(model))
+        for seed in range(100)
+    )
     assert 80 < refused <= 100
 
 
@@ -154,9 +171,9 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
 
     bert().save_pretrained(tmp_path / "source")
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="b").save_pretrained(
-        tmp_path / "source"
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="b"
+    ).save_pretrained(tmp_path / "source")
 
     def load(folder: Path) -> Tensor:
         try:
@@ -165,5 +182,7 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
         except IndexError:
             return torch.zeros(())
 
-    refused = sum(check(tmp_path / "source", tmp_path / "work", seed, load, None) for seed in range(100))
+    refused = sum(
+        check(tmp_path / "source", tmp_path / "work", seed, load, None) for seed in range(100)
+    )
     assert 20 < refused < 100

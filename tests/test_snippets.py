@@ -44,7 +44,8 @@ def train_step(model, batch):
         model.train()(**batch)
 """,
 }
-# Written for a trainer's own arguments, several processes, or compilers that take long; the tests named run the same.
+# Written for a trainer's own arguments, several processes, or compilers that take long; the tests
+# named run the same.
 ELSEWHERE = {
     "docs/parallel.md": "tests/parallel",
     "docs/deploy.md": "tests/export",
@@ -68,7 +69,9 @@ PAGES = [page for page in ALL if page != "README.md" and page not in ELSEWHERE a
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES]
 )
-def test_the_snippets_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippets_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     with torch.random.fork_rng(), contextlib.redirect_stdout(None):
@@ -103,6 +106,8 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     # What stands in the page was computed by these cells.
     shown = [output for cell in document["cells"] for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in shown) == 2
-    printed = next(output for output in shown if "without" in str(output.get("data", {}).get("text/plain")))
+    printed = next(
+        output for output in shown if "without" in str(output.get("data", {}).get("text/plain"))
+    )
     said = json.loads("".join(printed["data"]["text/plain"]).replace("'", '"'))
     assert said == pytest.approx(names["errors"], rel=0.02)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dynorm.table import Column, Table
 
-PATHS = [f"model.layers.{i}.{name}_layernorm" for i in (1, 11) for name in ("input", "post_attention")]
+PATHS = [
+    f"model.layers.{i}.{name}_layernorm" for i in (1, 11) for name in ("input", "post_attention")
+]
 
 
 def test_numbers_stand_right_and_text_left() -> None:
-    lines = str(Table(["site", "norm", Column("beta", ".1f")], [("a", "LN", 1.25), ("b", "RMS", 100)])).splitlines()
+    lines = str(
+        Table(["site", "norm", Column("beta", ".1f")], [("a", "LN", 1.25), ("b", "RMS", 100)])
+    ).splitlines()
     assert lines == ["site  norm   beta", "a     LN      1.2", "b     RMS   100.0"]
 
 
@@ -31,22 +35,35 @@ def test_what_cannot_be_shortened_is_cut() -> None:
 
 
 def test_groups_stand_above_their_columns_and_a_page_has_more() -> None:
-    columns = ["site", Column("linear", group="outliers"), Column("DyT", group="outliers"), Column("C", page_only=True)]
+    columns = [
+        "site",
+        Column("linear", group="outliers"),
+        Column("DyT", group="outliers"),
+        Column("C", page_only=True),
+    ]
     lines = str(Table(columns, [("a", 1, 2, 3)])).splitlines()
     assert lines == ["         outliers", "site  linear  DyT", "a          1    2"]
 
 
 def test_it_prints_where_the_console_is_not_utf8() -> None:
-    table = Table([Column("σ", lambda value: f"−{value}…")], [(1,)], notes=["√(C−1) · β"], title="– α")
+    table = Table(
+        [Column("σ", lambda value: f"−{value}…")], [(1,)], notes=["√(C−1) · β"], title="– α"
+    )
     assert str(table).encode("ascii").decode() == "- alpha\n\nsigma\n -1..\n\nsqrt(C-1) * beta"
 
 
 def test_without_rows_the_title_and_the_notes_are_left() -> None:
-    assert str(Table(["site"], [], ["head  not reached"], "0 sites")) == "0 sites\n\nhead  not reached"
+    assert (
+        str(Table(["site"], [], ["head  not reached"], "0 sites")) == "0 sites\n\nhead  not reached"
+    )
 
 
 def test_columns_say_what_they_mean_in_wrapped_lines() -> None:
-    columns = ["site", Column("beta", note="the constant " * 9 + "²"), Column("C", note="channels", page_only=True)]
+    columns = [
+        "site",
+        Column("beta", note="the constant " * 9 + "²"),
+        Column("C", note="channels", page_only=True),
+    ]
     text = str(Table(columns, [("a", 1.0, 2)], ["b  not reached"], "a title " * 12))
     assert max(map(len, text.splitlines())) <= 80
     assert [part.split()[0] for part in text.split("\n\n")] == ["a", "site", "b", "beta:"]

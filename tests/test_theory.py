@@ -29,7 +29,12 @@ PER_CHANNEL: dict[str, Callable[..., Tensor]] = {
     "rms_norm_as_dyisru": theory.rms_norm_as_dyisru,
 }
 LEAVE_ONE_OUT = {name: f for name, f in PER_CHANNEL.items() if name != "layer_norm_derivative"}
-WITH_EPS = ("leave_one_out_beta", "leave_one_out_square_sum", "layer_norm_as_dyisru", "rms_norm_as_dyisru")
+WITH_EPS = (
+    "leave_one_out_beta",
+    "leave_one_out_square_sum",
+    "layer_norm_as_dyisru",
+    "rms_norm_as_dyisru",
+)
 exactly = {"rtol": 1e-12, "atol": 0.0}
 
 
@@ -64,7 +69,11 @@ def test_leave_one_out_statistics(channels: int) -> None:
     assert_close(theory.leave_one_out_square_sum(x), others(x, square_sum), **exactly)
     assert_close(theory.leave_one_out_beta(x), channels * v, **exactly)
     eps = 0.25
-    assert_close(theory.leave_one_out_square_sum(x, eps=eps), others(x, square_sum) + channels * eps, **exactly)
+    assert_close(
+        theory.leave_one_out_square_sum(x, eps=eps),
+        others(x, square_sum) + channels * eps,
+        **exactly,
+    )
     added = eps * channels**2 / (channels - 1)
     assert_close(theory.leave_one_out_beta(x, eps=eps), channels * v + added, **exactly)
 
@@ -83,7 +92,9 @@ def test_leave_one_out_statistics(channels: int) -> None:
         (0.0, (1e6, 9e5)),
     ],
 )
-def test_leave_one_out_statistics_do_not_cancel(channels: int, offset: float, outliers: tuple[float, ...]) -> None:
+def test_leave_one_out_statistics_do_not_cancel(
+    channels: int, offset: float, outliers: tuple[float, ...]
+) -> None:
     x = (randn(50, channels) + offset).float()
     for channel, outlier in enumerate(outliers, start=1):
         x[:, channel] += outlier
@@ -109,7 +120,9 @@ def test_norms_are_dyisru(channels: int, eps: float) -> None:
     x = 2 * randn(6, channels) + 1
     x[0, 1] += 300
     close = {"rtol": 1e-12, "atol": 1e-14}
-    layer_norm = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, correction=0, keepdim=True) + eps)
+    layer_norm = (x - x.mean(-1, keepdim=True)) / torch.sqrt(
+        x.var(-1, correction=0, keepdim=True) + eps
+    )
     assert_close(theory.layer_norm_as_dyisru(x, eps), layer_norm, **close)
     assert_close(theory.layer_norm_as_dyisru(x, eps), F.layer_norm(x, eps=eps), **close)
     assert_close(theory.rms_norm_as_dyisru(x, eps), F.rms_norm(x, eps=eps), **close)
@@ -119,7 +132,9 @@ def test_norms_are_dyisru(channels: int, eps: float) -> None:
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), eps=st.floats(1e-3, 10))
 def test_norms_are_dyisru_for_any_token(values: list[float], eps: float) -> None:
     x = torch.tensor(values, dtype=torch.float64)
-    assert_close(theory.layer_norm_as_dyisru(x, eps), F.layer_norm(x, eps=eps), rtol=1e-9, atol=1e-9)
+    assert_close(
+        theory.layer_norm_as_dyisru(x, eps), F.layer_norm(x, eps=eps), rtol=1e-9, atol=1e-9
+    )
     assert_close(theory.rms_norm_as_dyisru(x, eps), F.rms_norm(x, eps=eps), rtol=1e-12, atol=1e-14)
     assert (theory.leave_one_out_variance(x) >= 0).all()
 
@@ -128,7 +143,9 @@ def test_norms_are_dyisru_for_any_token(values: list[float], eps: float) -> None
 def test_equation_14_is_the_leave_one_out_variance(channels: int) -> None:
     x = 3 * randn(5, channels) + 2
     factor = (channels - 1) ** 2 / channels
-    assert_close(theory.channel_beta(x), factor * theory.leave_one_out_variance(x), rtol=1e-12, atol=1e-13)
+    assert_close(
+        theory.channel_beta(x), factor * theory.leave_one_out_variance(x), rtol=1e-12, atol=1e-13
+    )
     mu = x.mean(-1, keepdim=True)
     as_dyisru = F.dyisru_general(x, theory.channel_beta(x), mu)
     if channels > 2:
@@ -147,7 +164,9 @@ def test_slope_factor() -> None:
     expected = 1 / (5 * x.std(-1, correction=0))
     assert_close(theory.layer_norm_slope_factor(x), expected, **exactly)
     assert_close(theory.layer_norm_slope_factor(x, keepdim=True), expected[..., None], **exactly)
-    assert_close(theory.layer_norm_slope_factor(x, (0, 2)), 1 / (20 * x.std((0, 2), correction=0)), **exactly)
+    assert_close(
+        theory.layer_norm_slope_factor(x, (0, 2)), 1 / (20 * x.std((0, 2), correction=0)), **exactly
+    )
 
 
 def test_scaled_dyt_solves_equation_9() -> None:
@@ -157,7 +176,9 @@ def test_scaled_dyt_solves_equation_9() -> None:
     assert_close(slope, factor * (8 - y * y), **exactly)
 
 
-@pytest.mark.parametrize("name", ["leave_one_out_mean", "leave_one_out_beta", "leave_one_out_square_sum"])
+@pytest.mark.parametrize(
+    "name", ["leave_one_out_mean", "leave_one_out_beta", "leave_one_out_square_sum"]
+)
 def test_a_channel_does_not_move_its_own_constant(name: str) -> None:
     x = 3 * randn(9) + 2
     jacobian = torch.autograd.functional.jacobian(PER_CHANNEL[name], x)
@@ -248,7 +269,9 @@ def test_vmap_and_compile(name: str) -> None:
 @pytest.mark.parametrize("name", LEAVE_ONE_OUT)
 @pytest.mark.parametrize("shape", [(3, 1), (3, 0)])
 def test_fewer_than_two_channels_are_refused(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ArgumentError, match=rf"at least 2 channels.*got {shape[1]} in shape \(3, {shape[1]}\)"):
+    with pytest.raises(
+        ArgumentError, match=rf"at least 2 channels.*got {shape[1]} in shape \(3, {shape[1]}\)"
+    ):
         PER_CHANNEL[name](torch.ones(shape))
 
 
@@ -270,8 +293,14 @@ def test_bad_input_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: theory.layer_norm_slope_factor(torch.ones(3, dtype=torch.int64)), "x must be a real floating"),
-        (lambda: theory.closed_form_beta(-1.0, 3), "variance must be finite and not negative, got -1.0"),
+        (
+            lambda: theory.layer_norm_slope_factor(torch.ones(3, dtype=torch.int64)),
+            "x must be a real floating",
+        ),
+        (
+            lambda: theory.closed_form_beta(-1.0, 3),
+            "variance must be finite and not negative, got -1.0",
+        ),
         (lambda: theory.closed_form_beta(1.0, 0), "channels must be at least 1, got 0"),
         (lambda: theory.closed_form_beta(torch.ones(2), -1), "channels must be at least 1, got -1"),
         (lambda: theory.scaled_dyt_alpha(0.0), "beta must be positive and finite, got 0.0"),
@@ -286,4 +315,6 @@ def test_error(call: Callable[[], object], message: str) -> None:
 
 def test_all_lists_the_public_functions() -> None:
     functions = inspect.getmembers(theory, inspect.isfunction)
-    assert set(theory.__all__) == {n for n, f in functions if f.__module__ == theory.__name__ and n[0] != "_"}
+    assert set(theory.__all__) == {
+        n for n, f in functions if f.__module__ == theory.__name__ and n[0] != "_"
+    }

@@ -27,14 +27,26 @@ def test_weights_are_named_by_their_nodes_and_turned() -> None:
         "decoder.weight": draw.random(2),
     }
     nodes = [
-        helper.make_node("MatMul", ["x", "onnx::MatMul_9"], ["y"], name="/backbone/encoder/layer.0/mlp/fc1/MatMul"),
-        helper.make_node("MatMul", ["x", "y"], ["z"], name="/backbone/encoder/layer.0/attention/attention/MatMul"),
+        helper.make_node(
+            "MatMul",
+            ["x", "onnx::MatMul_9"],
+            ["y"],
+            name="/backbone/encoder/layer.0/mlp/fc1/MatMul",
+        ),
+        helper.make_node(
+            "MatMul", ["x", "y"], ["z"], name="/backbone/encoder/layer.0/attention/attention/MatMul"
+        ),
     ]
     graph = onnx.GraphProto(
-        node=nodes, initializer=[numpy_helper.from_array(value, name) for name, value in tensors.items()]
+        node=nodes,
+        initializer=[numpy_helper.from_array(value, name) for name, value in tensors.items()],
     )
     found = weights(graph)
-    assert set(found) == {"layernorm.bias", "encoder.layer.0.mlp.fc1.weight", "embeddings.position_embeddings"}
+    assert set(found) == {
+        "layernorm.bias",
+        "encoder.layer.0.mlp.fc1.weight",
+        "embeddings.position_embeddings",
+    }
     turned = torch.from_numpy(tensors["onnx::MatMul_9"]).T
     assert torch.equal(found["encoder.layer.0.mlp.fc1.weight"], turned)
     positions = np.concatenate([tensors["onnx::Concat_7"], tensors["onnx::Reshape_5"]], 1)
@@ -57,7 +69,11 @@ def ctranslate2(tensors: dict[str, np.ndarray]) -> bytes:
     parts = [struct.pack("<I", 6), named("WhisperSpec"), struct.pack("<II", 3, len(tensors))]
     for name, values in tensors.items():
         data = values.astype("<f2")
-        parts += [named(name), struct.pack("<B", data.ndim), struct.pack(f"<{data.ndim}I", *data.shape)]
+        parts += [
+            named(name),
+            struct.pack("<B", data.ndim),
+            struct.pack(f"<{data.ndim}I", *data.shape),
+        ]
         parts += [struct.pack("<BI", 4, data.nbytes), data.tobytes()]
     return b"".join(parts)
 
@@ -84,7 +100,9 @@ def test_joined_projections_are_parted_and_keys_have_no_bias() -> None:
         f"{other}.self_attn_layer_norm.weight", f"{other}.encoder_attn_layer_norm.bias",
         *(f"{other}.encoder_attn.{name}.weight" for name in ("k_proj", "v_proj")),
     }  # fmt: skip
-    joined = torch.from_numpy(tensors["encoder/layer_0/self_attention/linear_0/weight"].astype("<f2")).float()
+    joined = torch.from_numpy(
+        tensors["encoder/layer_0/self_attention/linear_0/weight"].astype("<f2")
+    ).float()
     assert torch.equal(found[f"{block}.self_attn.k_proj.weight"], joined[2:4])
     assert found[f"{block}.self_attn.v_proj.bias"].tolist() == [3, 4]
     tensors["encoder/layer_0/self_attention/linear_0/bias"][2] = 1

@@ -33,7 +33,9 @@ def test_calls() -> None:
 
 
 def test_what_a_model_raises_is_an_error_of_the_data() -> None:
-    with pytest.raises(DataError, match=r"must run on each batch, but TypeError: .*unexpected keyword"):
+    with pytest.raises(
+        DataError, match=r"must run on each batch, but TypeError: .*unexpected keyword"
+    ):
         call(nn.Linear(2, 2), {"x": torch.ones(2)})
 
 

@@ -15,8 +15,11 @@ import dynorm.functional as F  # noqa: N812
 from dynorm import theory
 from dynorm.errors import ArgumentError
 
-# name: the function of (x, constant, weight, bias, center), f of u and beta, and the constant of a beta.
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[[float, float], float], Callable[[Tensor], Tensor]]] = {
+# name: the function of (x, constant, weight, bias, center), f of u and beta, and the constant of a
+# beta.
+FUNCTIONS: dict[
+    str, tuple[Callable[..., Tensor], Callable[[float, float], float], Callable[[Tensor], Tensor]]
+] = {
     "dyisru": (
         lambda x, a, w, b, c, **more: F.dyisru_general(x, a, c, w, b, scale=1.5, **more),
         lambda u, beta: u / math.sqrt(beta + u * u),
@@ -57,7 +60,9 @@ def witnesses() -> dict[str, Tensor]:
     return {"witnesses": torch.tensor(WITNESSES), "gain": torch.tensor(GAIN, dtype=torch.float64)}
 
 
-def by_loop(name: str, x: Tensor, beta: Tensor, weight: Tensor, bias: Tensor, center: Tensor) -> Tensor:
+def by_loop(
+    name: str, x: Tensor, beta: Tensor, weight: Tensor, bias: Tensor, center: Tensor
+) -> Tensor:
     """The definition, one number at a time."""
     y = torch.empty_like(x)
     for token, out in zip(x.tolist(), y, strict=True):
@@ -87,21 +92,38 @@ def test_value(name: str, dtype: torch.dtype) -> None:
 def test_dims(name: str) -> None:
     function, _, constant = FUNCTIONS[name]
     x, (beta, weight, bias, center) = sample(4, C, 3), parameters()
-    wanted = function(x.movedim(1, -1), constant(beta), weight, bias, center, **witnesses()).movedim(-1, 1)
-    assert_close(function(x, constant(beta), weight, bias, center, dim=1, **witnesses()), wanted, rtol=0, atol=0)
-    # Over several dimensions a witness is a position in the flattened normalised shape, in the order of dim.
+    wanted = function(
+        x.movedim(1, -1), constant(beta), weight, bias, center, **witnesses()
+    ).movedim(-1, 1)
+    assert_close(
+        function(x, constant(beta), weight, bias, center, dim=1, **witnesses()),
+        wanted,
+        rtol=0,
+        atol=0,
+    )
+    # Over several dimensions a witness is a position in the flattened normalised shape, in the
+    # order of dim.
     x, shape = sample(3, 2, 4), (4, 2)
-    more = {"witnesses": torch.tensor([6, 1]), "gain": torch.tensor([2.0, 3.0], dtype=torch.float64)}
+    more = {
+        "witnesses": torch.tensor([6, 1]),
+        "gain": torch.tensor([2.0, 3.0], dtype=torch.float64),
+    }
     beta, weight, bias, center = sample(4, 8, seed=2).abs() + 0.5
     flat = x.permute(0, 2, 1).reshape(3, 8)
-    wanted = function(flat, constant(beta), weight, bias, center, **more).reshape(3, *shape).permute(0, 2, 1)
+    wanted = (
+        function(flat, constant(beta), weight, bias, center, **more)
+        .reshape(3, *shape)
+        .permute(0, 2, 1)
+    )
     own = [p.reshape(shape) for p in (constant(beta), weight, bias, center)]
     assert_close(function(x, *own, dim=(2, 1), **more), wanted, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("none", [None, torch.empty(0, dtype=torch.int64)])
-def test_without_witnesses_it_is_the_function_of_one_channel_bit_for_bit(name: str, none: Tensor | None) -> None:
+def test_without_witnesses_it_is_the_function_of_one_channel_bit_for_bit(
+    name: str, none: Tensor | None
+) -> None:
     function, _, constant = FUNCTIONS[name]
     x, (beta, weight, bias, center) = sample(5, C).float(), parameters()
     arguments = (x, constant(beta), weight, bias, center)
@@ -115,7 +137,12 @@ def test_with_all_channels_dyisru_is_rms_norm(eps: float, dim: int | tuple[int, 
     x = sample(4, 6, 3)
     # One value larger than all others together.
     x[0, 2, 1] = 1e6
-    assert_close(theory.rms_norm_by_witnesses(x, eps, dim), F.rms_norm(x, eps=eps, dim=dim), rtol=1e-14, atol=0)
+    assert_close(
+        theory.rms_norm_by_witnesses(x, eps, dim),
+        F.rms_norm(x, eps=eps, dim=dim),
+        rtol=1e-14,
+        atol=0,
+    )
     own = theory.rms_norm_as_dyisru(x, eps, dim)
     assert_close(theory.rms_norm_by_witnesses(x, eps, dim), own, rtol=1e-14, atol=0)
 
@@ -131,8 +158,13 @@ def test_derivatives(name: str) -> None:
     function, _, constant = FUNCTIONS[name]
     beta, weight, bias, center = parameters()
     index = torch.tensor(WITNESSES)
-    inputs = [t.requires_grad_() for t in (sample(2, C), constant(beta), weight, bias, center, witnesses()["gain"])]
-    assert gradcheck(lambda x, a, w, b, c, g: function(x, a, w, b, c, witnesses=index, gain=g), inputs)
+    inputs = [
+        t.requires_grad_()
+        for t in (sample(2, C), constant(beta), weight, bias, center, witnesses()["gain"])
+    ]
+    assert gradcheck(
+        lambda x, a, w, b, c, g: function(x, a, w, b, c, witnesses=index, gain=g), inputs
+    )
 
 
 def test_the_jacobian_is_the_closed_form() -> None:
@@ -142,7 +174,9 @@ def test_the_jacobian_is_the_closed_form() -> None:
         return F.dyisru(x, 2.0, scale=1.5, witnesses=index, gain=gain)
 
     found = torch.autograd.functional.jacobian(function, x)
-    assert_close(theory.witness_derivative(x, 2.0, index, gain, scale=1.5), found, rtol=1e-13, atol=1e-15)
+    assert_close(
+        theory.witness_derivative(x, 2.0, index, gain, scale=1.5), found, rtol=1e-13, atol=1e-15
+    )
     others = [k for k in range(C) if k not in WITNESSES]
     assert not (found - found.diag().diag())[:, others].any()
 
@@ -165,7 +199,15 @@ def test_an_infinite_witness_makes_no_nan(name: str) -> None:
     function, _, constant = FUNCTIONS[name]
     for value in (math.inf, -math.inf, 3e38):
         x = torch.tensor([[1.0, value, -2.0]], requires_grad=True)
-        y = function(x, constant(torch.ones(())), None, None, 0.0, witnesses=torch.tensor([1]), gain=torch.ones(1))
+        y = function(
+            x,
+            constant(torch.ones(())),
+            None,
+            None,
+            0.0,
+            witnesses=torch.tensor([1]),
+            gain=torch.ones(1),
+        )
         y.sum().backward()
         assert y.isfinite().all()
         assert x.grad is not None
@@ -176,13 +218,16 @@ def test_an_infinite_witness_makes_no_nan(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [1e3, 1e12, 1e16, 1e18])
-def test_gradients_of_a_massive_witness_are_those_of_double_precision(name: str, value: float) -> None:
+def test_gradients_of_a_massive_witness_are_those_of_double_precision(
+    name: str, value: float
+) -> None:
     function, _, constant = FUNCTIONS[name]
     found = []
     for dtype in (torch.float64, torch.float32):
         x = torch.tensor([[1.0, -2.0, value], [0.5, 1.0, -2.0]], dtype=dtype)
         leaves = [
-            t.requires_grad_() for t in (constant(torch.full((1,), 4.0, dtype=dtype)), torch.ones(1, dtype=dtype))
+            t.requires_grad_()
+            for t in (constant(torch.full((1,), 4.0, dtype=dtype)), torch.ones(1, dtype=dtype))
         ]
         y = function(x, leaves[0], None, None, None, witnesses=torch.tensor([2]), gain=leaves[1])
         # Of the large token alone, and with a small factor, as in a mean.
@@ -196,7 +241,8 @@ def test_only_massive_channels_give_what_large_ones_do(name: str) -> None:
     function, _, constant = FUNCTIONS[name]
     alone = {"witnesses": torch.arange(8)}
     huge, large = (
-        function(torch.full((8,), v), constant(torch.ones(1)), None, None, None, **alone) for v in (3e38, 1e9)
+        function(torch.full((8,), v), constant(torch.ones(1)), None, None, None, **alone)
+        for v in (3e38, 1e9)
     )
     assert_close(huge, large)
     assert huge.abs().min() > 0.4
@@ -215,9 +261,16 @@ def test_transforms(name: str) -> None:
     tangent = sample(5, C, seed=9)
     _, found = torch.func.jvp(call, (x,), (tangent,))
     step = 1e-6
-    assert_close(found, (call(x + step * tangent) - call(x - step * tangent)) / (2 * step), rtol=1e-6, atol=1e-6)
+    assert_close(
+        found,
+        (call(x + step * tangent) - call(x - step * tangent)) / (2 * step),
+        rtol=1e-6,
+        atol=1e-6,
+    )
     assert_close(torch.compile(call, fullgraph=True, backend="eager")(x), call(x))
-    assert function(x.to("meta"), 1.0, None, None, None, witnesses=torch.tensor(WITNESSES, device="meta")).is_meta
+    assert function(
+        x.to("meta"), 1.0, None, None, None, witnesses=torch.tensor(WITNESSES, device="meta")
+    ).is_meta
 
 
 def test_closed_form_gain_keeps_the_expected_sum() -> None:
@@ -229,14 +282,35 @@ def test_closed_form_gain_keeps_the_expected_sum() -> None:
 
 X = torch.ones(2, 3)
 ERRORS: list[tuple[Callable[[], object], str]] = [
-    (lambda: F.dyt(X, 0.5, witnesses=torch.ones(1)), r"witnesses must be an integer tensor.*float32 of shape \(1,\)"),
-    (lambda: F.dyisru(X, 1.0, witnesses=torch.tensor(1)), r"witnesses must be.*got torch.int64 of shape \(\)"),
-    (lambda: F.dyisru(X, 1.0, witnesses=torch.tensor([2, 0, 2])), r"different channels .* named twice: \(2, 0, 2\)"),
+    (
+        lambda: F.dyt(X, 0.5, witnesses=torch.ones(1)),
+        r"witnesses must be an integer tensor.*float32 of shape \(1,\)",
+    ),
+    (
+        lambda: F.dyisru(X, 1.0, witnesses=torch.tensor(1)),
+        r"witnesses must be.*got torch.int64 of shape \(\)",
+    ),
+    (
+        lambda: F.dyisru(X, 1.0, witnesses=torch.tensor([2, 0, 2])),
+        r"different channels .* named twice: \(2, 0, 2\)",
+    ),
     (lambda: F.linear(X, 1.0, witnesses=torch.tensor([3])), "from 0 to 2, but 3 is out of range"),
-    (lambda: F.linear(X, 1.0, witnesses=torch.arange(4)), r"at most the 3 channels of x, got .* of shape \(4,\)"),
-    (lambda: F.derf(X, 0.5, witnesses=torch.arange(2), gain=torch.ones(1)), r"gain must have .*\(2,\), got \(1,\)"),
-    (lambda: F.dyt(X, 0.5, witnesses=torch.arange(2), gain=torch.arange(2)), "gain must be a real floating point"),
-    (lambda: F.dyt(X, 0.5, gain=torch.ones(2)), r"gain must come with witnesses, got \(2,\) for none"),
+    (
+        lambda: F.linear(X, 1.0, witnesses=torch.arange(4)),
+        r"at most the 3 channels of x, got .* of shape \(4,\)",
+    ),
+    (
+        lambda: F.derf(X, 0.5, witnesses=torch.arange(2), gain=torch.ones(1)),
+        r"gain must have .*\(2,\), got \(1,\)",
+    ),
+    (
+        lambda: F.dyt(X, 0.5, witnesses=torch.arange(2), gain=torch.arange(2)),
+        "gain must be a real floating point",
+    ),
+    (
+        lambda: F.dyt(X, 0.5, gain=torch.ones(2)),
+        r"gain must come with witnesses, got \(2,\) for none",
+    ),
     (lambda: theory.closed_form_gain(3, 4, 0.5), "count must be from 1 to the 3 channels, got 4"),
     (lambda: theory.closed_form_gain(3, 1, 1.0), "share must be above 0 and below 1, got 1.0"),
 ]

@@ -35,7 +35,11 @@ def main() -> int:
                     layer(x)
                 times[name].append((time.perf_counter() - started) / CALLS * 1e6)
     found = {name: round(median(values), 1) for name, values in times.items()}
-    print(json.dumps({"backend": backend("cpu"), "shape": [512, 768], "installed": str(installed), **found}))
+    print(
+        json.dumps(
+            {"backend": backend("cpu"), "shape": [512, 768], "installed": str(installed), **found}
+        )
+    )
     is_checkout = Path(__file__).resolve().parents[1] / "src" in installed.parents
     return int(is_checkout or backend("cpu") == "torch")
 

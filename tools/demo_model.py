@@ -24,7 +24,10 @@ def folder(name: str = "minilm") -> Path:
     spec = find_spec(package)
     found = sorted(Path(spec.origin).parent.glob(pattern)) if spec and spec.origin else []
     if not found:
-        raise SystemExit(f"the package {package.replace('_', '-')} is not installed: run make setup, or make models")
+        raise SystemExit(
+            f"the package {package.replace('_', '-')} is not installed: run make setup, or make "
+            "models"
+        )
     if name not in REBUILT:
         return found[0]
     if not (built := Path(REBUILT[name])).is_dir():

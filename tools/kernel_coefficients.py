@@ -1,7 +1,7 @@
 """Derive the coefficients of csrc/functions.h and csrc/tanh_table.h, printed as C++ hexadecimal floats.
 
-Run it with ``python tools/kernel_coefficients.py``; it needs mpmath (``dynorm[paper]``). Lawson's method: least
-squares whose weights grow where the error is large, until the error is level.
+Run it with ``python tools/kernel_coefficients.py``; it needs mpmath (``dynorm[paper]``). Lawson's
+method: least squares whose weights grow where the error is large, until the error is level.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ def main() -> None:
     x = (nodes + 1) / 2 * 3.93
     c0 = 2 / mpmath.sqrt(mpmath.pi)
     log_erfc = [-mpmath.log(mpmath.erfc(v)) for v in x]
-    exact = np.array([float((w / mpmath.mpf(v) - c0) / mpmath.mpf(v)) for v, w in zip(x, log_erfc, strict=True)])
+    exact = np.array(
+        [float((w / mpmath.mpf(v) - c0) / mpmath.mpf(v)) for v, w in zip(x, log_erfc, strict=True)]
+    )
     w = np.array([float(value) for value in log_erfc])
     report("erf", *minimax(x, exact, x**2 * np.exp(-w) / -np.expm1(-w), degree=7))
     high = np.float32(float(c0))
-    print("c0 =", float(high).hex(), "+", float(np.float32(float(c0 - mpmath.mpf(float(high))))).hex())
+    print(
+        "c0 =", float(high).hex(), "+", float(np.float32(float(c0 - mpmath.mpf(float(high))))).hex()
+    )
 
     for row in tanh_table(degree=6).T:
         print("    {" + ", ".join(shortest(value) for value in row) + "},")
@@ -40,8 +44,8 @@ def main() -> None:
 def tanh_table(degree: int) -> Array:
     """Return the polynomials of tanh(node + d) in d, (16 nodes, degree + 1), rounded to float32.
 
-    The node of z is found by the bits of 1 + |z|: two of the mantissa and the last two of the exponent, so that the
-    first node, 0, is number 12.
+    The node of z is found by the bits of 1 + |z|: two of the mantissa and the last two of the
+    exponent, so that the first node, 0, is number 12.
     """
     nodes = np.cos(np.pi * (np.arange(600) + 0.5) / 600)
     table = np.zeros((16, degree + 1))
@@ -56,7 +60,12 @@ def tanh_table(degree: int) -> Array:
         table[place, 0] = np.float32(float(mpmath.tanh(left)))
         # One coefficient after another is rounded, and the rest fitted to what is left.
         for power in range(1, degree + 1):
-            known = [mpmath.polyval([mpmath.mpf(c) for c in table[place, power - 1 :: -1]], mpmath.mpf(v)) for v in d]
+            known = [
+                mpmath.polyval(
+                    [mpmath.mpf(c) for c in table[place, power - 1 :: -1]], mpmath.mpf(v)
+                )
+                for v in d
+            ]
             left_over = zip(exact, known, d, strict=True)
             rest = np.array([float((v - k) / mpmath.mpf(x) ** power) for v, k, x in left_over])
             weight = d**power / np.array([float(v) for v in exact])

@@ -1,7 +1,7 @@
 """Gather photographs from Debian's packages: ``python tools/pictures.py build/pictures``.
 
-Each becomes one JPEG file, with its shorter side of at most 400 pixels; what is transparent becomes white. The packages
-are fetched by apt-get, and not installed.
+Each becomes one JPEG file, with its shorter side of at most 400 pixels; what is transparent becomes
+white. The packages are fetched by apt-get, and not installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from PIL import Image
 
 from dynorm.files import replaced_directory
 
-# Which files of each package are photographs; the rest are drawings, icons, and the same picture in other sizes.
+# Which files of each package are photographs; the rest are drawings, icons, and the same picture in
+# other sizes.
 PACKAGES = {
     "tuxpaint-stamps-default": r"(animals|food|hobbies|household|plants|space|sports|vehicles)/(?!.*cartoon).*png",
     "lomiri-wallpapers-16.04": r"backgrounds/.*jpg",
@@ -38,14 +39,23 @@ def gather(folder: Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "lists" / "partial").mkdir(parents=True)
         # With lists of its own, apt-get needs neither root's rights nor an update by somebody else.
-        apt = ["apt-get", "-qq", "-o", f"Dir::State::lists={scratch}/lists", "-o", "APT::Sandbox::User=root"]
+        apt = [
+            "apt-get",
+            "-qq",
+            "-o",
+            f"Dir::State::lists={scratch}/lists",
+            "-o",
+            "APT::Sandbox::User=root",
+        ]
         subprocess.run([*apt, "update"], check=True)
         subprocess.run([*apt, "download", *PACKAGES], cwd=scratch, check=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with replaced_directory(folder) as new:
             for package, pattern in PACKAGES.items():
                 (archive,) = Path(scratch).glob(f"{package}_*.deb")
-                tar = subprocess.run(["dpkg-deb", "--fsys-tarfile", archive], capture_output=True, check=True).stdout
+                tar = subprocess.run(
+                    ["dpkg-deb", "--fsys-tarfile", archive], capture_output=True, check=True
+                ).stdout
                 for name, image in _images(tar, pattern):
                     if min(image.size) >= SMALLEST:
                         smaller(image).save(new / f"{package}-{Path(name).stem}.jpg", quality=92)
@@ -62,7 +72,9 @@ def _images(archive: bytes, pattern: str) -> Iterator[tuple[str, Image.Image]]:
 def smaller(image: Image.Image) -> Image.Image:
     """Return a picture in three colours on white, of the size that is kept."""
     scale = min(1.0, SHORTER_SIDE / min(image.size))
-    image = image.convert("RGBA").resize([max(1, round(scale * side)) for side in image.size], Image.Resampling.LANCZOS)
+    image = image.convert("RGBA").resize(
+        [max(1, round(scale * side)) for side in image.size], Image.Resampling.LANCZOS
+    )
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 

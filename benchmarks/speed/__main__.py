@@ -26,13 +26,19 @@ def main(words: Sequence[str] | None = None) -> None:
     """Check, measure, write and print."""
     options = make_parser().parse_args(words)
     stderr, console = Console(stderr=True), Console(highlight=False)
-    progress = partial(track, console=stderr, transient=True, disable=options.json or not stderr.is_terminal)
+    progress = partial(
+        track, console=stderr, transient=True, disable=options.json or not stderr.is_terminal
+    )
     outputs = [path for path in (options.out, options.plot) if path is not None]
     try:
         for path in outputs:
             require_writable(path)
         document = run(
-            make_settings(options), model=options.model, name=options.name, block=not options.no_block, track=progress
+            make_settings(options),
+            model=options.model,
+            name=options.name,
+            block=not options.no_block,
+            track=progress,
         )
     except DynormError as error:
         sys.exit(f"error: {error}")

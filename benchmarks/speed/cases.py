@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from dynorm import functional
 
 EPS = 1e-5
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 class Eager(nn.Module):
@@ -61,11 +66,17 @@ class DyISRUEager(Eager):
         return self.weight * (self.scale * x / torch.sqrt(self.log_beta.exp() + x * x)) + self.bias
 
 
-EAGER: dict[str, Callable[[int], nn.Module]] = {"dyisru": DyISRUEager, "dyt": DyTEager, "derf": DerfEager}
+EAGER: dict[str, Callable[[int], nn.Module]] = {
+    "dyisru": DyISRUEager,
+    "dyt": DyTEager,
+    "derf": DerfEager,
+}
 
 
 def _dyisru(x: Tensor, p: Mapping[str, Tensor]) -> Tensor:
-    return functional.dyisru(x, p["log_beta"].exp(), p["weight"], p["bias"], scale=math.sqrt(x.shape[-1]))
+    return functional.dyisru(
+        x, p["log_beta"].exp(), p["weight"], p["bias"], scale=math.sqrt(x.shape[-1])
+    )
 
 
 def witnesses_of(channels: int) -> tuple[int, ...]:
@@ -139,4 +150,11 @@ def make_case(rows: int, channels: int, dtype: str, device: str = "cpu", seed: i
         "log_beta": normal(1, mean=math.log(channels), width=0.0),
         "log_gain": torch.zeros(len(witnesses_of(channels)), device=device, dtype=DTYPES[dtype]),
     }
-    return Case(dtype, x, x.detach().requires_grad_(), normal(rows, channels), torch.empty_like(x), parameters)
+    return Case(
+        dtype,
+        x,
+        x.detach().requires_grad_(),
+        normal(rows, channels),
+        torch.empty_like(x),
+        parameters,
+    )

@@ -15,8 +15,9 @@ from dynorm.errors import DynormError
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2**-5, "float16": 2**-8}
 # Elements of x that are looked at together: what float64 makes of them stays in the cache.
 CHUNK = 1 << 18
-# The gradients of LayerNorm's parameters are off as if torch summed them in the dtype itself: n roundings, each of half
-# a unit of a sum of about sqrt(n), add up to n or so; the worst of thousands of channels to 1.1 times that.
+# The gradients of LayerNorm's parameters are off as if torch summed them in the dtype itself: n
+# roundings, each of half a unit of a sum of about sqrt(n), add up to n or so; the worst of
+# thousands of channels to 1.1 times that.
 EPSILONS = {"float64": 0.0, "float32": 0.0, "bfloat16": 2**-6, "float16": 2**-9}
 
 
@@ -27,12 +28,12 @@ class WrongResultError(DynormError):
 def check(case: Case, contenders: Sequence[Contender]) -> int:
     """Compare what contenders compute with the definition in float64, in chunks of rows.
 
-    Values and the gradient of x may be off by the dtype's tolerance times ``1 + |value|``; the gradient of a
-    parameter, a sum of n terms, by the tolerance times ``sqrt(n) + |value|``; those of torch's LayerNorm in
-    bfloat16 and float16 by 2 n roundings more.
+    Values and the gradient of x may be off by the dtype's tolerance times ``1 + |value|``; the
+    gradient of a parameter, a sum of n terms, by the tolerance times ``sqrt(n) + |value|``; those
+    of torch's LayerNorm in bfloat16 and float16 by 2 n roundings more.
 
-    Returns the number of tensors. A value that is off, not finite, or of another shape or dtype is a
-    :class:`WrongResultError`; nothing may be timed then.
+    Returns the number of tensors. A value that is off, not finite, or of another shape or dtype is
+    a :class:`WrongResultError`; nothing may be timed then.
     """
     compared = 0
     for function in dict.fromkeys(contender.function for contender in contenders):
@@ -73,7 +74,11 @@ def _check_function(case: Case, function: str, results: dict[str, dict[str, Tens
                 assert exact is not None
                 # Signs differ, so that n terms add up to about sqrt(n).
                 terms = case.x.numel() / found.numel()
-                slack = terms * EPSILONS[case.dtype] / TOLERANCES[case.dtype] if function == "layer_norm" else 0.0
+                slack = (
+                    terms * EPSILONS[case.dtype] / TOLERANCES[case.dtype]
+                    if function == "layer_norm"
+                    else 0.0
+                )
                 _compare(case, name, key, found, exact, terms**0.5 + slack)
 
 
@@ -82,7 +87,8 @@ def _check_kind(case: Case, name: str, result: dict[str, Tensor]) -> None:
         shape = case.x.shape if key in ("y", "x") else case.parameters[key].shape
         if found.shape != shape or found.dtype != case.x.dtype:
             raise WrongResultError(
-                f"{name} must give {_called(key)} of shape {tuple(shape)} and dtype {case.x.dtype}, got "
+                f"{name} must give {_called(key)} of shape {tuple(shape)} and dtype "
+                f"{case.x.dtype}, got "
                 f"{tuple(found.shape)} and {found.dtype}: nothing was timed"
             )
 
@@ -95,8 +101,10 @@ def _compare(case: Case, name: str, key: str, found: Tensor, exact: Tensor, size
     if not bool((error <= allowed).all()):
         worst = float((error / allowed).nan_to_num(torch.inf).max())
         raise WrongResultError(
-            f"{name} must give {_called(key)} of {case.rows} x {case.channels} {case.dtype} as the definition does in "
-            f"float64, but it is off by {worst * tolerance:.2g} where {tolerance:.2g} is allowed: nothing was timed"
+            f"{name} must give {_called(key)} of {case.rows} x {case.channels} {case.dtype} as the "
+            "definition does in "
+            f"float64, but it is off by {worst * tolerance:.2g} where {tolerance:.2g} is allowed: "
+            "nothing was timed"
         )
 
 

@@ -33,7 +33,12 @@ NAMES = (
     *(FAMILY[f] + kind for f in FAMILY for kind in ("", TOLD, GIVEN, ALONE, " eager", " compiled")),
     "Liger DyT",
 )
-_LAYERS = {"dyisru": dynorm.DyISRU, "dyt": dynorm.DyT, "derf": dynorm.Derf, "linear": dynorm.LinearControl}
+_LAYERS = {
+    "dyisru": dynorm.DyISRU,
+    "dyt": dynorm.DyT,
+    "derf": dynorm.Derf,
+    "linear": dynorm.LinearControl,
+}
 # The kernel's number, and which of the case's parameters is its constant.
 _KERNELS = {
     "dyisru": (kernels.DYISRU, "log_beta"),
@@ -92,7 +97,9 @@ def enter_modules(case: Case, only: Sequence[str], compiled: bool) -> list[Entry
     return entries
 
 
-def _module_table(channels: int, compiled: bool) -> Iterator[tuple[str, str, Callable[[], nn.Module], dict[str, str]]]:
+def _module_table(
+    channels: int, compiled: bool
+) -> Iterator[tuple[str, str, Callable[[], nn.Module], dict[str, str]]]:
     """Name, function, how it is made, and our names of its parameters where its own differ."""
     norm = partial(nn.LayerNorm, channels, eps=EPS)
     yield "nn.LayerNorm", "layer_norm", norm, {}
@@ -103,7 +110,12 @@ def _module_table(channels: int, compiled: bool) -> Iterator[tuple[str, str, Cal
         layer = partial(_LAYERS[function], channels)
         yield name, function, layer, {}
         if function == "dyisru":
-            yield f"{name}{TOLD}", "dyisru_witnesses", partial(layer, witnesses=witnesses_of(channels)), {}
+            yield (
+                f"{name}{TOLD}",
+                "dyisru_witnesses",
+                partial(layer, witnesses=witnesses_of(channels)),
+                {},
+            )
         if function not in EAGER:
             continue
         yield f"{name} eager", function, partial(EAGER[function], channels), {}
@@ -117,14 +129,21 @@ def _module_table(channels: int, compiled: bool) -> Iterator[tuple[str, str, Cal
         yield "Liger DyT", "dyt", partial(LigerDyT, channels), {"gamma": "weight", "beta": "bias"}
 
 
-def contenders(case: Case, entries: Sequence[Entry], stage: str, only: Sequence[str] = ()) -> list[Contender]:
+def contenders(
+    case: Case, entries: Sequence[Entry], stage: str, only: Sequence[str] = ()
+) -> list[Contender]:
     """Return the contenders of a pass; those of "forward" are to be called under ``torch.no_grad()``."""
     made = {"forward": _forward, "backward": _backward, "both": _both}[stage](case, entries)
     return [contender for contender in made if wanted(contender.name, only)]
 
 
 def _forward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
-    x, shape, weight, bias = case.x, (case.channels,), case.parameters["weight"], case.parameters["bias"]
+    x, shape, weight, bias = (
+        case.x,
+        (case.channels,),
+        case.parameters["weight"],
+        case.parameters["bias"],
+    )
 
     def allocated(name: str, function: str, call: Callable[[], Tensor]) -> Contender:
         return Contender(name, function, call, lambda: {"y": call()})
@@ -184,7 +203,9 @@ def _by_name(names: tuple[str, ...], call: Callable[[], Sequence[Tensor]]) -> di
     return dict(zip(names, call(), strict=True))
 
 
-def _step(call: Callable[[Tensor], Tensor], x: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+def _step(
+    call: Callable[[Tensor], Tensor], x: Tensor, leaves: tuple[Tensor, ...], grad: Tensor
+) -> Tensor:
     """Go forward and backward; gradients are not added to older ones."""
     for leaf in leaves:
         leaf.grad = None
@@ -219,7 +240,11 @@ def _kernel_backward(case: Case, function: str) -> Callable[[], dict[str, Tensor
         # As autograd does: by the C++ side's own checks, where this torch lets it look at tensors.
         with torch.no_grad():
             served = _cpu.serve_gradients(form, case.grad, inputs, (False, *needed))
-        found = served[1:] if served is not None else _cpu.gradients(form, case.grad, case.x, parameters, needed)
+        found = (
+            served[1:]
+            if served is not None
+            else _cpu.gradients(form, case.grad, case.x, parameters, needed)
+        )
         return {role: g for role, g in zip(roles, found, strict=True) if g is not None}
 
     return call

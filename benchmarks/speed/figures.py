@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.speed.timing import Spread, ratio, spread
 
-# Each ratio with two bounds, "goal" and the harder "better": of a "times as fast" the least, of all else the most.
+# Each ratio with two bounds, "goal" and the harder "better": of a "times as fast" the least, of all
+# else the most.
 GOALS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("goals.json").read_text("utf-8"))
 COPY = "copy, output given"
 # What each pass's contenders are compared with.
@@ -54,8 +55,17 @@ class Group:
             if eager in self.times and eager != name:
                 entry["times_as_fast_as_eager"] = self.ratio(eager, name).rounded()
             found[name] = entry
-        about = {"rows": self.rows, "channels": self.channels, "dtype": self.dtype, "threads": self.threads}
-        figures = {"rounds": len(self.times[COPY]), "floor_over_copy": FLOORS[self.stage], "contenders": found}
+        about = {
+            "rows": self.rows,
+            "channels": self.channels,
+            "dtype": self.dtype,
+            "threads": self.threads,
+        }
+        figures = {
+            "rounds": len(self.times[COPY]),
+            "floor_over_copy": FLOORS[self.stage],
+            "contenders": found,
+        }
         return about | {"pass": self.stage} | figures
 
 
@@ -73,7 +83,9 @@ class ModelGroup:
 
     def share(self, variant: str) -> Spread:
         """Return the norms' share: the time over that with identities, less 1."""
-        return Spread(*(value - 1 for value in ratio(self.times[variant], self.times["identities"])))
+        return Spread(
+            *(value - 1 for value in ratio(self.times[variant], self.times["identities"]))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return median and quartiles, in milliseconds, and shares, as plain values."""
@@ -85,8 +97,17 @@ class ModelGroup:
             }
             for name, times in self.times.items()
         }
-        about = {"model": self.name, "batch": self.batch, "norms": self.norms, "threads": self.threads}
-        return about | {"compiled": self.compiled, "rounds": len(self.times["identities"]), "variants": variants}
+        about = {
+            "model": self.name,
+            "batch": self.batch,
+            "norms": self.norms,
+            "threads": self.threads,
+        }
+        return about | {
+            "compiled": self.compiled,
+            "rounds": len(self.times["identities"]),
+            "variants": variants,
+        }
 
 
 def ratios(
@@ -100,9 +121,15 @@ def ratios(
     for goal in GOALS:
         found: tuple[Spread | None, str] = None, "not in this run"
         if goal["device"] == device:
-            found = _model_share(goal, models, threads) if "model" in goal else _ratio(goal, groups, threads)
+            found = (
+                _model_share(goal, models, threads)
+                if "model" in goal
+                else _ratio(goal, groups, threads)
+            )
         measured = None if found[0] is None else found[0].rounded()
-        rows.append({"what": goal["what"], "unit": goal["unit"], "measured": measured, "note": found[1]})
+        rows.append(
+            {"what": goal["what"], "unit": goal["unit"], "measured": measured, "note": found[1]}
+        )
     return rows
 
 
@@ -111,11 +138,19 @@ def reached(row: dict[str, Any], bound: str = "goal") -> bool | None:
     if row["measured"] is None:
         return None
     limit = next(goal[bound] for goal in GOALS if goal["what"] == row["what"])
-    return bool(row["measured"][0] >= limit if row["unit"] == "times as fast" else row["measured"][0] <= limit)
+    return bool(
+        row["measured"][0] >= limit
+        if row["unit"] == "times as fast"
+        else row["measured"][0] <= limit
+    )
 
 
-def _ratio(goal: dict[str, Any], groups: Sequence[Group], threads: int) -> tuple[Spread | None, str]:
-    group = next((g for g in groups if [g.rows, g.channels, g.dtype, g.stage] == goal["group"]), None)
+def _ratio(
+    goal: dict[str, Any], groups: Sequence[Group], threads: int
+) -> tuple[Spread | None, str]:
+    group = next(
+        (g for g in groups if [g.rows, g.channels, g.dtype, g.stage] == goal["group"]), None
+    )
     if group is None or group.threads != threads:
         return None, "not in this run"
     above, below = goal["of"]
@@ -130,8 +165,14 @@ def _ratio(goal: dict[str, Any], groups: Sequence[Group], threads: int) -> tuple
     return found, goal["note"] if goal["device"] == "cpu" else torch.cuda.get_device_name()
 
 
-def _model_share(goal: dict[str, Any], models: Sequence[ModelGroup], threads: int) -> tuple[Spread | None, str]:
+def _model_share(
+    goal: dict[str, Any], models: Sequence[ModelGroup], threads: int
+) -> tuple[Spread | None, str]:
     for group in models:
-        if [group.name, group.batch] == goal["model"] and group.threads == threads and not group.compiled:
+        if (
+            [group.name, group.batch] == goal["model"]
+            and group.threads == threads
+            and not group.compiled
+        ):
             return group.share("DyISRU"), f"LayerNorm's: {group.share('norms').median:.1%}"
     return None, "no model of this name in this run"

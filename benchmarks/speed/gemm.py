@@ -1,8 +1,8 @@
 """A matrix product whose epilogue adds the residual and applies the function: a norm without a pass of its own.
 
-A norm with statistics cannot do this: it needs the whole row before it can write the first element of it. No layer
-calls this, because the product is the model's own. It shows what a point-wise layer makes possible; benchmarks.gpu
-times it.
+A norm with statistics cannot do this: it needs the whole row before it can write the first element
+of it. No layer calls this, because the product is the model's own. It shows what a point-wise layer
+makes possible; benchmarks.gpu times it.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -24,7 +24,8 @@ from dynorm.kernels._form import Form, Parameters
 from dynorm.kernels._triton import ceil_divide, check_parameters, choose, interpreted, per_channel
 from dynorm.kernels._triton_functions import parameter, value
 
-# From Hopper on, the copy engine loads tiles by descriptors; it wants addresses and rows aligned to this many bytes.
+# From Hopper on, the copy engine loads tiles by descriptors; it wants addresses and rows aligned to
+# this many bytes.
 _COPY_ENGINE, _ALIGNMENT = (9, 0), 16
 
 
@@ -51,26 +52,38 @@ TILES = {
         Tile(64, 128, 64, 4, 4, False),
         Tile(32, 64, 128, 4, 4, False),
     ),
-    4: (Tile(32, 32, 64, 4, 3, True), Tile(64, 64, 32, 4, 3, False), Tile(128, 64, 32, 4, 3, False)),
+    4: (
+        Tile(32, 32, 64, 4, 3, True),
+        Tile(64, 64, 32, 4, 3, False),
+        Tile(128, 64, 32, 4, 3, False),
+    ),
 }
 
 
 def gemm_add_forward(
-    form: Form, a: Tensor, b: Tensor, residual: Tensor, gemm_bias: Tensor | None, parameters: Parameters
+    form: Form,
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    gemm_bias: Tensor | None,
+    parameters: Parameters,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``h = a @ b + gemm_bias + residual`` and ``y = weight * scale * f(h - center) + bias``.
 
     Args:
         form: the function, with N channels that come last.
-        a: ``(M, K)``, float32, bfloat16 or float16, of any strides; fastest with rows of a multiple of 16 bytes.
-        b: ``(K, N)``, of a's dtype and any strides: an ``nn.Linear``'s ``weight.t()`` will do as it is.
+        a: ``(M, K)``, float32, bfloat16 or float16, of any strides; fastest with rows of a multiple
+            of 16 bytes.
+        b: ``(K, N)``, of a's dtype and any strides: an ``nn.Linear``'s ``weight.t()`` will do as it
+            is.
         residual: ``(M, N)``, contiguous, of a's dtype.
         gemm_bias: of N elements, or None for 0.
         parameters: constant, shift, center, weight and bias, as for the layers' kernels.
 
     Returns:
-        y and h, both ``(M, N)`` and of a's dtype. Sums are in float32 (float32 operands at the precision of
-        ``torch.get_float32_matmul_precision()``), h is rounded once, y is the function of the rounded h, rounded once.
+        y and h, both ``(M, N)`` and of a's dtype. Sums are in float32 (float32 operands at the
+        precision of ``torch.get_float32_matmul_precision()``), h is rounded once, y is the function
+        of the rounded h, rounded once.
 
     Raises:
         ArgumentError: dtypes, sizes, layout or devices do not fit.
@@ -86,7 +99,9 @@ def gemm_add_forward(
     by_columns = b.stride(0) == 1
     right = b.t() if by_columns else b
     described = _has_copy_engine(a) and _can_be_described(a) and _can_be_described(right)
-    processors = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
+    processors = (
+        torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
+    )
     options = {
         "FUNCTION": form.function,
         **per_channel(given),
@@ -103,7 +118,10 @@ def gemm_add_forward(
         if described:
             # The copy engine loads blocks by descriptors.
             blocks = ((a, left_block), (right, right_block[::-1] if by_columns else right_block))
-            operands = [TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)) for t, block in blocks]
+            operands = [
+                TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
+                for t, block in blocks
+            ]
         # With descriptors a program per processor, which walks its tiles; else a program per tile.
         gemm_add_kernel[(min(processors, tiles) if described else tiles,)](
             *(*operands, residual, gemm_bias, *given, y, h),
@@ -126,20 +144,29 @@ def gemm_add_forward(
 
 def _check(a: Tensor, b: Tensor, residual: Tensor) -> None:
     """Refuse what is no product, or what the kernel would read out of bounds."""
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or residual.shape != (a.shape[0], b.shape[1]):
+    if (
+        a.ndim != 2
+        or b.ndim != 2
+        or a.shape[1] != b.shape[0]
+        or residual.shape != (a.shape[0], b.shape[1])
+    ):
         raise ArgumentError(
-            f"a, b and residual must be (M, K), (K, N) and (M, N), got {tuple(a.shape)}, {tuple(b.shape)} and "
+            f"a, b and residual must be (M, K), (K, N) and (M, N), got {tuple(a.shape)}, "
+            f"{tuple(b.shape)} and "
             f"{tuple(residual.shape)}: flatten the leading dimensions, transpose the weight"
         )
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ArgumentError(f"a must be float32, bfloat16 or float16, got {a.dtype}: convert it")
     if {b.dtype, residual.dtype} != {a.dtype} or {b.device, residual.device} != {a.device}:
         raise ArgumentError(
-            f"a, b and residual must share dtype and device, got {a.dtype}, {b.dtype} and {residual.dtype} on "
+            f"a, b and residual must share dtype and device, got {a.dtype}, {b.dtype} and "
+            f"{residual.dtype} on "
             f"{a.device}, {b.device} and {residual.device}: convert them"
         )
     if not residual.is_contiguous():
-        raise ArgumentError(f"residual must be contiguous, got strides {residual.stride()}: call .contiguous()")
+        raise ArgumentError(
+            f"residual must be contiguous, got strides {residual.stride()}: call .contiguous()"
+        )
 
 
 def _has_copy_engine(a: Tensor) -> bool:
@@ -198,12 +225,16 @@ def gemm_add_kernel(
 ):
     """Compute tiles of ``h = a @ b + gemm_bias + residual`` and ``y = weight * scale * f(h - center) + bias``.
 
-    With ``DESCRIPTORS`` a and b are tensor descriptors, loaded by the copy engine, and a program computes several
-    tiles, so that the next one loads while this one is finished; else they are pointers with any strides.
+    With ``DESCRIPTORS`` a and b are tensor descriptors, loaded by the copy engine, and a program
+    computes several tiles, so that the next one loads while this one is finished; else they are
+    pointers with any strides.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=DESCRIPTORS):
-        # Groups of GROUP rows of tiles, walked down the columns, so that what is read stays in the cache.
+    for tile in tl.range(
+        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=DESCRIPTORS
+    ):
+        # Groups of GROUP rows of tiles, walked down the columns, so that what is read stays in the
+        # cache.
         first = (tile // (GROUP * tiles_n)) * GROUP
         height = tl.minimum(tiles_m - first, GROUP)
         in_group = tile % (GROUP * tiles_n)
@@ -217,9 +248,12 @@ def gemm_add_kernel(
                 right = b.load([n, k]).T if B_BY_COLUMNS else b.load([k, n])
             else:
                 depth = k + tl.arange(0, BLOCK_K)
-                # Rows and columns outside are wrapped around, for they are not stored: only the depth needs a mask.
+                # Rows and columns outside are wrapped around, for they are not stored: only the
+                # depth needs a mask.
                 left_offset = (rows % M)[:, None] * a_by_m + depth[None, :].to(tl.int64) * a_by_k
-                right_offset = depth[:, None].to(tl.int64) * b_by_k + (columns % N)[None, :] * b_by_n
+                right_offset = (
+                    depth[:, None].to(tl.int64) * b_by_k + (columns % N)[None, :] * b_by_n
+                )
                 left = tl.load(a + left_offset, depth[None, :] < K, other=0.0)
                 right = tl.load(b + right_offset, depth[:, None] < K, other=0.0)
             if _INTERPRETED:

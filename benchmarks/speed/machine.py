@@ -42,7 +42,10 @@ def describe(device: str = "cpu") -> dict[str, Any]:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30, 1)}
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        }
         found["cuda"] = torch.version.cuda
     return found
 
@@ -57,16 +60,27 @@ def summary(machine: dict[str, Any]) -> str:
     parts = [machine["cpu"], f"{machine['cores']} core{'s' * (machine['cores'] != 1)}"]
     flags = machine.get("flags", [])
     parts += [name for flag, name in (("avx512f", "AVX-512"), ("amx_bf16", "AMX")) if flag in flags]
-    parts += [", ".join(f"{level} {size}" for level, size in machine["caches"].items())] if "caches" in machine else []
+    parts += (
+        [", ".join(f"{level} {size}" for level, size in machine["caches"].items())]
+        if "caches" in machine
+        else []
+    )
     parts += [machine["gpu"]] if "gpu" in machine else []
-    return ", ".join(part for part in [*parts, f"kernels: {machine['backend']}", f"torch {machine['torch']}"] if part)
+    return ", ".join(
+        part
+        for part in [*parts, f"kernels: {machine['backend']}", f"torch {machine['torch']}"]
+        if part
+    )
 
 
 def _processor() -> tuple[str, list[str]]:
     """Return the processor's name and those of its flags that matter here."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    told = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in reversed(lines))
+    }
     flags = set(told.get("flags", told.get("Features", "")).split())
     name = told.get("model name") or platform.processor() or platform.machine()
     if "cpu family" in told:
@@ -78,7 +92,9 @@ def _caches() -> dict[str, str]:
     """Return the size of each cache that the first core uses, by level."""
     found = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+        level, kind, size = (
+            (index / name).read_text().strip() for name in ("level", "type", "size")
+        )
         if kind != "Instruction":
             found[f"L{level}"] = size
     return found

@@ -34,11 +34,15 @@ class WholeModel:
 
 
 def pretrained(
-    folder: str | Path, batches: Sequence[tuple[int, int]], device: str = "cpu", name: str | None = None
+    folder: str | Path,
+    batches: Sequence[tuple[int, int]],
+    device: str = "cpu",
+    name: str | None = None,
 ) -> list[WholeModel]:
     """Load a transformers model and make its variants, which all batches share.
 
-    A batch is so many texts of so many tokens, at most the model's positions; they are random, none is padding.
+    A batch is so many texts of so many tokens, at most the model's positions; they are random, none
+    is padding.
     """
     from dynorm.distill.pretrained import load_pretrained
 
@@ -46,7 +50,10 @@ def pretrained(
     generator = torch.Generator().manual_seed(0)
     config: Any = loaded.model.config
     words = min(VOCABULARY, config.vocab_size)
-    batches = [(texts, min(tokens, getattr(config, "max_position_embeddings", tokens))) for texts, tokens in batches]
+    batches = [
+        (texts, min(tokens, getattr(config, "max_position_embeddings", tokens)))
+        for texts, tokens in batches
+    ]
     inputs = []
     for texts, tokens in batches:
         ids = torch.randint(words, (texts, tokens), generator=generator).to(device)
@@ -63,11 +70,18 @@ def gpt2_block(batches: Sequence[tuple[int, int]], device: str = "cpu") -> list[
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         block = GPT2Block(GPT2Config(attn_implementation="sdpa"), layer_idx=0).eval().to(device)
-        inputs = [{"hidden_states": torch.randn(texts, tokens, 768).to(device)} for texts, tokens in batches]
-    return _entries("GPT-2 block", block, [f"{texts} x {tokens} tokens" for texts, tokens in batches], inputs)
+        inputs = [
+            {"hidden_states": torch.randn(texts, tokens, 768).to(device)}
+            for texts, tokens in batches
+        ]
+    return _entries(
+        "GPT-2 block", block, [f"{texts} x {tokens} tokens" for texts, tokens in batches], inputs
+    )
 
 
-def _entries(name: str, model: nn.Module, labels: Sequence[str], inputs: Sequence[Any]) -> list[WholeModel]:
+def _entries(
+    name: str, model: nn.Module, labels: Sequence[str], inputs: Sequence[Any]
+) -> list[WholeModel]:
     # Nothing here is trained: a gradient would be one more thing to look for in every call.
     model.requires_grad_(False)
     ours, without = copy.deepcopy(model), copy.deepcopy(model)
@@ -80,7 +94,10 @@ def _entries(name: str, model: nn.Module, labels: Sequence[str], inputs: Sequenc
             without.set_submodule(path, nn.Identity())
     variants = dict(zip(VARIANTS, (model, ours.eval(), without), strict=True))
     count = len(report.converted)
-    return [WholeModel(name, label, count, variants, given) for label, given in zip(labels, inputs, strict=True)]
+    return [
+        WholeModel(name, label, count, variants, given)
+        for label, given in zip(labels, inputs, strict=True)
+    ]
 
 
 def calls(model: WholeModel, compiled: bool) -> dict[str, Callable[[], Any]]:
@@ -96,7 +113,10 @@ def check_model(model: WholeModel, timed: Mapping[str, Callable[[], Any]]) -> in
     """Compare each variant with its float64 copy, whose point-wise layers are computed by the plain definition."""
     for name, call in timed.items():
         exact_model = copy.deepcopy(model.variants[name]).double()
-        given = {key: value.double() if value.is_floating_point() else value for key, value in model.inputs.items()}
+        given = {
+            key: value.double() if value.is_floating_point() else value
+            for key, value in model.inputs.items()
+        }
         # In a mode every operation is watched, so that the plain definition serves.
         with torch.no_grad(), BaseTorchFunctionMode():
             exact = first_tensor(exact_model(**given))
@@ -105,8 +125,10 @@ def check_model(model: WholeModel, timed: Mapping[str, Callable[[], Any]]) -> in
         error, size = float((found - exact).abs().max()), float(exact.abs().max())
         if not error <= TOLERANCE * size:
             raise WrongResultError(
-                f"{model.name} with {name}, {model.batch}, must give what it gives in float64, but it is off by "
-                f"{error / size:.2g} of its largest value, where {TOLERANCE:.2g} is allowed: nothing was timed"
+                f"{model.name} with {name}, {model.batch}, must give what it gives in float64, but "
+                "it is off by "
+                f"{error / size:.2g} of its largest value, where {TOLERANCE:.2g} is allowed: "
+                "nothing was timed"
             )
     return len(timed)
 

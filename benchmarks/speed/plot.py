@@ -23,10 +23,14 @@ def draw(document: dict[str, Any]) -> bytes:
     from matplotlib.figure import Figure
 
     settings = document["settings"]["threads"][0], document["operations"][0]["dtype"]
-    groups = [group for group in document["operations"] if (group["threads"], group["dtype"]) == settings]
+    groups = [
+        group for group in document["operations"] if (group["threads"], group["dtype"]) == settings
+    ]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+        matplotlib.rcParams.update(
+            {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+        )
         figure = Figure(figsize=(9, 3.7), layout="constrained")
         panels = figure.subplots(1, len(PASSES), sharey=True)
         for axes, (stage, title) in zip(panels, PASSES.items(), strict=True):
@@ -49,14 +53,31 @@ def _draw_pass(axes: Axes, groups: Sequence[dict[str, Any]]) -> None:
     axes.axhline(1, color="#111111", linewidth=1.2, label="LayerNorm")
     for name, color in COLORS.items():
         found = [(place, group["contenders"].get(name)) for place, group in enumerate(groups)]
-        here = [(place, entry["times_as_fast_as_layer_norm"]) for place, entry in found if entry is not None]
+        here = [
+            (place, entry["times_as_fast_as_layer_norm"])
+            for place, entry in found
+            if entry is not None
+        ]
         bars = [[y - low for _, (y, low, _) in here], [high - y for _, (y, _, high) in here]]
         x, y = [place for place, _ in here], [values[0] for _, values in here]
-        axes.errorbar(x, y, bars, label=name, color=color, marker="o", markersize=4, elinewidth=0.8, linewidth=1.8)
+        axes.errorbar(
+            x,
+            y,
+            bars,
+            label=name,
+            color=color,
+            marker="o",
+            markersize=4,
+            elinewidth=0.8,
+            linewidth=1.8,
+        )
     floors = [
-        group["contenders"][COPY]["times_as_fast_as_layer_norm"][0] / group["floor_over_copy"] for group in groups
+        group["contenders"][COPY]["times_as_fast_as_layer_norm"][0] / group["floor_over_copy"]
+        for group in groups
     ]
-    axes.plot(range(len(groups)), floors, color="#808080", linewidth=1.2, linestyle="--", label=LIMIT)
+    axes.plot(
+        range(len(groups)), floors, color="#808080", linewidth=1.2, linestyle="--", label=LIMIT
+    )
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -48,16 +48,23 @@ def run(
 ) -> dict[str, Any]:
     """Check and time everything: operations, a block of GPT-2, and the transformers model of a folder.
 
-    Returns the machine, the settings, one row per group of contenders, one per model, and the ratios that goals.json
-    names; plain values for JSON. A wrong result ends the run before it is timed.
+    Returns the machine, the settings, one row per group of contenders, one per model, and the
+    ratios that goals.json names; plain values for JSON. A wrong result ends the run before it is
+    timed.
     """
     before, threads_before, found = load_average(), torch.get_num_threads(), Found()
-    whole = models.pretrained(model, MODEL_BATCHES, settings.device, name) if model is not None else []
+    whole = (
+        models.pretrained(model, MODEL_BATCHES, settings.device, name) if model is not None else []
+    )
     whole += models.gpt2_block(BLOCK_BATCHES, settings.device) if block else []
     modes = (False, True) if settings.compiled else (False,)
     cases = product(settings.threads, settings.dtypes, settings.sizes)
-    jobs = [partial(_measure_case, settings, *size, dtype, threads) for threads, dtype, size in cases]
-    jobs += [partial(_measure_model, settings, *each) for each in product(whole, settings.threads, modes)]
+    jobs = [
+        partial(_measure_case, settings, *size, dtype, threads) for threads, dtype, size in cases
+    ]
+    jobs += [
+        partial(_measure_model, settings, *each) for each in product(whole, settings.threads, modes)
+    ]
     try:
         for job in track(jobs, "bench"):
             job(found)
@@ -65,7 +72,8 @@ def run(
         torch.set_num_threads(threads_before)
         torch.compiler.reset()
     return {
-        "machine": describe(settings.device) | {"load_before": before, "load_after": load_average()},
+        "machine": describe(settings.device)
+        | {"load_before": before, "load_after": load_average()},
         "settings": {
             "rounds": settings.rounds,
             "seconds_a_group": settings.seconds,
@@ -82,10 +90,13 @@ def run(
     }
 
 
-def _measure_case(settings: Settings, rows: int, channels: int, dtype: str, threads: int, found: Found) -> None:
+def _measure_case(
+    settings: Settings, rows: int, channels: int, dtype: str, threads: int, found: Found
+) -> None:
     """Check and time the three passes of a case."""
     torch.set_num_threads(threads)
-    # Else what was compiled for other sizes counts against torch.compile's limit, after which it gives up.
+    # Else what was compiled for other sizes counts against torch.compile's limit, after which it
+    # gives up.
     torch.compiler.reset()
     case = make_case(rows, channels, dtype, settings.device, settings.seed)
     entries = enter_modules(case, settings.only, settings.compiled)
@@ -95,12 +106,18 @@ def _measure_case(settings: Settings, rows: int, channels: int, dtype: str, thre
             found.compared += check(case, entered)
             calls = {contender.name: contender.call for contender in entered}
             limits = {"rounds": settings.rounds, "seconds": settings.seconds}
-            times, repetitions = measure(calls, **limits, seed=settings.seed, device=settings.device)
+            times, repetitions = measure(
+                calls, **limits, seed=settings.seed, device=settings.device
+            )
         outputs = {contender.name: contender.output for contender in entered}
-        found.groups.append(Group(rows, channels, dtype, threads, stage, times, outputs, repetitions))
+        found.groups.append(
+            Group(rows, channels, dtype, threads, stage, times, outputs, repetitions)
+        )
 
 
-def _measure_model(settings: Settings, model: models.WholeModel, threads: int, compiled: bool, found: Found) -> None:
+def _measure_model(
+    settings: Settings, model: models.WholeModel, threads: int, compiled: bool, found: Found
+) -> None:
     torch.set_num_threads(threads)
     torch.compiler.reset()
     with torch.no_grad(), _compiling():
@@ -108,7 +125,9 @@ def _measure_model(settings: Settings, model: models.WholeModel, threads: int, c
         found.compared += models.check_model(model, timed)
         limits = {"rounds": MODEL_ROUNDS * settings.rounds, "seconds": 2 * settings.seconds}
         times, repetitions = measure(timed, **limits, seed=settings.seed, device=settings.device)
-    found.models.append(ModelGroup(model.name, model.batch, model.norms, threads, compiled, times, repetitions))
+    found.models.append(
+        ModelGroup(model.name, model.batch, model.norms, threads, compiled, times, repetitions)
+    )
 
 
 @contextmanager
@@ -121,5 +140,6 @@ def _compiling() -> Iterator[None]:
         yield
     except (TorchDynamoException, InductorError) as error:
         raise DynormError(
-            f"torch.compile must work here, but: {str(error).splitlines()[0]}; --no-compile leaves it out"
+            f"torch.compile must work here, but: {str(error).splitlines()[0]}; --no-compile leaves "
+            "it out"
         ) from error

@@ -44,7 +44,8 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
     return Settings(
         sizes=arguments.sizes or (QUICK_SIZES if quick else SIZES),
         dtypes=arguments.dtypes or (("float32",) if quick else ("float32", "bfloat16")),
-        threads=arguments.threads or ((most,) if quick or device != "cpu" else tuple(dict.fromkeys((most, 1)))),
+        threads=arguments.threads
+        or ((most,) if quick or device != "cpu" else tuple(dict.fromkeys((most, 1)))),
         only=tuple(arguments.only),
         device=device,
         compiled=not (quick or arguments.no_compile),
@@ -58,20 +59,41 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the command line's parser; it refuses what cannot be measured before anything runs."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.speed",
-        description="Check what the layers, kernels and their peers compute, then time them side by side.",
+        description="Check what the layers, kernels and their peers compute, then time them side "
+        "by side.",
     )
     add = parser.add_argument
     add("--model", type=Path, help="folder of a transformers model to time as a whole, too")
     add("--name", help="what tables call the model; the folder's name by default")
-    add("--sizes", type=_list_of(_size), help="rows x channels with commas between, such as 16x384,512x768")
+    add(
+        "--sizes",
+        type=_list_of(_size),
+        help="rows x channels with commas between, such as 16x384,512x768",
+    )
     add("--dtypes", type=_list_of(_dtype), help=f"of {', '.join(DTYPES)}; the first two by default")
-    add("--threads", type=_list_of(_threads), help="numbers or all; all,1 by default; ratios are of the first")
-    add("--only", action="append", default=[], type=_glob, help="glob of contenders, such as 'DyISRU*'; repeatable")
+    add(
+        "--threads",
+        type=_list_of(_threads),
+        help="numbers or all; all,1 by default; ratios are of the first",
+    )
+    add(
+        "--only",
+        action="append",
+        default=[],
+        type=_glob,
+        help="glob of contenders, such as 'DyISRU*'; repeatable",
+    )
     add("--device", type=_device, default="cpu", help="cpu or cuda")
-    add("--quick", action="store_true", help="a minute: two sizes, float32, all threads, few rounds, nothing compiled")
+    add(
+        "--quick",
+        action="store_true",
+        help="a minute: two sizes, float32, all threads, few rounds, nothing compiled",
+    )
     add("--no-compile", action="store_true", help="leave torch.compile out")
     add("--no-block", action="store_true", help="leave the GPT-2 block out")
-    add("--seconds", type=_seconds, help="what a group of contenders may take; 4, or 1 with --quick")
+    add(
+        "--seconds", type=_seconds, help="what a group of contenders may take; 4, or 1 with --quick"
+    )
     add("--seed", type=int, default=0, help="of the inputs and of the order in each round")
     add("--out", type=Path, help="write the results here as JSON")
     add("--plot", type=Path, help="draw the results here as PNG")
@@ -91,24 +113,31 @@ def _list_of(one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 def _size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)\s*[x×]\s*(\d+)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"a size must be rows x channels, such as 512x768, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a size must be rows x channels, such as 512x768, got {text!r}"
+        )
     rows, channels = int(found[1]), int(found[2])
     if rows < 1 or channels < 2 or rows * channels > MOST_ELEMENTS:
         raise argparse.ArgumentTypeError(
-            f"a size must have at least 1 row, 2 channels and at most {MOST_ELEMENTS:,} elements, got {text!r}"
+            f"a size must have at least 1 row, 2 channels and at most {MOST_ELEMENTS:,} elements, "
+            f"got {text!r}"
         )
     return rows, channels
 
 
 def _glob(text: str) -> str:
     if not any(fnmatchcase(name, text) for name in NAMES):
-        raise argparse.ArgumentTypeError(f"a glob must match a contender, got {text!r}: {'; '.join(NAMES)}")
+        raise argparse.ArgumentTypeError(
+            f"a glob must match a contender, got {text!r}: {'; '.join(NAMES)}"
+        )
     return text
 
 
 def _dtype(text: str) -> str:
     if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"a dtype must be one of {', '.join(DTYPES)}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a dtype must be one of {', '.join(DTYPES)}, got {text!r}"
+        )
     return text
 
 
@@ -117,7 +146,9 @@ def _threads(text: str) -> int:
     if text == "all":
         return most
     if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"threads must be 'all' or from 1 to the {most} cores here, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"threads must be 'all' or from 1 to the {most} cores here, got {text!r}"
+        )
     return int(text)
 
 
@@ -132,5 +163,7 @@ def _device(text: str) -> str:
     if text not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"device must be cpu or cuda, got {text!r}")
     if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("torch cannot use 'cuda' here: there is no GPU, or torch has none")
+        raise argparse.ArgumentTypeError(
+            "torch cannot use 'cuda' here: there is no GPU, or torch has none"
+        )
     return text

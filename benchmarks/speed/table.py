@@ -32,10 +32,13 @@ class Rows(NamedTuple):
 def headline(document: dict[str, Any]) -> str:
     """Return in a few lines what the figures hold for."""
     machine = document["machine"]
-    before, after = (f"{machine[k][0]:.1f}" if machine[k] else "unknown" for k in ("load_before", "load_after"))
+    before, after = (
+        f"{machine[k][0]:.1f}" if machine[k] else "unknown" for k in ("load_before", "load_after")
+    )
     lines = [
         f"{summary(machine)}, {machine['date']}",
-        f"{document['tensors_checked']} tensors were right before anything was timed; load average {before} at the "
+        f"{document['tensors_checked']} tensors were right before anything was timed; load average "
+        f"{before} at the "
         f"start, {after} at the end.",
     ]
     if _busy(document):
@@ -47,19 +50,31 @@ def headline(document: dict[str, Any]) -> str:
 
 def ratios(document: dict[str, Any]) -> Rows:
     """Return the ratios that were measured, of those that goals.json names."""
-    rows = [[row["what"], _measured(row), row["note"]] for row in document["targets"] if row["measured"] is not None]
+    rows = [
+        [row["what"], _measured(row), row["note"]]
+        for row in document["targets"]
+        if row["measured"] is not None
+    ]
     threads = document["settings"]["threads"][0]
     note = "Ratios are medians of the ratios in each round."
     if _busy(document):
         note += " The machine was busy: do not rely on them."
-    return Rows(f"Ratios, {threads} thread{'s' * (threads != 1)}", ["what", "measured (quartiles)", ""], rows, note)
+    return Rows(
+        f"Ratios, {threads} thread{'s' * (threads != 1)}",
+        ["what", "measured (quartiles)", ""],
+        rows,
+        note,
+    )
 
 
 def operation_tables(document: dict[str, Any]) -> list[Rows]:
     """Return a table for each number of threads, dtype and pass, with one column per size."""
     groups = document["operations"]
     keys = dict.fromkeys((group["threads"], group["dtype"], group["pass"]) for group in groups)
-    return [_operations([g for g in groups if (g["threads"], g["dtype"], g["pass"]) == key]) for key in keys]
+    return [
+        _operations([g for g in groups if (g["threads"], g["dtype"], g["pass"]) == key])
+        for key in keys
+    ]
 
 
 def models(document: dict[str, Any]) -> Rows:
@@ -73,7 +88,10 @@ def models(document: dict[str, Any]) -> Rows:
                 "compiled" if group["compiled"] else "eager",
                 str(group["threads"]),
                 str(group["norms"]),
-                *(_number(found[name]["milliseconds"][0]) for name in ("norms", "DyISRU", "identities")),
+                *(
+                    _number(found[name]["milliseconds"][0])
+                    for name in ("norms", "DyISRU", "identities")
+                ),
                 *(_share(found[name]["share_over_identities"]) for name in ("norms", "DyISRU")),
             ]
         )
@@ -84,7 +102,11 @@ def models(document: dict[str, Any]) -> Rows:
 
 def printed(document: dict[str, Any]) -> list[Any]:
     """Return what a terminal shows, in order."""
-    tables = [*operation_tables(document), *([models(document)] if document["models"] else []), ratios(document)]
+    tables = [
+        *operation_tables(document),
+        *([models(document)] if document["models"] else []),
+        ratios(document),
+    ]
     return [Text(headline(document)), *(_rendered(table) for table in tables)]
 
 
@@ -95,19 +117,27 @@ def _busy(document: dict[str, Any]) -> bool:
 
 def _operations(groups: Sequence[dict[str, Any]]) -> Rows:
     first = groups[0]
-    threads, norm = first["threads"], "F.layer_norm" if first["pass"] == "forward" else "nn.LayerNorm"
+    threads, norm = (
+        first["threads"],
+        "F.layer_norm" if first["pass"] == "forward" else "nn.LayerNorm",
+    )
     entered = {name for group in groups for name in group["contenders"]}
     rows = [
-        [name, *(_cell(group["contenders"].get(name), name) for group in groups)] for name in NAMES if name in entered
+        [name, *(_cell(group["contenders"].get(name), name) for group in groups)]
+        for name in NAMES
+        if name in entered
     ]
     spreads = [
         (upper - lower) / 2 / median
         for group in groups
-        for median, lower, upper in (entry["microseconds"] for entry in group["contenders"].values())
+        for median, lower, upper in (
+            entry["microseconds"] for entry in group["contenders"].values()
+        )
     ]
     rounds = sorted({bound([group["rounds"] for group in groups]) for bound in (min, max)})
     note = (
-        f"microseconds per call, the median of the rounds (times as fast as {norm} in the same rounds); "
+        f"microseconds per call, the median of the rounds (times as fast as {norm} in the same "
+        "rounds); "
         f"{' to '.join(map(str, rounds))} rounds; half the distance of the quartiles is "
         f"{statistics.median(spreads):.0%} of the median in the middle, {max(spreads):.0%} at most."
     )

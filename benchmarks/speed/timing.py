@@ -41,14 +41,17 @@ def measure(
 ) -> Measured:
     """Time contenders side by side.
 
-    Each is warmed up and given as many repetitions as fill a millisecond (ten on a GPU). A round runs all in an order
-    of its own; the garbage collector waits until the last is done. All rounds together take ``seconds`` or less, but
-    there are at least :data:`LEAST_ROUNDS`, or ``rounds`` if fewer.
+    Each is warmed up and given as many repetitions as fill a millisecond (ten on a GPU). A round
+    runs all in an order of its own; the garbage collector waits until the last is done. All rounds
+    together take ``seconds`` or less, but there are at least :data:`LEAST_ROUNDS`, or ``rounds`` if
+    fewer.
     """
     wait: Call = torch.cuda.synchronize if device == "cuda" else lambda: None
     order, generator = list(calls), random.Random(seed)
     with _uncollected():
-        estimates = {name: _repetitions(call, SLICE[device], wait, clock) for name, call in calls.items()}
+        estimates = {
+            name: _repetitions(call, SLICE[device], wait, clock) for name, call in calls.items()
+        }
         round_seconds = sum(count * one for count, one in estimates.values())
         affordable = int(seconds / round_seconds) if round_seconds else rounds
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -63,7 +66,9 @@ def measure(
     return Measured(times, {name: count for name, (count, _) in estimates.items()})
 
 
-def _repetitions(call: Call, slice_: float, wait: Call, clock: Callable[[], float]) -> tuple[int, float]:
+def _repetitions(
+    call: Call, slice_: float, wait: Call, clock: Callable[[], float]
+) -> tuple[int, float]:
     """Return how many calls fill a slice, and the seconds of one; the tries are the warm-up."""
     call()
     count = 1
@@ -126,5 +131,7 @@ def spread(values: Sequence[float]) -> Spread:
 def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
     """Return the spread of the ratios in each round: what slows a whole round down cancels."""
     if len(above) != len(below):
-        raise ArgumentError(f"two contenders must have the same rounds, got {len(above)} and {len(below)}")
+        raise ArgumentError(
+            f"two contenders must have the same rounds, got {len(above)} and {len(below)}"
+        )
     return spread([a / b for a, b in zip(above, below, strict=True)])

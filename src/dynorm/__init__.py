@@ -1,7 +1,8 @@
 """Normalization without statistics: point-wise counterparts of LayerNorm and RMSNorm for PyTorch.
 
-Where things are: a norm is recognised in ``find/probe.py`` and replaced in ``replace/convert.py``; calibration is
-``fit/calibrate.py``; a fold is refused in ``fold/refusals.py``; a new function begins as a row of ``family.py``.
+Where things are: a norm is recognised in ``find/probe.py`` and replaced in ``replace/convert.py``;
+calibration is ``fit/calibrate.py``; a fold is refused in ``fold/refusals.py``; a new function
+begins as a row of ``family.py``.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +11,14 @@ from dynorm import distill, functional, theory
 from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.distill import distill_
 from dynorm.distill.convert_model import convert_model
-from dynorm.errors import ArgumentError, CalibrationWarning, DataError, DynormError, ModelError, StorageError
+from dynorm.errors import (
+    ArgumentError,
+    CalibrationWarning,
+    DataError,
+    DynormError,
+    ModelError,
+    StorageError,
+)
 from dynorm.find import find_norms
 from dynorm.fit.calibrate import CalibrationReport, calibrate_
 from dynorm.fit.initialize import InitializationReport, init_from_batch_
@@ -20,9 +28,23 @@ from dynorm.fold import FoldedSite, FoldReport, as_stock, fold_
 from dynorm.hub import load, save
 from dynorm.kernels import backend
 from dynorm.layers import ELN, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups
-from dynorm.layers.annealed import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
+from dynorm.layers.annealed import (
+    AnnealedDerf,
+    AnnealedDyISRU,
+    AnnealedDyT,
+    AnnealedLinear,
+    AnnealedNorm,
+)
 from dynorm.replace import ConversionReport, convert_, restore_
-from dynorm.report import InspectedSite, InspectionReport, ModelReport, OutputReport, SiteReport, inspect_norms, measure
+from dynorm.report import (
+    InspectedSite,
+    InspectionReport,
+    ModelReport,
+    OutputReport,
+    SiteReport,
+    inspect_norms,
+    measure,
+)
 from dynorm.site import NormSite
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ Axes = int | tuple[int, ...]
 Constant = float | Tensor
 Shape = int | Sequence[int]
 
-# What to ask for whether something watches operations one by one: functorch's transforms, modes, torch.jit.trace. Each
-# gives None, 0 or False when it does not.
+# What to ask for whether something watches operations one by one: functorch's transforms, modes,
+# torch.jit.trace. Each gives None, 0 or False when it does not.
 WATCHERS: tuple[Callable[[], object], ...] = (
     torch._C._functorch.peek_interpreter_stack,
     torch._C._len_torch_dispatch_stack,
@@ -40,7 +40,9 @@ def check_positive(name: str, value: float) -> float:
 def check_not_negative(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError when it is no number, negative, infinite or NaN."""
     if isinstance(value, bool) or not (hasattr(value, "__float__") and 0 <= value < math.inf):
-        raise ArgumentError(f"{name} must be finite and not negative, got {value!r}: give 0 or a small number")
+        raise ArgumentError(
+            f"{name} must be finite and not negative, got {value!r}: give 0 or a small number"
+        )
     return float(value)
 
 
@@ -78,7 +80,9 @@ def check_dim(dim: Shape, shape: tuple[int, ...]) -> Axes:
     if dims == (-1,) and isinstance(dim, int):
         dims = tuple(range(-len(shape), 0))
     if len(dims) != len(shape) or len(set(dims)) != len(dims):
-        raise ArgumentError(f"dim must name {len(shape)} different axes for normalized_shape {shape}, got {dim!r}")
+        raise ArgumentError(
+            f"dim must name {len(shape)} different axes for normalized_shape {shape}, got {dim!r}"
+        )
     return dims[0] if len(dims) == 1 else dims
 
 
@@ -122,13 +126,16 @@ def check_floating(name: str, value: Tensor, advice: str = "convert it first") -
         raise ArgumentError(f"{name} must be a real floating point tensor, got {got}: {advice}")
 
 
-def constant(name: str, value: Constant, z: Tensor, axes: tuple[int, ...], *, positive: bool = False) -> Constant:
+def constant(
+    name: str, value: Constant, z: Tensor, axes: tuple[int, ...], *, positive: bool = False
+) -> Constant:
     """Return a constant of a point-wise function ready to be broadcast against ``z``."""
     if not isinstance(value, Tensor):
         # Both comparisons are False for NaN.
         if not (0 if positive else -math.inf) < value < math.inf:
             raise ArgumentError(
-                f"{name} must be {'positive and ' if positive else ''}finite, got {value}: give another value"
+                f"{name} must be {'positive and ' if positive else ''}finite, got {value}: give "
+                "another value"
             )
         return value
     check_floating(name, value)
@@ -136,11 +143,15 @@ def constant(name: str, value: Constant, z: Tensor, axes: tuple[int, ...], *, po
     if shape == normalized:
         return along(value, z, axes).to(z.dtype)
     # Under torch.compile, "1 in (1, m)" is False when m is symbolic.
-    broadcast = len(shape) == z.ndim and all(n == 1 or n == m for n, m in zip(shape, z.shape, strict=True))
+    broadcast = len(shape) == z.ndim and all(
+        n == 1 or n == m for n, m in zip(shape, z.shape, strict=True)
+    )
     if not broadcast and shape not in ((), (1,)):
         raise ArgumentError(
-            f"{name} must be a float or a tensor of shape (1,), {normalized} or one that broadcasts against "
-            f"x of shape {tuple(z.shape)}, got {shape}: reshape it, or pass the dim along which it lies"
+            f"{name} must be a float or a tensor of shape (1,), {normalized} or one that "
+            "broadcasts against "
+            f"x of shape {tuple(z.shape)}, got {shape}: reshape it, or pass the dim along which it "
+            "lies"
         )
     return value.to(z.dtype)
 
@@ -170,29 +181,42 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
     if isinstance(witnesses, Integral) and not isinstance(witnesses, bool):
         count = int(witnesses)
         if not 0 <= count <= channels:
-            raise ArgumentError(f"the number of witnesses must be from 0 to the {channels} channels, got {count}")
+            raise ArgumentError(
+                f"the number of witnesses must be from 0 to the {channels} channels, got {count}"
+            )
         return tuple(range(count))
     try:
         # True is an index to Python.
-        given: list[Any] = [None if isinstance(k, bool) else k for k in cast("Sequence[int]", witnesses)]
+        given: list[Any] = [
+            None if isinstance(k, bool) else k for k in cast("Sequence[int]", witnesses)
+        ]
         found = tuple(operator.index(k) for k in given)
     except TypeError as error:
         raise ArgumentError(
-            f"witnesses must be a number of channels, or their positions, integers, got {witnesses!r}"
+            "witnesses must be a number of channels, or their positions, integers, got "
+            f"{witnesses!r}"
         ) from error
     outside = [k for k in found if not 0 <= k < channels]
     if outside or len(set(found)) < len(found):
         problem = f"{outside[0]} is out of range" if outside else "one is named twice"
-        raise ArgumentError(f"witnesses must be different channels from 0 to {channels - 1}, but {problem}: {found}")
+        raise ArgumentError(
+            f"witnesses must be different channels from 0 to {channels - 1}, but {problem}: {found}"
+        )
     return found
 
 
 def check_told(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
     """Refuse witnesses and gains that are not as :func:`dynorm.functional.dyisru_general` says."""
-    if witnesses.ndim != 1 or witnesses.dtype not in (torch.int32, torch.int64) or len(witnesses) > channels:
+    if (
+        witnesses.ndim != 1
+        or witnesses.dtype not in (torch.int32, torch.int64)
+        or len(witnesses) > channels
+    ):
         raise ArgumentError(
-            f"witnesses must be an integer tensor (K,) with K at most the {channels} channels of x, got "
-            f"{witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of channels, each once"
+            f"witnesses must be an integer tensor (K,) with K at most the {channels} channels of "
+            "x, got "
+            f"{witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of channels, "
+            "each once"
         )
     # Their values cost nothing to look at on the CPU; a tracer or a transform has none.
     if type(witnesses) is Tensor and witnesses.is_cpu and not watched():
@@ -200,4 +224,6 @@ def check_told(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
     if gain is not None:
         check_floating("gain", gain)
         if gain.shape != witnesses.shape:
-            raise ArgumentError(f"gain must have the witnesses' shape ({len(witnesses)},), got {tuple(gain.shape)}")
+            raise ArgumentError(
+                f"gain must have the witnesses' shape ({len(witnesses)},), got {tuple(gain.shape)}"
+            )

@@ -39,7 +39,8 @@ class StorageError(DynormError, OSError):
 def require_library(name: str, purpose: str, extra: str) -> None:
     """Check that an optional library can be imported, before the work that needs it.
 
-    The ArgumentError says for what it is needed (``purpose``), and which ``extra`` of dynorm installs it.
+    The ArgumentError says for what it is needed (``purpose``), and which ``extra`` of dynorm
+    installs it.
     """
     try:
         importlib.import_module(name)

@@ -1,10 +1,11 @@
 """The one table of the family: every point-wise function with its names, its layers and its kernel.
 
-A new function f takes one row here, and the parts that the row names: its formula in ``functional.py``, its layer in a
-file of ``layers/`` (and in ``annealed.py``), and its kernel, a functor in ``kernels/csrc/functions.h`` and a branch in
-``_triton_functions.py``, under its place in ``FUNCTIONS`` of ``_form.py``, the same as in ``csrc/types.h``.
-docs/architecture.md lists the few other places that tell the functions apart. Converting, saved folders and the titles
-and colours of reports read this table.
+A new function f takes one row here, and the parts that the row names: its formula in
+``functional.py``, its layer in a file of ``layers/`` (and in ``annealed.py``), and its kernel, a
+functor in ``kernels/csrc/functions.h`` and a branch in ``_triton_functions.py``, under its place in
+``FUNCTIONS`` of ``_form.py``, the same as in ``csrc/types.h``. docs/architecture.md lists the few
+other places that tell the functions apart. Converting, saved folders and the titles and colours of
+reports read this table.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ class Function:
     title: str  # in prose, tables and pictures
     layer: type[layers.PointwiseNorm]
     annealed: type[layers.AnnealedNorm]  # begins as a norm and ends as that layer
-    color: str  # of its curve on white; Okabe and Ito's palette, which the colour-blind can tell apart
+    color: (
+        str  # of its curve on white; Okabe and Ito's palette, which the colour-blind can tell apart
+    )
     night: str  # the same on black
 
     @property
@@ -37,7 +40,9 @@ FAMILY: dict[str, Function] = {
         Function("dyisru", "DyISRU", layers.DyISRU, annealed.AnnealedDyISRU, "#0072B2", "#3F9FE0"),
         Function("dyt", "DyT", layers.DyT, annealed.AnnealedDyT, "#D55E00", "#FF8B3D"),
         Function("derf", "Derf", layers.Derf, annealed.AnnealedDerf, "#009E73", "#2CC597"),
-        Function("linear", "linear", layers.LinearControl, annealed.AnnealedLinear, "#CC79A7", "#E68FC4"),
+        Function(
+            "linear", "linear", layers.LinearControl, annealed.AnnealedLinear, "#CC79A7", "#E68FC4"
+        ),
     )
 }
 """The functions by name."""

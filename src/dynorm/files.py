@@ -19,7 +19,12 @@ from dynorm.errors import DynormError, StorageError
 # One of these makes a directory a saved model, which may be replaced.
 _MARKERS = ("dynorm.json", "config.json")
 # The files of a saved model; everything else in an old directory is kept.
-_MODEL_FILES = (*_MARKERS, "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
+_MODEL_FILES = (
+    *_MARKERS,
+    "generation_config.json",
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+)
 # Of Linux's renameat2.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -41,7 +46,9 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         os.replace(temporary, target)
     # A path with a null byte gives ValueError.
     except (OSError, ValueError) as error:
-        raise StorageError(f"{str(target)!r} cannot be written: {error}; give a path that can be") from error
+        raise StorageError(
+            f"{str(target)!r} cannot be written: {error}; give a path that can be"
+        ) from error
     finally:
         # Not its own exists(), which raises where the name is too long.
         if os.path.exists(temporary):
@@ -64,7 +71,8 @@ def require_writable(path: str | os.PathLike[str]) -> None:
             pass
     except (OSError, ValueError) as error:
         raise StorageError(
-            f"the output must be a file that can be written, but {str(target)!r} cannot be written: {error}"
+            f"the output must be a file that can be written, but {str(target)!r} cannot be "
+            f"written: {error}"
         ) from error
 
 
@@ -74,15 +82,16 @@ def replaced_directory(
 ) -> Iterator[Path]:
     """Fill a new directory, then put it in its place in one step; after an error the old one stands untouched.
 
-    The new directory is made next to the target, flushed to disk, and renamed, or exchanged with the old one. (Linux
-    exchanges in one step. Elsewhere it takes two renames, between which a power cut leaves the old one under another
-    name.) Nothing else is left behind, whatever happens in the block. Only a process that is killed leaves a hidden
-    ``.dynorm-*.tmp`` beside the target, safe to delete.
+    The new directory is made next to the target, flushed to disk, and renamed, or exchanged with
+    the old one. (Linux exchanges in one step. Elsewhere it takes two renames, between which a power
+    cut leaves the old one under another name.) Nothing else is left behind, whatever happens in the
+    block. Only a process that is killed leaves a hidden ``.dynorm-*.tmp`` beside the target, safe
+    to delete.
 
-    The target's parent must exist; ``overwrite`` allows a target that is a saved model or empty. ``keep_others`` keeps
-    those of its files that no save writes (a tokenizer's, a report), unless the block writes them. It is False where
-    the block writes all files of the model: another model's must not stay among them. What cannot be done is a
-    StorageError.
+    The target's parent must exist; ``overwrite`` allows a target that is a saved model or empty.
+    ``keep_others`` keeps those of its files that no save writes (a tokenizer's, a report), unless
+    the block writes them. It is False where the block writes all files of the model: another
+    model's must not stay among them. What cannot be done is a StorageError.
     """
     # A link stays a link: its target is replaced.
     target = Path(os.path.realpath(directory))
@@ -103,7 +112,9 @@ def replaced_directory(
     except DynormError:
         raise
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"{target} must be writable, but {error}; nothing was changed") from error
+        raise StorageError(
+            f"{target} must be writable, but {error}; nothing was changed"
+        ) from error
     finally:
         # After an exchange this is the old directory.
         shutil.rmtree(new, ignore_errors=True)
@@ -121,7 +132,8 @@ def require_replaceable(target: Path, overwrite: bool) -> None:
         raise StorageError(f"{target} must not exist yet: choose another, or pass overwrite=True")
     if any(target.iterdir()) and not any((target / name).is_file() for name in _MARKERS):
         raise StorageError(
-            f"{target} must be a saved model or empty to be overwritten, but holds neither {' nor '.join(_MARKERS)}"
+            f"{target} must be a saved model or empty to be overwritten, but holds neither "
+            f"{' nor '.join(_MARKERS)}"
         )
 
 
@@ -131,7 +143,11 @@ def _keep_other_files(old: Path, new: Path) -> None:
     def skip(folder: str, names: list[str]) -> list[str]:
         if Path(folder) != old:
             return []
-        return [n for n in names if n in written or any(fnmatchcase(n, pattern) for pattern in _MODEL_FILES)]
+        return [
+            n
+            for n in names
+            if n in written or any(fnmatchcase(n, pattern) for pattern in _MODEL_FILES)
+        ]
 
     def link(source: str, target: str) -> None:
         try:
@@ -141,16 +157,27 @@ def _keep_other_files(old: Path, new: Path) -> None:
             shutil.copy2(source, target)
 
     try:
-        shutil.copytree(old, new, symlinks=True, ignore=skip, copy_function=link, dirs_exist_ok=True)
+        shutil.copytree(
+            old, new, symlinks=True, ignore=skip, copy_function=link, dirs_exist_ok=True
+        )
     except shutil.Error as error:
-        raise StorageError(f"the other files of {old} must be kept, but {error}; nothing was changed") from error
+        raise StorageError(
+            f"the other files of {old} must be kept, but {error}; nothing was changed"
+        ) from error
 
 
 def _exchange(new: Path, target: Path) -> None:
     """Swap two directories: in one step where the system and the file system can, else by renames."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    rename = (
+        getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if sys.platform == "linux"
+        else None
+    )
     if rename is not None:
-        if rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
+        if (
+            rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE)
+            == 0
+        ):
             return
         code = ctypes.get_errno()
         if code not in (errno.ENOSYS, errno.EINVAL):
@@ -166,7 +193,8 @@ def _exchange(new: Path, target: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    # safetensors makes its files readable by their owner only; the umask, which the folder's mode shows, decides.
+    # safetensors makes its files readable by their owner only; the umask, which the folder's mode
+    # shows, decides.
     mode = folder.stat().st_mode & 0o666
     for root, _, files in os.walk(folder):
         for name in files:

@@ -1,14 +1,16 @@
 r"""The mathematics as pure functions: the norms, and the point-wise functions that take their place.
 
-Everything else in dynorm is tested against this file. All functions compute in at least float32. They raise
-:class:`dynorm.ArgumentError` when an argument is outside its domain. C is the number of normalised elements, the
-product of ``x.shape[d]`` over ``dim``. Shared arguments are explained once: for the statistics at :func:`rms`, for the
-norms at :func:`layer_norm`, for the point-wise functions at :func:`dyisru_general`.
+Everything else in dynorm is tested against this file. All functions compute in at least float32.
+They raise :class:`dynorm.ArgumentError` when an argument is outside its domain. C is the number of
+normalised elements, the product of ``x.shape[d]`` over ``dim``. Shared arguments are explained
+once: for the statistics at :func:`rms`, for the norms at :func:`layer_norm`, for the point-wise
+functions at :func:`dyisru_general`.
 
-A constant of a point-wise function (``alpha``, ``beta``, ``shift``, ``slope``, ``scale``, ``center``) is a float or a
-floating point tensor: of shape (1,), of the normalised shape ``[x.shape[d] for d in dim]``, or with as many dimensions
-as ``x`` and broadcast against it, as one constant per token is. ``weight`` and ``bias`` have the normalised shape. The
-values of tensors are looked at only where that is free, so that nothing waits for a device.
+A constant of a point-wise function (``alpha``, ``beta``, ``shift``, ``slope``, ``scale``,
+``center``) is a float or a floating point tensor: of shape (1,), of the normalised shape
+``[x.shape[d] for d in dim]``, or with as many dimensions as ``x`` and broadcast against it, as one
+constant per token is. ``weight`` and ``bias`` have the normalised shape. The values of tensors are
+looked at only where that is free, so that nothing waits for a device.
 
 Every point-wise function is put together in the same way, from ``u = x - center``:
 
@@ -18,12 +20,13 @@ With witness channels, a few named channels K, beta is no longer the same for al
 
 .. math:: \beta_i(x) = \beta + \sum_{k \in K, k \neq i} g_k u_k^2
 
-DyISRU takes it for its beta; in the other functions k = i stays in the sum, and beta stands for the slope at 0,
-:math:`1 / \sqrt{\beta}`. K empty is the function of one channel, bit for bit. For DyISRU with K all channels, g = 1,
-:math:`\beta = C \varepsilon`, center 0 and scale :math:`\sqrt{C}` it is RMSNorm, exactly. RMSNorm over some channels is
-pRMSNorm (arXiv 1910.07467).
+DyISRU takes it for its beta; in the other functions k = i stays in the sum, and beta stands for the
+slope at 0, :math:`1 / \sqrt{\beta}`. K empty is the function of one channel, bit for bit. For
+DyISRU with K all channels, g = 1, :math:`\beta = C \varepsilon`, center 0 and scale
+:math:`\sqrt{C}` it is RMSNorm, exactly. RMSNorm over some channels is pRMSNorm (arXiv 1910.07467).
 
-Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is centring, then RMSNorm, then the bias".
+Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is centring, then RMSNorm,
+then the bias".
 """
 
 import math
@@ -32,7 +35,17 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from dynorm.arguments import Axes, Constant, along, check_not_negative, check_told, constant, count, parameter, resolve
+from dynorm.arguments import (
+    Axes,
+    Constant,
+    along,
+    check_not_negative,
+    check_told,
+    constant,
+    count,
+    parameter,
+    resolve,
+)
 from dynorm.errors import ArgumentError
 
 __all__ = [
@@ -110,8 +123,8 @@ def centering_matrix(
 
     .. math:: I - \tfrac{1}{C} 1^\top 1
 
-    It is a symmetric projection of shape (C, C), with C at least 1, and of torch's default dtype and device where these
-    are None.
+    It is a symmetric projection of shape (C, C), with C at least 1, and of torch's default dtype
+    and device where these are None.
 
     Example:
         >>> centering_matrix(2)
@@ -119,12 +132,18 @@ def centering_matrix(
                 [-0.5000,  0.5000]])
     """
     if channels < 1:
-        raise ArgumentError(f"channels must be at least 1, got {channels}: give the number of channels")
+        raise ArgumentError(
+            f"channels must be at least 1, got {channels}: give the number of channels"
+        )
     return torch.eye(channels, dtype=dtype, device=device) - 1 / channels
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, dim: Axes = -1
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    dim: Axes = -1,
 ) -> Tensor:
     r"""Return LayerNorm, written as centring, then RMSNorm, then the bias (eq. 1-3; the note).
 
@@ -150,14 +169,19 @@ def layer_norm(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, dim: Axes = -1
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    dim: Axes = -1,
 ) -> Tensor:
     r"""Return RMSNorm: LayerNorm without centring (the note).
 
     .. math:: \mathrm{RMSNorm}(x) = \frac{x}{\sqrt{\mathrm{MS}(x) + \varepsilon}} \odot \mathrm{weight}
         + \mathrm{bias}
 
-    Arguments, shape and dtype are those of :func:`layer_norm`; ``eps`` is added to the mean of squares.
+    Arguments, shape and dtype are those of :func:`layer_norm`; ``eps`` is added to the mean of
+    squares.
 
     Example:
         >>> rms_norm(torch.tensor([1.0, 7.0]), eps=0.0)
@@ -173,8 +197,8 @@ def isru(x: Tensor, alpha: Constant, *, dim: Axes = -1) -> Tensor:
     .. math:: f(x) = \frac{x}{\sqrt{1 + \alpha x^2}} = \frac{\sqrt\beta x}{\sqrt{\beta + x^2}},
         \quad \beta = 1 / \alpha
 
-    ``alpha`` is a positive constant, and ``dim`` the dimension, or several, along which it lies. The shape and dtype of
-    ``x`` stay.
+    ``alpha`` is a positive constant, and ``dim`` the dimension, or several, along which it lies.
+    The shape and dtype of ``x`` stay.
 
     Example:
         >>> isru(torch.tensor([-torch.inf, 0.0, 1.5]), 4.0)
@@ -201,7 +225,8 @@ def dyt(
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \tanh(\alpha (x - \mathrm{center})) + \mathrm{bias}
 
-    The constant ``alpha`` is the slope at 0. The other arguments, shape and dtype are those of :func:`dyisru_general`.
+    The constant ``alpha`` is the slope at 0. The other arguments, shape and dtype are those of
+    :func:`dyisru_general`.
 
     Example:
         >>> dyt(torch.tensor([-torch.inf, 0.0, 1.0]), 0.5)
@@ -256,7 +281,9 @@ def dyisru(
         >>> dyisru(torch.tensor([-torch.inf, 0.0, 1.0, 1e30, 3.0]), 3.0)
         tensor([-2.0000,  0.0000,  1.0000,  2.0000,  1.7321])
     """
-    return dyisru_general(x, beta, None, weight, bias, scale=scale, dim=dim, witnesses=witnesses, gain=gain)
+    return dyisru_general(
+        x, beta, None, weight, bias, scale=scale, dim=dim, witnesses=witnesses, gain=gain
+    )
 
 
 def dyisru_general(
@@ -279,14 +306,15 @@ def dyisru_general(
     Args:
         x: Floating point tensor of any shape; infinities give the bound.
         beta: Positive constant, float or tensor.
-        center: Subtracted from ``x``: where the function is 0 (Derf's too, without a shift); a constant, or None for 0.
+        center: Subtracted from ``x``: where the function is 0 (Derf's too, without a shift); a
+            constant, or None for 0.
         weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
-        scale: Bound of the function before ``weight``, of a linear map a factor; a constant, or None for
-            :math:`\sqrt{C - 1}`.
+        scale: Bound of the function before ``weight``, of a linear map a factor; a constant, or
+            None for :math:`\sqrt{C - 1}`.
         dim: The normalised dimension, or several; C is their product.
-        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that tell a token's size,
-            each once; None for none.
+        witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that
+            tell a token's size, each once; None for none.
         gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
 
     Returns:
@@ -324,7 +352,8 @@ def derf(
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot
         \mathrm{erf}(\alpha (x - \mathrm{center}) + \mathrm{shift}) + \mathrm{bias}
 
-    ``alpha`` and ``shift`` are constants. The other arguments, shape and dtype are those of :func:`dyisru_general`.
+    ``alpha`` and ``shift`` are constants. The other arguments, shape and dtype are those of
+    :func:`dyisru_general`.
 
     Example:
         >>> derf(torch.tensor([-torch.inf, 0.0, 1.0]), 0.5)
@@ -332,8 +361,12 @@ def derf(
     """
     z, axes = resolve(x, dim)
     # The slope of erf at 0 is 2 / sqrt(pi).
-    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, (witnesses, gain), ratio=4 / math.pi)
-    return _affine(torch.erf(slope * u + constant("shift", shift, z, axes)), scale, weight, bias, axes).to(x.dtype)
+    u, slope = _sloped(
+        z, center, constant("alpha", alpha, z, axes), axes, (witnesses, gain), ratio=4 / math.pi
+    )
+    return _affine(
+        torch.erf(slope * u + constant("shift", shift, z, axes)), scale, weight, bias, axes
+    ).to(x.dtype)
 
 
 def linear(
@@ -352,7 +385,8 @@ def linear(
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \mathrm{slope} \cdot (x - \mathrm{center}) + \mathrm{bias}
 
-    ``slope`` is a constant. The other arguments, shape and dtype are those of :func:`dyisru_general`.
+    ``slope`` is a constant. The other arguments, shape and dtype are those of
+    :func:`dyisru_general`.
 
     Example:
         >>> linear(torch.tensor([0.0, 1.0, 3.0]), 0.5, center=1.0)
@@ -365,8 +399,8 @@ def linear(
 
 def _clamped(z: Tensor) -> Tensor:
     """Return ``z`` up to the size from which squares no longer matter: 2**63 in float32."""
-    # Beyond it the quotient of DyISRU is 1 to rounding for any beta up to 1e30, but the square would overflow and
-    # inf / inf be NaN.
+    # Beyond it the quotient of DyISRU is 1 to rounding for any beta up to 1e30, but the square
+    # would overflow and inf / inf be NaN.
     limit = float(torch.finfo(z.dtype).max ** 0.5 / 2)
     return z.clamp(-limit, limit)
 
@@ -378,13 +412,19 @@ def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
 
 
 _ToldBy = tuple[Tensor | None, Tensor | None]  # witnesses and their gains
-# What they tell of each token: ``sum_k g_k (u_k / unit)**2``, and the unit, only of large tokens other than 1, in which
-# neither sums nor their gradients leave float32.
+# What they tell of each token: ``sum_k g_k (u_k / unit)**2``, and the unit, only of large tokens
+# other than 1, in which neither sums nor their gradients leave float32.
 _Told = tuple[Tensor, Tensor]
 
 
 def _sloped(
-    z: Tensor, center: Constant | None, slope: Constant, axes: tuple[int, ...], told_by: _ToldBy, *, ratio: float = 1.0
+    z: Tensor,
+    center: Constant | None,
+    slope: Constant,
+    axes: tuple[int, ...],
+    told_by: _ToldBy,
+    *,
+    ratio: float = 1.0,
 ) -> tuple[Tensor, Constant]:
     """Return u, which is ``z - center``, and the slope for beta(x); ``ratio`` is ``1 / (beta * slope**2)``."""
     u, told = _shifted(z, center, axes, told_by)
@@ -396,18 +436,25 @@ def _sloped(
 
 
 def _shifted(
-    z: Tensor, center: Constant | None, axes: tuple[int, ...], told_by: _ToldBy, *, leave_one_out: bool = False
+    z: Tensor,
+    center: Constant | None,
+    axes: tuple[int, ...],
+    told_by: _ToldBy,
+    *,
+    leave_one_out: bool = False,
 ) -> tuple[Tensor, _Told | None]:
     """Return u, which is ``z - center``, and what the witnesses tell; None where there are none.
 
-    With ``leave_one_out`` a witness is not in its own sum. Sums of the others, rather than a difference: a witness is
-    often larger than all of them together.
+    With ``leave_one_out`` a witness is not in its own sum. Sums of the others, rather than a
+    difference: a witness is often larger than all of them together.
     """
     witnesses, gain = told_by
     u = z if center is None else z - constant("center", center, z, axes)
     if witnesses is None or witnesses.numel() == 0:
         if gain is not None and gain.numel():
-            raise ArgumentError(f"gain must come with witnesses, got {tuple(gain.shape)} for none: give both")
+            raise ArgumentError(
+                f"gain must come with witnesses, got {tuple(gain.shape)} for none: give both"
+            )
         return u, None
     channels = count(z, axes)
     check_told(witnesses, gain, channels)
@@ -424,12 +471,19 @@ def _shifted(
     if leave_one_out:
         position = torch.arange(channels, device=z.device).reshape([z.shape[axis] for axis in axes])
         position = along(position, z, axes)
-        each = [torch.where(position == k, 0, term) for k, term in zip(witnesses.unbind(), each, strict=True)]
+        each = [
+            torch.where(position == k, 0, term)
+            for k, term in zip(witnesses.unbind(), each, strict=True)
+        ]
     return u, (reduce(torch.add, each), unit.reshape(one_per_token))
 
 
 def _affine(
-    f: Tensor, scale: Constant | None, weight: Tensor | None, bias: Tensor | None, axes: tuple[int, ...]
+    f: Tensor,
+    scale: Constant | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    axes: tuple[int, ...],
 ) -> Tensor:
     """Return ``weight * scale * f + bias``, leaving out what is None."""
     factor = None if scale is None else constant("scale", scale, f, axes)

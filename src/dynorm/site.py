@@ -9,7 +9,8 @@ from dynorm.table import Plain
 
 # Such a site is recovered like any other, so that it can be chosen by its path.
 UNIT_LENGTH = (
-    "unit length: it gives each token one length, on which what reads it may rely; give its path in only= to convert it"
+    "unit length: it gives each token one length, on which what reads it may rely; "
+    "give its path in only= to convert it"
 )
 
 
@@ -21,8 +22,9 @@ class NormSite(Plain):
         path: Dotted path of the module, the first one found; empty for the model itself.
         aliases: Its other paths, where several parents share the module.
         kind: "layernorm", "rmsnorm", or empty when refused.
-        dim: The channel axis: -1 when it is the last one, else counted from the front (1 for channels-first);
-            a tuple of negative axes when several trailing ones are normalized together.
+        dim: The channel axis: -1 when it is the last one, else counted from the front (1 for
+            channels-first); a tuple of negative axes when several trailing ones are normalized
+            together.
         normalized_shape: Sizes of these axes, as `torch.nn.LayerNorm` names them.
         eps: The number added to the variance, or to the mean square, inside the root.
         has_weight: Whether it scales its channels.
@@ -32,10 +34,12 @@ class NormSite(Plain):
         calls: How often the example called it.
         order: Its place in the list of sites: call order, those never called last.
         weight_offset: 1.0 where the layer scales by 1 + w, else 0.0.
-        weight_name: The parameter or buffer that holds w, relative to the module; None when no such tensor holds it.
+        weight_name: The parameter or buffer that holds w, relative to the module; None when no such
+            tensor holds it.
         bias_name: The same for the bias.
         input_shape: Shape of the tensor at the first call.
-        output_dtype: Element type that it returns, such as "float32", where that is not its input's; else None.
+        output_dtype: Element type that it returns, such as "float32", where that is not its
+            input's; else None.
 
     Example:
         >>> site = NormSite("encoder.norm", kind="layernorm", normalized_shape=(768,), eps=1e-5)
@@ -70,12 +74,15 @@ def select_sites(
 ) -> list[NormSite]:
     """Return the sites that match a glob of `only`, match none of `skip`, and pass `filter_fn`, in their order.
 
-    A glob is compared with every path of a site, aliases too; `*` also spans dots. Refused sites stay refused: they are
-    chosen like the others, so that a report can name them. A glob that matches no site is an ArgumentError.
+    A glob is compared with every path of a site, aliases too; `*` also spans dots. Refused sites
+    stay refused: they are chosen like the others, so that a report can name them. A glob that
+    matches no site is an ArgumentError.
     """
     only_globs, skip_globs = as_globs(only), as_globs(skip)
     if not (filter_fn is None or callable(filter_fn)):
-        raise ArgumentError(f"filter_fn must be a function of a NormSite, or None, got {filter_fn!r}")
+        raise ArgumentError(
+            f"filter_fn must be a function of a NormSite, or None, got {filter_fn!r}"
+        )
 
     def matches(site: NormSite, globs: list[str]) -> bool:
         return any_match((site.path, *site.aliases), globs)
@@ -85,7 +92,8 @@ def select_sites(
             known = ", ".join(site.path for site in sites[:5]) or "none"
             more = f" and {len(sites) - 5} more" if len(sites) > 5 else ""
             raise ArgumentError(
-                f"the glob {glob!r} must match the path of a norm, but matches none; the norms are: {known}{more}"
+                f"the glob {glob!r} must match the path of a norm, but matches none; the norms "
+                f"are: {known}{more}"
             )
     return [
         site
@@ -100,10 +108,16 @@ def as_globs(value: str | Iterable[str] | None) -> list[str]:
     """Return one glob, several or none as a list."""
     if value is None:
         return []
-    globs = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
+    globs = (
+        list(value)
+        if isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+        else [value]
+    )
     wrong = [glob for glob in globs if not isinstance(glob, str)]
     if wrong:
-        raise ArgumentError(f"globs must be strings such as 'encoder.*', one or a list of them, got {wrong[0]!r}")
+        raise ArgumentError(
+            f"globs must be strings such as 'encoder.*', one or a list of them, got {wrong[0]!r}"
+        )
     return globs
 
 

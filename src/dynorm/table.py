@@ -13,7 +13,17 @@ from typing import Any, cast
 WIDTH = 80
 # Signs of ours that a console which is not UTF-8 cannot print.
 _ASCII = str.maketrans(
-    {"−": "-", "–": "-", "·": "*", "…": "..", "²": "^2", "√": "sqrt", "σ": "sigma", "β": "beta", "α": "alpha"}
+    {
+        "−": "-",
+        "–": "-",
+        "·": "*",
+        "…": "..",
+        "²": "^2",
+        "√": "sqrt",
+        "σ": "sigma",
+        "β": "beta",
+        "α": "alpha",
+    }
 )
 
 
@@ -23,8 +33,10 @@ class Column:
 
     title: str
     form: str | Callable[[Any], str] = ""  # a format specification like ".3f", or a function
-    note: str = ""  # its meaning, said below the table; that of a group's first column stands there for the group
-    group: str = ""  # a head above neighbouring columns that are compared; a page marks the least value of each row
+    # its meaning, said below the table; that of a group's first column stands there for the group
+    note: str = ""
+    # a head above neighbouring columns that are compared; a page marks the least value of each row
+    group: str = ""
     page_only: bool = False  # whether to leave it out of plain text, which has no room for all
 
     def text(self, value: Any) -> str:
@@ -38,8 +50,8 @@ class Column:
 class Table:
     """Rows under columns, with a title above and notes below; ``str`` gives plain text of 80 columns.
 
-    Numbers stand right. Where a line would be too long, the words of its first cell are shortened, as in
-    "e.l.0.a.LayerNorm", and at last cut. Long lines of title and notes are wrapped.
+    Numbers stand right. Where a line would be too long, the words of its first cell are shortened,
+    as in "e.l.0.a.LayerNorm", and at last cut. Long lines of title and notes are wrapped.
 
     Example:
         >>> print(Table(["site", Column("beta", ".3g")], [("block.0.norm", 12.3456), ("head", None)], title="2 sites"))
@@ -75,17 +87,31 @@ class Table:
     def _lines(self) -> list[str]:
         if not self.rows:
             return []
-        shown = [(c, values) for c, *values in zip(self.head(), *self.rows, strict=True) if not c.page_only]
-        cells = [[text.translate(_ASCII) for text in (c.title, *map(c.text, values))] for c, values in shown]
+        shown = [
+            (c, values)
+            for c, *values in zip(self.head(), *self.rows, strict=True)
+            if not c.page_only
+        ]
+        cells = [
+            [text.translate(_ASCII) for text in (c.title, *map(c.text, values))]
+            for c, values in shown
+        ]
         widths = [max(map(len, column)) for column in cells]
         gap = "  " if sum(widths) + 2 * len(widths) - 2 <= WIDTH else " "
         widths[0] = min(widths[0], max(WIDTH - sum(widths[1:]) - len(gap) * (len(widths) - 1), 12))
         cells[0] = [shortened(text, widths[0]) for text in cells[0]]
         for i, (_, values) in enumerate(shown):
-            side = ">" if all(isinstance(value, (int, float, type(None))) for value in values) else "<"
+            side = (
+                ">" if all(isinstance(value, (int, float, type(None))) for value in values) else "<"
+            )
             cells[i] = [f"{text:{side}{widths[i]}}" for text in cells[i]]
-        groups = groupby(zip((column.group for column, _ in shown), widths, strict=True), key=itemgetter(0))
-        above = gap.join(f"{group:>{sum(width + len(gap) for _, width in part) - len(gap)}}" for group, part in groups)
+        groups = groupby(
+            zip((column.group for column, _ in shown), widths, strict=True), key=itemgetter(0)
+        )
+        above = gap.join(
+            f"{group:>{sum(width + len(gap) for _, width in part) - len(gap)}}"
+            for group, part in groups
+        )
         lines = [above, *map(gap.join, zip(*cells, strict=True))]
         return [line.rstrip().translate(_ASCII) for line in lines if line.strip()]
 

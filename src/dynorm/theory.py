@@ -1,13 +1,15 @@
 """Closed forms that tie the norms to the point-wise functions, for tokens of C channels.
 
-m_i and v_i are the mean and the biased variance of the C - 1 channels other than i, and s_i is the sum of their
-squares. With these as constants, a point-wise function is the norm itself, not an approximation of it. Equation numbers
-are those of arXiv 2503.21708. All functions raise :class:`dynorm.ArgumentError` when an argument is outside its domain.
+m_i and v_i are the mean and the biased variance of the C - 1 channels other than i, and s_i is the
+sum of their squares. With these as constants, a point-wise function is the norm itself, not an
+approximation of it. Equation numbers are those of arXiv 2503.21708. All functions raise
+:class:`dynorm.ArgumentError` when an argument is outside its domain.
 
-``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and ``eps`` what the norm
-adds to its variance or mean of squares, not negative. Results have the shape and dtype of ``x``. To leave one channel
-out takes at least two, and O(C); one huge channel costs no digits, at itself or elsewhere. A ``beta`` that is
-given is a positive float, or a tensor of any shape; the result is alike.
+``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and
+``eps`` what the norm adds to its variance or mean of squares, not negative. Results have the shape
+and dtype of ``x``. To leave one channel out takes at least two, and O(C); one huge channel costs no
+digits, at itself or elsewhere. A ``beta`` that is given is a positive float, or a tensor of any
+shape; the result is alike.
 """
 
 import math
@@ -47,7 +49,8 @@ def layer_norm_slope_factor(x: Tensor, dim: Axes = -1, keepdim: bool = False) ->
 
     .. math:: F(x) = \frac{1}{C \sigma}
 
-    The result has the shape of ``x`` without ``dim``, or with size 1 there where ``keepdim`` says so.
+    The result has the shape of ``x`` without ``dim``, or with size 1 there where ``keepdim`` says
+    so.
 
     Example:
         >>> layer_norm_slope_factor(torch.tensor([-2.0, 2.0]))
@@ -78,8 +81,8 @@ def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
     .. math:: \beta_i = (C - 1) \sigma_{\neq i}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_i,
         \quad \sigma_{\neq i}^2 = \frac{1}{C - 1} \sum_{k \neq i} (x_k - \mu)^2
 
-    It is evaluated as the paper writes it, a difference: where one channel dominates, :func:`leave_one_out_beta`
-    keeps more digits.
+    It is evaluated as the paper writes it, a difference: where one channel dominates,
+    :func:`leave_one_out_beta` keeps more digits.
 
     Example:
         >>> channel_beta(torch.tensor([0.0, 1.0, 3.0]))
@@ -116,8 +119,9 @@ def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
     z, axes = resolve(x, dim)
     rest = _without_outlier(z, axes)
     others = rest.channels - 1
-    # Taking the outlier in and channel i out adds the product of these to the sum of squares. As the outlier is the
-    # channel farthest from the mean, both factors have the sign of its deviation, and nothing cancels.
+    # Taking the outlier in and channel i out adds the product of these to the sum of squares. As
+    # the outlier is the channel farthest from the mean, both factors have the sign of its
+    # deviation, and nothing cancels.
     first = rest.peak - rest.deviation
     second = ((rest.channels - 2) * rest.peak + rest.channels * rest.deviation) / others
     return ((rest.square_sum + first * second) / others).to(x.dtype)
@@ -128,8 +132,8 @@ def leave_one_out_beta(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
 
     .. math:: b_i = C v_i + \frac{C^2}{C - 1} \varepsilon
 
-    This is eq. 14 with its centre moved from the mean to :math:`m_i`, that is divided by :math:`((C - 1) / C)^2`. It
-    does not depend on :math:`x_i`.
+    This is eq. 14 with its centre moved from the mean to :math:`m_i`, that is divided by
+    :math:`((C - 1) / C)^2`. It does not depend on :math:`x_i`.
 
     Example:
         >>> leave_one_out_beta(torch.tensor([0.0, 1.0, 3.0]))
@@ -139,7 +143,9 @@ def leave_one_out_beta(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
     check_not_negative("eps", eps)
     channels = _count_at_least_two(z, axes)
     # x_i - mu is (C - 1) / C of x_i - m_i, hence not C eps as for RMSNorm.
-    return (channels * leave_one_out_variance(z, dim) + eps * channels**2 / (channels - 1)).to(x.dtype)
+    return (channels * leave_one_out_variance(z, dim) + eps * channels**2 / (channels - 1)).to(
+        x.dtype
+    )
 
 
 def leave_one_out_square_sum(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
@@ -207,8 +213,13 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor
     check_not_negative("eps", eps)
     channels = count(z, axes)
     # A tensor: a float must be positive, but beta is 0 without eps.
-    beta, every = torch.full((1,), eps * channels, dtype=z.dtype), torch.arange(channels, device=z.device)
-    return dyisru(z, beta.to(z.device), scale=math.sqrt(channels), dim=dim, witnesses=every).to(x.dtype)
+    beta, every = (
+        torch.full((1,), eps * channels, dtype=z.dtype),
+        torch.arange(channels, device=z.device),
+    )
+    return dyisru(z, beta.to(z.device), scale=math.sqrt(channels), dim=dim, witnesses=every).to(
+        x.dtype
+    )
 
 
 def witness_derivative(
@@ -217,11 +228,11 @@ def witness_derivative(
     r"""Return the Jacobian of DyISRU with witnesses: a diagonal, and one column per witness.
 
     .. math:: \frac{\partial y_i}{\partial x_i} = \mathrm{scale} \frac{\beta_i(x)}{(\beta_i(x) + x_i^2)^{3/2}}, \quad
-        \frac{\partial y_i}{\partial x_k} = -\mathrm{scale} \frac{g_k x_i x_k}{(\beta_i(x) + x_i^2)^{3/2}},
-        \quad k \in K, k \neq i
+        \frac{\partial y_i}{\partial x_k} = -\mathrm{scale} \frac{g_k x_i x_k}{(\beta_i(x) +
+        x_i^2)^{3/2}}, \quad k \in K, k \neq i
 
-    Arguments are those of :func:`dynorm.functional.dyisru`, with x (..., C). The result has C once more at the end; the
-    last dimension is that of the input.
+    Arguments are those of :func:`dynorm.functional.dyisru`, with x (..., C). The result has C once
+    more at the end; the last dimension is that of the input.
 
     Example:
         >>> witness_derivative(torch.tensor([1.0, 2.0]), 1.0, torch.tensor([1]))
@@ -246,9 +257,9 @@ def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
 
     .. math:: b_0 = C \sigma^2
 
-    This is eq. 14 for many channels of like size. With the scale sqrt(C) the slope at 0 is 1 / sigma. The variance is
-    that of a site's activations, or their mean of squares where the norm does not centre: a float that is not negative,
-    or a tensor of any shape; the result is alike.
+    This is eq. 14 for many channels of like size. With the scale sqrt(C) the slope at 0 is 1 /
+    sigma. The variance is that of a site's activations, or their mean of squares where the norm
+    does not centre: a float that is not negative, or a tensor of any shape; the result is alike.
 
     Example:
         >>> closed_form_beta(0.25, 384)
@@ -257,7 +268,9 @@ def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
     if not isinstance(variance, Tensor):
         check_not_negative("variance", variance)
     if channels < 1:
-        raise ArgumentError(f"channels must be at least 1, got {channels}: give the number of channels")
+        raise ArgumentError(
+            f"channels must be at least 1, got {channels}: give the number of channels"
+        )
     return variance * channels
 
 
@@ -266,17 +279,21 @@ def closed_form_gain(channels: int, count: int, share: float) -> float:
 
     .. math:: g_0 = \frac{p\,C}{K}, \quad \beta_0 = (1 - p)\, C \sigma^2
 
-    The expected sum stays :math:`C \sigma^2`, as without witnesses (:func:`closed_form_beta`). ``count`` is K, from 1
-    to C, and ``share`` is p, above 0 and below 1.
+    The expected sum stays :math:`C \sigma^2`, as without witnesses (:func:`closed_form_beta`).
+    ``count`` is K, from 1 to C, and ``share`` is p, above 0 and below 1.
 
     Example:
         >>> closed_form_gain(128, 4, share=0.5)
         16.0
     """
     if not 1 <= count <= channels:
-        raise ArgumentError(f"count must be from 1 to the {channels} channels, got {count}: name fewer witnesses")
+        raise ArgumentError(
+            f"count must be from 1 to the {channels} channels, got {count}: name fewer witnesses"
+        )
     if not 0 < share < 1:
-        raise ArgumentError(f"share must be above 0 and below 1, got {share}: give the part of the sum, as 0.5")
+        raise ArgumentError(
+            f"share must be above 0 and below 1, got {share}: give the part of the sum, as 0.5"
+        )
     return share * channels / count
 
 
@@ -329,7 +346,8 @@ class _Rest(NamedTuple):
 def _without_outlier(z: Tensor, axes: tuple[int, ...]) -> _Rest:
     """Return the statistics of each token without its outlier.
 
-    Sums over all channels lose the small ones beside a huge one, and what subtraction leaves is noise.
+    Sums over all channels lose the small ones beside a huge one, and what subtraction leaves is
+    noise.
     """
     channels = _count_at_least_two(z, axes)
     outlier = _is_largest(center(z, axes).abs(), axes)
@@ -338,7 +356,9 @@ def _without_outlier(z: Tensor, axes: tuple[int, ...]) -> _Rest:
     drift = _sum_without(outlier, z - mean, axes) / (channels - 1)
     deviation = z - mean - drift
     square_sum = _sum_without(outlier, deviation * deviation, axes)
-    return _Rest(channels, mean + drift, deviation, square_sum, _sum_without(~outlier, deviation, axes))
+    return _Rest(
+        channels, mean + drift, deviation, square_sum, _sum_without(~outlier, deviation, axes)
+    )
 
 
 def _is_largest(z: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -360,7 +380,8 @@ def _count_at_least_two(z: Tensor, axes: tuple[int, ...]) -> int:
     channels = count(z, axes)
     if channels < 2:
         raise ArgumentError(
-            f"x must have at least 2 channels to leave one out, got {channels} in shape {tuple(z.shape)}: "
+            f"x must have at least 2 channels to leave one out, got {channels} in shape "
+            f"{tuple(z.shape)}: "
             "pass the dim that holds the channels"
         )
     return channels

@@ -18,19 +18,23 @@ from dynorm.errors import DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
 
-# Common names of two-dimensional masks: those whose ones are tokens, and those whose ones are padding.
+# Common names of two-dimensional masks: those whose ones are tokens, and those whose ones are
+# padding.
 _TOKENS = ("attention_mask", "decoder_attention_mask")
 _PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
 
 # The attributes in which a module keeps its hooks on calls.
-HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+HOOK_TABLES = tuple(
+    name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_"))
+)
 
 
 def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
     """Yield the batches, or raise DataError where they are no iterable of tensors, tuples or dicts, or empty."""
     if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
         raise DataError(
-            f"{what} must be an iterable of tensors, tuples or dicts, got a {type(batches).__name__}: "
+            f"{what} must be an iterable of tensors, tuples or dicts, got a "
+            f"{type(batches).__name__}: "
             "for a single batch, pass a list of it"
         )
     count = 0
@@ -38,13 +42,18 @@ def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
         require_batch(batch, f"each of {what}", f" at {count - 1}")
         yield batch
     if not count:
-        raise DataError(f"{what} must hold at least one batch, got none: an exhausted generator, or no texts?")
+        raise DataError(
+            f"{what} must hold at least one batch, got none: an exhausted generator, or no texts?"
+        )
 
 
 def require_batch(batch: Any, what: str = "the batch", place: str = "") -> None:
     """Refuse a batch that is no tensor, and no tuple or dict with one."""
     values = tuple(batch.values()) if isinstance(batch, Mapping) else batch
-    if not any(isinstance(value, Tensor) for value in (values if isinstance(values, (tuple, list)) else [batch])):
+    if not any(
+        isinstance(value, Tensor)
+        for value in (values if isinstance(values, (tuple, list)) else [batch])
+    ):
         raise DataError(
             f"{what} must be a tensor, or a tuple or dict with tensors, "
             f"got {type(batch).__name__}{place}: make one of numbers with torch.tensor(rows)"
@@ -60,7 +69,8 @@ def cycled(batches: Iterable[Any], steps: int) -> Iterator[Any]:
             count += 1
         if count < steps and isinstance(batches, Iterator):
             raise DataError(
-                f"a one-shot iterator must hold a batch for each step, got {count} for {steps} steps: pass a list"
+                f"a one-shot iterator must hold a batch for each step, got {count} for {steps} "
+                "steps: pass a list"
             )
 
 
@@ -74,7 +84,8 @@ def call(model: nn.Module, batch: Any) -> Any:
     # The model's code may raise anything: it was given the batch.
     except Exception as error:
         raise DataError(
-            f"the model must run on each batch, but {type(error).__name__}: {error}{call_hint(args)}"
+            f"the model must run on each batch, but {type(error).__name__}: "
+            f"{error}{call_hint(args)}"
         ) from error
 
 
@@ -82,7 +93,11 @@ def call_hint(args: tuple[Any, ...]) -> str:
     """Return what to try where a model does not take these arguments."""
     if args and isinstance(args[0], list):
         return " (it takes one batch, not a list of them)"
-    return "" if len(args) < 2 else " (a tuple holds a call's arguments: leave labels out, [x for x, y in loader])"
+    return (
+        ""
+        if len(args) < 2
+        else " (a tuple holds a call's arguments: leave labels out, [x for x, y in loader])"
+    )
 
 
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -94,24 +109,33 @@ def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, 
 
     if isinstance(batch, Mapping):
         return (), {name: moved(value) for name, value in batch.items()}
-    return tuple(moved(value) for value in (batch if isinstance(batch, (tuple, list)) else (batch,))), {}
+    return tuple(
+        moved(value) for value in (batch if isinstance(batch, (tuple, list)) else (batch,))
+    ), {}
 
 
 def token_masks(batch: Any) -> list[Tensor]:
     """Return the batch's padding masks, True where there is a token."""
-    found = {name: batch.get(name) for name in _TOKENS + _PADDING} if isinstance(batch, Mapping) else {}
-    masks = {name: mask for name, mask in found.items() if isinstance(mask, Tensor) and mask.dim() == 2}
+    found = (
+        {name: batch.get(name) for name in _TOKENS + _PADDING} if isinstance(batch, Mapping) else {}
+    )
+    masks = {
+        name: mask for name, mask in found.items() if isinstance(mask, Tensor) and mask.dim() == 2
+    }
     return [(mask != 0) == (name in _TOKENS) for name, mask in masks.items()]
 
 
 def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) -> Tensor | None:
     """Return which tokens of an input of ``shape`` are no padding, flat, or None where no mask fits.
 
-    A mask (B, T) fits an input whose axes, without the channels ``dims``, are (B, T), (T, B), (B, T, H), (B, H, T),
-    (B * T) or (B * T, H). Where sizes agree by chance, so that several masks or axes fit, a token counts if all
-    of them say so: that may leave out a token, but never takes padding in.
+    A mask (B, T) fits an input whose axes, without the channels ``dims``, are (B, T), (T, B), (B,
+    T, H), (B, H, T), (B * T) or (B * T, H). Where sizes agree by chance, so that several masks or
+    axes fit, a token counts if all of them say so: that may leave out a token, but never takes
+    padding in.
     """
-    rest = tuple(size for axis, size in enumerate(shape) if axis not in {d % len(shape) for d in dims})
+    rest = tuple(
+        size for axis, size in enumerate(shape) if axis not in {d % len(shape) for d in dims}
+    )
     found = [fit.expand(rest).flatten() for mask in masks for fit in _fits(rest, mask)]
     return torch.stack(found).all(0) if found else None
 
@@ -130,7 +154,8 @@ def require_finite(path: str, *tokens: Tensor, where: str = "") -> None:
     # One number at the end: a GPU is waited for once.
     if not torch.stack([each.square().sum(-1).isfinite().all() for each in tokens]).all():
         raise DataError(
-            f"activations must be finite, but the norm at {path!r} saw NaN, inf or values whose squares overflow"
+            f"activations must be finite, but the norm at {path!r} saw NaN, inf or values whose "
+            "squares overflow"
             f"{where}: look for an overflow (float16?) or bad inputs"
         )
 
@@ -155,22 +180,32 @@ def undisturbed(
 ) -> Iterator[None]:
     """Run a model, without gradient, so that nothing stays: random states, buffers and modes are put back in the end.
 
-    ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling them. The devices of
-    ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval mode, and ``attributes`` puts back
-    whatever else the modules hold: no forward may leave something on ``self``.
+    ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling
+    them. The devices of ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval
+    mode, and ``attributes`` puts back whatever else the modules hold: no forward may leave
+    something on ``self``.
     """
-    # Both the tables and the values: a model may write into a buffer, or put another tensor in its place.
-    # A run leaves our own layers alone; their witnesses are buffers that calibration gives them meanwhile.
+    # Both the tables and the values: a model may write into a buffer, or put another tensor in its
+    # place. A run leaves our own layers alone; their witnesses are buffers that calibration gives
+    # them meanwhile.
     others = [module for module in model.modules() if not getattr(module, "_dynorm_layer", False)]
     tables: list[tuple[Any, Any]] = [(module._buffers, dict(module._buffers)) for module in others]
     buffers = [buffer for _, table in tables for buffer in table.values() if buffer is not None]
     values = [buffer.detach().clone() for buffer in buffers]
     if attributes:
-        tables += [(t, dict(t)) for m in model.modules() for t in (vars(m), m._parameters, m._buffers)]
+        tables += [
+            (t, dict(t)) for m in model.modules() for t in (vars(m), m._parameters, m._buffers)
+        ]
     training = [module for module in model.modules() if module.training]
-    python, numpy, fast = random.getstate(), np.random.get_state(), torch.backends.mha.get_fastpath_enabled()
+    python, numpy, fast = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.backends.mha.get_fastpath_enabled(),
+    )
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
-    cuda = {tensor.get_device() for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
+    cuda = {
+        tensor.get_device() for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda
+    }
     try:
         if evaluate:
             model.eval()
@@ -194,15 +229,23 @@ def undisturbed(
 
 
 @contextmanager
-def unchanged_on_error(modules: Iterable[nn.Module], tensors: Iterable[Tensor] | None = None) -> Iterator[None]:
+def unchanged_on_error(
+    modules: Iterable[nn.Module], tensors: Iterable[Tensor] | None = None
+) -> Iterator[None]:
     """Give modules their state back where an error is raised inside: what they hold, and the tensors' values.
 
-    ``tensors`` are those that are written into and must be copied; None means all that the modules have.
+    ``tensors`` are those that are written into and must be copied; None means all that the modules
+    have.
     """
     tables = ("_modules", "_parameters", "_buffers")
-    held = [(m, {name: copy.copy(v) if name in tables else v for name, v in vars(m).items()}) for m in modules]
+    held = [
+        (m, {name: copy.copy(v) if name in tables else v for name, v in vars(m).items()})
+        for m in modules
+    ]
     own = (t for module, _ in held for t in (*module.parameters(), *module.buffers()))
-    before = {tensor: tensor.detach().clone() for tensor in set(own if tensors is None else tensors)}
+    before = {
+        tensor: tensor.detach().clone() for tensor in set(own if tensors is None else tensors)
+    }
     try:
         yield
     except BaseException:
@@ -224,7 +267,8 @@ def hooked(layers: Iterable[nn.Module], hook: Any, **options: bool) -> Iterator[
         yield
 
 
-# By torch's name of a class, for torch.distributed takes its time to import: the state it means, and the remedy.
+# By torch's name of a class, for torch.distributed takes its time to import: the state it means,
+# and the remedy.
 _WRAPPERS = {
     "OptimizedModule": ("compiled", "pass model._orig_mod, compile afterwards"),
     "DistributedDataParallel": ("wrapped in DDP", "pass model.module, wrap afterwards"),
@@ -240,17 +284,24 @@ _WRAPPERS = {
 def require_plain_model(model: nn.Module) -> None:
     """Refuse a model that is not plain modules with real tensors, which alone can be watched and replaced."""
     if type(model).__name__ == "ExportedProgram":
-        raise ModelError("the model must be a plain module, but is exported: pass the module that was exported")
+        raise ModelError(
+            "the model must be a plain module, but is exported: pass the module that was exported"
+        )
     check_module(model)
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
         if known := [_WRAPPERS[name] for name in torch_classes(module) if name in _WRAPPERS]:
             raise ModelError(f"{place} must be a plain module, but is {': '.join(known[0])}")
         if getattr(module, "_compiled_call_impl", None) is not None:
-            raise ModelError(f"{place} must be a plain module, but is compiled: call .compile() afterwards")
+            raise ModelError(
+                f"{place} must be a plain module, but is compiled: call .compile() afterwards"
+            )
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ModelError(f"the model's tensors must hold values, but {name!r} is lazy: run the model once first")
+            raise ModelError(
+                f"the model's tensors must hold values, but {name!r} is lazy: run the model once "
+                "first"
+            )
         if tensor.is_meta:
             raise ModelError(
                 f"the model's tensors must hold values, but {name!r} is on the meta device: "
@@ -258,7 +309,9 @@ def require_plain_model(model: nn.Module) -> None:
             )
         # By name, for importing DTensor takes time, and no other tensor is called so.
         if type(tensor).__name__ == "DTensor":
-            raise ModelError(f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards")
+            raise ModelError(
+                f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards"
+            )
 
 
 def torch_classes(module: nn.Module) -> list[str]:

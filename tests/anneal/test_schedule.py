@@ -49,7 +49,10 @@ class ChannelsFirst(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(channels)),
+            nn.Parameter(torch.zeros(channels)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         mean, var = x.mean(1, keepdim=True), x.var(1, keepdim=True, correction=0)
@@ -75,7 +78,12 @@ def batches(count: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def annealed(model: nn.Module, to: str = "annealed", **options: Any) -> nn.Module:
-    dynorm.convert_(model, dynorm.find_norms(model, batches()[0].to(next(model.parameters()).dtype)), to=to, **options)
+    dynorm.convert_(
+        model,
+        dynorm.find_norms(model, batches()[0].to(next(model.parameters()).dtype)),
+        to=to,
+        **options,
+    )
     return model
 
 
@@ -92,7 +100,9 @@ def test_at_0_outputs_and_gradients_are_the_originals(to: str) -> None:
     gradients = dict(model.named_parameters())
     for name, parameter in original.named_parameters():
         ours = gradients[name].grad
-        assert torch.linalg.norm(ours - parameter.grad) <= 1e-12 * torch.linalg.norm(parameter.grad), name
+        assert torch.linalg.norm(ours - parameter.grad) <= 1e-12 * torch.linalg.norm(
+            parameter.grad
+        ), name
 
 
 @pytest.mark.parametrize("to", list(TARGETS))
@@ -102,7 +112,9 @@ def test_at_the_end_plain_layers_stand_there_with_the_same_parameters(to: str) -
     dynorm.set_anneal_(model, 1.0)
     before, parameters, x = copy.deepcopy(model), dict(model.named_parameters()), batches()[1]
     assert dynorm.finalize_(model) is model
-    assert {type(m) for m in model.modules() if isinstance(m, dynorm.PointwiseNorm)} == {TARGETS[to]}
+    assert {type(m) for m in model.modules() if isinstance(m, dynorm.PointwiseNorm)} == {
+        TARGETS[to]
+    }
     assert all(p is parameters[name] for name, p in model.named_parameters())
     assert torch.equal(model(x), before(x))
     restored = dynorm.restore_(model)
@@ -149,7 +161,11 @@ def test_set_path_moves_all_or_some() -> None:
         with pytest.raises(dynorm.ArgumentError, match=f"globs must be strings.*got {got}"):
             dynorm.set_anneal_(model, 0.5, only=bad_glob)
     assert positions(model) == {"first": 0.25, "plain": 1.0, "rms": 1.0, "channels": 0.25}
-    for call in (lambda: dynorm.set_anneal_(net(), 0.5), lambda: dynorm.finalize_(net()), lambda: positions(net())):
+    for call in (
+        lambda: dynorm.set_anneal_(net(), 0.5),
+        lambda: dynorm.finalize_(net()),
+        lambda: positions(net()),
+    ):
         with pytest.raises(dynorm.ModelError, match="must have annealed layers"):
             call()
 
@@ -206,7 +222,10 @@ def test_the_order_of_calls_is_saved(tmp_path: Path) -> None:
     model = Backwards()
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)), to="annealed")
     dynorm.save(model, tmp_path / "saved")
-    loaded, schedule = dynorm.load(tmp_path / "saved", model=Backwards()), AnnealSchedule(0, 8, order="last_first")
+    loaded, schedule = (
+        dynorm.load(tmp_path / "saved", model=Backwards()),
+        AnnealSchedule(0, 8, order="last_first"),
+    )
     for each in (model, loaded):
         schedule.apply_(each, 4, 20)
         assert positions(each) == {"first": 0.0, "last": 1.0}
@@ -222,7 +241,9 @@ class TestSchedule:
         st.integers(0, 50), st.integers(1, 40), st.sampled_from(["linear", "cosine"]),
         st.sampled_from(["together", "last_first", "first_last"]), st.integers(1, 5),
     )  # fmt: skip
-    def test_it_rises_from_0_to_1_and_fits(self, start: int, length: int, shape: Any, order: Any, places: int) -> None:
+    def test_it_rises_from_0_to_1_and_fits(
+        self, start: int, length: int, shape: Any, order: Any, places: int
+    ) -> None:
         schedule, total = AnnealSchedule(start, length, shape, order), 100
         for place in range(places):
             values = [schedule.at(step, total, place, places) for step in range(total)]
@@ -246,7 +267,10 @@ class TestSchedule:
     def test_three_graphs_serve_the_whole_path(self, order: Any) -> None:
         torch._dynamo.reset()
         counter, model, x = CompileCounter(), annealed(net()), batches()[0]
-        compiled, schedule = torch.compile(model, backend=counter, fullgraph=True), AnnealSchedule(2, 8, order=order)
+        compiled, schedule = (
+            torch.compile(model, backend=counter, fullgraph=True),
+            AnnealSchedule(2, 8, order=order),
+        )
         for step in range(14):
             schedule.apply_(model, step, 14)
             torch.testing.assert_close(compiled(x), model(x))
@@ -255,10 +279,19 @@ class TestSchedule:
     def test_bad_schedules(self) -> None:
         names: list[dict[str, Any]] = [{"shape": "square"}, {"order": "random"}]
         values = (-1, -0.1, 1.5, 600.0, float("nan"), "a", None, True, torch.tensor(0.6))
-        for bad in [*names, {"length": 0}, {"length": 0.0}, *({"start": value} for value in values)]:
+        for bad in [
+            *names,
+            {"length": 0},
+            {"length": 0.0},
+            *({"start": value} for value in values),
+        ]:
             with pytest.raises(dynorm.ArgumentError):
                 AnnealSchedule(**bad)
-        for schedule in (AnnealSchedule(60, 40), AnnealSchedule(0.8, 0.3), AnnealSchedule(0.5, 0.5)):
+        for schedule in (
+            AnnealSchedule(60, 40),
+            AnnealSchedule(0.8, 0.3),
+            AnnealSchedule(0.5, 0.5),
+        ):
             with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
                 schedule.steps(100)
         totals: list[Any] = [float("nan"), None, "a", True, 0.5, -1]
@@ -267,9 +300,13 @@ class TestSchedule:
                 AnnealSchedule().steps(total)
         steps: list[Any] = ["a", None, 1.5, -5, float("nan")]
         for step in steps:
-            with pytest.raises(dynorm.ArgumentError, match="step must be an integer, at least 0, got"):
+            with pytest.raises(
+                dynorm.ArgumentError, match="step must be an integer, at least 0, got"
+            ):
                 AnnealSchedule().at(step, 1000)
-            with pytest.raises(dynorm.ArgumentError, match="step must be an integer, at least 0, got"):
+            with pytest.raises(
+                dynorm.ArgumentError, match="step must be an integer, at least 0, got"
+            ):
                 AnnealSchedule(order="last_first").apply_(annealed(net()), step, 1000)
         # A number is a share or a count by its kind, of whatever library it is.
         assert AnnealSchedule(np.float32(0.5), np.int64(10)).steps(100) == (50, 10)
@@ -281,7 +318,9 @@ class TestStart:
         model = annealed(net(), per_channel=per_channel)
         seen: dict[str, list[Tensor]] = {name: [] for name in ("first", "rms")}
         for name, found in seen.items():
-            model.get_submodule(name).register_forward_pre_hook(lambda m, args, found=found: found.append(args[0]))
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda m, args, found=found: found.append(args[0])
+            )
         start = dynorm.AnnealStart(model)
         for batch in batches():
             model(batch)

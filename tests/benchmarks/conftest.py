@@ -14,5 +14,7 @@ SIZES = ((4, 8), (6, 16))
 
 @pytest.fixture(scope="session")
 def document() -> dict[str, Any]:
-    settings = Settings(sizes=SIZES, dtypes=("float32", "bfloat16"), compiled=False, rounds=3, seconds=0.01)
+    settings = Settings(
+        sizes=SIZES, dtypes=("float32", "bfloat16"), compiled=False, rounds=3, seconds=0.01
+    )
     return run(settings, block=False)

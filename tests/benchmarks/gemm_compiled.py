@@ -9,13 +9,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.speed.gemm import TILES, Tile, gemm_add_kernel
-from tests.kernels.triton_compiled import AMPERE, DYISRU, EVEN, HOPPER, compiled, constants_of, offsets_of, pointers
+from tests.kernels.triton_compiled import (
+    AMPERE,
+    DYISRU,
+    EVEN,
+    HOPPER,
+    compiled,
+    constants_of,
+    offsets_of,
+    pointers,
+)
 
 
 def product(target: GPUTarget, dtype: str, tile: Tile, descriptors: bool, by_columns: bool) -> Any:
     m, n, k = tile.rows, tile.columns, tile.depth
     left = f"tensordesc<{dtype}[{m},{k}]>" if descriptors else f"*{dtype}"
-    right = f"tensordesc<{dtype}[{n if by_columns else k},{k if by_columns else n}]>" if descriptors else left
+    right = (
+        f"tensordesc<{dtype}[{n if by_columns else k},{k if by_columns else n}]>"
+        if descriptors
+        else left
+    )
     return compiled(
         gemm_add_kernel,
         target,
@@ -55,6 +68,8 @@ def test_product_uses_hopper_s_tensor_cores_and_copy_engine(tile: Tile) -> None:
     ("target", "dtype", "width", "by_columns"),
     [(HOPPER, "fp16", 2, False), (AMPERE, "bf16", 2, True), (AMPERE, "fp32", 4, False)],
 )
-def test_product_compiles_with_pointers(target: GPUTarget, dtype: str, width: int, by_columns: bool) -> None:
+def test_product_compiles_with_pointers(
+    target: GPUTarget, dtype: str, width: int, by_columns: bool
+) -> None:
     kernel = product(target, dtype, TILES[width][-1], False, by_columns)
     assert offsets_of(kernel, dtype.replace("fp", "f")) == {"i64"}

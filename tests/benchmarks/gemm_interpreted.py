@@ -31,9 +31,12 @@ BARE: Any = (torch.ones(1), None, None, None, None)
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("transposed", [False, True])
-# Aligned sizes go by descriptors (in 16 bits), the others by pointers; the last has nothing to multiply.
+# Aligned sizes go by descriptors (in 16 bits), the others by pointers; the last has nothing to
+# multiply.
 @pytest.mark.parametrize(("m", "n", "k"), [(80, 72, 136), (33, 35, 37), (1, 64, 64), (3, 4, 0)])
-def test_product_with_residual_and_function(m: int, n: int, k: int, transposed: bool, dtype: torch.dtype) -> None:
+def test_product_with_residual_and_function(
+    m: int, n: int, k: int, transposed: bool, dtype: torch.dtype
+) -> None:
     a, residual = sample(m, k, seed=0, dtype=dtype), sample(m, n, seed=1, dtype=dtype)
     b = sample(n, k, seed=2, dtype=dtype).t() if transposed else sample(k, n, seed=2, dtype=dtype)
     p, gemm_bias = parts(DYISRU, n, torch.float32), sample(n, seed=6, dtype=torch.float32)
@@ -43,7 +46,9 @@ def test_product_with_residual_and_function(m: int, n: int, k: int, transposed: 
     product = a.double() @ b.double() + gemm_bias.double() + residual.double()
     assert_close(h.double(), product, rtol=rtol, atol=rtol * max(k, 1) ** 0.5)
     with torch.no_grad():
-        assert_close(y.double(), reference(DYISRU, h.double(), in_float64(p), 1.7), rtol=rtol, atol=rtol)
+        assert_close(
+            y.double(), reference(DYISRU, h.double(), in_float64(p), 1.7), rtol=rtol, atol=rtol
+        )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -87,6 +92,12 @@ def test_an_empty_product() -> None:
 
 def test_parameters_that_do_not_fit_are_refused() -> None:
     a, b, residual = torch.ones(4, 5), torch.ones(5, 6), torch.ones(4, 6)
-    for gemm_bias, constant in ((torch.ones(5), torch.ones(1)), (torch.ones(1), torch.ones(1)), (None, torch.ones(2))):
+    for gemm_bias, constant in (
+        (torch.ones(5), torch.ones(1)),
+        (torch.ones(1), torch.ones(1)),
+        (None, torch.ones(2)),
+    ):
         with pytest.raises(ArgumentError, match="a parameter must be contiguous"):
-            gemm_add_forward(Form(DYT, False, 1.0, 6, 1), a, b, residual, gemm_bias, (constant, *BARE[1:]))
+            gemm_add_forward(
+                Form(DYT, False, 1.0, 6, 1), a, b, residual, gemm_bias, (constant, *BARE[1:])
+            )

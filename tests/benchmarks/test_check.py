@@ -45,8 +45,17 @@ def test_compiled_contenders_are_right(stage: str) -> None:
     torch.compiler.reset()
     case = make_case(8, 16, "float32")
     with in_mode(stage):
-        mine = [contender for contender in entered(case, stage, compiled=True) if contender.name.endswith("compiled")]
-        assert [contender.name.split()[0] for contender in mine] == ["LayerNorm", "DyISRU", "DyT", "Derf"]
+        mine = [
+            contender
+            for contender in entered(case, stage, compiled=True)
+            if contender.name.endswith("compiled")
+        ]
+        assert [contender.name.split()[0] for contender in mine] == [
+            "LayerNorm",
+            "DyISRU",
+            "DyT",
+            "Derf",
+        ]
         check(case, mine)
         for contender in mine:
             contender.call()
@@ -84,7 +93,9 @@ def other_shape(results: dict[str, Tensor], key: str) -> dict[str, Tensor]:
 def test_one_wrong_tensor_is_found(change: Callable[..., dict[str, Tensor]], key: str) -> None:
     case = make_case(5, 8, "float32")
     with in_mode("both"):
-        mine = next(contender for contender in entered(case, "both") if contender.name == "DyT eager")
+        mine = next(
+            contender for contender in entered(case, "both") if contender.name == "DyT eager"
+        )
         original = mine.results
         assert check(case, [mine]) == 5
         with pytest.raises(WrongResultError, match=r"DyT eager must give .*nothing was timed"):
@@ -117,7 +128,11 @@ def test_nothing_is_timed_when_one_is_wrong(monkeypatch: pytest.MonkeyPatch, sta
     timed = []
     monkeypatch.setattr(running, "PASSES", (stage,))
     monkeypatch.setattr(running, "measure", lambda *arguments, **options: timed.append(arguments))
-    monkeypatch.setattr(DyTEager, "forward", lambda self, x: self.weight * torch.tanh(1.1 * self.alpha * x) + self.bias)
+    monkeypatch.setattr(
+        DyTEager,
+        "forward",
+        lambda self, x: self.weight * torch.tanh(1.1 * self.alpha * x) + self.bias,
+    )
     threads = torch.get_num_threads()
     with pytest.raises(WrongResultError, match="DyT eager"):
         running.run(Settings(sizes=((4, 8),), dtypes=("float32",), compiled=False), block=False)

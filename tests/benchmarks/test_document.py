@@ -44,7 +44,10 @@ def test_the_document_is_plain_and_whole(document: dict[str, Any]) -> None:
 def test_figures_of_a_group_fit_together(document: dict[str, Any]) -> None:
     for found in document["operations"]:
         assert found["rounds"] == 3
-        assert found["floor_over_copy"] == {"forward": 1.0, "backward": 1.5, "both": 2.5}[found["pass"]]
+        assert (
+            found["floor_over_copy"]
+            == {"forward": 1.0, "backward": 1.5, "both": 2.5}[found["pass"]]
+        )
         norm = "F.layer_norm" if found["pass"] == "forward" else "nn.LayerNorm"
         assert found["contenders"][norm]["times_as_fast_as_layer_norm"] == [1.0, 1.0, 1.0]
         assert found["contenders"][COPY]["over_copy"] == [1.0, 1.0, 1.0]
@@ -54,14 +57,27 @@ def test_figures_of_a_group_fit_together(document: dict[str, Any]) -> None:
             for key in ("microseconds", "over_copy", "times_as_fast_as_layer_norm"):
                 median, lower, upper = entry[key]
                 assert 0 < lower <= median <= upper
-            has_eager = name.split(" ")[0].rstrip(",") in ("DyISRU", "DyT", "Derf") and not name.endswith("eager")
+            has_eager = name.split(" ")[0].rstrip(",") in (
+                "DyISRU",
+                "DyT",
+                "Derf",
+            ) and not name.endswith("eager")
             assert ("times_as_fast_as_eager" in entry) == has_eager
 
 
 def test_the_machine_is_described() -> None:
     found = describe()
     assert found["cores"] >= 1
-    assert set(found) >= {"cpu", "flags", "caches", "torch", "python", "backend", "memory_gib", "date"}
+    assert set(found) >= {
+        "cpu",
+        "flags",
+        "caches",
+        "torch",
+        "python",
+        "backend",
+        "memory_gib",
+        "date",
+    }
     line = summary(found)
     assert found["cpu"] in line
     assert f"kernels: {found['backend']}" in line
@@ -94,8 +110,12 @@ def test_a_terminal_shows_all_of_it(document: dict[str, Any]) -> None:
     assert "…" not in text
 
 
-@pytest.mark.parametrize(("load", "busy"), [([0.1, 2.0, 2.0], False), ([0.6, 0.0, 0.0], True), ([], False)])
-def test_a_busy_machine_is_said_to_be_one(document: dict[str, Any], load: list[float], busy: bool) -> None:
+@pytest.mark.parametrize(
+    ("load", "busy"), [([0.1, 2.0, 2.0], False), ([0.6, 0.0, 0.0], True), ([], False)]
+)
+def test_a_busy_machine_is_said_to_be_one(
+    document: dict[str, Any], load: list[float], busy: bool
+) -> None:
     changed = document | {"machine": document["machine"] | {"load_before": load}}
     assert ("those of a busy one" in table.headline(changed)) == busy
     assert ("do not rely on them" in table.ratios(changed).note) == busy
@@ -125,10 +145,15 @@ def test_ratios_are_looked_up_and_judged_plainly() -> None:
     assert judged("DyT forward at 8192") == (0.9, True, True)
     assert judged("all-MiniLM-L6-v2") == (0.02, True, False)
     # Sizes, contenders and machines that are not there.
-    assert judged("DyISRU backward") == judged("DyISRU forward + backward, 16") == judged("H200: DyT") == (None,) * 3
-    assert next(row for what, row in found.items() if "16 x 384, over" in what and "+" in what)["note"].startswith(
-        "DyISRU"
+    assert (
+        judged("DyISRU backward")
+        == judged("DyISRU forward + backward, 16")
+        == judged("H200: DyT")
+        == (None,) * 3
     )
+    assert next(row for what, row in found.items() if "16 x 384, over" in what and "+" in what)[
+        "note"
+    ].startswith("DyISRU")
     # Of another number of threads, or another device.
     assert all(row["measured"] is None for row in ratios(groups, [model], 1))
     assert all(row["measured"] is None for row in ratios(groups, [model], 2, "cuda"))
@@ -154,8 +179,13 @@ def test_ratios_in_words() -> None:
         {"what": "b", "unit": "times as fast", "measured": [2.0, 1.0, 3.0], "note": ""},
         {"what": "c", "unit": "share", "measured": [0.02, 0.01, 0.03], "note": "LayerNorm's: 1.0%"},
     ]
-    shown = table.ratios({"targets": rows, "settings": {"threads": [1]}, "machine": {"load_before": [0.0]}})
-    assert shown.rows == [["b", "2 (1 to 3) times", ""], ["c", "2.0% (1.0% to 3.0%)", "LayerNorm's: 1.0%"]]
+    shown = table.ratios(
+        {"targets": rows, "settings": {"threads": [1]}, "machine": {"load_before": [0.0]}}
+    )
+    assert shown.rows == [
+        ["b", "2 (1 to 3) times", ""],
+        ["c", "2.0% (1.0% to 3.0%)", "LayerNorm's: 1.0%"],
+    ]
 
 
 def test_the_picture_is_a_png_of_every_pass(document: dict[str, Any]) -> None:

@@ -38,7 +38,9 @@ def test_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "Derf eager" not in printed
     assert "Ratios, 1 thread" in printed
     contenders = json.loads((tmp_path / "a.json").read_text())["operations"][0]["contenders"]
-    assert {"copy", "copy, output given", "F.layer_norm", "nn.LayerNorm", "DyISRU"} <= set(contenders)
+    assert {"copy", "copy, output given", "F.layer_norm", "nn.LayerNorm", "DyISRU"} <= set(
+        contenders
+    )
     assert not [name for name in contenders if name.startswith(("DyT", "Derf", "linear", "F.rms"))]
 
 
@@ -60,7 +62,10 @@ def test_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_bad_usage_is_refused_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], match: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    match: str,
 ) -> None:
     monkeypatch.setattr(running, "measure", None)
     with pytest.raises(SystemExit) as stopped:
@@ -69,7 +74,9 @@ def test_bad_usage_is_refused_before_anything_runs(
     assert match in capsys.readouterr().err
 
 
-def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit):
         settings("--device", "cuda")
@@ -91,10 +98,15 @@ def test_files_that_will_not_do_are_refused_first(
 def test_a_failed_compilation_names_the_way_out() -> None:
     import torch._inductor.config as inductor
 
-    chosen = settings("--sizes", "4x8", "--dtypes", "float32", "--threads", "1", "--only", "LayerNorm compiled")
+    chosen = settings(
+        "--sizes", "4x8", "--dtypes", "float32", "--threads", "1", "--only", "LayerNorm compiled"
+    )
     with (
         inductor.patch({"cpp.cxx": ("/nowhere/g++",)}),
-        pytest.raises(DynormError, match=r"must work here.*No working C\+\+ compiler.*--no-compile leaves it out"),
+        pytest.raises(
+            DynormError,
+            match=r"must work here.*No working C\+\+ compiler.*--no-compile leaves it out",
+        ),
     ):
         running.run(chosen, block=False)
 
@@ -104,7 +116,11 @@ def test_settings_by_default_and_when_quick() -> None:
     assert (full.sizes, full.dtypes, full.compiled) == (SIZES, ("float32", "bfloat16"), True)
     assert full.threads == tuple(dict.fromkeys((all_threads(), 1)))
     quick = settings("--quick", "--sizes", "3 x 5, 16x384,3x5", "--dtypes", "bfloat16")
-    assert (quick.sizes, quick.dtypes, quick.compiled) == (((3, 5), (16, 384)), ("bfloat16",), False)
+    assert (quick.sizes, quick.dtypes, quick.compiled) == (
+        ((3, 5), (16, 384)),
+        ("bfloat16",),
+        False,
+    )
     assert quick.threads == (all_threads(),)
     assert (quick.rounds, quick.seconds) < (full.rounds, full.seconds)
 

@@ -84,7 +84,13 @@ def test_every_round_runs_all_in_an_order_of_its_own() -> None:
     for seed in (0, 0, 1):
         clock = Clock()
         names = ["a", "b", "c", "d"]
-        measure({name: clock.call(name, 1.0) for name in names}, rounds=6, seconds=1e9, seed=seed, clock=clock)
+        measure(
+            {name: clock.call(name, 1.0) for name in names},
+            rounds=6,
+            seconds=1e9,
+            seed=seed,
+            clock=clock,
+        )
         # Each is called twice to be warmed up and to be estimated.
         assert clock.calls[:8] == [name for name in names for _ in range(2)]
         rounds = [clock.calls[8 + 4 * i : 12 + 4 * i] for i in range(6)]

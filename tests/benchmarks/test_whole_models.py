@@ -26,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                         intermediate_size=64, max_position_embeddings=16)  # fmt: skip
     BertModel(config).save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(path)
     return path
 
 
@@ -79,9 +81,13 @@ def test_the_share_is_taken_round_by_round() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.slow
-def test_a_run_times_models_too_also_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_times_models_too_also_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(running, "MODEL_BATCHES", ((1, 8),))
-    settings = Settings(sizes=((4, 8),), dtypes=("float32",), only=("linear",), rounds=1, seconds=0.01)
+    settings = Settings(
+        sizes=((4, 8),), dtypes=("float32",), only=("linear",), rounds=1, seconds=0.01
+    )
     document = running.run(settings, model=folder, block=False)
     assert [(row["model"], row["batch"], row["compiled"]) for row in document["models"]] == [
         ("tiny", "1 x 8 tokens", compiled) for compiled in (False, True)

@@ -17,7 +17,8 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Pre
 from dynorm.cli import main
 from dynorm.distill.texts import read_texts
 
-# Files of the standard library: all of it takes seconds to read, in each process that collects the tests.
+# Files of the standard library: all of it takes seconds to read, in each process that collects the
+# tests.
 FILES = (
     "__future__", "_aix_support", "_bootsubprocess", "_collections_abc", "_compression", "_markupbase", "_osx_support",
     "_py_abc", "_pydecimal",
@@ -59,7 +60,15 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=32, eos_token_id=2, bos_token_id=2)
+    config = GPT2Config(
+        vocab_size=256,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        eos_token_id=2,
+        bos_token_id=2,
+    )
     return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("models") / "tiny-gpt2")
 
 

@@ -87,13 +87,22 @@ def calibrated(ranks: int | None = None) -> nn.Module:
 def distilled(model: nn.Module, data: Any, **options: Any) -> dict[str, Any]:
     report = dynorm.distill_(model, data, lr=1e-3, quiet=True, **{"steps": STEPS, **options})
     losses = [report.loss_before, report.loss_after, report.last_loss]
-    return {"losses": losses, "samples": report.samples, "steps": report.steps, "values": whole(model)}
+    return {
+        "losses": losses,
+        "samples": report.samples,
+        "steps": report.steps,
+        "values": whole(model),
+    }
 
 
 def job(folder: Path) -> Any:
     """All three stages."""
     model, refined = stages(dist.get_world_size())
-    return {"refined": refined, "constants": whole(model), **distilled(calibrated(), share(batches()))}
+    return {
+        "refined": refined,
+        "constants": whole(model),
+        **distilled(calibrated(), share(batches())),
+    }
 
 
 class Stop(TrainerCallback):
@@ -185,7 +194,9 @@ def errors(folder: Path) -> Any:
     acts = {
         "calibrate": dynorm.calibrate_,
         "refine": lambda model, feed: dynorm.refine_(model, feed, steps=COUNT),
-        "distill": lambda model, feed: dynorm.distill_(model, feed, steps=COUNT, lr=1e-3, quiet=True),
+        "distill": lambda model, feed: dynorm.distill_(
+            model, feed, steps=COUNT, lr=1e-3, quiet=True
+        ),
     }
     found = {}
     for name, act in acts.items():
@@ -222,4 +233,7 @@ def dies(folder: Path) -> Any:
         distilled(model, share(batches()), callbacks=[Gone()])
     # Of torch.distributed's own.
     except RuntimeError as error:
-        return [str(error), all(torch.equal(value, before[name]) for name, value in model.state_dict().items())]
+        return [
+            str(error),
+            all(torch.equal(value, before[name]) for name, value in model.state_dict().items()),
+        ]

@@ -12,7 +12,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 import dynorm
 from dynorm.anneal.schedule import annealed_layers
@@ -55,10 +62,14 @@ class Losses(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
         for layer in [m for m in model.modules() if isinstance(m, dynorm.AnnealedNorm)][:1]:
             beta = layer.beta().detach()
-            self.constants.append(float((beta.full_tensor() if hasattr(beta, "full_tensor") else beta).mean()))
+            self.constants.append(
+                float((beta.full_tensor() if hasattr(beta, "full_tensor") else beta).mean())
+            )
 
 
-def trainer(net: nn.Module, folder: Path, callback: AnnealCallback | None, stop: int = STEPS, **options: Any) -> Any:
+def trainer(
+    net: nn.Module, folder: Path, callback: AnnealCallback | None, stop: int = STEPS, **options: Any
+) -> Any:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step >= stop
@@ -70,7 +81,9 @@ def trainer(net: nn.Module, folder: Path, callback: AnnealCallback | None, stop:
     }  # fmt: skip
     seen = Losses()
     callbacks = [each for each in (callback, seen, Stop()) if each is not None]
-    made = Trainer(net, TrainingArguments(**(settings | options)), train_dataset=rows(), callbacks=callbacks)
+    made = Trainer(
+        net, TrainingArguments(**(settings | options)), train_dataset=rows(), callbacks=callbacks
+    )
     made.seen = seen
     return made
 
@@ -88,7 +101,9 @@ def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> Non
     dynorm.finalize_(net)
     # An evaluation logs too.
     assert run.evaluate(rows(4))["eval_loss"] > 0
-    assert {type(m) for m in net.modules() if isinstance(m, dynorm.PointwiseNorm)} == {dynorm.DyISRU}
+    assert {type(m) for m in net.modules() if isinstance(m, dynorm.PointwiseNorm)} == {
+        dynorm.DyISRU
+    }
 
 
 def test_up_to_the_begin_the_run_is_that_of_the_norms(tmp_path: Path) -> None:
@@ -104,13 +119,17 @@ def test_up_to_the_begin_the_run_is_that_of_the_norms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [3, 5, 7, 10])
 def test_a_stopped_and_resumed_run_is_bit_equal(tmp_path: Path, stop: int) -> None:
-    whole = trainer(model(), tmp_path / "whole", AnnealCallback(start=4, length=4), save_strategy="no")
+    whole = trainer(
+        model(), tmp_path / "whole", AnnealCallback(start=4, length=4), save_strategy="no"
+    )
     whole.train()
     trainer(model(), tmp_path / "parts", AnnealCallback(start=4, length=4), stop=stop).train()
     rest = trainer(model(), tmp_path / "parts", AnnealCallback(start=4, length=4))
     rest.train(resume_from_checkpoint=True)
     assert rest.seen.losses == whole.seen.losses[stop:]
-    for (name, ours), theirs in zip(rest.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
+    for (name, ours), theirs in zip(
+        rest.model.state_dict().items(), whole.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
 
 
@@ -151,7 +170,9 @@ def test_training_begins_where_the_run_stands() -> None:
         callback.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=8), None, model=net)
 
 
-def test_gradient_accumulation_sees_the_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_accumulation_sees_the_whole_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finish, tokens = dynorm.AnnealStart.finish_, []
 
     def counted(start: dynorm.AnnealStart) -> None:
@@ -182,7 +203,8 @@ def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path)
         AnnealCallback(start=-1)
 
 
-# The cases of two processes, in one launch, for each import of torch and transformers takes seconds.
+# The cases of two processes, in one launch, for each import of torch and transformers takes
+# seconds.
 
 
 def ddp(folder: Path) -> dict[str, Any]:
@@ -224,11 +246,18 @@ def by_the_trainer(net: nn.Module, size: int, folder: Path, **options: Any) -> d
     if torch.distributed.is_initialized():
         # As torchrun sets them for accelerate, which keeps what it read from an earlier case.
         rank, ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ |= {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+        }
         os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         AcceleratorState._reset_state(reset_partial_state=True)
     callback = AnnealCallback(start=4, length=4)
-    run = trainer(net, folder, callback, save_strategy="no", per_device_train_batch_size=size, **options)
+    run = trainer(
+        net, folder, callback, save_strategy="no", per_device_train_batch_size=size, **options
+    )
     run.train()
     found = {"losses": run.seen.losses, "path": run.seen.path, "values": values_of(run.model)}
     if options:
@@ -261,9 +290,17 @@ def shard_by_accelerate() -> dict[str, Any]:
             self.distributed_type = DistributedType.MULTI_XPU
 
     PartialState.__init__ = init
-    blocks = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+    blocks = {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["GPT2Block"],
+    }
     # transformers reads the one name of the version, accelerate the other.
-    settings = {"version": 2, "fsdp_version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
+    settings = {
+        "version": 2,
+        "fsdp_version": 2,
+        "reshard_after_forward": True,
+        "state_dict_type": "FULL_STATE_DICT",
+    }
     return {"fsdp": True, "fsdp_config": settings | blocks | {"cpu_ram_efficient_loading": False}}
 
 
@@ -331,12 +368,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """One process, by accelerate and by hand."""
     by_accelerate = by_the_trainer(model(dropout=0.0), 8, tmp_path_factory.mktemp("one"))
-    return {"ddp": by_accelerate, "accelerate": by_accelerate, "fsdp": by_hand(model(dropout=0.0), 8, 0, 1)}
+    return {
+        "ddp": by_accelerate,
+        "accelerate": by_accelerate,
+        "fsdp": by_hand(model(dropout=0.0), 8, 0, 1),
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "accelerate"])
-def test_two_processes_do_what_one_does(one: dict[str, dict[str, Any]], two: Found, mode: str) -> None:
+def test_two_processes_do_what_one_does(
+    one: dict[str, dict[str, Any]], two: Found, mode: str
+) -> None:
     """By accelerate with DDP, by hand with FSDP2, and by accelerate with FSDP2."""
     whole, shared = one[mode], values(two, mode)[0]
     assert shared["path"] == whole["path"]
@@ -349,7 +392,8 @@ def test_two_processes_do_what_one_does(one: dict[str, dict[str, Any]], two: Fou
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "words"), [("disagree", "must have the same t"), ("shapes", "must have the same point-wise layers")]
+    ("mode", "words"),
+    [("disagree", "must have the same t"), ("shapes", "must have the same point-wise layers")],
 )
 def test_ranks_that_disagree_stop(two: Found, mode: str, words: str) -> None:
     assert all(f"all ranks {words}" in message for _, message in errors(two, mode))

@@ -54,7 +54,11 @@ def write(file: Path, samples: Any, rate: int = RATE, width: int = 2) -> Path:
     samples = np.asarray(samples)
     samples = samples[:, None] if samples.ndim == 1 else samples
     whole = np.round(samples * (2 ** (8 * width - 1) - 1)).astype("<i4")
-    data = (whole + 128).astype(np.uint8) if width == 1 else whole.view(np.uint8).reshape(*whole.shape, 4)[..., :width]
+    data = (
+        (whole + 128).astype(np.uint8)
+        if width == 1
+        else whole.view(np.uint8).reshape(*whole.shape, 4)[..., :width]
+    )
     with wave.open(str(file), "wb") as opened:
         opened.setparams((samples.shape[1], width, rate, 0, "NONE", ""))
         opened.writeframes(np.ascontiguousarray(data).tobytes())
@@ -75,7 +79,9 @@ def save(model: Any, folder: Path, *others: Any) -> Path:
 
 
 def extractor() -> Any:
-    return WhisperFeatureExtractor(feature_size=8, sampling_rate=RATE, hop_length=400, chunk_length=1, n_fft=800)
+    return WhisperFeatureExtractor(
+        feature_size=8, sampling_rate=RATE, hop_length=400, chunk_length=1, n_fft=800
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +90,9 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {"<|endoftext|>": END, "<|startoftranscript|>": START} | {
         f"Ġ{chr(97 + i % 26)}{i}": i for i in range(2, WORDS)
     }
-    tokenizer = WhisperTokenizer(vocab=words, merges=[], bos_token="<|startoftranscript|>", pad_token="<|endoftext|>")
+    tokenizer = WhisperTokenizer(
+        vocab=words, merges=[], bos_token="<|startoftranscript|>", pad_token="<|endoftext|>"
+    )
     model = WhisperForConditionalGeneration(WhisperConfig(**SIZE, **TOKENS))
     model.generation_config.update(max_length=12, return_timestamps=False, is_multilingual=False)
     return save(model, tmp_path_factory.mktemp("models") / "tiny-whisper", extractor(), tokenizer)
@@ -99,7 +107,9 @@ def audio(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def converted(whisper: Path, audio: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelReport]:
+def converted(
+    whisper: Path, audio: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, ModelReport]:
     out = tmp_path_factory.mktemp("converted") / "out"
     return out, convert_pretrained(whisper, out, QUICK, audio=[audio])
 
@@ -113,7 +123,8 @@ def test_speech_is_compared_word_by_word_and_token_by_token(
     assert report.output.agreement is not None
     assert (report.meta["audio_to_fit"], report.meta["audio_held_out"]) == (16, 8)
     assert (
-        report.meta["recipe"] | {"batch": 4, "witnesses": 8, "per_channel": False, "lean": 0.0} == report.meta["recipe"]
+        report.meta["recipe"] | {"batch": 4, "witnesses": 8, "per_channel": False, "lean": 0.0}
+        == report.meta["recipe"]
     )
     assert "audio_at_another_rate" not in report.meta
     before, now = (load_pretrained(place) for place in (whisper, out / "model"))
@@ -123,7 +134,9 @@ def test_speech_is_compared_word_by_word_and_token_by_token(
         clip = next(clip for clip in clips if str(clip.file).endswith(found.prompt))
         listener = Listener(before, before.model)
         batch = listener.batch([clip])
-        first, second = (listener.text(listener.write(each.model, batch)[0]) for each in (before, now))
+        first, second = (
+            listener.text(listener.write(each.model, batch)[0]) for each in (before, now)
+        )
         assert (found.original, found.now) == (first, second)
         errors, count = word_errors(second, first)
         wrong, words = wrong + errors, words + count
@@ -144,7 +157,9 @@ def test_a_decoder_is_given_the_originals_transcript(whisper: Path, audio: Path)
     listener, (clips, _) = Listener(loaded, loaded.model), find_audio([audio])
     batch = listener.batch(clips[:3])
     assert batch["input_features"].shape == (3, 8, 40)
-    heard = loaded.tokenizer.feature_extractor(clips[1].read(RATE).numpy(), sampling_rate=RATE, return_tensors="pt")
+    heard = loaded.tokenizer.feature_extractor(
+        clips[1].read(RATE).numpy(), sampling_rate=RATE, return_tensors="pt"
+    )
     assert torch.equal(batch["input_features"][1:2], heard.input_features)
     for i, clip in enumerate(clips[:3]):
         alone = listener.batch([clip])
@@ -156,7 +171,9 @@ def test_a_decoder_is_given_the_originals_transcript(whisper: Path, audio: Path)
         assert torch.equal(likeliest[:-1], ids[1:])
 
 
-def test_without_a_head_a_decoder_is_given_its_first_token(whisper: Path, audio: Path, tmp_path: Path) -> None:
+def test_without_a_head_a_decoder_is_given_its_first_token(
+    whisper: Path, audio: Path, tmp_path: Path
+) -> None:
     source = shutil.copytree(whisper, tmp_path / "source")
     load_pretrained(whisper).model.model.save_pretrained(source)
     loaded = load_pretrained(source)
@@ -169,21 +186,40 @@ def test_without_a_head_a_decoder_is_given_its_first_token(whisper: Path, audio:
 
 def test_letters_are_written_without_a_decoder(audio: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    convolutions = {"conv_dim": (8, 8), "conv_kernel": (400, 2), "conv_stride": (320, 2), "feat_extract_norm": "layer"}
+    size = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    convolutions = {
+        "conv_dim": (8, 8),
+        "conv_kernel": (400, 2),
+        "conv_stride": (320, 2),
+        "feat_extract_norm": "layer",
+    }
     config = Wav2Vec2Config(
-        **size, **convolutions, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, vocab_size=32
+        **size,
+        **convolutions,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        vocab_size=32,
     )
     (tmp_path / "vocab.json").write_text(
         json.dumps({"[PAD]": 0, "[UNK]": 1, "|": 2} | {chr(97 + i): i + 3 for i in range(26)})
     )
     tokenizer = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json", pad_token="[PAD]", unk_token="[UNK]")
-    source = save(Wav2Vec2ForCTC(config), tmp_path / "source", Wav2Vec2FeatureExtractor(), tokenizer)
+    source = save(
+        Wav2Vec2ForCTC(config), tmp_path / "source", Wav2Vec2FeatureExtractor(), tokenizer
+    )
     report = convert_pretrained(source, tmp_path / "out", QUICK, audio=[audio])
     assert report.output.kind == "tensor"
     assert len(report.continuations) == 8
     assert report.same is not None
-    listener, (clips, _) = Listener(loaded := load_pretrained(source), loaded.model), find_audio([audio])
+    listener, (clips, _) = (
+        Listener(loaded := load_pretrained(source), loaded.model),
+        find_audio([audio]),
+    )
     assert listener.batch(clips[:3])["input_values"].shape == (3, int(0.5 * RATE))
 
 
@@ -191,7 +227,9 @@ def test_letters_are_written_without_a_decoder(audio: Path, tmp_path: Path) -> N
     ("", "", (0, 0)), ("one two", "", (2, 0)), ("", "one two", (2, 2)), ("One, two.", "one two", (0, 2)),
     ("one three", "one two three", (1, 3)), ("two one two", "one two", (1, 2)), ("it's so", "its so", (1, 2)),
 ])  # fmt: skip
-def test_word_errors_are_the_fewest_changes(found: str, wanted: str, errors: tuple[int, int]) -> None:
+def test_word_errors_are_the_fewest_changes(
+    found: str, wanted: str, errors: tuple[int, int]
+) -> None:
     assert word_errors(found, wanted) == errors
 
 
@@ -201,7 +239,9 @@ def test_samples_of_every_width_and_two_channels_are_read(tmp_path: Path, width:
     file = write(tmp_path / "a.wav", np.stack([left, right], 1), width=width)
     (clip,), _ = find_audio([file])
     assert (clip.rate, clip.seconds) == (RATE, 0.8)
-    assert torch.allclose(clip.read(RATE), torch.tensor((left + right) / 2).float(), atol=2 ** (2 - 8 * width) + 1e-6)
+    assert torch.allclose(
+        clip.read(RATE), torch.tensor((left + right) / 2).float(), atol=2 ** (2 - 8 * width) + 1e-6
+    )
 
 
 @pytest.mark.parametrize("rate", [8000, 22050, 48000])
@@ -212,7 +252,9 @@ def test_a_tone_is_the_same_at_another_rate(tmp_path: Path, rate: int) -> None:
     assert torch.allclose(Clip(file, rate, 1).read(RATE), sound, atol=1e-3)
 
 
-def test_audio_that_cannot_be_read_or_has_another_rate_is_named(whisper: Path, audio: Path, tmp_path: Path) -> None:
+def test_audio_that_cannot_be_read_or_has_another_rate_is_named(
+    whisper: Path, audio: Path, tmp_path: Path
+) -> None:
     mixed, whole = shutil.copytree(audio, tmp_path / "mixed"), (audio / "00.wav").read_bytes()
     (mixed / "cut.wav").write_bytes(whole[: len(whole) // 2])
     (mixed / "empty.wav").write_bytes(b"")
@@ -228,16 +270,21 @@ def test_audio_that_cannot_be_read_or_has_another_rate_is_named(whisper: Path, a
     bad = [str(mixed / name) for name in ("cut.wav", "empty.wav", "other.flac", "silent.wav", "timeless.wav",
                                         "words.wav")]  # fmt: skip
     assert report.meta["audio_that_cannot_be_read"] == bad
-    assert any(line.startswith("left out, for they cannot be read: 6 files of audio: ") for line in said)
+    assert any(
+        line.startswith("left out, for they cannot be read: 6 files of audio: ") for line in said
+    )
     assert report.meta["audio_to_fit"] + report.meta["audio_held_out"] == 25
     assert report.meta["audio_at_another_rate"] == {8000: 1}
     assert "resampled to 16,000 Hz, as the model takes it: 1 files of 8,000 Hz" in said
 
 
-def test_soundfile_reads_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soundfile_reads_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.flac").write_bytes(b"sound")
     with pytest.raises(
-        DataError, match=r"files that Python, which knows WAV alone .install soundfile for others., can"
+        DataError,
+        match=r"files that Python, which knows WAV alone .install soundfile for others., can",
     ):
         find_audio([tmp_path])
     library: Any = types.ModuleType("soundfile")
@@ -264,11 +311,17 @@ def test_whole_folders_are_held_out_where_there_are_eight() -> None:
     assert {clip.file.parent for clip in fit} & {clip.file.parent for clip in held_out}
 
 
-def test_what_audio_needs_is_checked_first(whisper: Path, audio: Path, encoder: Path, tmp_path: Path) -> None:
+def test_what_audio_needs_is_checked_first(
+    whisper: Path, audio: Path, encoder: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ArgumentError, match="audio must be given for WhisperForConditionalGeneration, got none"):
+    with pytest.raises(
+        ArgumentError, match="audio must be given for WhisperForConditionalGeneration, got none"
+    ):
         convert_pretrained(whisper, out, QUICK)
-    with pytest.raises(ArgumentError, match="audio must be given for WhisperForConditionalGeneration, got images"):
+    with pytest.raises(
+        ArgumentError, match="audio must be given for WhisperForConditionalGeneration, got images"
+    ):
         convert_pretrained(whisper, out, QUICK, audio=[audio], images=[audio])
     with pytest.raises(ArgumentError, match="texts must be given for BertModel, got audio"):
         inspect_pretrained(encoder, QUICK, audio=[audio])
@@ -279,11 +332,20 @@ def test_what_audio_needs_is_checked_first(whisper: Path, audio: Path, encoder: 
     os.mkfifo(tmp_path / "pipe.wav")
     with pytest.raises(DataError, match="audio must come from files and folders that exist"):
         find_audio([tmp_path / "pipe.wav"])
-    with pytest.raises(ArgumentError, match="max_length must be left out for a model of audio, got 16"):
+    with pytest.raises(
+        ArgumentError, match="max_length must be left out for a model of audio, got 16"
+    ):
         convert_pretrained(whisper, out, Recipe(max_length=16), audio=[audio])
-    for name, what in (("preprocessor_config.json", "feature extractor"), ("tokenizer.json", "tokenizer")):
+    for name, what in (
+        ("preprocessor_config.json", "feature extractor"),
+        ("tokenizer.json", "tokenizer"),
+    ):
         source = shutil.copytree(whisper, tmp_path / what)
-        for file in (source / name, source / "processor_config.json", source / "tokenizer_config.json"):
+        for file in (
+            source / name,
+            source / "processor_config.json",
+            source / "tokenizer_config.json",
+        ):
             file.unlink(missing_ok=True)
         with pytest.raises(StorageError, match=f"must hold the model's {what}, but has none of"):
             convert_pretrained(source, out, QUICK, audio=[audio])
@@ -303,24 +365,35 @@ def test_distillation_and_inspection_take_audio(
 
 
 def test_the_command_line_takes_audio(
-    whisper: Path, audio: Path, tmp_path: Path, status: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    whisper: Path,
+    audio: Path,
+    tmp_path: Path,
+    status: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     quick = ["--batch", 4, "--refine", 0, "--held-out", 6, "--json"]
     files = [word for i in range(12) for word in ("--audio", audio / f"{i:02}.wav")]
     assert status("convert", whisper, tmp_path / "out", *quick, *files) == 0
     assert json.loads(capsys.readouterr().out)["output"]["samples"] == 6
     assert status("convert", whisper, tmp_path / "new", *quick) == 2
-    assert "--audio must be given for WhisperForConditionalGeneration, got none" in capsys.readouterr().err
+    assert (
+        "--audio must be given for WhisperForConditionalGeneration, got none"
+        in capsys.readouterr().err
+    )
     assert status("inspect", whisper, "--samples", 4, "--json", *files) == 0
     assert len(json.loads(capsys.readouterr().out)["sites"]) == 10
 
 
-def test_in_python_a_model_of_audio_gets_the_recipe_of_the_command(whisper: Path, audio: Path) -> None:
+def test_in_python_a_model_of_audio_gets_the_recipe_of_the_command(
+    whisper: Path, audio: Path
+) -> None:
     loaded, (clips, _) = load_pretrained(whisper), find_audio([audio])
     batches = audio_inputs(Listener(loaded, loaded.model), clips, [], {}).batches(clips, 4)
     report = convert_model(loaded.model, list(batches), refine=0)
     assert report.output.kind == "language"
-    assert {layer.get_parameter("log_beta").numel() for layer in dynorm_layers(loaded.model).values()} == {1}
+    assert {
+        layer.get_parameter("log_beta").numel() for layer in dynorm_layers(loaded.model).values()
+    } == {1}
     assert max(len(layer.witness_channels) for layer in dynorm_layers(loaded.model).values()) == 8
 
 

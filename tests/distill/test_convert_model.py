@@ -18,7 +18,13 @@ from dynorm.replace.specs import dynorm_layers
 
 def model_of(dim: int = 16) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim), nn.GELU(), nn.Linear(dim, dim), nn.RMSNorm(dim, 1e-6))
+    return nn.Sequential(
+        nn.Linear(dim, dim),
+        nn.LayerNorm(dim),
+        nn.GELU(),
+        nn.Linear(dim, dim),
+        nn.RMSNorm(dim, 1e-6),
+    )
 
 
 def data(count: int = 8, dim: int = 16) -> list[torch.Tensor]:
@@ -30,7 +36,9 @@ def test_it_is_the_verbs_one_after_another() -> None:
     one, batches = model_of(), data()
     report = dynorm.convert_model(one, batches, to="dyt", refine=4)
     other, original = model_of(), model_of()
-    dynorm.convert_(other, dynorm.find_norms(other, batches[0]), "dyt", per_channel=True, witnesses=4)
+    dynorm.convert_(
+        other, dynorm.find_norms(other, batches[0]), "dyt", per_channel=True, witnesses=4
+    )
     fit, tests = [batches[k] for k in (0, 1, 2, 4, 5, 6)], [batches[3], batches[7]]
     dynorm.calibrate_(other, fit)
     dynorm.refine_(other, fit, steps=4)
@@ -42,7 +50,11 @@ def test_it_is_the_verbs_one_after_another() -> None:
 def test_a_model_that_generates_is_fitted_as_a_language_model() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     one = LlamaForCausalLM(config).eval()
     other = copy.deepcopy(one)
@@ -57,7 +69,10 @@ def test_a_model_that_generates_is_fitted_as_a_language_model() -> None:
 def test_a_norm_may_have_fewer_channels_than_a_layer_may_have_witnesses() -> None:
     model = model_of(3)
     dynorm.convert_model(model, data(dim=3), refine=0)
-    assert [0 < len(layer.witnesses) <= 3 for layer in dynorm_layers(model).values()] == [True, True]
+    assert [0 < len(layer.witnesses) <= 3 for layer in dynorm_layers(model).values()] == [
+        True,
+        True,
+    ]
 
 
 def test_steps_of_distillation_train_the_weights() -> None:
@@ -85,7 +100,9 @@ def test_steps_of_distillation_train_the_weights() -> None:
         ({"held_out": [torch.zeros(3, 5)]}, DataError),
     ],
 )
-def test_what_fails_leaves_the_model_as_it_was(options: dict[str, Any], error: type[Exception]) -> None:
+def test_what_fails_leaves_the_model_as_it_was(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
     model = model_of()
     with pytest.raises(error):
         dynorm.convert_model(model, **{"batches": data(), "refine": 2, "distill": 0} | options)

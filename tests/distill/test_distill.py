@@ -36,14 +36,18 @@ def images() -> list[tuple[Tensor]]:
 
 def classifier() -> nn.Module:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 5))
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 5)
+    )
     dynorm.convert_(net, dynorm.find_norms(net, *images()[0]))
     return net
 
 
 def apart(net: nn.Module, teacher: nn.Module, batches: list[tuple[Tensor]] | None = None) -> float:
     with torch.no_grad():
-        return sum(float((net(*batch) - teacher(*batch)).square().sum()) for batch in batches or images())
+        return sum(
+            float((net(*batch) - teacher(*batch)).square().sum()) for batch in batches or images()
+        )
 
 
 def test_any_module_learns_from_its_original_by_default() -> None:
@@ -57,7 +61,10 @@ def test_any_module_learns_from_its_original_by_default() -> None:
     again = classifier()
     kept = copy.deepcopy(teacher.state_dict())
     dynorm.distill_(again, images(), teacher=teacher, steps=40, lr=1e-2, quiet=True)
-    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(net.state_dict().values(), again.state_dict().values(), strict=True)
+    )
     assert all(torch.equal(value, kept[name]) for name, value in teacher.state_dict().items())
 
 
@@ -101,10 +108,13 @@ def test_the_rate_is_one_whose_first_step_helps() -> None:
 
 
 @pytest.mark.parametrize("blown_up", [0, 2, 4])
-def test_the_rate_is_that_of_the_best_first_step_of_the_first_batch_on_which_one_helps(blown_up: int) -> None:
+def test_the_rate_is_that_of_the_best_first_step_of_the_first_batch_on_which_one_helps(
+    blown_up: int,
+) -> None:
     net, batches = classifier(), images()[:4]
     usual, batch_of = distillation_rate(net), {id(batch[0]): k for k, batch in enumerate(batches)}
-    # A step is a quarter of the rate: an eighth of the usual rate falls short of it, a quarter goes too far, and helps.
+    # A step is a quarter of the rate: an eighth of the usual rate falls short of it, a quarter goes
+    # too far, and helps.
     goal = net[0].weight.detach() + 1.2 * usual / 32
 
     def loss(ours: Tensor, theirs: Tensor, batch: Any) -> Tensor:
@@ -135,11 +145,14 @@ def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:
     dynorm.convert_(net, dynorm.find_norms(net, data))
     seen.clear()
     distill_(net, [data], steps=1, quiet=True)
-    # Teacher and model: for the loss before, the start of the search, the gradients and the first trial.
+    # Teacher and model: for the loss before, the start of the search, the gradients and the first
+    # trial.
     assert not torch.equal(seen[7], seen[5])
 
 
-@pytest.mark.parametrize("wrong", [None, torch.zeros(8), torch.zeros(1)], ids=["nothing", "each", "axis"])
+@pytest.mark.parametrize(
+    "wrong", [None, torch.zeros(8), torch.zeros(1)], ids=["nothing", "each", "axis"]
+)
 def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
     net = classifier()
     before = copy.deepcopy(net.state_dict())
@@ -162,7 +175,9 @@ def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
     ({"loss": 5}, "got 5"),
     ({"checkpoints": 5}, "checkpoints must be the path of a folder, or None, got 5"),
 ])  # fmt: skip
-def test_wrong_arguments_are_refused_before_anything_is_changed(options: dict[str, Any], match: str) -> None:
+def test_wrong_arguments_are_refused_before_anything_is_changed(
+    options: dict[str, Any], match: str
+) -> None:
     net = classifier().train()
     with pytest.raises(dynorm.ArgumentError, match=match):
         distill_(net, images(), **{"steps": 1, "quiet": True, **options})
@@ -186,7 +201,9 @@ def test_a_teacher_must_be_the_model_before() -> None:
     ):
         with pytest.raises(dynorm.ModelError, match=match):
             distill_(net, images(), teacher=teacher, steps=1, quiet=True)
-    wider = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Linear(4, 24), nn.LayerNorm(24), nn.Linear(24, 5))
+    wider = nn.Sequential(
+        nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Linear(4, 24), nn.LayerNorm(24), nn.Linear(24, 5)
+    )
     with pytest.raises(dynorm.DataError, match="of the original's shape, but reached none"):
         distill_(net, images(), teacher=wider, steps=1, quiet=True)
     name: Any = "bert"
@@ -213,8 +230,13 @@ def test_a_loaded_model_goes_on_with_its_teacher(tmp_path: Path) -> None:
     for each in (net, loaded):
         distill_(each, images(), teacher=copy.deepcopy(teacher), steps=20, lr=1e-2, quiet=True)
     # As the model would that was never saved.
-    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), loaded.state_dict().values(), strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(net.parameters(), teacher.parameters(), strict=False))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(net.state_dict().values(), loaded.state_dict().values(), strict=True)
+    )
+    assert any(
+        not torch.equal(a, b) for a, b in zip(net.parameters(), teacher.parameters(), strict=False)
+    )
 
 
 def test_an_error_in_the_search_for_the_rate_leaves_the_weights() -> None:
@@ -224,25 +246,45 @@ def test_an_error_in_the_search_for_the_rate_leaves_the_weights() -> None:
     def loss(ours: Tensor, theirs: Tensor, batch: Any) -> Tensor:
         # Four measure the batches, one more is the start of the search and one has the gradients.
         if next(calls) == 6:
-            assert not all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
+            assert not all(
+                torch.equal(a, b)
+                for a, b in zip(before.values(), net.state_dict().values(), strict=True)
+            )
             raise ValueError("mine")
         return (ours - theirs).abs().mean()
 
     with pytest.raises(ValueError, match="mine"):
         distill_(net, images(), loss=loss, steps=6, quiet=True)
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True)
+    )
 
 
 def test_a_loss_of_ones_own_is_what_is_lowered() -> None:
     net = classifier()
-    distill_(net, images(), loss=lambda ours, theirs, batch: (ours - 3).square().mean(), steps=60, lr=1e-2, quiet=True)
+    distill_(
+        net,
+        images(),
+        loss=lambda ours, theirs, batch: (ours - 3).square().mean(),
+        steps=60,
+        lr=1e-2,
+        quiet=True,
+    )
     with torch.no_grad():
         assert abs(float(net(*images()[0]).mean()) - 3) < 1
 
 
 def test_a_language_model_comes_closer_in_divergence() -> None:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     net = GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         net.transformer.wte.weight.mul_(20)
@@ -260,9 +302,14 @@ def test_a_language_model_comes_closer_in_divergence() -> None:
 def test_predictions_are_counted_token_by_token() -> None:
     """Against a count by hand, padding left out."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=8, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=8, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
     net = GPT2LMHeadModel(config).eval()
-    batch = {"input_ids": torch.randint(0, 8, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.long)}
+    batch = {
+        "input_ids": torch.randint(0, 8, (3, 9)),
+        "attention_mask": torch.ones(3, 9, dtype=torch.long),
+    }
     batch["attention_mask"][1, 5:] = 0
     with torch.no_grad():
         first = net(**batch).logits.argmax(-1)
@@ -289,7 +336,9 @@ def test_the_loss_takes_a_sites_error_and_a_tenth_of_its_logarithm() -> None:
         with torch.no_grad():
             y, f = teacher[:4](image).flatten(0, 1), net[:4](image).flatten(0, 1)
             site = (f - y).square().sum() / (y - y.mean(0)).square().sum()
-            expected.append(float(site + site.log() / 10 + output_loss(net(image), teacher(image), (image,))))
+            expected.append(
+                float(site + site.log() / 10 + output_loss(net(image), teacher(image), (image,)))
+            )
     report = distill_(net, images(), steps=1, lr=1e-6, quiet=True)
     assert report.loss_before == pytest.approx(sum(expected) / len(expected), rel=1e-4)
 
@@ -318,7 +367,11 @@ def test_a_norm_that_gives_zeros_leaves_the_gradients_finite() -> None:
 
 def test_the_loss_of_each_type_of_output() -> None:
     torch.manual_seed(0)
-    ours, theirs, mask = torch.randn(2, 5, 4), torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.long)
+    ours, theirs, mask = (
+        torch.randn(2, 5, 4),
+        torch.randn(2, 5, 4),
+        torch.ones(2, 5, dtype=torch.long),
+    )
     mask[1, 2:] = 0
     batch = {"input_ids": mask, "attention_mask": mask}
     p, q = (each[mask.bool()].softmax(-1) for each in (theirs, ours))
@@ -327,7 +380,9 @@ def test_the_loss_of_each_type_of_output() -> None:
     a, b = ((each * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) for each in (ours, theirs))
     cosines = 1 - cosine_similarity(a, b).mean()
     assert torch.isclose(
-        output_loss({"last_hidden_state": ours}, {"last_hidden_state": theirs}, batch), cosines, atol=1e-6
+        output_loss({"last_hidden_state": ours}, {"last_hidden_state": theirs}, batch),
+        cosines,
+        atol=1e-6,
     )
     y, f = theirs[:, 0], ours[:, 0]
     expected = (f - y).square().sum() / (y - y.mean(0)).square().sum()
@@ -354,7 +409,9 @@ def test_many_logits_are_compared_in_parts_of_which_none_is_kept() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = output_loss({"logits": ours}, {"logits": theirs}, {"input_ids": mask, "attention_mask": mask})
+        loss = output_loss(
+            {"logits": ours}, {"logits": theirs}, {"input_ids": mask, "attention_mask": mask}
+        )
     for logits in (ours, theirs):
         kept.pop(logits.untyped_storage().data_ptr(), None)
     assert sum(kept.values()) < 1000
@@ -391,11 +448,16 @@ def test_in_bfloat16_the_weights_and_sites_stay_in_float32() -> None:
     assert apart(net, teacher) < 0.3 * before
 
 
-def test_an_environment_of_other_processes_than_the_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_of_other_processes_than_the_group_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from transformers import TrainingArguments
 
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(dynorm.ModelError, match="the 1 processes of the group, but names 2: start them with torchrun"):
+    with pytest.raises(
+        dynorm.ModelError,
+        match="the 1 processes of the group, but names 2: start them with torchrun",
+    ):
         distill_(classifier(), images(), steps=2, quiet=True)
 
 
@@ -417,7 +479,9 @@ def test_a_checkpoint_of_another_model_is_refused(other: str, tmp_path: Path) ->
     net = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), *layers[other])
     dynorm.convert_(net, dynorm.find_norms(net, *images()[0]))
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(dynorm.StorageError, match=r"must be of this model and recipe, but .*checkpoint-3 is not"):
+    with pytest.raises(
+        dynorm.StorageError, match=r"must be of this model and recipe, but .*checkpoint-3 is not"
+    ):
         distill_(net, images(), steps=3, lr=1e-4, quiet=True, checkpoints=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
@@ -436,7 +500,9 @@ def test_a_checkpoint_of_another_recipe_is_refused(differs: str, tmp_path: Path)
         layer.scale *= 2
     if differs == "teacher":
         options["teacher"] = doubled(net)
-    with pytest.raises(dynorm.StorageError, match=rf"checkpoint-3 is not: it differs in {differs}: remove it"):
+    with pytest.raises(
+        dynorm.StorageError, match=rf"checkpoint-3 is not: it differs in {differs}: remove it"
+    ):
         distill_(net, images(), **options)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
@@ -449,13 +515,17 @@ def doubled(net: nn.Module) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
-def test_a_finished_run_is_not_trained_on_and_a_cut_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_trained_on_and_a_cut_checkpoint_is_passed_over(
+    tmp_path: Path,
+) -> None:
     net, options = classifier(), {"steps": 3, "lr": 1e-4, "checkpoints": tmp_path, "quiet": True}
     done, again = copy.deepcopy(net), copy.deepcopy(net)
     distill_(done, images(), **options)
     report = distill_(again, images(), **options)
     assert (report.steps, report.samples) == (3, 0)
-    assert all(torch.equal(value, done.state_dict()[name]) for name, value in again.state_dict().items())
+    assert all(
+        torch.equal(value, done.state_dict()[name]) for name, value in again.state_dict().items()
+    )
     (tmp_path / "checkpoint-9").mkdir()
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{")
     assert distill_(copy.deepcopy(net), images(), **options).samples == 0
@@ -479,7 +549,15 @@ def opt() -> tuple[nn.Module, str]:
 
 def gpt2() -> tuple[nn.Module, str]:
     """Its layers get the cache by position, where no one takes it away."""
-    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config).eval(), "transformer.h.0.mlp.c_fc"
 
 
@@ -490,14 +568,18 @@ def test_checkpointed_layers_are_recomputed_and_nothing_else_differs(act: Any, m
     net, counted = make()
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
-    batches = [{"input_ids": torch.randint(0, 32, (2, 8)), "attention_mask": mask} for _ in range(3)]
+    batches = [
+        {"input_ids": torch.randint(0, 32, (2, 8)), "attention_mask": mask} for _ in range(3)
+    ]
     dynorm.convert_(net, dynorm.find_norms(net, **batches[0]))
     dynorm.calibrate_(net, batches)
     twin, runs = copy.deepcopy(net), []
     twin.activation_checkpointing_enable()
     for model in (net, twin):
         count = [0]
-        model.get_submodule(counted).register_forward_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        model.get_submodule(counted).register_forward_hook(
+            lambda *_, count=count: count.__setitem__(0, count[0] + 1)
+        )
         options = {"quiet": True} if act is distill_ else {}
         act(model, batches, steps=3, lr=1e-3, **options)
         runs.append(count[0])
@@ -536,15 +618,21 @@ def test_few_minutes_warn_time_little_and_warm_up(monkeypatch: pytest.MonkeyPatc
     net = classifier()
     dynorm.calibrate_(net, images())
     # A clock that goes on by a second each time that it is asked.
-    monkeypatch.setattr("dynorm.distill.distill.time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(
+        "dynorm.distill.distill.time", SimpleNamespace(perf_counter=itertools.count().__next__)
+    )
     rates: list[float] = []
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
 
-    with pytest.warns(dynorm.CalibrationWarning, match=r"0\.25 minutes allow \d+ steps of distillation"):
-        report = dynorm.distill_(net, images(), minutes=0.25, lr=1e-3, quiet=True, callbacks=[Watch()])
+    with pytest.warns(
+        dynorm.CalibrationWarning, match=r"0\.25 minutes allow \d+ steps of distillation"
+    ):
+        report = dynorm.distill_(
+            net, images(), minutes=0.25, lr=1e-3, quiet=True, callbacks=[Watch()]
+        )
     assert 0 < report.steps < 20
     # It has not begun at the highest rate.
     assert rates[0] < 0.3 * 1e-3
@@ -568,11 +656,15 @@ def test_of_batches_of_one_size_few_are_read_to_be_timed(sizes: list[int], most:
 
 
 @pytest.mark.parametrize("steps", [1, 7, 40, 400])
-def test_the_rate_warms_up_and_falls_as_a_cosine_and_follows_the_time_where_it_is_ahead(steps: int) -> None:
+def test_the_rate_warms_up_and_falls_as_a_cosine_and_follows_the_time_where_it_is_ahead(
+    steps: int,
+) -> None:
     warm_up = max(steps // 20, min(steps, 10))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     (cosine,) = get_cosine_schedule_with_warmup(optimizer, warm_up, steps).lr_lambdas
-    assert [rate_factor(k, steps) for k in range(1, steps)] == pytest.approx([cosine(k) for k in range(1, steps)])
+    assert [rate_factor(k, steps) for k in range(1, steps)] == pytest.approx(
+        [cosine(k) for k in range(1, steps)]
+    )
     assert rate_factor(0, steps) == 1 / warm_up
     shares = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
     late = [0.5 * (1 + math.cos(math.pi * min(gone, 1))) for gone in shares]
@@ -581,7 +673,9 @@ def test_the_rate_warms_up_and_falls_as_a_cosine_and_follows_the_time_where_it_i
     assert rate_factor(300, 400, 0.1) == rate_factor(300, 400)
 
 
-def test_a_run_that_is_slower_than_planned_ends_at_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_slower_than_planned_ends_at_a_low_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net, rates = classifier(), []
 
     class Slow(TrainerCallback):
@@ -598,7 +692,9 @@ def test_a_run_that_is_slower_than_planned_ends_at_a_low_rate(monkeypatch: pytes
     assert rates[-1] < 1e-5
 
 
-def test_a_bar_shows_step_loss_and_time_left_and_ends_full(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_shows_step_loss_and_time_left_and_ends_full(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     net = classifier()
     dynorm.calibrate_(net, images())
     dynorm.distill_(net, images(), steps=25, lr=1e-3)

@@ -56,7 +56,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         shapes[f"blk.{block}.{name}"] = shape
     for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", draw.normal(1.0 if len(shape) == 1 else 0.0, 0.3, shape).astype(np.float32))
+        writer.add_tensor(
+            f"{name}.weight",
+            draw.normal(1.0 if len(shape) == 1 else 0.0, 0.3, shape).astype(np.float32),
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -67,14 +70,18 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
 def test_a_gguf_file_is_converted_and_kept(file: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(held_out=16, max_length=32, refine=2, steps=2)
-    report = convert_pretrained(file, tmp_path / "out", recipe, texts=[texts], keep_original=True, quiet=True)
+    report = convert_pretrained(
+        file, tmp_path / "out", recipe, texts=[texts], keep_original=True, quiet=True
+    )
     assert report.output.kind == "language"
     assert len(report.sites) == 2 * BLOCKS + 1
     written = {path.name for path in (tmp_path / "out" / "model").iterdir()}
     assert "tokenizer.json" in written
     assert "setup.py" not in written
     original = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "original")
-    batch = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")(["return the string"], return_tensors="pt")
+    batch = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")(
+        ["return the string"], return_tensors="pt"
+    )
     with torch.no_grad():
         assert torch.equal(original(**batch).logits, load_pretrained(file).model(**batch).logits)
     assert len(dynorm_layers(load_pretrained(tmp_path / "out" / "model").model)) == 2 * BLOCKS + 1

@@ -27,7 +27,13 @@ from dynorm.report import ModelReport
 from dynorm.report.output import OutputComparison
 
 QUICK = Recipe(refine=2, held_out=8, batch=4, calibration=16)
-SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+SIZE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
 PROCESSOR = {
     "image_processor_type": "ViTImageProcessor", "do_resize": True, "size": {"height": 32, "width": 32},
     "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5] * 3,
@@ -47,7 +53,10 @@ def save(model: Any, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    return save(Dinov2Model(Dinov2Config(**SIZE, mlp_ratio=2)), tmp_path_factory.mktemp("models") / "tiny-dinov2")
+    return save(
+        Dinov2Model(Dinov2Config(**SIZE, mlp_ratio=2)),
+        tmp_path_factory.mktemp("models") / "tiny-dinov2",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +77,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def converted(vision: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelReport]:
+def converted(
+    vision: Path, images: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, ModelReport]:
     out = tmp_path_factory.mktemp("converted") / "out"
     return out, convert_pretrained(vision, out, QUICK, images=[images])
 
@@ -79,9 +90,14 @@ def test_an_encoder_is_compared_by_its_class_token(
     out, report = converted
     assert report.output.kind == "encoder"
     assert len(report.sites) == 5
-    assert (report.meta["images_to_fit"], report.meta["crops"], report.meta["images_held_out"]) == (16, CROPS, 8)
+    assert (report.meta["images_to_fit"], report.meta["crops"], report.meta["images_held_out"]) == (
+        16,
+        CROPS,
+        8,
+    )
     assert (
-        report.meta["recipe"] | {"batch": 4, "max_length": None, "witnesses": 8, "per_channel": False}
+        report.meta["recipe"]
+        | {"batch": 4, "max_length": None, "witnesses": 8, "per_channel": False}
         == report.meta["recipe"]
     )
     assert report.meta["worst_sample"] in {file.name for file in images.iterdir()}
@@ -99,10 +115,15 @@ def test_an_encoder_is_compared_by_its_class_token(
     assert (out / "model" / "preprocessor_config.json").is_file()
 
 
-def test_a_classifier_is_compared_by_its_classes(classifier: Path, images: Path, tmp_path: Path) -> None:
+def test_a_classifier_is_compared_by_its_classes(
+    classifier: Path, images: Path, tmp_path: Path
+) -> None:
     report = convert_pretrained(classifier, tmp_path / "out", QUICK, images=[images])
     assert report.output.kind == "tensor"
-    assert "ViTForImageClassification.from_pretrained" in (tmp_path / "out" / "model" / "README.md").read_text()
+    assert (
+        "ViTForImageClassification.from_pretrained"
+        in (tmp_path / "out" / "model" / "README.md").read_text()
+    )
     held_out = {file.name for file in images.iterdir()}
     assert report.meta["worst_sample"] in held_out
     assert report.output.agreement is not None
@@ -114,7 +135,9 @@ def test_agreement_counts_equal_classes() -> None:
     original = {"logits": torch.tensor([[1.0, 0], [0, 1], [1, 0], [0, 1]])}
     now = {"logits": torch.tensor([[2.0, 0], [1, 0], [1, 0], [0, 2]])}
     comparison = OutputComparison()
-    comparison.add(torch.zeros(4, 2), original, now, lambda batch: pytest.fail(f"{batch} is run again"))
+    comparison.add(
+        torch.zeros(4, 2), original, now, lambda batch: pytest.fail(f"{batch} is run again")
+    )
     assert comparison.report().agreement == 0.75
 
 
@@ -123,7 +146,10 @@ def test_images_are_held_out_by_file_and_fitted_to_in_crops(vision: Path, images
     inputs = image_inputs(load_pretrained(vision), files, [first], {})
     assert inputs.held_out == [Crop(first)]
     crops = inputs.fit
-    assert [(crop.file, crop.number) for crop in crops[:4]] == [*((file, 0) for file in files), (files[0], 1)]
+    assert [(crop.file, crop.number) for crop in crops[:4]] == [
+        *((file, 0) for file in files),
+        (files[0], 1),
+    ]
     assert len({np.asarray(crop.read()).tobytes() for crop in crops}) > 2 * CROPS
     whole, part = Crop(files[0]).read(), Crop(files[0], 1).read()
     assert whole.size == (60, 48)
@@ -141,13 +167,17 @@ def test_batches_are_read_when_they_are_taken(vision: Path, images: Path, tmp_pa
     assert len(batches[:1]) == 1
     with pytest.raises(Exception, match="gone"):
         batches[1]
-    shuffled = ShuffledBatches(inputs.batches, [Crop(tmp_path / "a.png", i) for i in range(8)], 2, 0)
+    shuffled = ShuffledBatches(
+        inputs.batches, [Crop(tmp_path / "a.png", i) for i in range(8)], 2, 0
+    )
     first, second = (torch.cat([batch["pixel_values"] for batch in shuffled]) for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.allclose(first.sum(0), second.sum(0), atol=1e-4)
 
 
-def test_images_that_cannot_be_read_are_named_and_left_out(vision: Path, images: Path, tmp_path: Path) -> None:
+def test_images_that_cannot_be_read_are_named_and_left_out(
+    vision: Path, images: Path, tmp_path: Path
+) -> None:
     mixed = shutil.copytree(images, tmp_path / "mixed")
     whole = (images / "00.png").read_bytes()
     (mixed / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -191,7 +221,12 @@ def test_paths_without_images_are_refused(tmp_path: Path) -> None:
     ("language_model", {"images": ["."], "texts": ["."]}, ArgumentError, "texts must be given for GPT2LMHeadModel"),
 ])  # fmt: skip
 def test_inputs_of_another_kind_are_refused(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str, given: dict[str, Any], error: type[Exception], words: str
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    kind: str,
+    given: dict[str, Any],
+    error: type[Exception],
+    words: str,
 ) -> None:
     source = request.getfixturevalue(kind)
     for job in (
@@ -207,14 +242,20 @@ def test_what_images_need_is_checked_first(vision: Path, images: Path, tmp_path:
     few = [images / f"{i:02}.png" for i in range(7)]
     with pytest.raises(DataError, match=r"images must be at least 8, to hold some out .*, got 7"):
         convert_pretrained(vision, tmp_path / "out", QUICK, images=few)
-    with pytest.raises(ArgumentError, match="max_length must be left out for a model of images, got 16"):
+    with pytest.raises(
+        ArgumentError, match="max_length must be left out for a model of images, got 16"
+    ):
         convert_pretrained(vision, tmp_path / "out", Recipe(max_length=16), images=[images])
     source = shutil.copytree(vision, tmp_path / "source")
     (source / "preprocessor_config.json").write_text("{")
-    with pytest.raises(StorageError, match="transformers must be able to read the image processor in"):
+    with pytest.raises(
+        StorageError, match="transformers must be able to read the image processor in"
+    ):
         load_pretrained(source)
     (source / "preprocessor_config.json").unlink()
-    with pytest.raises(StorageError, match=r"must hold the model's image processor, but has none of pre.*\.json"):
+    with pytest.raises(
+        StorageError, match=r"must hold the model's image processor, but has none of pre.*\.json"
+    ):
         convert_pretrained(source, tmp_path / "out", QUICK, images=[images])
     whole = json.loads((vision / "preprocessor_config.json").read_text())
     (source / "preprocessor_config.json").write_text(json.dumps(whole | {"do_resize": False}))
@@ -226,20 +267,29 @@ def test_what_images_need_is_checked_first(vision: Path, images: Path, tmp_path:
 def test_a_model_of_another_input_is_refused(tmp_path: Path) -> None:
     from transformers import TimeSeriesTransformerConfig
 
-    TimeSeriesTransformerConfig(architectures=["TimeSeriesTransformerModel"]).save_pretrained(tmp_path / "series")
-    with pytest.raises(ArgumentError, match="TimeSeriesTransformerModel takes past_values: convert it in Python"):
+    TimeSeriesTransformerConfig(architectures=["TimeSeriesTransformerModel"]).save_pretrained(
+        tmp_path / "series"
+    )
+    with pytest.raises(
+        ArgumentError, match="TimeSeriesTransformerModel takes past_values: convert it in Python"
+    ):
         convert_pretrained(tmp_path / "series", tmp_path / "out", QUICK)
 
 
 def test_a_pooler_that_is_random_is_not_measured(images: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    source = save(ViTModel(ViTConfig(**SIZE, intermediate_size=64), add_pooling_layer=False), tmp_path / "source")
+    source = save(
+        ViTModel(ViTConfig(**SIZE, intermediate_size=64), add_pooling_layer=False),
+        tmp_path / "source",
+    )
     loaded = load_pretrained(source)
     assert loaded.model.pooler is None
     assert "Do not use the pooler" in loaded.remarks[0]
     report = convert_pretrained(source, tmp_path / "out", QUICK, images=[images])
     assert report.output.kind == "encoder"
-    assert not any("pooler" in name for name in load_pretrained(tmp_path / "out" / "model").model.state_dict())
+    assert not any(
+        "pooler" in name for name in load_pretrained(tmp_path / "out" / "model").model.state_dict()
+    )
 
 
 def test_the_loss_of_images_is_that_of_the_class_token() -> None:
@@ -268,7 +318,11 @@ def test_distillation_and_inspection_take_images(
 
 
 def test_the_command_line_takes_images(
-    vision: Path, images: Path, tmp_path: Path, status: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    vision: Path,
+    images: Path,
+    tmp_path: Path,
+    status: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     quick = ["--batch", 4, "--refine", 0, "--held-out", 6, "--json"]
     files = [word for i in range(12) for word in ("--images", images / f"{i:02}.png")]
@@ -280,10 +334,14 @@ def test_the_command_line_takes_images(
     assert (tmp_path / "folded" / "model" / "preprocessor_config.json").is_file()
 
 
-def test_in_python_a_model_of_images_gets_one_constant_per_layer_and_eight_witnesses(vision: Path) -> None:
+def test_in_python_a_model_of_images_gets_one_constant_per_layer_and_eight_witnesses(
+    vision: Path,
+) -> None:
     model = load_pretrained(vision).model
     batches = [{"pixel_values": torch.randn(2, 3, 32, 32)} for _ in range(4)]
     report = convert_model(model, batches, refine=0)
     assert report.output.neighbours is None
-    assert {layer.get_parameter("log_beta").numel() for layer in dynorm_layers(model).values()} == {1}
+    assert {layer.get_parameter("log_beta").numel() for layer in dynorm_layers(model).values()} == {
+        1
+    }
     assert max(len(layer.witness_channels) for layer in dynorm_layers(model).values()) == 8

@@ -29,14 +29,25 @@ def test_bad_arguments(encoder: Path, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(dynorm.ArgumentError, match="glob"):
         inspect_pretrained(encoder, Recipe(only=["nothing*"]), texts=[texts], samples=16)
     for device in ("cuda:99", "nothing"):
-        with pytest.raises(dynorm.ArgumentError, match="device must be one that torch can use here"):
+        with pytest.raises(
+            dynorm.ArgumentError, match="device must be one that torch can use here"
+        ):
             inspect_pretrained(encoder, texts=[texts], samples=16, device=device)
     with pytest.raises(dynorm.StorageError, match=r"config\.json"):
         inspect_pretrained(tmp_path, texts=[texts], samples=16)
 
 
 def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
-    words = ["inspect", str(encoder), "--texts", str(texts), "--samples", "16", "--max-length", "16"]
+    words = [
+        "inspect",
+        str(encoder),
+        "--texts",
+        str(texts),
+        "--samples",
+        "16",
+        "--max-length",
+        "16",
+    ]
     done = CliRunner().invoke(app, [*words, "--json", "--html", str(tmp_path / "page.html")])
     assert done.exit_code == 0
     assert len(json.loads(done.stdout)["sites"]) == 5

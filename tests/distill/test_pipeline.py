@@ -43,28 +43,47 @@ def test_writes_a_loadable_model_and_its_report(encoder: Path, texts: Path, tmp_
     assert again.model(**batch).last_hidden_state.isfinite().all()
 
 
-def test_the_report_is_the_same_for_the_same_seed(encoder: Path, texts: Path, tmp_path: Path) -> None:
-    first, second = (convert_pretrained(encoder, tmp_path / name, QUICK, texts=[texts]) for name in "ab")
+def test_the_report_is_the_same_for_the_same_seed(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
+    first, second = (
+        convert_pretrained(encoder, tmp_path / name, QUICK, texts=[texts]) for name in "ab"
+    )
     for report in (first, second):
         report.meta.clear()
     assert first.to_dict() == second.to_dict()
-    other = convert_pretrained(encoder, tmp_path / "c", Recipe(**{**vars(QUICK), "seed": 1}), texts=[texts])
+    other = convert_pretrained(
+        encoder, tmp_path / "c", Recipe(**{**vars(QUICK), "seed": 1}), texts=[texts]
+    )
     assert other.output != first.output
-    half = convert_pretrained(encoder, tmp_path / "d", Recipe(**{**vars(QUICK), "bf16": True}), texts=[texts])
+    half = convert_pretrained(
+        encoder, tmp_path / "d", Recipe(**{**vars(QUICK), "bf16": True}), texts=[texts]
+    )
     # Without a step of distillation, it is the refinement that was rounded.
-    assert first.output.cosine_mean != half.output.cosine_mean == pytest.approx(first.output.cosine_mean, rel=0.01)
+    assert (
+        first.output.cosine_mean
+        != half.output.cosine_mean
+        == pytest.approx(first.output.cosine_mean, rel=0.01)
+    )
 
 
 @pytest.mark.parametrize("stop", [{"steps": 60}, {"minutes": 1.0}])
 def test_distillation_lessens_the_loss(
-    encoder: Path, texts: Path, tmp_path: Path, stop: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    encoder: Path,
+    texts: Path,
+    tmp_path: Path,
+    stop: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A clock that goes on by a second each time it is asked, once a step: a busy machine fits no fewer steps in.
+    # A clock that goes on by a second each time it is asked, once a step: a busy machine fits no
+    # fewer steps in.
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr("dynorm.distill.distill.time", clock)
     plain = convert_pretrained(encoder, tmp_path / "plain", QUICK, texts=[texts])
     recipe = Recipe(**{**vars(QUICK), "lr": 3e-3, **stop})
-    distilled = convert_pretrained(encoder, tmp_path / "distilled", recipe, texts=[texts], quiet=True)
+    distilled = convert_pretrained(
+        encoder, tmp_path / "distilled", recipe, texts=[texts], quiet=True
+    )
     assert 40 <= distilled.meta["stages"]["distill"]["steps"] <= 60
     now, before = ([site.error_now for site in report.sites] for report in (distilled, plain))
     assert sum(now) < 0.95 * sum(before)
@@ -72,7 +91,9 @@ def test_distillation_lessens_the_loss(
 
 # Of two steps one may well find that they made it worse.
 @pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
-def test_language_models_are_measured_by_their_loss(language_model: Path, texts: Path, tmp_path: Path) -> None:
+def test_language_models_are_measured_by_their_loss(
+    language_model: Path, texts: Path, tmp_path: Path
+) -> None:
     recipe = Recipe(**{**vars(QUICK), "steps": 2})
     report = convert_pretrained(language_model, tmp_path / "out", recipe, texts=[texts], quiet=True)
     assert report.output.kind == "language"
@@ -85,39 +106,54 @@ def test_language_models_are_measured_by_their_loss(language_model: Path, texts:
     first = report.continuations[0]
     prompt = again.tokenizer(first.prompt, return_tensors="pt")["input_ids"]
     assert prompt.shape == (1, 8)
-    found = again.model.generate(prompt, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0)
+    found = again.model.generate(
+        prompt, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0
+    )
     assert again.tokenizer.decode(found[0, 8:]) == first.now
     assert 0 <= report.same <= 1
     assert "Likeliest continuations" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_checkpoint_of_half_a_model_is_refused(language_model: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_half_a_model_is_refused(
+    language_model: Path, texts: Path, tmp_path: Path
+) -> None:
     shutil.copytree(language_model, tmp_path / "half")
     weights = load_file(tmp_path / "half" / "model.safetensors")
     half = {name: value for name, value in weights.items() if "h.1" not in name}
     save_file(half, tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        dynorm.StorageError, match=r"must hold all weights of GPT2LMHeadModel, but lacks transformer\.h\.1"
+        dynorm.StorageError,
+        match=r"must hold all weights of GPT2LMHeadModel, but lacks transformer\.h\.1",
     ):
         convert_pretrained(tmp_path / "half", tmp_path / "out", QUICK, texts=[texts])
-    with pytest.raises(dynorm.ArgumentError, match="dtype must be auto or a floating point dtype of torch"):
+    with pytest.raises(
+        dynorm.ArgumentError, match="dtype must be auto or a floating point dtype of torch"
+    ):
         load_pretrained(language_model, dtype="float17")
     assert load_pretrained(language_model, dtype="bfloat16").model.dtype == torch.bfloat16
 
 
-def test_the_likeliest_tokens_are_those_whatever_the_model_would_generate(language_model: Path) -> None:
+def test_the_likeliest_tokens_are_those_whatever_the_model_would_generate(
+    language_model: Path,
+) -> None:
     pretrained, prompts = load_pretrained(language_model), [[5, 6, 7], [7, 6, 5]]
     plain = pretrained.greedy(pretrained.model, prompts, 4)
     own = pretrained.model.generation_config
-    own.update(num_beams=2, num_return_sequences=2, return_dict_in_generate=True, stop_strings=["a"])
+    own.update(
+        num_beams=2, num_return_sequences=2, return_dict_in_generate=True, stop_strings=["a"]
+    )
     own.update(repetition_penalty=3.0, penalty_alpha=0.6, top_k=4)
     assert torch.equal(pretrained.greedy(pretrained.model, prompts, 4), plain)
     assert pretrained.model.generation_config is own
 
 
 @pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
-def test_a_stopped_distillation_goes_on_from_its_checkpoint(encoder: Path, texts: Path, tmp_path: Path) -> None:
-    recipe = Recipe(**{**vars(QUICK), "steps": 4, "witnesses": 2, "checkpoints": str(tmp_path / "checkpoints")})
+def test_a_stopped_distillation_goes_on_from_its_checkpoint(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe(
+        **{**vars(QUICK), "steps": 4, "witnesses": 2, "checkpoints": str(tmp_path / "checkpoints")}
+    )
     whole = convert_pretrained(encoder, tmp_path / "whole", recipe, texts=[texts], quiet=True)
     assert list((tmp_path / "checkpoints").glob("checkpoint-*"))
     longer = Recipe(**{**vars(recipe), "steps": 6})
@@ -149,17 +185,27 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
     with pytest.raises(dynorm.DataError, match="at least one batch"):
         distill_(student.model, [], teacher=teacher, steps=1, quiet=True)
     callback = AnnealCallback(start=1, length=0.6)
-    found = distill_(student.model, batches, teacher=teacher, steps=10, quiet=True, callbacks=[callback])
-    assert found.lr == distillation_rate(student.model) == pytest.approx(1.5e-4 * 384 / dynorm_channels(student.model))
+    found = distill_(
+        student.model, batches, teacher=teacher, steps=10, quiet=True, callbacks=[callback]
+    )
+    assert (
+        found.lr
+        == distillation_rate(student.model)
+        == pytest.approx(1.5e-4 * 384 / dynorm_channels(student.model))
+    )
     assert found.steps == 10
-    assert {layer.position for layer in student.model.modules() if isinstance(layer, AnnealedNorm)} == {1.0}
+    assert {
+        layer.position for layer in student.model.modules() if isinstance(layer, AnnealedNorm)
+    } == {1.0}
     dynorm.finalize_(student.model)
     assert len(dynorm_layers(student.model)) == 5
     assert dynorm.measure(student.model, [batch], original=teacher).output.cosine_mean > 0.5
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_each_layer_may_have_so_many_witnesses(encoder: Path, texts: Path, tmp_path: Path, most: int) -> None:
+def test_each_layer_may_have_so_many_witnesses(
+    encoder: Path, texts: Path, tmp_path: Path, most: int
+) -> None:
     recipe = Recipe(**{**vars(QUICK), "witnesses": most})
     report = convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts])
     assert report.meta["recipe"]["witnesses"] == most
@@ -179,9 +225,9 @@ def test_each_site_may_get_its_own_layer(encoder: Path, texts: Path, tmp_path: P
     assert fitted["tolerance"] == 10.0
     assert [len(site["errors"]) for site in fitted["sites"]] == [4] * len(report.sites)
     assert any("within 10 of the least" in line for line in said)
-    assert f"{len(report.sites)} of them by lines that fold_ can remove" in (tmp_path / "report.html").read_text(
-        "utf-8"
-    )
+    assert f"{len(report.sites)} of them by lines that fold_ can remove" in (
+        tmp_path / "report.html"
+    ).read_text("utf-8")
 
 
 def test_distillation_moves_the_gains(encoder: Path, texts: Path) -> None:
@@ -201,7 +247,9 @@ def test_distillation_moves_the_gains(encoder: Path, texts: Path) -> None:
 def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(**{**vars(QUICK), "only": ("encoder.*",), "skip": ("*.attention.*",)})
     report = convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts])
-    assert [site.path for site in report.sites] == [f"encoder.layer.{i}.output.LayerNorm" for i in range(2)]
+    assert [site.path for site in report.sites] == [
+        f"encoder.layer.{i}.output.LayerNorm" for i in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -210,30 +258,59 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
         ({"to": "softmax"}, dynorm.ArgumentError, "dyisru"),
         ({"to": "annealed_dyt"}, dynorm.ArgumentError, "must be point-wise"),
         ({"steps": -1}, dynorm.ArgumentError, "steps must be an integer, at least 0, got -1"),
-        ({"minutes": float("nan")}, dynorm.ArgumentError, "minutes must be finite and not negative, got nan"),
-        ({"minutes": "5"}, dynorm.ArgumentError, "minutes must be finite and not negative, got '5'"),
-        ({"seed": 2**32}, dynorm.ArgumentError, r"seed must be from 0 to 2\*\*32 - 1, got 4294967296"),
+        (
+            {"minutes": float("nan")},
+            dynorm.ArgumentError,
+            "minutes must be finite and not negative, got nan",
+        ),
+        (
+            {"minutes": "5"},
+            dynorm.ArgumentError,
+            "minutes must be finite and not negative, got '5'",
+        ),
+        (
+            {"seed": 2**32},
+            dynorm.ArgumentError,
+            r"seed must be from 0 to 2\*\*32 - 1, got 4294967296",
+        ),
         ({"steps": 1, "minutes": 1.0}, dynorm.ArgumentError, "not both"),
         ({"lr": 0.0}, dynorm.ArgumentError, "lr must be a positive finite number"),
         ({"lr": float("nan")}, dynorm.ArgumentError, "lr must be a positive finite number"),
-        ({"witnesses": -1}, dynorm.ArgumentError, "witnesses must be an integer, at least 0, got -1"),
+        (
+            {"witnesses": -1},
+            dynorm.ArgumentError,
+            "witnesses must be an integer, at least 0, got -1",
+        ),
         ({"witnesses": True}, dynorm.ArgumentError, "at least 0, got True"),
         ({"witnesses": "3"}, dynorm.ArgumentError, "at least 0, got '3'"),
         ({"batch": 0}, dynorm.ArgumentError, "batch must be an integer, at least 1"),
-        ({"tolerance": -0.1}, dynorm.ArgumentError, "tolerance must be finite and not negative, got -0.1"),
+        (
+            {"tolerance": -0.1},
+            dynorm.ArgumentError,
+            "tolerance must be finite and not negative, got -0.1",
+        ),
         ({"held_out": 1}, dynorm.ArgumentError, "held_out must be an integer, at least 2, got 1"),
         ({"only": ("nowhere.*",)}, dynorm.ArgumentError, "nowhere"),
     ],
 )
 def test_bad_recipes_write_nothing(
-    encoder: Path, texts: Path, tmp_path: Path, changes: dict[str, object], error: type[Exception], words: str
+    encoder: Path,
+    texts: Path,
+    tmp_path: Path,
+    changes: dict[str, object],
+    error: type[Exception],
+    words: str,
 ) -> None:
     with pytest.raises(error, match=words):
-        convert_pretrained(encoder, tmp_path / "out", Recipe(**{**vars(QUICK), **changes}), texts=[texts])
+        convert_pretrained(
+            encoder, tmp_path / "out", Recipe(**{**vars(QUICK), **changes}), texts=[texts]
+        )
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_folders_are_refused_before_the_work(encoder: Path, texts: Path, tmp_path: Path) -> None:
+def test_bad_folders_are_refused_before_the_work(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "deeper"):
         with pytest.raises(dynorm.StorageError, match="can"):
@@ -244,7 +321,9 @@ def test_bad_folders_are_refused_before_the_work(encoder: Path, texts: Path, tmp
     # Somebody's folder, not a model's: known before the work, not after it.
     (tmp_path / "old" / "model" / "mine.txt").write_text("")
     with pytest.raises(dynorm.StorageError, match="must be a saved model or empty"):
-        convert_pretrained(tmp_path / "nowhere", tmp_path / "old", QUICK, texts=[texts], overwrite=True)
+        convert_pretrained(
+            tmp_path / "nowhere", tmp_path / "old", QUICK, texts=[texts], overwrite=True
+        )
     (tmp_path / "empty").mkdir()
     for model in (tmp_path / "nowhere", tmp_path / "empty"):
         with pytest.raises(dynorm.StorageError, match=r"config\.json"):
@@ -255,10 +334,14 @@ def test_bad_folders_are_refused_before_the_work(encoder: Path, texts: Path, tmp
 
 
 @pytest.mark.parametrize("inside", ["original", "."])
-def test_a_source_in_the_output_folder_keeps_its_files(encoder: Path, texts: Path, tmp_path: Path, inside: str) -> None:
+def test_a_source_in_the_output_folder_keeps_its_files(
+    encoder: Path, texts: Path, tmp_path: Path, inside: str
+) -> None:
     shutil.copytree(encoder, tmp_path / "out" / inside)
     for _ in range(2):
-        convert_pretrained(tmp_path / "out" / inside, tmp_path / "out", QUICK, texts=[texts], overwrite=True)
+        convert_pretrained(
+            tmp_path / "out" / inside, tmp_path / "out", QUICK, texts=[texts], overwrite=True
+        )
         assert len(dynorm_layers(load_pretrained(tmp_path / "out" / "model").model)) == 5
     assert not (tmp_path / "out" / "model" / "model").exists()
 
@@ -267,8 +350,12 @@ def test_overwrite_replaces_the_old_model(encoder: Path, texts: Path, tmp_path: 
     convert_pretrained(encoder, tmp_path, QUICK, texts=[texts])
     # Of another model: with it, the new one's texts would be read by the wrong tokenizer.
     (tmp_path / "model" / "vocab.txt").write_text("old")
-    convert_pretrained(encoder, tmp_path, Recipe(**{**vars(QUICK), "to": "dyt"}), texts=[texts], overwrite=True)
-    kinds = {type(layer) for layer in dynorm_layers(load_pretrained(tmp_path / "model").model).values()}
+    convert_pretrained(
+        encoder, tmp_path, Recipe(**{**vars(QUICK), "to": "dyt"}), texts=[texts], overwrite=True
+    )
+    kinds = {
+        type(layer) for layer in dynorm_layers(load_pretrained(tmp_path / "model").model).values()
+    }
     assert kinds == {dynorm.DyT}
     assert not (tmp_path / "model" / "vocab.txt").exists()
 
@@ -278,7 +365,9 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", [["convert", "a", "b"], ["inspect", "a"], ["fold", "a", "b"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [["convert", "a", "b"], ["inspect", "a"], ["fold", "a", "b"]], ids=lambda c: c[0]
+)
 def test_without_transformers_a_command_says_what_to_install(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,7 +389,11 @@ def test_without_matplotlib_nothing_is_begun(
 
 
 def test_the_command_line(
-    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    encoder: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     quick = ["--texts", texts, "--held-out", 16, "--max-length", 16, "--refine", 2]
     done = command("convert", encoder, tmp_path / "out", *quick, "--json")
@@ -310,7 +403,9 @@ def test_the_command_line(
     assert report["meta"]["recipe"]["per_channel"]
     assert report["meta"]["recipe"]["witnesses"] == 4
     layers = dynorm_layers(load_pretrained(tmp_path / "out" / "model").model).values()
-    assert {layer.get_parameter("log_beta").numel() for layer in layers} == {layer.channels for layer in layers}
+    assert {layer.get_parameter("log_beta").numel() for layer in layers} == {
+        layer.channels for layer in layers
+    }
 
     # The others in this process, for each new one would load torch and transformers first.
     def status(*words: object) -> tuple[int | str | None, str, str]:
@@ -325,7 +420,16 @@ def test_the_command_line(
     assert said.startswith("dynorm: ")
     assert "--overwrite" in said
     code, printed, _ = status(
-        "convert", encoder, tmp_path / "layer", *quick, "--per-layer", "--tolerance", 0.02, "--json", "--witnesses", 0
+        "convert",
+        encoder,
+        tmp_path / "layer",
+        *quick,
+        "--per-layer",
+        "--tolerance",
+        0.02,
+        "--json",
+        "--witnesses",
+        0,
     )
     assert code == 0
     recipe = json.loads(printed)["meta"]["recipe"]

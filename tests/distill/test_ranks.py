@@ -34,7 +34,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def in_one(ranks: int, **options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = cases.distilled(cases.calibrated(ranks), cases.batches(), accumulate=ranks, **options)
+    found: dict[str, Any] = cases.distilled(
+        cases.calibrated(ranks), cases.batches(), accumulate=ranks, **options
+    )
     return found
 
 
@@ -116,21 +118,47 @@ def test_torchrun_converts_with_two_processes_and_one_of_them_writes(
     encoder: Path, texts: Path, tmp_path: Path
 ) -> None:
     shape = {"steps": 4, "refine": 4, "held_out": 16, "max_length": 16, "batch": 8}
-    given = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words = [*TORCHRUN, "-m", "dynorm", "convert", encoder, tmp_path / "two", "--texts", texts, *given, "--json"]
+    given = [
+        word
+        for name, value in shape.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    words = [
+        *TORCHRUN,
+        "-m",
+        "dynorm",
+        "convert",
+        encoder,
+        tmp_path / "two",
+        "--texts",
+        texts,
+        *given,
+        "--json",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}"}
-    run = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(
+        list(map(str, words)), env=environment, capture_output=True, text=True, timeout=240
+    )
     assert run.returncode == 0, run.stderr[-4000:]
     # Printed once, and so is the warning that four steps are few.
     assert run.stderr.count("steps below 20") == 1
     two = json.loads(run.stdout)
     assert two == json.loads((tmp_path / "two" / "report.json").read_text())
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["model", "report.html", "report.json"]
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
+        "model",
+        "report.html",
+        "report.json",
+    ]
     recipe = Recipe(**shape, accumulate=2)
     one = convert_pretrained(encoder, tmp_path / "one", recipe, texts=[texts], quiet=True).to_dict()
     assert [site["path"] for site in two["sites"]] == [site["path"] for site in one["sites"]]
     stages, alone = two["meta"]["stages"], one["meta"]["stages"]
-    for stage, name in (("calibrate", "batches"), ("refine", "steps"), ("distill", "steps"), ("distill", "samples")):
+    for stage, name in (
+        ("calibrate", "batches"),
+        ("refine", "steps"),
+        ("distill", "steps"),
+        ("distill", "samples"),
+    ):
         assert stages[stage][name] == alone[stage][name]
     assert two["output"]["cosine_mean"] == pytest.approx(one["output"]["cosine_mean"], abs=0.02)
     assert load_pretrained(tmp_path / "two" / "model").model.config.hidden_size == 32
@@ -144,7 +172,11 @@ def test_an_accumulated_step_is_the_mean_of_its_batches() -> None:
     twice = cases.distilled(twin, [data[0], data[0], data[1], data[1]], steps=2, accumulate=2)
     same(twice["values"], once["values"], **TIGHT)
     assert (once["samples"], twice["samples"]) == (6, 12)
-    with pytest.raises(dynorm.ArgumentError, match="accumulate must be an integer, at least 1, got 0"):
+    with pytest.raises(
+        dynorm.ArgumentError, match="accumulate must be an integer, at least 1, got 0"
+    ):
         cases.distilled(model, data, accumulate=0)
-    with pytest.raises(dynorm.ArgumentError, match="accumulate must be an integer, at least 1, got 0"):
+    with pytest.raises(
+        dynorm.ArgumentError, match="accumulate must be an integer, at least 1, got 0"
+    ):
         dynorm.refine_(model, data, steps=1, accumulate=0)

@@ -54,7 +54,9 @@ def test_missing_weights_are_named(
         lambda: fold_pretrained(source, tmp_path / "out", {}),
         lambda: inspect_pretrained(source, texts=[texts], samples=16),
     ):
-        with pytest.raises(StorageError, match=r"must hold all weights of BertModel, but lacks encoder\.layer\.1\."):
+        with pytest.raises(
+            StorageError, match=r"must hold all weights of BertModel, but lacks encoder\.layer\.1\."
+        ):
             job()
     assert not (tmp_path / "out").exists()
 
@@ -71,17 +73,25 @@ def test_a_pooler_that_nothing_reads_may_be_missing(source: Path) -> None:
     ({"texts": ["few.txt"]}, "texts must be at least 8"),
 ], ids=["device", "dtype", "glob", "texts"])  # fmt: skip
 def test_cheap_checks_come_before_a_model_is_loaded(
-    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[dict[str, Any], str]
+    encoder: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[dict[str, Any], str],
 ) -> None:
     (tmp_path / "few.txt").write_text("A text that is long enough to be one.\n" * 3)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dynorm.distill.pretrained.Checkpoint.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "dynorm.distill.pretrained.Checkpoint.load", lambda *_: pytest.fail("a model was loaded")
+    )
     options, message = words
     with pytest.raises(DynormError, match=re.escape(message)):
         convert_pretrained(encoder, tmp_path / "out", **{"texts": [texts], **options})
 
 
-def test_a_folder_without_any_tokenizer_file_does_not_talk_of_libraries(source: Path, texts: Path) -> None:
+def test_a_folder_without_any_tokenizer_file_does_not_talk_of_libraries(
+    source: Path, texts: Path
+) -> None:
     for file in source.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(StorageError) as caught:
@@ -114,7 +124,12 @@ def command_line(*words: object) -> None:
     (["--checkpoints", "kept", "--steps", 0], "--checkpoints must come with steps or minutes"),
 ])  # fmt: skip
 def test_errors_of_the_command_line_name_its_options(
-    encoder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[object], said: str
+    encoder: Path,
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[object],
+    said: str,
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         command_line("convert", encoder, tmp_path / "out", "--texts", texts, *words)
@@ -122,7 +137,9 @@ def test_errors_of_the_command_line_name_its_options(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_function_is_chosen_from_a_list(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_is_chosen_from_a_list(
+    encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         command_line("convert", encoder, tmp_path / "out", "--to", "softmax")
     assert stop.value.code == 2
@@ -131,14 +148,20 @@ def test_a_function_is_chosen_from_a_list(encoder: Path, tmp_path: Path, capsys:
 
 
 def test_a_stop_says_that_nothing_was_half_written(
-    encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    encoder: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def stopped(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shutil.copyfile", stopped)
     with pytest.raises(SystemExit) as stop:
-        command_line("convert", encoder, tmp_path / "out", "--texts", texts, "--held-out", 16, "--refine", 0)
+        command_line(
+            "convert", encoder, tmp_path / "out", "--texts", texts, "--held-out", 16, "--refine", 0
+        )
     assert stop.value.code == 130
     assert "dynorm: stopped; nothing was half-written" in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
@@ -155,7 +178,9 @@ def test_bars_end_full_where_the_last_batch_ends_the_work() -> None:
 def test_a_missing_tokenizer_is_refused(source: Path, texts: Path, tmp_path: Path) -> None:
     for file in source.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(StorageError, match=r"must hold the model's tokenizer, but has none of its files"):
+    with pytest.raises(
+        StorageError, match=r"must hold the model's tokenizer, but has none of its files"
+    ):
         convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts])
     with pytest.raises(StorageError, match="must hold the model's tokenizer"):
         inspect_pretrained(source, texts=[texts], samples=16)
@@ -211,7 +236,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_folders_are_named_without_a_traceback(source: Path, texts: Path, tmp_path: Path, damage: str) -> None:
+def test_damaged_folders_are_named_without_a_traceback(
+    source: Path, texts: Path, tmp_path: Path, damage: str
+) -> None:
     act, message = DAMAGES[damage]
     act(source)
     with pytest.raises(StorageError, match=message):
@@ -222,7 +249,9 @@ def test_damaged_folders_are_named_without_a_traceback(source: Path, texts: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_is_not_replaced_by_what_is_made_from_it(encoder: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_model_is_not_replaced_by_what_is_made_from_it(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
     source = shutil.copytree(encoder, tmp_path / "model")
     before = {file: file.read_bytes() for file in source.iterdir()}
     with pytest.raises(dynorm.ArgumentError, match="must not replace its own source"):
@@ -246,13 +275,17 @@ def test_a_disk_that_is_full_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", [None, "org/tiny"])
-def test_the_card_is_our_own_and_keeps_the_license(source: Path, texts: Path, tmp_path: Path, name: str | None) -> None:
+def test_the_card_is_our_own_and_keeps_the_license(
+    source: Path, texts: Path, tmp_path: Path, name: str | None
+) -> None:
     source = source.rename(source.with_name("tiny-v1.5"))
     card = "---\nlicense: mit\nlanguage:\n- en\ntags:\n- old\n---\n# Tiny\n\nLoad it with AutoModel alone.\n"
     (source / "README.md").write_text(card)
     convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts], name=name)
     own, name = (tmp_path / "out" / "model" / "README.md").read_text(), name or "tiny-v1.5"
-    assert own.startswith(f"---\nlicense: mit\nlanguage:\n- en\nbase_model: {name}\ntags:\n- dynorm\n---\n")
+    assert own.startswith(
+        f"---\nlicense: mit\nlanguage:\n- en\nbase_model: {name}\ntags:\n- dynorm\n---\n"
+    )
     for fact in (
         f"5 norms of {name} are replaced by dyisru",
         "144 texts",

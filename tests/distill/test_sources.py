@@ -38,7 +38,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def put(rows: list[Any] | Exception, *, offline: bool = False) -> list[tuple[Any, ...]]:
         called: list[tuple[Any, ...]] = []
 
-        def load_dataset(name: str, configuration: str | None, *, split: str, streaming: bool) -> Rows:
+        def load_dataset(
+            name: str, configuration: str | None, *, split: str, streaming: bool
+        ) -> Rows:
             called.append((name, configuration, split, streaming))
             if isinstance(rows, Exception):
                 raise rows
@@ -46,7 +48,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         found: Any = types.ModuleType("datasets")
         found.__spec__ = ModuleSpec("datasets", None)
-        found.config, found.load_dataset = types.SimpleNamespace(HF_HUB_OFFLINE=offline), load_dataset
+        found.config, found.load_dataset = (
+            types.SimpleNamespace(HF_HUB_OFFLINE=offline),
+            load_dataset,
+        )
         monkeypatch.setitem(sys.modules, "datasets", found)
         return called
 
@@ -54,9 +59,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_a_data_set_gives_a_text_per_row(library: Callable[..., Any], tmp_path: Path) -> None:
-    rows = [{"id": "a name that is no text", "text": f"The text of row {i},\nof two lines."} for i in range(3)]
+    rows = [
+        {"id": "a name that is no text", "text": f"The text of row {i},\nof two lines."}
+        for i in range(3)
+    ]
     called = library(rows)
-    assert read_texts(["people/talk:plain"]) == [f"The text of row {i}, of two lines." for i in range(3)]
+    assert read_texts(["people/talk:plain"]) == [
+        f"The text of row {i}, of two lines." for i in range(3)
+    ]
     assert called == [("people/talk", "plain", "train", True)]
     # Another name for the column, and what was downloaded before.
     called = library([{"label": 1, "words": row["text"]} for row in rows], offline=True)
@@ -68,24 +78,37 @@ def test_a_data_set_gives_a_text_per_row(library: Callable[..., Any], tmp_path: 
     assert len(called) == 1
 
 
-def test_a_data_set_gives_images_as_their_files(library: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_data_set_gives_images_as_their_files(
+    library: Callable[..., Any], tmp_path: Path
+) -> None:
     held = io.BytesIO()
     Image.new("RGB", (9, 5)).save(held, "PNG")
     Image.new("RGB", (7, 5)).save(tmp_path / "a.png")
-    images = [{"bytes": held.getvalue(), "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
-    library([{"label": 0, "image": image} for image in [*images, {"bytes": b"no image", "path": None}]])
+    images = [
+        {"bytes": held.getvalue(), "path": None},
+        {"bytes": None, "path": str(tmp_path / "a.png")},
+    ]
+    library(
+        [{"label": 0, "image": image} for image in [*images, {"bytes": b"no image", "path": None}]]
+    )
     found, damaged = find_images(["people/pictures"])
     assert [Crop(file).read().size for file in found] == [(9, 5), (7, 5)]
     assert len(damaged) == 1
 
 
-def test_what_is_no_data_set_is_named(library: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_data_set_is_named(
+    library: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     library(ConnectionError("Couldn't reach 'people/talk' on the Hub"))
-    with pytest.raises(DataError, match=r"but people/talk does not, and as a data set .*reach.*HF_HUB_OFFLINE=0"):
+    with pytest.raises(
+        DataError, match=r"but people/talk does not, and as a data set .*reach.*HF_HUB_OFFLINE=0"
+    ):
         read_texts(["people/talk"])
     library([{"label": 1, "text": "words"}])
     with pytest.raises(DataError, match="a row must have images, but has label, text"):
         find_images(["people/talk"])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="but people/talk does not: correct it, or install datasets"):
+    with pytest.raises(
+        DataError, match="but people/talk does not: correct it, or install datasets"
+    ):
         read_texts(["people/talk"])

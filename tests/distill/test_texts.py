@@ -16,7 +16,9 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def test_paragraphs(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.txt", f"{LONG},\n  folded.\n \t\nshort\n\n\n{LONG} too.\n\n{LONG},  folded.")
+    file = write(
+        tmp_path / "a.txt", f"{LONG},\n  folded.\n \t\nshort\n\n\n{LONG} too.\n\n{LONG},  folded."
+    )
     assert read_texts([file]) == [f"{LONG}, folded.", f"{LONG} too."]
     assert read_texts(file) == read_texts(str(file)) == read_texts([file])
 
@@ -42,7 +44,10 @@ def test_folders(tmp_path: Path) -> None:
     write(tmp_path / "weights.bin", b"\xff\x00")
     assert read_texts([tmp_path]) == [f"{LONG} a.", f"{LONG} b."]
     # A file that is named is read, whatever its name.
-    assert read_texts([write(tmp_path / "c.log", f"{LONG} c."), tmp_path / "a.rst"]) == [f"{LONG} c.", f"{LONG} a."]
+    assert read_texts([write(tmp_path / "c.log", f"{LONG} c."), tmp_path / "a.rst"]) == [
+        f"{LONG} c.",
+        f"{LONG} a.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,11 @@ def test_folders(tmp_path: Path) -> None:
     [
         ("a.txt", "", "must have a paragraph or line of 20 characters, but .*a.txt has none"),
         ("a.txt", "short\n\nshorter", "has none"),
-        ("a.txt", f"{LONG} ".encode() + b"\xe9t\xe9", r"must be UTF-8, but .*a\.txt is not, at byte 32: convert it"),
+        (
+            "a.txt",
+            f"{LONG} ".encode() + b"\xe9t\xe9",
+            r"must be UTF-8, but .*a\.txt is not, at byte 32: convert it",
+        ),
         ("a.bin", b"\x89PNG\r\n\x1a\n\xff", "must be UTF-8"),
         ("a.txt", f"{LONG}\0\0", "has NUL bytes: is it binary"),
         ("a.py", "def f(:\n", "must be Python, but .*a.py is not, at line 1"),
@@ -59,7 +68,9 @@ def test_folders(tmp_path: Path) -> None:
         ("a.py", "x = 1\n", "has none"),
     ],
 )
-def test_files_that_are_no_texts(tmp_path: Path, name: str, content: str | bytes, match: str) -> None:
+def test_files_that_are_no_texts(
+    tmp_path: Path, name: str, content: str | bytes, match: str
+) -> None:
     good = write(tmp_path / "good.txt", f"{LONG}.")
     with pytest.raises(DataError, match=match):
         read_texts([good, write(tmp_path / name, content)])
@@ -80,7 +91,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     file = write(tmp_path / "a.txt", LONG)
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(DataError, match=r"must be readable, but .*a\.txt is not: Permission denied"):
+    with pytest.raises(
+        DataError, match=r"must be readable, but .*a\.txt is not: Permission denied"
+    ):
         read_texts([file])
 
 
@@ -95,7 +108,9 @@ def test_a_file_without_blank_lines_has_a_text_per_line(tmp_path: Path) -> None:
     lines = [f"{LONG} {i}." for i in range(3)]
     assert read_texts([write(tmp_path / "lines.txt", "\n".join(lines) + "\n")]) == lines
     assert read_texts([write(tmp_path / "lines.txt", "\n".join(lines) + "\n")], whole=True) == lines
-    folded = read_texts([write(tmp_path / "paragraphs.txt", "\n".join(lines[:2]) + "\n\n" + lines[2])])
+    folded = read_texts(
+        [write(tmp_path / "paragraphs.txt", "\n".join(lines[:2]) + "\n\n" + lines[2])]
+    )
     assert folded == [" ".join(lines[:2]), lines[2]]
 
 
@@ -114,5 +129,7 @@ def test_splits_that_cannot_be() -> None:
     with pytest.raises(ArgumentError, match="held_out must be at least 1, got 0"):
         split_texts(["a", "b"], 0)
     assert [len(part) for part in split_texts([str(i) for i in range(10)], 6)] == [8, 2]
-    with pytest.raises(DataError, match=r"at least 8, to hold some out \(--held-out\), got 7: give more"):
+    with pytest.raises(
+        DataError, match=r"at least 8, to hold some out \(--held-out\), got 7: give more"
+    ):
         split_texts([str(i) for i in range(7)], 6)

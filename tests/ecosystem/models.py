@@ -25,8 +25,15 @@ def ids(rows: int = 4, length: int = 7) -> torch.Tensor:
 
 
 def bert(head: str = "BertModel", **options: Any) -> Any:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0, **sizes)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0, **sizes
+    )
     return converted(getattr(transformers, head)(config), **options)
 
 
@@ -52,8 +59,11 @@ def converted(model: Any, **options: Any) -> Any:
     model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Else the logits are too close to one another for a comparison of what is generated to mean anything.
-            parameter.add_(0.1 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(10)
+            # Else the logits are too close to one another for a comparison of what is generated to
+            # mean anything.
+            parameter.add_(
+                0.1 * torch.randn_like(parameter)
+            ) if parameter.dim() == 1 else parameter.mul_(10)
     dynorm.convert_(model, dynorm.find_norms(model, input_ids=ids()), **options)
     dynorm.calibrate_(model, [{"input_ids": ids()}])
     return model
@@ -61,7 +71,9 @@ def converted(model: Any, **options: Any) -> Any:
 
 def tokenizer() -> Any:
     words = [*SPECIAL.values(), *(f"w{i}" for i in range(len(SPECIAL), VOCABULARY))]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIAL["unk_token"]))
+    made = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIAL["unk_token"])
+    )
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
 
@@ -83,7 +95,9 @@ def fresh(script: str, *arguments: object) -> str:
     """What a script prints in a process of its own."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

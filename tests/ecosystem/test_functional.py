@@ -11,7 +11,17 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import (
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -20,13 +30,17 @@ import dynorm
 from tests.ecosystem.models import bert, first, gpt2
 
 # torch scripts its own formulas when forward mode is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)
 
 LAYERS = ["dyisru", "dyt", "derf", "linear"]
 
 
 def mlp(to: str = "dyisru", norm: type[nn.Module] = nn.LayerNorm, **options: Any) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(6, 8), norm(8), nn.GELU(), nn.Linear(8, 8), norm(8), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 8), norm(8), nn.GELU(), nn.Linear(8, 8), norm(8), nn.Linear(8, 3)
+    )
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(16, 6)), to=to, **options)
     if to in LAYERS:
         dynorm.calibrate_(model, [torch.randn(64, 6)])
@@ -64,14 +78,22 @@ def test_an_ensemble_of_models(to: str) -> None:
 
 @pytest.mark.parametrize("to", LAYERS)
 def test_derivatives_forward_backward_and_twice(to: str) -> None:
-    model, x, v = mlp(to).double(), torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    model, x, v = (
+        mlp(to).double(),
+        torch.randn(6, dtype=torch.float64),
+        torch.randn(6, dtype=torch.float64),
+    )
     jacobian = jacrev(model)(x)
     torch.testing.assert_close(jacfwd(model)(x), jacobian)
     torch.testing.assert_close(jvp(model, (x,), (v,))[1], jacobian @ v)
-    torch.testing.assert_close(vjp(model, x)[1](torch.ones(3, dtype=torch.float64))[0], jacobian.sum(0))
+    torch.testing.assert_close(
+        vjp(model, x)[1](torch.ones(3, dtype=torch.float64))[0], jacobian.sum(0)
+    )
     torch.testing.assert_close(torch.autograd.functional.jacobian(model, x), jacobian)
     curvature = hessian(lambda x: model(x).sum())(x)
-    torch.testing.assert_close(torch.autograd.functional.hessian(lambda x: model(x).sum(), x), curvature)
+    torch.testing.assert_close(
+        torch.autograd.functional.hessian(lambda x: model(x).sum(), x), curvature
+    )
     assert torch.autograd.gradgradcheck(model, x.clone().requires_grad_())
 
 
@@ -82,7 +104,9 @@ def test_a_tangent_of_the_constants_themselves() -> None:
     _, tangent = jvp(lambda p: functional_call(model, p, (x,)), (parameters,), (tangents,))
     step = 1e-6
     ahead, behind = (
-        functional_call(model, {name: p + sign * step * tangents[name] for name, p in parameters.items()}, (x,))
+        functional_call(
+            model, {name: p + sign * step * tangents[name] for name, p in parameters.items()}, (x,)
+        )
         for sign in (1, -1)
     )
     torch.testing.assert_close(tangent, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)
@@ -97,7 +121,9 @@ def test_checkpointed_activations(to: str, use_reentrant: bool) -> None:
         model.zero_grad()
         leaf = x.clone().requires_grad_()
         run(leaf).pow(2).sum().backward()
-        found.append([leaf.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        found.append(
+            [leaf.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        )
     assert len(found[0]) == len(found[1]) > 5
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -116,7 +142,9 @@ def test_an_exponential_moving_average(to: str) -> None:
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         average.update_parameters(model)
-        expected = {name: decay * expected[name] + (1 - decay) * p for name, p in own(model).items()}
+        expected = {
+            name: decay * expected[name] + (1 - decay) * p for name, p in own(model).items()
+        }
     for name, value in own(average.module).items():
         torch.testing.assert_close(value, expected[name])
     x = torch.randn(4, 6)
@@ -200,8 +228,11 @@ def test_shared_memory(to: str) -> None:
 def test_another_process_writes_into_the_shared_model() -> None:
     model = mlp().share_memory()
     zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    # Pickles the layers, and the norms that they replaced, by their tensors' place in shared memory.
-    process = torch.multiprocessing.get_context("spawn").Process(target=model.load_state_dict, args=(zeros,))
+    # Pickles the layers, and the norms that they replaced, by their tensors' place in shared
+    # memory.
+    process = torch.multiprocessing.get_context("spawn").Process(
+        target=model.load_state_dict, args=(zeros,)
+    )
     process.start()
     process.join(120)
     assert process.exitcode == 0
@@ -283,15 +314,24 @@ def test_an_empty_model_is_filled_and_dispatched(tmp_path: Path, to: str) -> Non
     assert all(tensor.is_meta for tensor in (*shell.parameters(), *shell.buffers()))
     devices = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "cpu", "4": "disk", "5": "cpu"}
     filled = accelerate.load_checkpoint_and_dispatch(
-        shell, tmp_path, device_map=devices, offload_folder=tmp_path / "offload", offload_buffers=True
+        shell,
+        tmp_path,
+        device_map=devices,
+        offload_folder=tmp_path / "offload",
+        offload_buffers=True,
     )
     assert torch.equal(filled(x), model(x))
 
 
 def mlp_of_layers(like: nn.Sequential) -> nn.Sequential:
     """A model whose layers are written down, not converted."""
-    first, second = (type(like[i])(**like[i].config() | ({"t": 0.0} if hasattr(like[i], "t") else {})) for i in (1, 4))
-    return nn.Sequential(nn.Linear(6, 8), first, nn.GELU(), nn.Linear(8, 8), second, nn.Linear(8, 3))
+    first, second = (
+        type(like[i])(**like[i].config() | ({"t": 0.0} if hasattr(like[i], "t") else {}))
+        for i in (1, 4)
+    )
+    return nn.Sequential(
+        nn.Linear(6, 8), first, nn.GELU(), nn.Linear(8, 8), second, nn.Linear(8, 3)
+    )
 
 
 def test_a_prepared_model_trains_as_it_is() -> None:
@@ -305,4 +345,6 @@ def test_a_prepared_model_trains_as_it_is() -> None:
     optimizer.step()
     plain.step()
     unwrapped = accelerator.unwrap_model(prepared)
-    assert all(torch.equal(a, b) for a, b in zip(unwrapped.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(unwrapped.parameters(), twin.parameters(), strict=True)
+    )

@@ -16,7 +16,9 @@ import dynorm
 
 # What Lightning 2.6 says of torch 2.13, and of a machine of few cores.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
+    ),
     pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
 ]
 
@@ -28,7 +30,9 @@ def callback() -> Any:
     """The class of the page, with a schedule that fits a short run."""
     example = r"```python\nimport lightning\n+(class Anneal\(lightning.*?)```"
     (lines,) = re.findall(example, PAGE.read_text("utf-8"), re.DOTALL)
-    short = lines.replace("start=0.6, length=0.3", f"start={START / STEPS}, length={LENGTH / STEPS}")
+    short = lines.replace(
+        "start=0.6, length=0.3", f"start={START / STEPS}, length={LENGTH / STEPS}"
+    )
     assert short != lines
     names: dict[str, Any] = {"lightning": lightning, "dynorm": dynorm}
     exec(short, names)
@@ -66,12 +70,23 @@ def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumula
     )  # fmt: skip
     trainer.fit(net, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16))
 
-    assert [step for step, *_ in net.seen] == [step for step in range(STEPS) for _ in range(accumulated)]
+    assert [step for step, *_ in net.seen] == [
+        step for step in range(STEPS) for _ in range(accumulated)
+    ]
     schedule = dynorm.AnnealSchedule(START, LENGTH)
-    assert [t for _, t, _ in net.seen] == pytest.approx([schedule.at(step, STEPS) for step, *_ in net.seen])
-    # As built until the annealing begins; then from the activations of all of that step, to the step that follows.
+    assert [t for _, t, _ in net.seen] == pytest.approx(
+        [schedule.at(step, STEPS) for step, *_ in net.seen]
+    )
+    # As built until the annealing begins; then from the activations of all of that step, to the
+    # step that follows.
     assert all(beta == pytest.approx(16.0) for step, _, beta in net.seen if step <= START)
-    begun = torch.cat([entered for (step, *_), entered in zip(net.seen, net.entered, strict=True) if step == START])
+    begun = torch.cat(
+        [
+            entered
+            for (step, *_), entered in zip(net.seen, net.entered, strict=True)
+            if step == START
+        ]
+    )
     found = next(beta for step, _, beta in net.seen if step == START + 1)
     assert len(begun) == 16 * accumulated
     assert found == pytest.approx(expected(begun), rel=1e-4)

@@ -16,7 +16,9 @@ from dynorm.replace.specs import dynorm_layers
 from tests.ecosystem.models import bert, first, fresh, gpt2, ids
 
 # peft 0.21 asks by the old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 # peft compares with the ends of paths.
 NORMS = ["ln_1", "ln_2", "ln_f"]
@@ -24,7 +26,12 @@ NORMS = ["ln_1", "ln_2", "ln_f"]
 
 def adapted(model: nn.Module, **options: Any) -> Any:
     # GPT-2's Conv1D has its weight transposed, which peft would say in a warning.
-    settings = {"r": 2, "lora_alpha": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True} | options
+    settings = {
+        "r": 2,
+        "lora_alpha": 8,
+        "target_modules": ["c_attn"],
+        "fan_in_fan_out": True,
+    } | options
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
 
 
@@ -39,7 +46,11 @@ def train(model: nn.Module, steps: int = 4) -> None:
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters() if "lora" not in name}
+    return {
+        name: value.detach().clone()
+        for name, value in model.named_parameters()
+        if "lora" not in name
+    }
 
 
 SCRIPT = """
@@ -79,7 +90,9 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(tmp_path: Path, constants
         fresh(SCRIPT, tmp_path)
         torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], tuned)
     else:
-        again = peft.PeftModel.from_pretrained(dynorm.load(tmp_path / "base"), str(tmp_path / "adapter"))
+        again = peft.PeftModel.from_pretrained(
+            dynorm.load(tmp_path / "base"), str(tmp_path / "adapter")
+        )
         torch.testing.assert_close(first(again.eval()), tuned)
     merged = lora.merge_and_unload()
     assert len(dynorm_layers(merged)) == 5
@@ -112,7 +125,9 @@ def test_a_model_with_adapters_is_converted_and_calibrated() -> None:
     dynorm.calibrate_(lora, [{"input_ids": ids()}])
     assert len(dynorm_layers(lora)) == 5
     # The norms were frozen by peft, and so are the layers in their place.
-    assert not any(p.requires_grad for layer in dynorm_layers(lora).values() for p in layer.parameters())
+    assert not any(
+        p.requires_grad for layer in dynorm_layers(lora).values() for p in layer.parameters()
+    )
     before = first(lora)
     train(lora)
     assert not torch.equal(first(lora), before)
@@ -120,10 +135,16 @@ def test_a_model_with_adapters_is_converted_and_calibrated() -> None:
 
 def test_an_encoder_with_a_new_head(tmp_path: Path) -> None:
     model = bert("BertForSequenceClassification")
-    settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"])
+    settings = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"]
+    )
     lora = peft.get_peft_model(model, settings)
     loss = lora(input_ids=ids(), labels=torch.tensor([0, 1, 0, 1])).loss
     loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in lora.parameters() if p.requires_grad)
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() for p in lora.parameters() if p.requires_grad
+    )
     lora.save_pretrained(tmp_path)
-    assert {"adapter_model.safetensors", "adapter_config.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {
+        path.name for path in tmp_path.iterdir()
+    }

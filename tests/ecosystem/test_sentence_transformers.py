@@ -18,7 +18,12 @@ from dynorm.distill.pipeline import Recipe, convert_pretrained
 from tests.ecosystem.models import bert, kinds, tokenizer
 from tools.demo_model import folder as demo_model
 
-TEXTS = ["A norm needs the whole token.", "A point-wise function does not.", "Read a file", "return the sum of two"]
+TEXTS = [
+    "A norm needs the whole token.",
+    "A point-wise function does not.",
+    "Read a file",
+    "return the sum of two",
+]
 QUICK = Recipe(refine=0, held_out=8, max_length=32)
 WORDS = Recipe(refine=0, held_out=4, max_length=8)
 
@@ -26,7 +31,9 @@ WORDS = Recipe(refine=0, held_out=4, max_length=8)
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("texts") / "texts.txt"
-    file.write_text("\n\n".join(f"{text} Number {i} of many." for i in range(12) for text in TEXTS), "utf-8")
+    file.write_text(
+        "\n\n".join(f"{text} Number {i} of many." for i in range(12) for text in TEXTS), "utf-8"
+    )
     return file
 
 
@@ -66,7 +73,9 @@ def test_the_demos_model_gives_mean_pooled_embeddings(written: Path, tmp_path: P
     assert model.max_seq_length == 256
     embeddings = model.encode(TEXTS, convert_to_tensor=True)
     torch.testing.assert_close(embeddings, mean_pooled(written, TEXTS))
-    original = SentenceTransformer(str(demo_model()), device="cpu").encode(TEXTS, convert_to_tensor=True)
+    original = SentenceTransformer(str(demo_model()), device="cpu").encode(
+        TEXTS, convert_to_tensor=True
+    )
     assert 0.3 < torch.cosine_similarity(embeddings, original).mean() < 0.9999
     model.save(str(tmp_path))
     again = SentenceTransformer(str(tmp_path), device="cpu")
@@ -99,13 +108,20 @@ def with_dense(tmp_path: Path) -> Path:
     inner = modules.Transformer(str(tmp_path / "plain"))
     parts = [inner, modules.Pooling(16, "mean"), modules.Dense(16, 8), modules.Normalize()]
     SentenceTransformer(modules=parts, device="cpu").save(str(folder))
-    for name in ("onnx/model.onnx", ".git/config", "model.safetensors.index.json", "pytorch_model.bin"):
+    for name in (
+        "onnx/model.onnx",
+        ".git/config",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
     return folder
 
 
-def test_modules_with_weights_come_along_and_clutter_does_not(with_dense: Path, words: Path, tmp_path: Path) -> None:
+def test_modules_with_weights_come_along_and_clutter_does_not(
+    with_dense: Path, words: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     convert_pretrained(with_dense, out, WORDS, texts=[words])
     model = SentenceTransformer(str(out / "model"), device="cpu")
@@ -117,26 +133,39 @@ def test_modules_with_weights_come_along_and_clutter_does_not(with_dense: Path, 
     torch.testing.assert_close(model.encode(texts, convert_to_tensor=True), expected.detach())
     written = {str(path.relative_to(out / "model")) for path in (out / "model").rglob("*")}
     assert "2_Dense/model.safetensors" in written
-    assert not written & {"onnx/model.onnx", ".git/config", "model.safetensors.index.json", "pytorch_model.bin"}
+    assert not written & {
+        "onnx/model.onnx",
+        ".git/config",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+    }
 
 
 def test_a_folder_is_converted_into_itself_again_and_again(with_dense: Path, words: Path) -> None:
     for _ in range(2):
-        convert_pretrained(with_dense, with_dense / "converted", WORDS, texts=[words], overwrite=True)
+        convert_pretrained(
+            with_dense, with_dense / "converted", WORDS, texts=[words], overwrite=True
+        )
     written = {str(path.relative_to(with_dense)) for path in (with_dense / "converted").rglob("*")}
     assert "converted/model/tokenizer.json" in written
     assert not any("converted" in Path(name).parts[1:] for name in written)
 
 
-def test_an_overwritten_model_has_the_new_ones_tokenizer(with_dense: Path, words: Path, tmp_path: Path) -> None:
+def test_an_overwritten_model_has_the_new_ones_tokenizer(
+    with_dense: Path, words: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     convert_pretrained(with_dense, out, WORDS, texts=[words])
     (out / "model" / "tokenizer.json").write_text("{}")
     convert_pretrained(with_dense, out, WORDS, texts=[words], overwrite=True)
-    assert (out / "model" / "tokenizer.json").read_text() == (with_dense / "tokenizer.json").read_text()
+    assert (out / "model" / "tokenizer.json").read_text() == (
+        with_dense / "tokenizer.json"
+    ).read_text()
 
 
-def test_a_damaged_list_of_modules_is_refused_before_the_work(with_dense: Path, words: Path, tmp_path: Path) -> None:
+def test_a_damaged_list_of_modules_is_refused_before_the_work(
+    with_dense: Path, words: Path, tmp_path: Path
+) -> None:
     (with_dense / "modules.json").write_text(json.dumps([{"idx": 0}]))
     with pytest.raises(dynorm.StorageError, match=r"modules\.json must be a list of modules"):
         convert_pretrained(with_dense, tmp_path / "out", WORDS, texts=[words])

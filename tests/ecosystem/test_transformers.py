@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import dynorm
-from tests.ecosystem.models import VOCABULARY, bert, converted, first, gpt2, ids, kinds, llama, saved
+from tests.ecosystem.models import (
+    VOCABULARY,
+    bert,
+    converted,
+    first,
+    gpt2,
+    ids,
+    kinds,
+    llama,
+    saved,
+)
 
 MODELS = {"gpt2": gpt2, "llama": llama}
 
@@ -26,9 +36,13 @@ def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
         "dataloader_pin_memory": False,
     }  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in ids(16)]
-    optimizer = torch.optim.AdamW(dynorm.param_groups(model, lr=1e-2, weight_decay=0.1, constants_lr=3e-2))
+    optimizer = torch.optim.AdamW(
+        dynorm.param_groups(model, lr=1e-2, weight_decay=0.1, constants_lr=3e-2)
+    )
     arguments = TrainingArguments(**(settings | options))
-    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], optimizers=(optimizer, None))
+    return Trainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows[:4], optimizers=(optimizer, None)
+    )
 
 
 def test_a_run_of_the_trainer_stops_resumes_and_is_saved(tmp_path: Path) -> None:
@@ -81,7 +95,9 @@ def test_pipelines_give_what_the_model_gives(tmp_path: Path) -> None:
     folder = saved(model, tmp_path / "bert")
     text = "w5 w6 [MASK] w8"
     inputs = {"input_ids": torch.tensor([[5, 6, 3, 8]])}
-    features = transformers.pipeline("feature-extraction", model=str(folder))(text, return_tensors=True)
+    features = transformers.pipeline("feature-extraction", model=str(folder))(
+        text, return_tensors=True
+    )
     torch.testing.assert_close(features, first(model.bert, **inputs))
     best = transformers.pipeline("fill-mask", model=str(folder))(text, top_k=3)
     scores, tokens = first(model, **inputs)[0, 2].softmax(-1).topk(3)
@@ -92,8 +108,13 @@ def test_pipelines_give_what_the_model_gives(tmp_path: Path) -> None:
 def test_a_pipeline_generates_a_batch_of_texts(tmp_path: Path) -> None:
     model = gpt2()
     pipeline = transformers.pipeline("text-generation", model=str(saved(model, tmp_path / "gpt2")))
-    settings = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=1, pad_token_id=0)
-    alone = [pipeline(text, generation_config=settings)[0]["generated_text"] for text in ("w5 w6 w7", "w9")]
+    settings = transformers.GenerationConfig(
+        max_new_tokens=4, do_sample=False, eos_token_id=1, pad_token_id=0
+    )
+    alone = [
+        pipeline(text, generation_config=settings)[0]["generated_text"]
+        for text in ("w5 w6 w7", "w9")
+    ]
     pipeline.tokenizer.padding_side = "left"
     together = pipeline(["w5 w6 w7", "w9"], generation_config=settings, batch_size=2)
     assert [answers[0]["generated_text"] for answers in together] == alone
@@ -111,14 +132,21 @@ def greedy(model: nn.Module, prompt: Tensor, steps: int) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_is_the_same_with_every_cache(name: str) -> None:
     model, prompt = MODELS[name](), ids(3, 5)
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones(3, 5)}
+    settings = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "attention_mask": torch.ones(3, 5),
+    }
     expected = greedy(model, prompt, 6)
     assert len({tuple(row) for row in expected[:, 5:].tolist()}) > 1
     assert torch.equal(model.generate(prompt, use_cache=False, **settings), expected)
     assert torch.equal(model.generate(prompt, **settings), expected)
     # The static cache would be compiled on an accelerator; here it is only filled.
     assert torch.equal(model.generate(prompt, cache_implementation="static", **settings), expected)
-    beams = [model.generate(prompt, num_beams=3, use_cache=cache, **settings) for cache in (False, True)]
+    beams = [
+        model.generate(prompt, num_beams=3, use_cache=cache, **settings) for cache in (False, True)
+    ]
     assert torch.equal(*beams)
 
 
@@ -177,7 +205,13 @@ def test_gradient_checkpointing_changes_no_gradient(name: str, use_reentrant: bo
 
 
 def test_a_model_that_initialises_the_weight_of_a_norm_without_one(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "time_step_rank": 4, "state_size": 8}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "time_step_rank": 4,
+        "state_size": 8,
+    }
     config = transformers.FalconMambaConfig(vocab_size=VOCABULARY, **sizes)
     model = converted(transformers.FalconMambaForCausalLM(config))
     assert model.backbone.layers[0].mixer.dt_layernorm.weight is None

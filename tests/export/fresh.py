@@ -10,7 +10,10 @@ from pathlib import Path
 def run_fresh(script: str, *arguments: Path) -> str:
     """Run a script in a new Python process, and return what it prints; its own failure fails the test."""
     done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -27,7 +27,9 @@ from benchmarks.compiled import (
 
 pytest.importorskip("transformers")
 # torch's own: importing Inductor warns.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)
 LAYERS = [dynorm.DyISRU, dynorm.DyT, dynorm.Derf]
 SHAPES = [(2, 8), (3, 11), (5, 16), (7, 3)]
 
@@ -85,14 +87,23 @@ def test_a_block_is_one_loop_and_exact_in_float64() -> None:
     with torch.no_grad():
         for parameter in blocks.parameters():
             parameter.uniform_(0.2, 1.5)
-    x, y = (torch.randn(len(LAYERS), 5, 48, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, y = (
+        torch.randn(len(LAYERS), 5, 48, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
 
     def everything(function: Any) -> list[Tensor]:
         out = function(x=x, y=y)
-        return [out, *torch.autograd.grad((out * torch.sin(out.detach())).sum(), [x, y, *blocks.parameters()])]
+        return [
+            out,
+            *torch.autograd.grad(
+                (out * torch.sin(out.detach())).sum(), [x, y, *blocks.parameters()]
+            ),
+        ]
 
     for block in blocks.blocks:
-        (kernel,) = kernels_of(generated_code(block, {"x": x[0].detach(), "y": y[0].detach()})).values()
+        (kernel,) = kernels_of(
+            generated_code(block, {"x": x[0].detach(), "y": y[0].detach()})
+        ).values()
         assert innermost_loops(kernel) == 1
         assert "reduce" not in kernel
     with fresh_compiler():
@@ -109,13 +120,17 @@ def test_max_autotune() -> None:
         assert_close(first(function(**example)), first(model(**example)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "to"), [("gpt2", "dyt"), ("llama", "derf"), ("bert", "linear"), ("vit", "dyt")])
+@pytest.mark.parametrize(
+    ("kind", "to"), [("gpt2", "dyt"), ("llama", "derf"), ("bert", "linear"), ("vit", "dyt")]
+)
 def test_no_graph_break_and_no_recompilation(kind: str, to: str) -> None:
     model = converted(tiny_model(kind), inputs(kind, 2, 8), to)
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        equal_for_every_shape(torch.compile(model, fullgraph=True, dynamic=True, backend="eager"), model, kind)
+        equal_for_every_shape(
+            torch.compile(model, fullgraph=True, dynamic=True, backend="eager"), model, kind
+        )
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -44,7 +44,9 @@ print("dynorm" in sys.modules, "transformers" in sys.modules)
 class Layers(nn.Module):
     """Layers of one input, so that one graph or package holds all of them."""
 
-    def __init__(self, classes: list[type[dynorm.PointwiseNorm]], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, classes: list[type[dynorm.PointwiseNorm]], dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(cls(6, center=True, dtype=dtype) for cls in classes)
         with torch.no_grad():
@@ -55,7 +57,9 @@ class Layers(nn.Module):
         return torch.stack([layer(x) for layer in self.layers])
 
 
-def exported(model: nn.Module, example: dict[str, Tensor], *, strict: bool = False) -> ExportedProgram:
+def exported(
+    model: nn.Module, example: dict[str, Tensor], *, strict: bool = False
+) -> ExportedProgram:
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in example}
     return torch.export.export(model, (), kwargs=example, dynamic_shapes=shapes, strict=strict)
 
@@ -68,7 +72,9 @@ class Both(nn.Module):
         self.layers, self.model = layers, model
 
     def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        return torch.cat([self.layers(x).flatten(), first(self.model(input_ids=input_ids)).flatten()])
+        return torch.cat(
+            [self.layers(x).flatten(), first(self.model(input_ids=input_ids)).flatten()]
+        )
 
 
 def model_and_examples(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
@@ -82,7 +88,9 @@ def model_and_examples(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     for layer in layers.layers[3:]:
         layer.set_witnesses_((4, 1), (0.3, 2.0))
     sizes = torch.tensor([1.0, 30, 1, 1, 9, 1])
-    return Both(layers, model), [{"x": sizes * torch.randn(*e["input_ids"].shape, 6), **e} for e in examples]
+    return Both(layers, model), [
+        {"x": sizes * torch.randn(*e["input_ids"].shape, 6), **e} for e in examples
+    ]
 
 
 @pytest.mark.slow
@@ -114,7 +122,10 @@ def test_save_load_run_in_a_fresh_process(tmp_path: Path) -> None:
 def test_export_of_the_other_models(kind: str) -> None:
     example = inputs(kind, 2, 8)
     model = converted(tiny_model(kind), example)
-    shapes = {name: {0: Dim.DYNAMIC} if kind == "vit" else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in example}
+    shapes = {
+        name: {0: Dim.DYNAMIC} if kind == "vit" else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+        for name in example
+    }
     program = torch.export.export(model, (), kwargs=example, dynamic_shapes=shapes)
     assert not [name for name in targets(program) if "norm" in name]
     other = inputs(kind, 5, 17)
@@ -123,10 +134,16 @@ def test_export_of_the_other_models(kind: str) -> None:
 
 
 def targets(program: ExportedProgram) -> list[str]:
-    return [str(node.target) for node in program.run_decompositions().graph.nodes if node.op == "call_function"]
+    return [
+        str(node.target)
+        for node in program.run_decompositions().graph.nodes
+        if node.op == "call_function"
+    ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_a_layer_reduces_nothing_in_any_dtype(dtype: torch.dtype) -> None:
     layers = Layers(LAYERS, dtype)
     x = torch.randn(3, 5, 6, dtype=dtype)

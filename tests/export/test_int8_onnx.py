@@ -39,7 +39,8 @@ def test_a_decoder_in_static_int8(kind: str) -> None:
     other = inputs(kind, 3, 13)
     (got,) = exports.onnx_session(program).run(None, {"input_ids": other["input_ids"].numpy()})
     ours = first(model(**other))
-    # Where a value lies between two steps, a difference in the last digit may take it to the other one.
+    # Where a value lies between two steps, a difference in the last digit may take it to the other
+    # one.
     assert (torch.from_numpy(got) - ours).norm() < 0.1 * (ours - want).norm()
 
 
@@ -48,7 +49,9 @@ def test_a_table_is_one_look_up() -> None:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.uniform_(0.2, 1.5)
-    model = nn.Sequential(Int8Table(layer, (torch.tensor(-3.0), torch.tensor(2.0)), symmetric=False)).eval()
+    model = nn.Sequential(
+        Int8Table(layer, (torch.tensor(-3.0), torch.tensor(2.0)), symmetric=False)
+    ).eval()
     for x in (torch.randint(-128, 128, (2, 8, 6), dtype=torch.int8), torch.randn(2, 8, 6)):
         given: dict[str, Any] = {"input": x}
         program = exports.onnx_program(model, given)

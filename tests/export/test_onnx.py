@@ -39,7 +39,9 @@ print("torch" in sys.modules, "dynorm" in sys.modules)
 
 def exported(model: nn.Module, example: dict[str, Tensor]) -> torch.onnx.ONNXProgram:
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in example}
-    program = torch.onnx.export(model, (), kwargs=example, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    program = torch.onnx.export(
+        model, (), kwargs=example, dynamo=True, dynamic_shapes=shapes, verbose=False
+    )
     assert program is not None
     return program
 
@@ -51,7 +53,9 @@ def operators(program: torch.onnx.ONNXProgram) -> Counter[str]:
 
 
 def reductions(found: Counter[str]) -> list[str]:
-    return [name for name in found if name.startswith("Reduce") or "Norm" in name or name == "CumSum"]
+    return [
+        name for name in found if name.startswith("Reduce") or "Norm" in name or name == "CumSum"
+    ]
 
 
 def layer_of(cls: type[PointwiseNorm], dtype: torch.dtype = torch.float32) -> PointwiseNorm:
@@ -72,7 +76,9 @@ def saved(kind: str, folder: Path) -> list[Tensor]:
         examples = [{"x": torch.randn(*shape, 6)} for shape in SHAPES]
     program = exported(model, examples[0])
     # The position ids of GPT-2's mask are a sum over tokens of whole numbers, not a norm's.
-    assert [name for name in reductions(operators(program)) if (kind, name) != ("gpt2", "CumSum")] == []
+    assert [
+        name for name in reductions(operators(program)) if (kind, name) != ("gpt2", "CumSum")
+    ] == []
     folder.mkdir()
     program.save(str(folder / "model.onnx"))
     given = {str(i): next(iter(example.values())).numpy() for i, example in enumerate(examples)}
@@ -83,7 +89,9 @@ def saved(kind: str, folder: Path) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_save_and_run_in_a_fresh_process(tmp_path: Path) -> None:
-    expected = {kind: saved(kind, tmp_path / kind) for kind in ("DyISRU", "DyT", "Derf", "bert", "gpt2")}
+    expected = {
+        kind: saved(kind, tmp_path / kind) for kind in ("DyISRU", "DyT", "Derf", "bert", "gpt2")
+    }
     said = run_fresh(RUN, *(tmp_path / kind for kind in expected))
     assert said.split() == ["False", "False"]
     for kind, tensors in expected.items():
@@ -119,12 +127,16 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2, tor
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
     # Of Derf in float64 the next test speaks.
-    layers = [layer_of(cls, dtype) for cls in LAYERS if (cls, dtype) != (dynorm.Derf, torch.float64)]
+    layers = [
+        layer_of(cls, dtype) for cls in LAYERS if (cls, dtype) != (dynorm.Derf, torch.float64)
+    ]
     given = torch.float32 if dtype == torch.bfloat16 else dtype
     model = Several(layers, dtype).eval()
     program = exported(model, {"x": torch.randn(2, 8, 6, dtype=given)})
     assert reductions(operators(program)) == []
-    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     x = torch.randn(3, 5, 6, dtype=given)
     tolerance = TOLERANCE[dtype]
     for got, y in zip(session.run(None, {"x": x.numpy()}), model(x), strict=True):
@@ -134,21 +146,32 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_derf_in_float64_is_exported_and_not_run() -> None:
     """onnxruntime's CPU provider has no kernel for its erf."""
-    program = exported(layer_of(dynorm.Derf, torch.float64), {"x": torch.randn(2, 8, 6, dtype=torch.float64)})
+    program = exported(
+        layer_of(dynorm.Derf, torch.float64), {"x": torch.randn(2, 8, 6, dtype=torch.float64)}
+    )
     assert reductions(operators(program)) == []
     with pytest.raises(Exception, match="Could not find an implementation for Erf"):
-        onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        onnxruntime.InferenceSession(
+            program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
 
 
 @pytest.mark.parametrize("opset", [18, 20, 21])
 def test_opsets(opset: int) -> None:
     layer = layer_of(dynorm.DyISRU)
     program = torch.onnx.export(
-        layer, (torch.randn(2, 6),), dynamo=True, opset_version=opset, dynamic_shapes=({0: Dim.DYNAMIC},), verbose=False
+        layer,
+        (torch.randn(2, 6),),
+        dynamo=True,
+        opset_version=opset,
+        dynamic_shapes=({0: Dim.DYNAMIC},),
+        verbose=False,
     )
     assert program is not None
     assert program.model_proto.opset_import[0].version == opset
-    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     x = torch.randn(5, 6)
     (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert_close(torch.from_numpy(got), layer(x).detach(), rtol=1e-5, atol=1e-5)

@@ -33,17 +33,23 @@ def layer_of(cls: type[PointwiseNorm], **options: Any) -> PointwiseNorm:
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(
-                torch.randn_like(parameter) if name in ("weight", "bias", "center") else 0.7 + 0 * parameter
+                torch.randn_like(parameter)
+                if name in ("weight", "bias", "center")
+                else 0.7 + 0 * parameter
             )
     return layer
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": -3.0}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": -3.0}, {"bias": False}, {"elementwise_affine": False}], ids=str
+)
 @pytest.mark.parametrize("cls", BOUNDED)
 def test_the_bound_holds_and_is_reached(cls: type[PointwiseNorm], options: dict[str, Any]) -> None:
     layer = layer_of(cls, **options)
     low, high = output_range(layer)
-    y = layer(torch.cat([torch.randn(1000, C) * 1000, torch.full((1, C), 1e9), torch.full((1, C), -1e9)])).detach()
+    y = layer(
+        torch.cat([torch.randn(1000, C) * 1000, torch.full((1, C), 1e9), torch.full((1, C), -1e9)])
+    ).detach()
     assert (y >= low - 1e-4).all()
     assert (y <= high + 1e-4).all()
     assert_close(y.amax(0), high)
@@ -54,7 +60,9 @@ def test_the_bound_holds_and_is_reached(cls: type[PointwiseNorm], options: dict[
 
 
 @pytest.mark.parametrize("cls", [*BOUNDED, dynorm.LinearControl])
-def test_the_range_of_so_many_sigmas_is_the_layer_at_so_many_sigmas(cls: type[PointwiseNorm]) -> None:
+def test_the_range_of_so_many_sigmas_is_the_layer_at_so_many_sigmas(
+    cls: type[PointwiseNorm],
+) -> None:
     layer = layer_of(cls)
     with torch.no_grad():
         sigma = (layer.beta() / C).sqrt()
@@ -88,7 +96,11 @@ def test_an_annealed_layer_has_its_bound_at_the_end_only() -> None:
         (nn.LayerNorm(C), {}, "a point-wise layer of dynorm, got LayerNorm"),
         (dynorm.LinearControl(C), {}, "LinearControl has no bound: pass sigmas"),
         (dynorm.DyISRU(C), {"sigmas": 0.0}, "sigmas must be a positive finite number, got 0.0"),
-        (dynorm.DyISRU(C), {"sigmas": math.nan}, "sigmas must be a positive finite number, got nan"),
+        (
+            dynorm.DyISRU(C),
+            {"sigmas": math.nan},
+            "sigmas must be a positive finite number, got nan",
+        ),
     ],
 )
 def test_what_has_no_bound_is_refused(layer: Any, options: dict[str, float], message: str) -> None:
@@ -154,10 +166,13 @@ def test_readers_of_transformers() -> None:
         readers = find_readers(converted(tiny_model(kind), example), **example)
         clear = [reader for reader in readers if reader.refused is None]
         assert {r.refused for r in readers if r not in clear} == {"it reads no point-wise layer"}
-        assert all(reader.layer is None and reader.ndim for reader in readers if reader not in clear)
+        assert all(
+            reader.layer is None and reader.ndim for reader in readers if reader not in clear
+        )
         counts[kind] = (len(readers), len(clear), sum(reader.alone for reader in readers))
-    # Query, key, value, gate and up of Llama; of pre-norm models every output is read by linear layers alone. The
-    # others come after attention or an activation; BERT has a pooler, and GPT-2's linear layers are Conv1D.
+    # Query, key, value, gate and up of Llama; of pre-norm models every output is read by linear
+    # layers alone. The others come after attention or an activation; BERT has a pooler, and GPT-2's
+    # linear layers are Conv1D.
     assert counts == {"llama": (7, 5, 5), "bert": (7, 4, 0), "vit": (7, 4, 4), "gpt2": (4, 2, 2)}
 
 
@@ -166,7 +181,12 @@ class Twice(nn.Module):
 
     def __init__(self, second: nn.Module, *, flat: bool = False) -> None:
         super().__init__()
-        self.norm, self.second, self.linear, self.flat = layer_of(dynorm.DyISRU), second, nn.Linear(C, C), flat
+        self.norm, self.second, self.linear, self.flat = (
+            layer_of(dynorm.DyISRU),
+            second,
+            nn.Linear(C, C),
+            flat,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.second(x[0] if self.flat else x)
@@ -226,7 +246,10 @@ def test_an_output_that_the_model_returns_is_not_folded() -> None:
 def test_bad_models_are_refused() -> None:
     x = torch.randn(2, C)
     for model, message in [
-        (nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C)).eval(), "must have point-wise layers, but has none"),
+        (
+            nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C)).eval(),
+            "must have point-wise layers, but has none",
+        ),
         (nn.Sequential(dynorm.DyISRU(C), nn.Linear(C, C)), "must be in eval mode"),
         (nn.Sequential(dynorm.DyISRU(C), nn.ReLU(), nn.Linear(C, C)).eval(), "but none does"),
     ]:
@@ -239,7 +262,11 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = layer_of(dynorm.DyISRU), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+        self.norm, self.up, self.down = (
+            layer_of(dynorm.DyISRU),
+            nn.Linear(C, 4 * C),
+            nn.Linear(4 * C, C),
+        )
         with torch.no_grad():
             self.up.weight.mul_(10 ** torch.linspace(-1, 1, 4 * C)[:, None])
 
@@ -288,7 +315,9 @@ def test_a_power_of_the_scales_is_folded() -> None:
 def test_a_power_outside_of_0_to_1_is_refused(power: Any) -> None:
     model, x = net(), torch.randn(2, C)
     readers = find_readers(model, x)
-    assert_refused_unchanged(model, readers, dynorm.ArgumentError, "a power from 0 to 1", per_channel=power)
+    assert_refused_unchanged(
+        model, readers, dynorm.ArgumentError, "a power from 0 to 1", per_channel=power
+    )
 
 
 def test_readers_of_several_ranges_are_not_folded_into_their_layer() -> None:
@@ -370,12 +399,20 @@ def test_seen_ranges_serve_as_well() -> None:
     model, x = net(), 0.1 * torch.randn(8, 5, C)
     readers = find_readers(model, x)
     with torch.no_grad():
-        seen = {"one": model.one(x), "two": model.two(model.a(model.one(x)) * model.b(model.one(x)))}
+        seen = {
+            "one": model.one(x),
+            "two": model.two(model.a(model.one(x)) * model.b(model.one(x))),
+        }
     whole, channels, bound = (copy.deepcopy(model) for _ in range(3))
     quantize_(bound, readers)
     quantize_(whole, readers, ranges={path: (y.min(), y.max()) for path, y in seen.items()})
     flat = {path: y.flatten(0, -2) for path, y in seen.items()}
-    quantize_(channels, readers, ranges={path: (y.amin(0), y.amax(0)) for path, y in flat.items()}, per_channel=True)
+    quantize_(
+        channels,
+        readers,
+        ranges={path: (y.amin(0), y.amax(0)) for path, y in flat.items()},
+        per_channel=True,
+    )
     assert_close(whole.c.weight.act_quant_scale, (seen["two"].abs().max() / 127).reshape(1, 1, 1))
     assert_close(channels.one.weight, model.one.weight * 127 / flat["one"].abs().amax(0))
     assert error_of(model, whole, x) < error_of(model, bound, x)
@@ -392,7 +429,9 @@ def test_ranges_are_what_the_layers_gave() -> None:
     model.eval()
     with torch.no_grad():
         ones = torch.cat([model.one(x).flatten(0, -2) for x in batches])
-        twos = torch.cat([model.two(model.a(y) * model.b(y)).flatten(0, -2) for y in map(model.one, batches)])
+        twos = torch.cat(
+            [model.two(model.a(y) * model.b(y)).flatten(0, -2) for y in map(model.one, batches)]
+        )
     for path, y in (("one", ones), ("two", twos)):
         assert_close(found[path], (y.amin(0), y.amax(0)))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -417,7 +456,9 @@ def test_ranges_of_padding_channels_first_and_half_precision() -> None:
     assert_close((low, high), (y.amin(0), y.amax(0)))
     first = observed_ranges(Masked(1), [torch.randn(2, C, 3)])["layer"][0]
     assert first.shape == (C,)
-    half = observed_ranges(Masked(-1).bfloat16(), [torch.randn(2, 3, C, dtype=torch.bfloat16)])["layer"][0]
+    half = observed_ranges(Masked(-1).bfloat16(), [torch.randn(2, 3, C, dtype=torch.bfloat16)])[
+        "layer"
+    ][0]
     assert half.dtype == torch.float32
 
 
@@ -452,7 +493,10 @@ def test_a_refused_call_leaves_the_model_alone() -> None:
     for options, message in [
         ({"per_channel": True, "symmetric": False}, "scales per channel must be symmetric"),
         ({"ranges": {"one": (x.min(), x.max())}}, "ranges must hold the layer two, got one"),
-        ({"ranges": {"one": (-x[0, 1:].abs(), x[0, 1:].abs())}}, r"for a must be two numbers or \(16,\), got \(15,\)"),
+        (
+            {"ranges": {"one": (-x[0, 1:].abs(), x[0, 1:].abs())}},
+            r"for a must be two numbers or \(16,\), got \(15,\)",
+        ),
         ({"sigmas": -1.0}, "sigmas must be a positive"),
     ]:
         assert_refused_unchanged(model, readers, dynorm.ArgumentError, message, **options)
@@ -461,10 +505,14 @@ def test_a_refused_call_leaves_the_model_alone() -> None:
     wrong = [*readers, Reader("a", "b", 2, False)]
     assert_refused_unchanged(model, wrong, dynorm.ModelError, "call find_readers anew")
     linear = Net(layer_of(dynorm.DyISRU), layer_of(dynorm.LinearControl)).eval()
-    assert_refused_unchanged(linear, find_readers(linear, x), dynorm.ArgumentError, "LinearControl has no bound")
+    assert_refused_unchanged(
+        linear, find_readers(linear, x), dynorm.ArgumentError, "LinearControl has no bound"
+    )
     double = net().double()
     readers = find_readers(double, x.double())
-    assert_refused_unchanged(double, readers, dynorm.ArgumentError, "for torchao, got torch.float64: cast it")
+    assert_refused_unchanged(
+        double, readers, dynorm.ArgumentError, "for torchao, got torch.float64: cast it"
+    )
 
 
 def test_quantizing_twice_is_refused() -> None:
@@ -472,7 +520,9 @@ def test_quantizing_twice_is_refused() -> None:
     model, x = net(), torch.randn(2, C)
     readers = find_readers(model, x)
     quantize_(model, readers)
-    with pytest.raises(dynorm.ModelError, match="must hold a plain weight, got Int8Tensor: quantize once"):
+    with pytest.raises(
+        dynorm.ModelError, match="must hold a plain weight, got Int8Tensor: quantize once"
+    ):
         quantize_(model, readers)
 
 
@@ -494,7 +544,9 @@ def decoder(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
         for name, weight in model.named_parameters():
             if weight.ndim == 1 and ("norm" in name or "ln_" in name) and "weight" in name:
                 weight[[3, 7]] *= 30
-            elif weight.ndim == 2 and "embed" not in name and "wte" not in name and "wpe" not in name:
+            elif (
+                weight.ndim == 2 and "embed" not in name and "wte" not in name and "wpe" not in name
+            ):
                 # What reads them weighs them less.
                 (weight if kind == "gpt2" else weight.T)[[3, 7]] /= 30
     batches = [inputs(kind, n, 16) for n in (2, 3, 4, 5)]
@@ -528,8 +580,12 @@ def test_decoders_of_transformers(kind: str) -> None:
     for path in paths:
         place: Any = dynamic.get_submodule(path)
         old: Any = model.get_submodule(path)
-        place.weight = nn.Parameter(old.weight if kind == "llama" else old.weight.T.contiguous(), requires_grad=False)
-    dynamic.load_state_dict({n: v for n, v in model.state_dict().items() if n.rpartition(".")[0] not in paths}, False)
+        place.weight = nn.Parameter(
+            old.weight if kind == "llama" else old.weight.T.contiguous(), requires_grad=False
+        )
+    dynamic.load_state_dict(
+        {n: v for n, v in model.state_dict().items() if n.rpartition(".")[0] not in paths}, False
+    )
     assert error(dynamic) < 1e-5
     config = torchao.quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
     torchao.quantization.quantize_(dynamic, config, filter_fn=lambda _, path: path in paths)
@@ -564,7 +620,13 @@ def test_a_shared_conv1d_is_replaced_in_both_places() -> None:
 def test_the_model_of_images_of_transformers() -> None:
     pytest.importorskip("torchao")
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+    }
     model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes)).eval()
     test, *batches = [{"pixel_values": torch.randn(n, 3, 28, 28)} for n in (2, 3, 4)]
     dynorm.convert_(model, dynorm.find_norms(model, **test), witnesses=2)

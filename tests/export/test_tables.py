@@ -32,19 +32,29 @@ def quantized(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return ((x / scale).round() + zero).clamp(-128, 127).to(torch.int8)
 
 
-def by_hand(layer: PointwiseNorm, codes: Tensor, inputs: Range, outputs: Range, symmetric: bool) -> Tensor:
+def by_hand(
+    layer: PointwiseNorm, codes: Tensor, inputs: Range, outputs: Range, symmetric: bool
+) -> Tensor:
     """Return what a layer with its channels last, or at dim 1, gives in int8."""
     scale, zero = static_scale(*inputs, symmetric=symmetric)
     if scale.ndim and layer.dim == 1:
         scale, zero = scale[:, None], zero[:, None]
-    return quantized(layer((codes.float() - zero) * scale), *static_scale(*outputs, symmetric=symmetric))
+    return quantized(
+        layer((codes.float() - zero) * scale), *static_scale(*outputs, symmetric=symmetric)
+    )
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [(C, {}), (C, {"per_channel": True}), (C, {"elementwise_affine": False}), (C, {"dim": 1}), ((3, 5), {})],
+    [
+        (C, {}),
+        (C, {"per_channel": True}),
+        (C, {"elementwise_affine": False}),
+        (C, {"dim": 1}),
+        ((3, 5), {}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("cls", LAYERS)
@@ -53,10 +63,18 @@ def test_a_table_is_the_layer(
 ) -> None:
     layer = layer_of(cls, shape, **options)
     sizes = layer.normalized_shape
-    inputs = (-3 * torch.rand(sizes), 3 * torch.rand(sizes)) if wide else (torch.tensor(-3.0), torch.tensor(2.5))
+    inputs = (
+        (-3 * torch.rand(sizes), 3 * torch.rand(sizes))
+        if wide
+        else (torch.tensor(-3.0), torch.tensor(2.5))
+    )
     table = Int8Table(layer, inputs, WHOLE, symmetric=symmetric)
     codes = torch.arange(-128, 128, dtype=torch.int8).repeat(3)[torch.randperm(768)]
-    codes = codes[: 1 * C * 9].reshape(1, C, 9) if layer.dim == 1 else codes[: 9 * layer.channels].reshape(9, *sizes)
+    codes = (
+        codes[: 1 * C * 9].reshape(1, C, 9)
+        if layer.dim == 1
+        else codes[: 9 * layer.channels].reshape(9, *sizes)
+    )
     expected = by_hand(layer, codes, inputs, WHOLE, symmetric)
     assert torch.equal(table(codes), expected)
     assert table.table.nbytes == (
@@ -99,11 +117,19 @@ def test_it_is_saved_and_moved_with_its_model() -> None:
 @pytest.mark.parametrize(
     ("layer", "ranges", "message"),
     [
-        (dynorm.DyISRU(C, witnesses=2), (WHOLE, WHOLE), r"no witnesses, got \(0, 1\): .* keep the layer"),
+        (
+            dynorm.DyISRU(C, witnesses=2),
+            (WHOLE, WHOLE),
+            r"no witnesses, got \(0, 1\): .* keep the layer",
+        ),
         (nn.LayerNorm(C), (WHOLE, WHOLE), "a point-wise layer of dynorm, got LayerNorm"),
         (dynorm.AnnealedDyISRU(C), (WHOLE, WHOLE), "must stand at t = 1"),
         (dynorm.LinearControl(C), (WHOLE,), "LinearControl has no bound"),
-        (dynorm.DyISRU(C), ((torch.zeros(3), torch.ones(3)), WHOLE), r"two numbers or of \(7,\), got \(3,\)"),
+        (
+            dynorm.DyISRU(C),
+            ((torch.zeros(3), torch.ones(3)), WHOLE),
+            r"two numbers or of \(7,\), got \(3,\)",
+        ),
         (dynorm.DyISRU(C), (WHOLE[::-1], WHOLE), "low must not exceed high"),
     ],
 )
@@ -115,7 +141,10 @@ def test_what_no_table_holds_is_refused(layer: Any, ranges: Any, message: str) -
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.zeros(2, C, dtype=torch.int32), "must be a real floating point tensor, got torch.int32: give int8"),
+        (
+            torch.zeros(2, C, dtype=torch.int32),
+            "must be a real floating point tensor, got torch.int32: give int8",
+        ),
         (torch.zeros(2, C + 1), r"x must have \(7,\) at dim \(-1,\), got \(8,\)"),
     ],
 )
@@ -127,7 +156,11 @@ def test_what_a_table_cannot_read_is_refused(x: Tensor, message: str) -> None:
 def test_a_table_in_the_place_of_its_layer() -> None:
     """Whose readers are in int8 already: what they read is what they would round it to."""
     pytest.importorskip("torchao")
-    model = nn.Sequential(nn.Linear(C, C), layer_of(dynorm.DyISRU), nn.Linear(C, C)).eval().requires_grad_(False)
+    model = (
+        nn.Sequential(nn.Linear(C, C), layer_of(dynorm.DyISRU), nn.Linear(C, C))
+        .eval()
+        .requires_grad_(False)
+    )
     batches = [torch.randn(8, 5, C) for _ in range(4)]
     want = model(batches[0])
     readers = [reader for reader in find_readers(model, batches[0]) if reader.refused is None]

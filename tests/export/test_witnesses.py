@@ -69,7 +69,11 @@ def test_an_exported_layer_reduces_nothing(cls: type[PointwiseNorm], dim: int) -
     layer = layer_of(cls, dim)
     x = tokens(3, 5).movedim(-1, dim)
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: Dim.DYNAMIC},))
-    calls = [str(node.target) for node in program.run_decompositions().graph.nodes if node.op == "call_function"]
+    calls = [
+        str(node.target)
+        for node in program.run_decompositions().graph.nodes
+        if node.op == "call_function"
+    ]
     assert not [name for name in calls if any(word in name for word in WORDS)]
     other = tokens(7, 5).movedim(-1, dim)
     assert_close(program.module()(other), layer(other))
@@ -116,13 +120,19 @@ def test_onnx_gathers_and_adds_and_reduces_nothing() -> None:
         proto = program.model_proto
         assert not proto.functions
         counts.append(operators_by_output(proto.graph))
-        session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            proto.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
         x = tokens(3, 5)
         for got, layer in zip(session.run(None, {"x": x.numpy()}), model.layers, strict=True):
             assert_close(torch.from_numpy(got), layer(x).detach(), rtol=1e-5, atol=1e-5)
     for pure, told in zip(*counts, strict=True):
         for found in (pure, told):
-            assert not [name for name in found if name.startswith("Reduce") or "Norm" in name or name == "CumSum"]
+            assert not [
+                name
+                for name in found
+                if name.startswith("Reduce") or "Norm" in name or name == "CumSum"
+            ]
         # The first term needs no addition but that to the constant.
         assert told["Add"] - pure["Add"] == len(WITNESSES)
         assert any(name.startswith("Gather") for name in told)
@@ -136,10 +146,20 @@ def test_the_bound_is_that_of_the_pure_layer(cls: type[PointwiseNorm]) -> None:
     low, high = output_range(layer)
     assert_close((low, high), output_range(pure), rtol=0, atol=0)
     with torch.no_grad():
-        y = layer(torch.cat([tokens(1000) * 100, torch.full((1, C), 1e9), 1e9 * torch.eye(C), -1e9 * torch.eye(C)]))
+        y = layer(
+            torch.cat(
+                [
+                    tokens(1000) * 100,
+                    torch.full((1, C), 1e9),
+                    1e9 * torch.eye(C),
+                    -1e9 * torch.eye(C),
+                ]
+            )
+        )
     assert (y >= low - 1e-5).all()
     assert (y <= high + 1e-5).all()
-    # One channel that is far larger than all others reaches it, whichever it is, where it is not in its own sum.
+    # One channel that is far larger than all others reaches it, whichever it is, where it is not in
+    # its own sum.
     if cls is dynorm.DyISRU:
         assert_close(y.amax(0), high, rtol=1e-4, atol=1e-4)
         assert_close(y.amin(0), low, rtol=1e-4, atol=1e-4)

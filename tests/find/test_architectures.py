@@ -26,19 +26,60 @@ def by_name(value: Any, names: str) -> dict[str, Any]:
 
 # Attributes of configs: a token is 32 wide, with 4 heads of 8, in 2 layers.
 SIZES: dict[str, Any] = {
-    **by_name(32, "hidden_size d_model n_embd dim embed_dim emb_dim encoder_embed_dim embedding_size word_embed_dim"),
-    **by_name(32, "attention_hidden_size word_embed_proj_dim projection_dim text_embed_dim lru_width output_dim"),
-    **by_name(32, "decoder_hidden_size attn_hidden_size hidden_dim out_hidden_size d_embed output_hidden_size"),
-    **by_name(2, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth num_block_layers"),
-    **by_name(2, "num_decoder_layers decoder_num_hidden_layers num_encoder_layers encoder_num_hidden_layers"),
-    **by_name(4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
-    **by_name(4, "num_key_value_heads n_head_kv num_kv_heads decoder_num_attention_heads linear_num_key_heads"),
+    **by_name(
+        32,
+        "hidden_size d_model n_embd dim embed_dim emb_dim encoder_embed_dim embedding_size "
+        "word_embed_dim",
+    ),
+    **by_name(
+        32,
+        "attention_hidden_size word_embed_proj_dim projection_dim text_embed_dim lru_width "
+        "output_dim",
+    ),
+    **by_name(
+        32,
+        "decoder_hidden_size attn_hidden_size hidden_dim out_hidden_size d_embed "
+        "output_hidden_size",
+    ),
+    **by_name(
+        2,
+        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth "
+        "num_block_layers",
+    ),
+    **by_name(
+        2,
+        "num_decoder_layers decoder_num_hidden_layers num_encoder_layers encoder_num_hidden_layers",
+    ),
+    **by_name(
+        4,
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads "
+        "decoder_attention_heads",
+    ),
+    **by_name(
+        4,
+        "num_key_value_heads n_head_kv num_kv_heads decoder_num_attention_heads "
+        "linear_num_key_heads",
+    ),
     **by_name(4, "linear_num_value_heads decoder_num_key_value_heads encoder_num_attention_heads"),
-    **by_name(8, "head_dim attention_head_size d_kv kv_channels rotary_dim linear_key_head_dim linear_value_head_dim"),
-    **by_name(48, "intermediate_size d_ff n_inner ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size mlp_dim"),
-    **by_name(48, "decoder_intermediate_size moe_intermediate_size shared_expert_intermediate_size d_inner"),
+    **by_name(
+        8,
+        "head_dim attention_head_size d_kv kv_channels rotary_dim linear_key_head_dim "
+        "linear_value_head_dim",
+    ),
+    **by_name(
+        48,
+        "intermediate_size d_ff n_inner ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
+        "mlp_dim",
+    ),
+    **by_name(
+        48,
+        "decoder_intermediate_size moe_intermediate_size shared_expert_intermediate_size d_inner",
+    ),
     **by_name(48, "intermediate_size_mlp encoder_intermediate_size expert_ffn_hidden_size"),
-    **by_name(64, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions context_length"),
+    **by_name(
+        64,
+        "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions context_length",
+    ),
     **by_name(VOCABULARY, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
     **by_name(4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
     **by_name(2, "num_experts_per_tok moe_topk moe_k num_experts_per_token"),
@@ -47,11 +88,21 @@ SIZES: dict[str, Any] = {
     **by_name(2, "eos_token_id"),
     **by_name(5, "image_token_id image_token_index video_token_id audio_token_id"),
     **by_name(16, "q_lora_rank kv_lora_rank"),
-    **by_name(8, "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size mamba_d_state ssm_state_size d_state"),
-    **by_name(1, "first_k_dense_replace topk_group n_group n_shared_experts num_global_layers mamba_n_groups n_groups"),
+    **by_name(
+        8,
+        "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size mamba_d_state ssm_state_size "
+        "d_state",
+    ),
+    **by_name(
+        1,
+        "first_k_dense_replace topk_group n_group n_shared_experts num_global_layers "
+        "mamba_n_groups n_groups",
+    ),
     **by_name(3, "num_channels in_channels in_chans"),
     **by_name(
-        8, "num_mel_bins patch_size sliding_window hidden_size_per_layer_input laurel_rank num_conv_pos_embeddings"
+        8,
+        "num_mel_bins patch_size sliding_window hidden_size_per_layer_input laurel_rank "
+        "num_conv_pos_embeddings",
     ),
     **by_name(4, "attention_window num_conv_pos_embedding_groups time_step_rank"),
     **by_name([1, 1, 1, 1], "depths"),
@@ -95,9 +146,19 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "videomae": {"num_frames": 4},
     "vivit": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
-    "audio-spectrogram-transformer": {"num_mel_bins": 8, "max_length": 64, "frequency_stride": 8, "time_stride": 8},
+    "audio-spectrogram-transformer": {
+        "num_mel_bins": 8,
+        "max_length": 64,
+        "frequency_stride": 8,
+        "time_stride": 8,
+    },
     "autoformer": {"prediction_length": 4},
-    "zamba": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "mamba_dt_rank": 4, "n_mamba_heads": 2},
+    "zamba": {
+        "num_hidden_layers": 2,
+        "layers_block_type": ["mamba", "hybrid"],
+        "mamba_dt_rank": 4,
+        "n_mamba_heads": 2,
+    },
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
     "luke": {"entity_vocab_size": 64},
     "sam_vision_model": {"output_channels": 32},
@@ -151,7 +212,8 @@ def tiny_model(kind: str) -> nn.Module:
     if size > 2_000_000:
         raise ValueError(f"{size:,} parameters: the config was not shrunk")
     with torch.no_grad():
-        # Weights that begin as ones and zeros say little, and from tiny ones nothing would arrive at the end.
+        # Weights that begin as ones and zeros say little, and from tiny ones nothing would arrive
+        # at the end.
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model
@@ -168,7 +230,11 @@ def inputs_for(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     length = 8
     ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, length), generator=generator)
     mask = torch.tensor([[1] * length, [1] * (length - 2) + [0] * 2])
-    text = {"input_ids": ids, "attention_mask": mask} if "attention_mask" in names else {"input_ids": ids}
+    text = (
+        {"input_ids": ids, "attention_mask": mask}
+        if "attention_mask" in names
+        else {"input_ids": ids}
+    )
     if "decoder_input_ids" in names:
         text |= {"decoder_input_ids": ids.flip(1)}
     images = {"pixel_values": noise(2, 3, 32, 32)}
@@ -218,14 +284,21 @@ def tensors(value: Any) -> list[Tensor]:
         return [value] if value.is_floating_point() else []
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [tensor for part in value for tensor in tensors(part)] if isinstance(value, (list, tuple)) else []
+    return (
+        [tensor for part in value for tensor in tensors(part)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
 
 
-# What `make test` goes through, and what `make architectures` does beside it: that takes 90 seconds more.
+# What `make test` goes through, and what `make architectures` does beside it: that takes 90 seconds
+# more.
 ALWAYS = """
     aimv2_vision_model albert apertus arcee aria_text audio-spectrogram-transformer axk1 aya_vision bailing_hybrid
     bamba bart beam beit bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small

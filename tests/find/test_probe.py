@@ -91,7 +91,9 @@ def perturbed(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_transformer_encoder(train: bool, norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(C, 2, 32, batch_first=True, norm_first=norm_first)
-    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(C), enable_nested_tensor=False).train(train)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(C), enable_nested_tensor=False).train(
+        train
+    )
     sites = find_norms(model, torch.randn(2, 5, C))
     assert [site.path for site in sites] == [
         "layers.0.norm1",
@@ -100,7 +102,10 @@ def test_transformer_encoder(train: bool, norm_first: bool) -> None:
         "layers.1.norm2",
         "norm",
     ]
-    assert all((site.kind, site.dim, site.eps, site.refused) == ("layernorm", -1, 1e-5, None) for site in sites)
+    assert all(
+        (site.kind, site.dim, site.eps, site.refused) == ("layernorm", -1, 1e-5, None)
+        for site in sites
+    )
     assert [site.order for site in sites] == [0, 1, 2, 3, 4]
     assert torch.backends.mha.get_fastpath_enabled()
     assert model.training is train
@@ -117,12 +122,16 @@ def test_transformer_encoder_with_padding() -> None:
 def test_shared_module_has_aliases_and_is_called_more_than_once() -> None:
     norm = nn.LayerNorm(C)
     model = nn.ModuleDict({"a": norm, "b": nn.Sequential(nn.Linear(C, C), norm), "c": norm})
-    site = only(Wrap(lambda self, x: self.parts["c"](self.parts["b"](x)), parts=model), torch.randn(2, C))
+    site = only(
+        Wrap(lambda self, x: self.parts["c"](self.parts["b"](x)), parts=model), torch.randn(2, C)
+    )
     assert (site.path, site.aliases, site.calls) == ("parts.a", ("parts.b.1", "parts.c"), 2)
 
 
 def test_sites_come_in_call_order() -> None:
-    model = Wrap(lambda self, x: self.early(self.late(x)), early=nn.RMSNorm(C), late=nn.LayerNorm(C))
+    model = Wrap(
+        lambda self, x: self.early(self.late(x)), early=nn.RMSNorm(C), late=nn.LayerNorm(C)
+    )
     assert [site.path for site in find_norms(model, torch.randn(2, C))] == ["late", "early"]
 
 
@@ -177,7 +186,9 @@ def test_machine_epsilon(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_norms_under_autocast() -> None:
-    model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6))
+    model = nn.Sequential(
+        nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         sites = find_norms(model, torch.randn(4, C))
         assert torch.is_autocast_enabled("cpu")
@@ -200,7 +211,12 @@ def test_channels_first(shape: tuple[int, ...]) -> None:
 def test_channels_first_without_batch() -> None:
     norm = Norm(lambda self, x: rms(x, 0) * self.g, g=torch.rand(C, 1, 1))
     site = only_of(norm, torch.randn(C, 4, 5))
-    assert (site.kind, site.dim, site.normalized_shape, site.weight_name) == ("rmsnorm", 0, (C,), "g")
+    assert (site.kind, site.dim, site.normalized_shape, site.weight_name) == (
+        "rmsnorm",
+        0,
+        (C,),
+        "g",
+    )
     weight, _ = affine_of(norm, site)
     assert weight is not None
     assert weight.shape == (C,)
@@ -213,7 +229,12 @@ def test_a_wrapper_that_permutes_leaves_the_inner_norm_as_the_site() -> None:
 
 
 def test_a_container_of_one_norm_is_not_a_site() -> None:
-    assert only_of(nn.Sequential(nn.Sequential(nn.LayerNorm(C)), nn.Identity()), torch.randn(2, C)).path == "0.0.0"
+    assert (
+        only_of(
+            nn.Sequential(nn.Sequential(nn.LayerNorm(C)), nn.Identity()), torch.randn(2, C)
+        ).path
+        == "0.0.0"
+    )
 
 
 def test_the_model_itself_may_be_a_norm() -> None:
@@ -229,10 +250,15 @@ def test_several_trailing_axes() -> None:
     assert bias is not None
     assert torch.equal(weight, norm.weight)
     assert torch.equal(bias, norm.bias)
-    assert only_of(nn.LayerNorm((4, C), elementwise_affine=False), torch.randn(3, 4, C)).dim == (-2, -1)
+    assert only_of(nn.LayerNorm((4, C), elementwise_affine=False), torch.randn(3, 4, C)).dim == (
+        -2,
+        -1,
+    )
 
 
-@pytest.mark.parametrize("shape", [(C,), (1, C), (1, 1, C), (7, C), (2, 3, 4, C), (C, C), (C, C, C)])
+@pytest.mark.parametrize(
+    "shape", [(C,), (1, C), (1, 1, C), (7, C), (2, 3, 4, C), (C, C), (C, C, C)]
+)
 def test_every_rank(shape: tuple[int, ...]) -> None:
     for norm in (nn.LayerNorm(C), nn.RMSNorm(C, eps=1e-6, elementwise_affine=False)):
         site = only_of(norm, torch.randn(shape))
@@ -247,7 +273,9 @@ def test_every_width(width: int) -> None:
 
 def test_an_activation_without_mean_is_no_excuse_to_take_a_layernorm_for_an_rmsnorm() -> None:
     x = torch.randn(4, C)
-    model = nn.Sequential(nn.LayerNorm(C, elementwise_affine=False), nn.LayerNorm(C), nn.RMSNorm(C, eps=1e-5))
+    model = nn.Sequential(
+        nn.LayerNorm(C, elementwise_affine=False), nn.LayerNorm(C), nn.RMSNorm(C, eps=1e-5)
+    )
     assert [site.kind for site in find_norms(model, x - x.mean(-1, keepdim=True))] == [
         "layernorm",
         "layernorm",
@@ -256,7 +284,10 @@ def test_an_activation_without_mean_is_no_excuse_to_take_a_layernorm_for_an_rmsn
 
 
 def test_one_plus_weight() -> None:
-    norm = Norm(lambda self, x: (rms(x.float()) * (1 + self.weight.float())).type_as(x), weight=torch.zeros(C))
+    norm = Norm(
+        lambda self, x: (rms(x.float()) * (1 + self.weight.float())).type_as(x),
+        weight=torch.zeros(C),
+    )
     site = only_of(norm, torch.randn(2, 3, C))
     assert (site.weight_offset, site.weight_name, site.has_bias) == (1.0, "weight", False)
     perturbed(norm).to(torch.bfloat16)
@@ -272,7 +303,12 @@ def test_weight_only_and_no_affine_at_all() -> None:
     assert (weight_only.has_weight, weight_only.has_bias) == (True, False)
     bare = nn.LayerNorm(C, elementwise_affine=False)
     site = only_of(bare, torch.randn(2, C))
-    assert (site.has_weight, site.has_bias, site.weight_name, site.bias_name) == (False, False, None, None)
+    assert (site.has_weight, site.has_bias, site.weight_name, site.bias_name) == (
+        False,
+        False,
+        None,
+        None,
+    )
     assert affine_of(bare, site) == (None, None)
 
 
@@ -293,15 +329,29 @@ def test_weight_in_a_buffer() -> None:
     ("norm", "expected"),
     [
         (Norm(lambda self, x: F.normalize(x, dim=-1)), torch.full((C,), C**-0.5)),
-        (Norm(lambda self, x: F.normalize(x, dim=-1) * self.g, g=torch.tensor(3.0)), torch.full((C,), 3 * C**-0.5)),
-        (Norm(lambda self, x: rms(x) * self.w.exp(), w=torch.linspace(-1, 1, C)), torch.linspace(-1, 1, C).exp()),
-        (Norm(lambda self, x: rms(x) * self.w.abs(), w=torch.linspace(-1, 1, C)), torch.linspace(-1, 1, C).abs()),
+        (
+            Norm(lambda self, x: F.normalize(x, dim=-1) * self.g, g=torch.tensor(3.0)),
+            torch.full((C,), 3 * C**-0.5),
+        ),
+        (
+            Norm(lambda self, x: rms(x) * self.w.exp(), w=torch.linspace(-1, 1, C)),
+            torch.linspace(-1, 1, C).exp(),
+        ),
+        (
+            Norm(lambda self, x: rms(x) * self.w.abs(), w=torch.linspace(-1, 1, C)),
+            torch.linspace(-1, 1, C).abs(),
+        ),
     ],
     ids=["l2", "scaled l2", "exponential weight", "absolute weight"],
 )
 def test_weight_that_no_tensor_holds(norm: nn.Module, expected: Tensor) -> None:
     site = only_of(norm, torch.randn(2, C))
-    assert (site.kind, site.has_weight, site.weight_name, site.has_bias) == ("rmsnorm", True, None, False)
+    assert (site.kind, site.has_weight, site.weight_name, site.has_bias) == (
+        "rmsnorm",
+        True,
+        None,
+        False,
+    )
     weight, bias = affine_of(norm, replace(site, refused=None))
     assert bias is None
     torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
@@ -309,7 +359,9 @@ def test_weight_that_no_tensor_holds(norm: nn.Module, expected: Tensor) -> None:
 
 def test_unbiased_deviation_is_a_weight() -> None:
     norm = Norm(
-        lambda self, x: self.a * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + self.b,
+        lambda self, x: (
+            self.a * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + self.b
+        ),
         a=torch.ones(C),
         b=torch.rand(C),
     )
@@ -325,7 +377,9 @@ def test_parametrized_weight() -> None:
     nn.utils.parametrize.register_parametrization(norm, "weight", Wrap(lambda self, w: w.exp()))
     site = only_of(norm, torch.randn(2, C))
     assert (site.kind, site.weight_name) == ("rmsnorm", None)
-    torch.testing.assert_close(affine_of(norm, site)[0], torch.full((C,), math.e), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        affine_of(norm, site)[0], torch.full((C,), math.e), rtol=1e-5, atol=0
+    )
 
 
 def test_like_norms_of_other_values() -> None:
@@ -340,9 +394,12 @@ def test_like_norms_of_other_values() -> None:
 
 def test_like_modules_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
-    monkeypatch.setattr(probe, "recover", lambda module, *rest: tried.append(module) or recover(module, *rest))
+    monkeypatch.setattr(
+        probe, "recover", lambda module, *rest: tried.append(module) or recover(module, *rest)
+    )
     model = nn.Sequential(
-        *[layer for _ in range(5) for layer in (nn.LayerNorm(C), nn.GELU())], nn.LayerNorm(C, eps=0.1)
+        *[layer for _ in range(5) for layer in (nn.LayerNorm(C), nn.GELU())],
+        nn.LayerNorm(C, eps=0.1),
     )
     assert len(find_norms(model, torch.randn(2, C))) == 6
     assert tried == [model[0], model[1], model[10]]
@@ -467,7 +524,12 @@ def test_other_norms_are_refused(norm: nn.Module, shape: tuple[int, ...], reason
     site = only(model, torch.randn(shape))
     assert site.refused is not None
     assert site.refused.startswith(reason)
-    assert (site.kind, site.path, site.class_name, site.calls) == ("", "0", type(norm).__qualname__, 1)
+    assert (site.kind, site.path, site.class_name, site.calls) == (
+        "",
+        "0",
+        type(norm).__qualname__,
+        1,
+    )
     with pytest.raises(ModelError, match="was refused"):
         affine_of(norm, site)
 
@@ -475,7 +537,10 @@ def test_other_norms_are_refused(norm: nn.Module, shape: tuple[int, ...], reason
 def test_gated_and_adaptive_norms_are_refused() -> None:
     x = torch.randn(2, C)
     for norm in (TimesGate(C, eps=1e-6), AdaLayerNorm()):
-        for call in (lambda self, x: self.norm(x, x), lambda self, x: self.norm(x, **{self.name: x})):
+        for call in (
+            lambda self, x: self.norm(x, x),
+            lambda self, x: self.norm(x, **{self.name: x}),
+        ):
             model = Wrap(call, norm=norm)
             model.name = "gate" if isinstance(norm, TimesGate) else "condition"
             assert only(model, x).refused == "takes another tensor along: gated or adaptive"
@@ -505,7 +570,10 @@ def test_a_residual_before_the_norm_is_no_gate() -> None:
         def forward(self, x: Tensor, residual: Tensor) -> Tensor:
             return self.norm(x + residual)
 
-    assert only(Wrap(lambda self, x: self.part(x, x), part=AddNorm()), torch.randn(2, C)).path == "part.norm"
+    assert (
+        only(Wrap(lambda self, x: self.part(x, x), part=AddNorm()), torch.randn(2, C)).path
+        == "part.norm"
+    )
 
 
 def test_calls_that_a_pointwise_layer_could_not_take() -> None:
@@ -535,17 +603,27 @@ def test_calls_of_several_widths() -> None:
 
 
 def test_never_called() -> None:
-    parts = nn.ModuleDict({"unused": nn.LayerNorm(C), "wrapped": nn.Sequential(nn.RMSNorm(C)), "used": nn.LayerNorm(C)})
+    parts = nn.ModuleDict(
+        {
+            "unused": nn.LayerNorm(C),
+            "wrapped": nn.Sequential(nn.RMSNorm(C)),
+            "used": nn.LayerNorm(C),
+        }
+    )
     sites = find_norms(Wrap(lambda self, x: self.parts["used"](x), parts=parts), torch.randn(2, C))
     assert [site.path for site in sites] == ["parts.used", "parts.unused", "parts.wrapped.0"]
     assert [site.calls for site in sites] == [1, 0, 0]
-    assert all(str(site.refused).startswith("never called by the example input") for site in sites[1:])
+    assert all(
+        str(site.refused).startswith("never called by the example input") for site in sites[1:]
+    )
 
 
 LOOK_ALIKES = {
     "identity": nn.Identity(),
     "tanh": nn.Tanh(),
-    "scaled tanh": Norm(lambda self, x: torch.tanh(self.a * x) * self.w, a=torch.ones(1), w=torch.ones(C)),
+    "scaled tanh": Norm(
+        lambda self, x: torch.tanh(self.a * x) * self.w, a=torch.ones(1), w=torch.ones(C)
+    ),
     "dyisru": Norm(lambda self, x: math.sqrt(C) * x / (C + x * x).sqrt()),
     "sign": Norm(lambda self, x: x.sign()),
     "softmax": nn.Softmax(-1),
@@ -558,14 +636,18 @@ LOOK_ALIKES = {
     "largest entry": Norm(lambda self, x: x / x.abs().amax(-1, keepdim=True)),
     "l1": Norm(lambda self, x: F.normalize(x, p=1, dim=-1)),
     "deviation only": Norm(lambda self, x: x / x.std(-1, keepdim=True)),
-    "part of the channels": Norm(lambda self, x: x * x[..., :4].pow(2).mean(-1, keepdim=True).rsqrt()),
+    "part of the channels": Norm(
+        lambda self, x: x * x[..., :4].pow(2).mean(-1, keepdim=True).rsqrt()
+    ),
     "ranks": Norm(lambda self, x: x.argsort(-1).argsort(-1).to(x.dtype)),
     "norm and residual": Norm(lambda self, x: x + rms(x)),
     "norm and activation": Norm(lambda self, x: rms(x).relu()),
     "squared norm": Norm(lambda self, x: x / x.pow(2).mean(-1, keepdim=True)),
     "centring": Norm(lambda self, x: x - x.mean(-1, keepdim=True)),
     "over tokens": Norm(lambda self, x: standardize(x, 1)),
-    "over tokens, scaled by channel": Norm(lambda self, x: standardize(x, 1) * self.w, w=torch.ones(C)),
+    "over tokens, scaled by channel": Norm(
+        lambda self, x: standardize(x, 1) * self.w, w=torch.ones(C)
+    ),
     "over the batch": Norm(lambda self, x: standardize(x, 0)),
     "over everything": Norm(lambda self, x: F.layer_norm(x, x.shape)),
     "weight by position": Norm(lambda self, x: rms(x) * self.w, w=torch.rand(5, C)),
@@ -607,7 +689,8 @@ def test_layers_of_dynorm_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "reason"), [(1, "one channel: "), (2, "two channels: LayerNorm makes them 1 and -1")]
+    ("channels", "reason"),
+    [(1, "one channel: "), (2, "two channels: LayerNorm makes them 1 and -1")],
 )
 def test_a_norm_of_too_few_channels_says_so(channels: int, reason: str) -> None:
     model = nn.Sequential(nn.Linear(C, channels), nn.LayerNorm(channels))
@@ -630,13 +713,17 @@ def test_the_example_may_be_a_batch_as_other_functions_take() -> None:
 
 def test_parametrizations_of_weights_are_left_out() -> None:
     linear = nn.Linear(C, C)
-    parametrize.register_parametrization(linear, "weight", Norm(lambda self, x: F.normalize(x, dim=-1)))
+    parametrize.register_parametrization(
+        linear, "weight", Norm(lambda self, x: F.normalize(x, dim=-1))
+    )
     assert only(nn.Sequential(linear, nn.RMSNorm(C, eps=1e-6)), torch.randn(2, C)).path == "1"
 
 
 def test_a_head_that_gives_the_length_one_is_refused_unless_it_is_named() -> None:
     def build() -> nn.Sequential:
-        return nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), Norm(lambda self, x: F.normalize(x, dim=-1)))
+        return nn.Sequential(
+            nn.LayerNorm(C), nn.Linear(C, C), Norm(lambda self, x: F.normalize(x, dim=-1))
+        )
 
     model = build()
     norm, head = find_norms(model, torch.randn(2, C))
@@ -645,7 +732,9 @@ def test_a_head_that_gives_the_length_one_is_refused_unless_it_is_named() -> Non
     done = dynorm.convert_(model, [norm, head])
     assert [site.path for site in done.converted] == ["0"]
     assert [site.path for site in done.refused] == ["2"]
-    assert [site.path for site in dynorm.convert_(build(), [norm, head], only="2").converted] == ["2"]
+    assert [site.path for site in dynorm.convert_(build(), [norm, head], only="2").converted] == [
+        "2"
+    ]
 
 
 class Head(Norm):
@@ -672,7 +761,9 @@ def test_heads_that_give_each_token_one_length_are_refused(head: nn.Module) -> N
     assert [bool(site.refused) for site in sites] == [False, True]
     # A glob that happens to match is no choice of this head.
     assert [site.path for site in dynorm.convert_(model, sites, only="*").converted] == ["0"]
-    assert [site.path for site in dynorm.convert_(model, sites[1:], only=iter(["2"])).converted] == ["2"]
+    assert [
+        site.path for site in dynorm.convert_(model, sites[1:], only=iter(["2"])).converted
+    ] == ["2"]
 
 
 @pytest.mark.parametrize(
@@ -683,7 +774,12 @@ def test_heads_that_give_each_token_one_length_are_refused(head: nn.Module) -> N
         Head(lambda self, x: rms(x)),
         Head(lambda self, x: rms(x) * self.weight, weight=torch.full((C,), 0.5)),
     ],
-    ids=["ScaleNorm", "a scale per channel", "RMSNorm by another name", "a constant scale per channel"],
+    ids=[
+        "ScaleNorm",
+        "a scale per channel",
+        "RMSNorm by another name",
+        "a constant scale per channel",
+    ],
 )
 def test_norms_of_one_length_are_norms(norm: nn.Module) -> None:
     assert only_of(norm, torch.randn(2, C)).refused is None
@@ -706,7 +802,8 @@ def test_norms_called_as_functions_are_counted_and_named() -> None:
     found = {site.path: site.refused for site in find_norms(model, torch.randn(2, C))}
     assert found["1.norm"] is None
     assert found["1"] == (
-        "calls F.layer_norm and F.rms_norm in its forward, 2 times in the run: write it as a module to have it replaced"
+        "calls F.layer_norm and F.rms_norm in its forward, 2 times in the run: write it as a "
+        "module to have it replaced"
     )
     assert "2" not in found
     report = dynorm.convert_(model, find_norms(model, torch.randn(2, C)))
@@ -721,11 +818,16 @@ def test_norms_called_as_functions_are_counted_and_named() -> None:
     ("name", "function"),
     [
         ("torch.layer_norm", lambda x: torch.layer_norm(x, (C,))),
-        ("torch.native_layer_norm", lambda x: torch.native_layer_norm(x, (C,), None, None, 1e-5)[0]),
+        (
+            "torch.native_layer_norm",
+            lambda x: torch.native_layer_norm(x, (C,), None, None, 1e-5)[0],
+        ),
         ("torch.rms_norm", lambda x: torch.rms_norm(x, (C,))),
     ],
 )
-def test_the_functions_of_torch_are_counted_too(name: str, function: Callable[[Tensor], Tensor]) -> None:
+def test_the_functions_of_torch_are_counted_too(
+    name: str, function: Callable[[Tensor], Tensor]
+) -> None:
     model = Wrap(lambda self, x: function(self.linear(x)), linear=nn.Linear(C, C))
     (site,) = find_norms(model, torch.randn(2, C))
     assert str(site.refused).startswith(f"calls {name} in its forward, once in the run")
@@ -739,7 +841,9 @@ def test_a_child_that_raises_does_not_take_its_parents_functions() -> None:
             self.child(x)
         return F.layer_norm(self.linear(x), (C,))
 
-    model = nn.Sequential(Wrap(forward, child=Wrap(lambda self, x: x[:, C]), linear=nn.Linear(C, C)))
+    model = nn.Sequential(
+        Wrap(forward, child=Wrap(lambda self, x: x[:, C]), linear=nn.Linear(C, C))
+    )
     (site,) = find_norms(model, torch.randn(2, C))
     assert (site.path, str(site.refused)[:18]) == ("0", "calls F.layer_norm")
 
@@ -759,7 +863,9 @@ def test_the_dtype_that_a_norm_returns_is_kept() -> None:
     assert not torch.equal(model(x), model(x).bfloat16().float())
     again = type(model[1])(**model[1].config())
     assert again.output_dtype == torch.float32
-    with pytest.raises(ArgumentError, match="output_dtype must be a real floating point dtype, got int8"):
+    with pytest.raises(
+        ArgumentError, match="output_dtype must be a real floating point dtype, got int8"
+    ):
         dynorm.DyISRU(C, output_dtype="int8")
 
 
@@ -843,7 +949,9 @@ def test_models_that_must_be_unwrapped_first() -> None:
     x = torch.randn(2, C)
     with pytest.raises(ModelError, match=r"compiled: pass model\._orig_mod"):
         find_norms(torch.compile(plain, backend="eager"), x)
-    with pytest.raises(ModelError, match="the part '0' of the model must be a plain module, but is compiled"):
+    with pytest.raises(
+        ModelError, match="the part '0' of the model must be a plain module, but is compiled"
+    ):
         find_norms(nn.Sequential(torch.compile(nn.LayerNorm(C), backend="eager")), x)
     with pytest.raises(ModelError, match=r"pass model\.module"):
         find_norms(nn.DataParallel(plain), x)
@@ -860,7 +968,9 @@ def test_scripted_models() -> None:
 
 
 def test_distributed_models(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.LayerNorm(C)))
         with pytest.raises(ModelError, match=r"wrapped in DDP: pass model\.module"):
@@ -873,7 +983,9 @@ def test_distributed_models(tmp_path: Any) -> None:
 
 
 def test_tensors_without_values() -> None:
-    with pytest.raises(ModelError, match=r"'0\.weight' is on the meta device: call model\.to_empty"):
+    with pytest.raises(
+        ModelError, match=r"'0\.weight' is on the meta device: call model\.to_empty"
+    ):
         find_norms(nn.Sequential(nn.LayerNorm(C, device="meta")), torch.randn(2, C))
     with pytest.raises(ModelError, match="'weight' is lazy: run the model once"):
         find_norms(nn.LazyLinear(C), torch.randn(2, C))
@@ -903,7 +1015,11 @@ def test_activations_that_are_not_finite_do_not_hide_a_norm() -> None:
 
 # Choosing sites
 
-SITES = [NormSite("layers.0.norm", aliases=("tied.norm",)), NormSite("layers.1.norm"), NormSite("head")]
+SITES = [
+    NormSite("layers.0.norm", aliases=("tied.norm",)),
+    NormSite("layers.1.norm"),
+    NormSite("head"),
+]
 
 
 @pytest.mark.parametrize(
@@ -924,7 +1040,9 @@ def test_select_sites(choice: dict[str, Any], paths: list[str]) -> None:
 
 @pytest.mark.parametrize("choice", [{"only": "layer.*"}, {"skip": "layer.*"}])
 def test_a_glob_that_matches_nothing(choice: dict[str, str]) -> None:
-    with pytest.raises(ArgumentError, match=r"'layer\.\*' must match the path of a norm.*layers\.0\.norm"):
+    with pytest.raises(
+        ArgumentError, match=r"'layer\.\*' must match the path of a norm.*layers\.0\.norm"
+    ):
         select_sites(SITES, **choice)
 
 

@@ -22,7 +22,8 @@ transformers = pytest.importorskip("transformers")
 WIDTH = 32
 HEADS = 4
 
-# Constructor arguments by name; what else is required gets none of its own and the class does not stand alone.
+# Constructor arguments by name; what else is required gets none of its own and the class does not
+# stand alone.
 WIDTHS = (
     *("hidden_size", "dim", "normalized_shape", "num_channels", "size", "c_in", "n", "feat_size"),
     *("in_channels", "out_channels", "embedding_dim", "cin", "cout"),
@@ -60,7 +61,8 @@ CONFIG = {
     "num_groups": 4,
 }
 
-# What must not be taken for a LayerNorm or an RMSNorm, by reason; several of these hold the refused layer inside.
+# What must not be taken for a LayerNorm or an RMSNorm, by reason; several of these hold the refused
+# layer inside.
 REFUSED = {
     "takes another tensor along": """
         BailingHybridRMSNormGated Glm5NextTextRMSNormGated KimiLinearRMSNormGated OlmoHybridRMSNormGated
@@ -87,7 +89,8 @@ REFUSED = {
     "another shape": "HYV4UnweightedRMSNorm",
     # Scale and shift without statistics.
     "not a norm": "NoNorm Phi4MultimodalAudioMeanVarianceNormLayer",
-    # The one scales before it normalizes, the other divides by the deviation without subtracting the mean.
+    # The one scales before it normalizes, the other divides by the deviation without subtracting
+    # the mean.
     "neither LayerNorm nor RMSNorm": "MuseSparkTextInputScaledRMSNorm PocketTTSTimestepNorm",
     # A bottleneck that makes the condition of an adaptive norm.
     "holds matrices": "VoxtralRealtimeTextAdaRmsNorm",
@@ -132,9 +135,15 @@ def norm_classes() -> list[type]:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         for file in sorted(root.glob("*/modeling_*.py")):
-            names = re.findall(r"^class (\w*norm\w*)", file.read_text(encoding="utf-8"), re.MULTILINE | re.IGNORECASE)
+            names = re.findall(
+                r"^class (\w*norm\w*)",
+                file.read_text(encoding="utf-8"),
+                re.MULTILINE | re.IGNORECASE,
+            )
             if names:
-                module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+                module = importlib.import_module(
+                    f"transformers.models.{file.parent.name}.{file.stem}"
+                )
                 found += [getattr(module, name) for name in names]
     return found
 
@@ -194,10 +203,14 @@ def configs(cls: type) -> Iterator[Any]:
     for name, config_class in vars(module).items():
         if name.endswith("Config") and inspect.isclass(config_class) and name != "PretrainedConfig":
             try:
-                known = {key: value for key, value in CONFIG.items() if hasattr(config_class(), key)}
+                known = {
+                    key: value for key, value in CONFIG.items() if hasattr(config_class(), key)
+                }
                 config = config_class(**known)
                 config._attn_implementation = "eager"
-            except Exception:  # A config that needs more than this is none to build small models from.
+            except (
+                Exception
+            ):  # A config that needs more than this is none to build small models from.
                 continue
             yield config
 
@@ -275,7 +288,11 @@ class Survey:
 
     def right(self) -> set[str]:
         """Classes that are norms, or hold some, all found."""
-        return {built.cls.__name__ for built, sites in self.sites if any(site.refused is None for site in sites)}
+        return {
+            built.cls.__name__
+            for built, sites in self.sites
+            if any(site.refused is None for site in sites)
+        }
 
     def refused(self) -> dict[str, list[str]]:
         """Classes in which no norm was found, by what comes before the colon of the first reason."""
@@ -344,7 +361,8 @@ def test_every_class_is_right_or_refused(
 ) -> None:
     right, refused, empty = in_float32.right(), in_float32.refused(), in_float32.empty()
     print(
-        f"\n{len(modules)} classes, {len(alone(everything))} stand alone, {len(everything)} variants; "
+        f"\n{len(modules)} classes, {len(alone(everything))} stand alone, {len(everything)} "
+        "variants; "
         f"right {len(right)}, wrong {len(in_float32.wrong)}, without a norm {len(empty)}, "
         f"refused { ({reason: len(names) for reason, names in refused.items()}) }"
     )
@@ -357,7 +375,8 @@ def test_every_class_is_right_or_refused(
 
 @pytest.mark.slow
 def test_every_class_in_bfloat16(everything: list[Built], in_float32: Survey) -> None:
-    # Two or three roundings to eight bits each; the most are those of layers that compute in bfloat16 inside.
+    # Two or three roundings to eight bits each; the most are those of layers that compute in
+    # bfloat16 inside.
     result = survey(everything, torch.bfloat16, allowed=2e-2)
     assert result.wrong == []
     assert len(result.right()) >= 270
@@ -366,7 +385,9 @@ def test_every_class_in_bfloat16(everything: list[Built], in_float32: Survey) ->
 
 @pytest.mark.slow
 def test_what_was_recovered_is_what_the_sources_say(in_float32: Survey) -> None:
-    own = [(built, site) for built, sites in in_float32.sites for site in sites if site.path == "norm"]
+    own = [
+        (built, site) for built, sites in in_float32.sites for site in sites if site.path == "norm"
+    ]
     found = [(built, site) for built, site in own if site.refused is None]
     for built, site in found:
         source = source_of(built.cls)
@@ -381,7 +402,9 @@ def test_what_was_recovered_is_what_the_sources_say(in_float32: Survey) -> None:
 def source_of(cls: type) -> str:
     """The text of a class; inspect.getsource would parse the whole file for each of three hundred."""
     text = Path(inspect.getfile(cls)).read_text(encoding="utf-8")
-    found = re.search(rf"^class {cls.__name__}\b.*?(?=^[a-zA-Z_@#]|\Z)", text, re.DOTALL | re.MULTILINE)
+    found = re.search(
+        rf"^class {cls.__name__}\b.*?(?=^[a-zA-Z_@#]|\Z)", text, re.DOTALL | re.MULTILINE
+    )
     assert found is not None
     return found.group()
 

@@ -34,7 +34,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(channels), nn.RMSNorm(channels, eps=1e-6)
         self.attention = nn.MultiheadAttention(channels, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(channels, 2 * channels), nn.GELU(), nn.Linear(2 * channels, channels))
+        self.mlp = nn.Sequential(
+            nn.Linear(channels, 2 * channels), nn.GELU(), nn.Linear(2 * channels, channels)
+        )
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,11 +74,17 @@ def converted(model: nn.Module, *args: Any, to: str = "dyisru", **options: Any) 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
     layers = {path: m for path, m in model.named_modules() if isinstance(m, PointwiseNorm)}
-    return {f"{path}.{name}": p.detach().clone() for path, m in layers.items() for name, p in m.named_parameters()}
+    return {
+        f"{path}.{name}": p.detach().clone()
+        for path, m in layers.items()
+        for name, p in m.named_parameters()
+    }
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def test_the_truth_is_found_where_an_rms_norm_is_a_dyisru() -> None:
@@ -130,7 +138,9 @@ def function(to: str, x: Tensor, beta: Tensor, scale: float) -> Tensor:
     return scale * (torch.erf(math.sqrt(math.pi) / 2 * u) if to == "derf" else u)
 
 
-def dense(to: str, x: Tensor, y: Tensor, norm: nn.Module, center: bool) -> tuple[Tensor, Tensor, Tensor]:
+def dense(
+    to: str, x: Tensor, y: Tensor, norm: nn.Module, center: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Beta, weight and bias by ``torch.linalg.lstsq`` on all activations, candidate by candidate, in float64."""
     is_layer_norm = isinstance(norm, nn.LayerNorm)
     scale = math.sqrt(C - 1 if is_layer_norm else C)
@@ -161,7 +171,9 @@ def dense(to: str, x: Tensor, y: Tensor, norm: nn.Module, center: bool) -> tuple
 
 @pytest.mark.parametrize("to", LAYERS)
 @pytest.mark.parametrize("center", [True, False])
-@pytest.mark.parametrize("norm", [nn.LayerNorm(C), nn.LayerNorm(C, bias=False), nn.RMSNorm(C, eps=1e-6)])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(C), nn.LayerNorm(C, bias=False), nn.RMSNorm(C, eps=1e-6)]
+)
 def test_one_batch_equals_dense_least_squares(to: str, center: bool, norm: nn.Module) -> None:
     norm = copy.deepcopy(norm).double()
     with torch.no_grad():
@@ -186,10 +198,16 @@ def test_affine_free_layers_take_the_best_candidate(to: str) -> None:
     y = norm(x)
     model = converted(site(norm), x, to=to)
     dynorm.calibrate_(model, [x])
-    candidates = leave_one_out_beta(x, eps=1e-5).log().mean().exp() * torch.logspace(-1, 3, 17, dtype=torch.float64)
-    errors = [(function(to, x - x.mean(), b, math.sqrt(C - 1)) - y).square().sum() for b in candidates]
+    candidates = leave_one_out_beta(x, eps=1e-5).log().mean().exp() * torch.logspace(
+        -1, 3, 17, dtype=torch.float64
+    )
+    errors = [
+        (function(to, x - x.mean(), b, math.sqrt(C - 1)) - y).square().sum() for b in candidates
+    ]
     # An affine-free layer in a model without parameters is made in float32.
-    assert model[0].beta().item() == pytest.approx(float(candidates[torch.stack(errors).argmin()]), rel=1e-5)
+    assert model[0].beta().item() == pytest.approx(
+        float(candidates[torch.stack(errors).argmin()]), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("to", LAYERS)
@@ -212,9 +230,13 @@ def test_every_site_improves_on_the_default_constants(to: str, options: dict[str
 def original_inputs(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
     """What each norm sees in the original model, by path, in call order."""
     twin, seen = dynorm.restore_(copy.deepcopy(model)), {}
-    norms = {path: m for path, m in twin.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm))}
+    norms = {
+        path: m for path, m in twin.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm))
+    }
     for path, norm in norms.items():
-        norm.register_forward_hook(lambda _, args, output, path=path: seen.setdefault(path, []).append(args[0]))
+        norm.register_forward_hook(
+            lambda _, args, output, path=path: seen.setdefault(path, []).append(args[0])
+        )
     with torch.no_grad():
         for batch in batches:
             twin(batch)
@@ -227,7 +249,9 @@ def site_errors(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, float]
     with torch.no_grad():
         for path, x in inputs.items():
             y = twin.get_submodule(path)(x)
-            errors[path] = float((model.get_submodule(path)(x) - y).norm() / (y - y.mean((0, 1))).norm())
+            errors[path] = float(
+                (model.get_submodule(path)(x) - y).norm() / (y - y.mean((0, 1))).norm()
+            )
     return errors
 
 
@@ -286,7 +310,10 @@ def test_what_stands_at_padding_has_no_influence(layout: str, name: str, length:
 def test_an_encoder_with_src_key_padding_mask() -> None:
     layer = nn.TransformerEncoderLayer(C, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2)
-    x, padding = torch.randn(3, 5, C), torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5])
+    x, padding = (
+        torch.randn(3, 5, C),
+        torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5]),
+    )
     converted(model, x)
     other = copy.deepcopy(model)
     dynorm.calibrate_(model, [{"src": x, "src_key_padding_mask": padding}])
@@ -340,7 +367,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     peaks = []
     for batches in ("3", "30"):
-        run = subprocess.run([sys.executable, "-c", program, batches], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", program, batches], capture_output=True, text=True, check=True
+        )
         peaks.append(int(run.stdout))
     assert peaks[1] <= 1.05 * peaks[0]
 
@@ -350,14 +379,22 @@ def test_nothing_of_the_run_stays_behind() -> None:
     model[1].eval()
     model[0].norm1.weight.grad = torch.ones(C)
     modes = [m.training for m in model.modules()]
-    others = {name: p.clone() for name, p in model.named_parameters() if "norm" not in name and name[0] != "2"}
+    others = {
+        name: p.clone()
+        for name, p in model.named_parameters()
+        if "norm" not in name and name[0] != "2"
+    }
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    dynorm.calibrate_(model, [torch.zeros(2, 3, C).normal_(generator=torch.Generator()) for _ in range(2)])
+    dynorm.calibrate_(
+        model, [torch.zeros(2, 3, C).normal_(generator=torch.Generator()) for _ in range(2)]
+    )
     assert torch.equal(torch.rand(1), expected)
     assert [m.training for m in model.modules()] == modes
-    assert all(torch.equal(p, others[name]) for name, p in model.named_parameters() if name in others)
+    assert all(
+        torch.equal(p, others[name]) for name, p in model.named_parameters() if name in others
+    )
     assert all(p.requires_grad for p in model.parameters())
     assert torch.equal(model[0].norm1.weight.grad, torch.ones(C))
     assert not any(m._forward_hooks for m in model.modules())
@@ -522,14 +559,20 @@ def test_a_norm_called_twice_and_one_that_is_not_reached() -> None:
     x = torch.randn(20, C)
     model = converted(Twice(), x, x)
     before = parameters(model)
-    with pytest.warns(CalibrationWarning, match="kept the constants of other: no batch reached") as caught:
+    with pytest.warns(
+        CalibrationWarning, match="kept the constants of other: no batch reached"
+    ) as caught:
         report = dynorm.calibrate_(model, [x, x])
     assert [warning.filename for warning in caught] == [__file__]
     assert [(s.path, s.tokens) for s in report.sites] == [("norm", 80)]
     assert report.unreached == ["other"]
     assert "other: not reached" in str(report)
     after = parameters(model)
-    assert all(torch.equal(after[name], before[name]) == name.startswith("other") for name in after if "bias" in name)
+    assert all(
+        torch.equal(after[name], before[name]) == name.startswith("other")
+        for name in after
+        if "bias" in name
+    )
 
 
 def test_the_report() -> None:
@@ -538,14 +581,20 @@ def test_the_report() -> None:
     report = dynorm.calibrate_(model, [x[None]])
     assert str(report).splitlines()[0] == "3 sites calibrated on 1 batch"
     assert str(report).splitlines()[2].split() == ["site", "tokens", "beta", "error"]
-    assert [line.split()[0] for line in str(report).splitlines()[3:]] == [site.path for site in report.sites]
+    assert [line.split()[0] for line in str(report).splitlines()[3:]] == [
+        site.path for site in report.sites
+    ]
     assert len(report.sites) == 3
     assert report.to_dict()["sites"][0]["path"] == "0.norm1"
     assert report.sites[0].beta == pytest.approx(model[0].norm1.beta().item())
     lost = converted(site(nn.LayerNorm(C)), x)
     with pytest.warns(CalibrationWarning):
         lines = str(dynorm.calibrate_(lost, [torch.zeros(2, C)])).splitlines()
-    assert lines == ["0 sites calibrated on 1 batch", "", "0: not reached, or by constant inputs only"]
+    assert lines == [
+        "0 sites calibrated on 1 batch",
+        "",
+        "0: not reached, or by constant inputs only",
+    ]
 
 
 def test_sites_come_in_call_order() -> None:
@@ -558,7 +607,10 @@ def test_sites_come_in_call_order() -> None:
             return self.last(self.first(x))
 
     x = torch.randn(20, C)
-    assert [s.path for s in dynorm.calibrate_(converted(Backwards(), x), [x]).sites] == ["first", "last"]
+    assert [s.path for s in dynorm.calibrate_(converted(Backwards(), x), [x]).sites] == [
+        "first",
+        "last",
+    ]
 
 
 def fails(model: nn.Module, batches: Any, match: str, error: type[Exception] = DataError) -> None:
@@ -586,7 +638,10 @@ def fails(model: nn.Module, batches: Any, match: str, error: type[Exception] = D
         ([{"input": [1, 2]}], "got dict at 0"),
         ([()], "got tuple at 0"),
         ([torch.randn(2, 3, C + 1)], "the model must run on each batch, but ArgumentError"),
-        ([torch.randn(2, 3, C), {"wrong": torch.randn(2)}], "the model must run on each batch, but TypeError"),
+        (
+            [torch.randn(2, 3, C), {"wrong": torch.randn(2)}],
+            "the model must run on each batch, but TypeError",
+        ),
     ],
 )
 def test_wrong_batches(batches: Any, match: str) -> None:
@@ -599,7 +654,11 @@ def test_activations_that_are_not_finite(value: float) -> None:
     model = converted(transformer(1), x)
     bad = x.clone()
     bad[0, 0, 0] = value
-    fails(model, [x, bad], r"the norm at '0\.norm1' saw NaN, inf or values whose squares overflow in batch 1")
+    fails(
+        model,
+        [x, bad],
+        r"the norm at '0\.norm1' saw NaN, inf or values whose squares overflow in batch 1",
+    )
 
 
 def test_a_failure_in_the_second_pass() -> None:
@@ -616,7 +675,9 @@ def test_a_failure_in_the_second_pass() -> None:
 
     model = Picky()
     x = scaled_tokens(5)
-    fails(converted(model, x), [x], "the model must run on each batch, but ValueError: not normalized")
+    fails(
+        converted(model, x), [x], "the model must run on each batch, but ValueError: not normalized"
+    )
 
 
 def test_batches_that_break_off() -> None:

@@ -21,7 +21,9 @@ C = 16
 
 def tokens(kind: str, count: int = 400) -> Tensor:
     """Tokens whose RMSNorm is exactly a layer of a kind: one size or two, and a bound that counts or does not."""
-    size = 1 + 3 * (torch.arange(count) % 2)[:, None] if "witnesses" in kind else torch.ones(count, 1)
+    size = (
+        1 + 3 * (torch.arange(count) % 2)[:, None] if "witnesses" in kind else torch.ones(count, 1)
+    )
     x = torch.zeros(count, C)
     if "linear" in kind:
         x[:, 1:] = torch.randn(count, C - 1)
@@ -32,13 +34,17 @@ def tokens(kind: str, count: int = 400) -> Tensor:
     return size * x
 
 
-def chosen(x: Tensor, most: int = 1, parts: int = 4, **options: float) -> tuple[nn.Module, CalibrationReport]:
+def chosen(
+    x: Tensor, most: int = 1, parts: int = 4, **options: float
+) -> tuple[nn.Module, CalibrationReport]:
     model = nn.Sequential(nn.RMSNorm(C, eps=1e-12))
     dynorm.convert_(model, dynorm.find_norms(model, x), to="auto", witnesses=most)
     return model, dynorm.calibrate_(model, list(x.chunk(parts)), **options)
 
 
-@pytest.mark.parametrize("kind", ["linear", "linear with witnesses", "dyisru", "dyisru with witnesses"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "linear with witnesses", "dyisru", "dyisru with witnesses"]
+)
 def test_a_site_gets_the_simplest_layer_that_is_its_norm(kind: str) -> None:
     x = tokens(kind)
     model, report = chosen(x)
@@ -48,7 +54,12 @@ def test_a_site_gets_the_simplest_layer_that_is_its_norm(kind: str) -> None:
         "d": (dynorm.DyISRU, "dyisru"),
     }[kind[0]]
     assert model[0].witness_channels == ((0,) if "witnesses" in kind else ())
-    assert list(site.errors) == ["linear", "linear with witnesses", "dyisru", "dyisru with witnesses"]
+    assert list(site.errors) == [
+        "linear",
+        "linear with witnesses",
+        "dyisru",
+        "dyisru with witnesses",
+    ]
     assert site.errors[kind] <= min(site.errors.values()) + report.tolerance
     assert all(
         error > min(site.errors.values()) + report.tolerance
@@ -56,7 +67,9 @@ def test_a_site_gets_the_simplest_layer_that_is_its_norm(kind: str) -> None:
     )
     assert kind.replace(" with witnesses", " +1") in str(report)
     measured = dynorm.measure(model, [x])
-    assert ("1 by lines that fold_ can remove" in " ".join(str(measured).split())) == (kind == "linear")
+    assert ("1 by lines that fold_ can remove" in " ".join(str(measured).split())) == (
+        kind == "linear"
+    )
     seen = measured.sites[0]
     assert seen.why.startswith(f"{kind}: errors of linear {site.errors['linear']:.3f}, ")
 
@@ -74,7 +87,9 @@ def test_errors_are_those_on_tokens_that_were_not_fitted() -> None:
             y, now = norm(second), model(second)
         # The spread is that of all tokens, of which the second half counts twice.
         spread = norm(torch.cat([first, second, second])).square().sum(1).mean().detach()
-        assert error == pytest.approx(float(((now - y).square().sum(1).mean() / spread).sqrt()), rel=1e-4)
+        assert error == pytest.approx(
+            float(((now - y).square().sum(1).mean() / spread).sqrt()), rel=1e-4
+        )
 
 
 def test_a_greater_tolerance_takes_the_simpler_layer() -> None:
@@ -147,12 +162,18 @@ def small(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "bert":
         bert = BertConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
         )
         model: nn.Module = BertModel(bert)
         table = model.embeddings.word_embeddings
     else:
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=16))
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+        )
         table = model.transformer.wte
         nn.init.normal_(model.transformer.h[0].mlp.c_proj.bias, std=5)
     with torch.no_grad():
@@ -176,4 +197,6 @@ def test_a_mixed_model_is_saved_loaded_and_folded(kind: str, tmp_path: Path) -> 
         assert_close(model(**batches[0])[0], wanted, rtol=1e-9, atol=1e-9)
     plain = [site.path for site in report.sites if site.layer == "linear" and not site.witnesses]
     assert plain
-    assert [type(model.get_submodule(path)) for path in plain] == [nn.Identity] * len(plain), str(done)
+    assert [type(model.get_submodule(path)) for path in plain] == [nn.Identity] * len(plain), str(
+        done
+    )

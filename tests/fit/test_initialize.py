@@ -16,7 +16,9 @@ from dynorm import Derf, DyISRU, DyT, LinearControl
 
 def net(cls: Any, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), cls(32, **options), nn.GELU(), nn.Linear(32, 16), cls(16, **options))
+    return nn.Sequential(
+        nn.Linear(8, 32), cls(32, **options), nn.GELU(), nn.Linear(32, 16), cls(16, **options)
+    )
 
 
 @pytest.mark.parametrize("cls", [DyISRU, DyT, Derf, LinearControl])
@@ -61,8 +63,12 @@ def test_padding_is_left_out_and_the_rest_stays() -> None:
     x, mask = torch.randn(4, 6, 8), (torch.arange(6) < torch.tensor([[6], [3], [5], [2]])).long()
     model = Masked()
     state = torch.get_rng_state()
-    dynorm.init_from_batch_(model, {"x": torch.where(mask[..., None].bool(), x, 1e4), "attention_mask": mask})
-    assert model.layer.beta().item() == pytest.approx(8 * float(x[mask.bool()].square().mean()), rel=1e-5)
+    dynorm.init_from_batch_(
+        model, {"x": torch.where(mask[..., None].bool(), x, 1e4), "attention_mask": mask}
+    )
+    assert model.layer.beta().item() == pytest.approx(
+        8 * float(x[mask.bool()].square().mean()), rel=1e-5
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert not model.layer._forward_hooks

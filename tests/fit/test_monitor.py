@@ -50,7 +50,9 @@ class TestMonitor:
                 for value in inputs:
                     layer(torch.full((2, 4), value))
                 found = monitor.read()
-            assert found == pytest.approx({"saturated/": 1.0, "size/": 10.0, "beta/": 8.0, "drift/": 2.0}, rel=1e-5)
+            assert found == pytest.approx(
+                {"saturated/": 1.0, "size/": 10.0, "beta/": 8.0, "drift/": 2.0}, rel=1e-5
+            )
             assert monitor.read() == {}
             layer.eval()(torch.ones(2, 4))
             assert monitor.read() == {}
@@ -63,13 +65,18 @@ class TestMonitor:
 
     def test_what_holds_of_the_model_stays(self) -> None:
         torch.manual_seed(0)
-        model, x = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4, per_channel=True, center=True)), torch.randn(3, 4)
+        model, x = (
+            nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4, per_channel=True, center=True)),
+            torch.randn(3, 4),
+        )
         model(x).sum().backward()
         plain = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         with dynorm.Monitor(model):
             model(x).sum().backward()
-        assert all(torch.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), plain, strict=True))
+        assert all(
+            torch.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), plain, strict=True)
+        )
         assert not model[1]._forward_hooks
 
     def test_it_warns_once_and_says_what_to_do(self) -> None:
@@ -77,7 +84,8 @@ class TestMonitor:
         with dynorm.Monitor(nn.Sequential(layer)) as monitor:
             layer(torch.full((2, 4), 100.0))
             with pytest.warns(
-                dynorm.CalibrationWarning, match=r"'0' saturates: 100% .* to 100 .* is 2\. .*param_groups"
+                dynorm.CalibrationWarning,
+                match=r"'0' saturates: 100% .* to 100 .* is 2\. .*param_groups",
             ):
                 monitor.read()
             layer(torch.full((2, 4), 100.0))
@@ -118,9 +126,13 @@ class TestCallback:
         arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
         trainer = transformers.Trainer(nn.Sequential(dynorm.DyISRU(4)), arguments)
         for wrong in (trainer.model, "a", None):
-            with pytest.raises(dynorm.ArgumentError, match="trainer must be a Trainer of transformers, got"):
+            with pytest.raises(
+                dynorm.ArgumentError, match="trainer must be a Trainer of transformers, got"
+            ):
                 dynorm.MonitorCallback(wrong)
-        with pytest.raises(dynorm.ArgumentError, match="warn_at must be a number from 0 to 1, got 'a'"):
+        with pytest.raises(
+            dynorm.ArgumentError, match="warn_at must be a number from 0 to 1, got 'a'"
+        ):
             dynorm.MonitorCallback(trainer, "a")
 
     def test_the_figures_reach_the_reports_the_history_and_the_line(
@@ -132,7 +144,9 @@ class TestCallback:
         sent: list[dict[str, float]] = []
 
         class Reporter(transformers.TrainerCallback):
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            def on_log(
+                self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+            ) -> None:
                 sent.append(dict(logs))
 
         monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "ours", Reporter)

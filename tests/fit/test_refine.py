@@ -64,7 +64,11 @@ def test_the_joint_error_falls(to: str) -> None:
     assert report.steps == 41
     # Both of the same batch.
     assert report.last_error < report.first_error
-    assert report.to_dict() == {"steps": 41, "first_error": report.first_error, "last_error": report.last_error}
+    assert report.to_dict() == {
+        "steps": 41,
+        "first_error": report.first_error,
+        "last_error": report.last_error,
+    }
     assert str(report).startswith("41 steps of joint refinement: mean site error 0.")
 
 
@@ -131,7 +135,11 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.b = nn.Linear(C, C, dtype=torch.bfloat16), nn.LayerNorm(C), nn.Linear(C, C)
+        self.a, self.norm, self.b = (
+            nn.Linear(C, C, dtype=torch.bfloat16),
+            nn.LayerNorm(C),
+            nn.Linear(C, C),
+        )
         self.b.bias, self.last = self.norm.bias, nn.RMSNorm(C)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,18 +197,26 @@ def test_padding_has_no_influence() -> None:
     twin = copy.deepcopy(model)
     dynorm.refine_(model, [{"x": x, "attention_mask": mask}], steps=5)
     dynorm.refine_(twin, [{"x": y, "attention_mask": mask}], steps=5)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def fails(
-    model: nn.Module, batches: Any, match: str, kind: type[Exception] = DataError, steps: Any = 6, **options: Any
+    model: nn.Module,
+    batches: Any,
+    match: str,
+    kind: type[Exception] = DataError,
+    steps: Any = 6,
+    **options: Any,
 ) -> None:
     before = [(p, p.detach().clone(), p.requires_grad, p.dtype) for p in model.parameters()]
     with pytest.raises(kind, match=match):
         dynorm.refine_(model, batches, steps=steps, **options)
     after = list(model.parameters())
     assert all(
-        p is q and torch.equal(p, v) and p.requires_grad == r for q, (p, v, r, _) in zip(after, before, strict=True)
+        p is q and torch.equal(p, v) and p.requires_grad == r
+        for q, (p, v, r, _) in zip(after, before, strict=True)
     )
     assert all(p.dtype == dtype and p.grad is None for p, _, _, dtype in before)
     assert not any(m._forward_hooks for m in model.modules())
@@ -208,14 +224,24 @@ def fails(
 
 def test_wrong_batches() -> None:
     model, batches = model_and_batches()
-    fails(model, iter(batches), "a one-shot iterator must hold a batch for each step, got 4 for 6 steps: pass a list")
+    fails(
+        model,
+        iter(batches),
+        "a one-shot iterator must hold a batch for each step, got 4 for 6 steps: pass a list",
+    )
     fails(model, [], "must hold at least one batch")
     fails(model, "text", "got a str")
     fails(model, [*batches, 3], "got int at 4")
     fails(model, [torch.randn(2, C + 1)], "must run on each batch")
-    fails(model, [*batches, batches[0] * math.nan], "the loss must be finite, but is nan in step 4: lower lr")
     fails(
-        model.bfloat16(), [*(b.bfloat16() for b in batches), batches[0].bfloat16() * math.nan], "but is nan in step 4"
+        model,
+        [*batches, batches[0] * math.nan],
+        "the loss must be finite, but is nan in step 4: lower lr",
+    )
+    fails(
+        model.bfloat16(),
+        [*(b.bfloat16() for b in batches), batches[0].bfloat16() * math.nan],
+        "but is nan in step 4",
     )
 
 
@@ -265,7 +291,9 @@ def test_default_constants_are_told_once_and_fitted_ones_never(to: str, tmp_path
             lambda: dynorm.refine_(copy.deepcopy(model), [x], steps=1),
         )
     ):
-        with pytest.warns(dynorm.CalibrationWarning, match="2 point-wise layers have default constants") as caught:
+        with pytest.warns(
+            dynorm.CalibrationWarning, match="2 point-wise layers have default constants"
+        ) as caught:
             act()
         assert len(caught) == 1, k
     dynorm.calibrate_(model, [x])

@@ -33,7 +33,9 @@ def model(kind: type[nn.Module] = nn.RMSNorm) -> nn.Module:
     return nn.Sequential(kind(CHANNELS), nn.Linear(CHANNELS, CHANNELS), kind(CHANNELS))
 
 
-def converted(witnesses: int | tuple[int, ...], to: str = "dyisru", kind: type[nn.Module] = nn.RMSNorm) -> nn.Module:
+def converted(
+    witnesses: int | tuple[int, ...], to: str = "dyisru", kind: type[nn.Module] = nn.RMSNorm
+) -> nn.Module:
     made = model(kind)
     dynorm.convert_(made, dynorm.find_norms(made, tokens(8)), to, witnesses=witnesses)
     return made
@@ -114,7 +116,9 @@ def test_least_squares_of_many_channels_are_as_good_as_scipys(tokens: int, alike
         expected, _ = nnls(columns[:, [*row, 48]], columns[:, 49])
         assert found.min() >= 0
         assert (expected == 0).sum() > 2
-        assert _error(sums, row, found) == pytest.approx(_error(sums, row, torch.from_numpy(expected)), rel=1e-9)
+        assert _error(sums, row, found) == pytest.approx(
+            _error(sums, row, torch.from_numpy(expected)), rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
@@ -243,7 +247,9 @@ def test_from_a_batch_of_dead_witnesses_the_gains_are_finite() -> None:
 @pytest.mark.parametrize("share", [0, 1, -0.5, math.nan])
 def test_a_share_is_between_0_and_1(share: float) -> None:
     with pytest.raises(ArgumentError, match="share must be between 0 and 1"):
-        dynorm.init_from_batch_(nn.Sequential(dynorm.DyISRU(4, witnesses=1)), torch.randn(8, 4), share=share)
+        dynorm.init_from_batch_(
+            nn.Sequential(dynorm.DyISRU(4, witnesses=1)), torch.randn(8, 4), share=share
+        )
 
 
 def test_annealed_layers_get_gains_at_the_start_and_keep_them_to_the_end() -> None:
@@ -260,7 +266,9 @@ def test_annealed_layers_get_gains_at_the_start_and_keep_them_to_the_end() -> No
     assert torch.equal(made(x), before)
 
 
-@pytest.mark.parametrize("wrong", [-1, True, "3", (3, 3), (CHANNELS,), (-1,), (0.5,), range(CHANNELS + 1)])
+@pytest.mark.parametrize(
+    "wrong", [-1, True, "3", (3, 3), (CHANNELS,), (-1,), (0.5,), range(CHANNELS + 1)]
+)
 def test_witnesses_that_cannot_be(wrong: object) -> None:
     with pytest.raises(ArgumentError, match="witness"):
         converted(wrong)  # type: ignore[arg-type]

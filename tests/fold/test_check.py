@@ -35,7 +35,9 @@ class Net(nn.Module):
         return self.run(self, x)
 
 
-def net(run: Forward | None = None, dtype: torch.dtype = torch.float64, kind: Callable[..., Net] = Net) -> Any:
+def net(
+    run: Forward | None = None, dtype: torch.dtype = torch.float64, kind: Callable[..., Net] = Net
+) -> Any:
     torch.manual_seed(0)
     model = kind(run)
     with torch.no_grad():
@@ -45,11 +47,17 @@ def net(run: Forward | None = None, dtype: torch.dtype = torch.float64, kind: Ca
 
 
 def x_of(*shape: int) -> Tensor:
-    return torch.randn(shape or (5, 4), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        shape or (5, 4), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def unchanged(
-    model: nn.Module, *args: Any, error: type[Exception] = ModelError, match: str = "", **options: Any
+    model: nn.Module,
+    *args: Any,
+    error: type[Exception] = ModelError,
+    match: str = "",
+    **options: Any,
 ) -> Any:
     """Fold, expect an error, and compare the model and its modules with what they were."""
     before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
@@ -118,14 +126,20 @@ def test_a_norm_in_any_output_stays(name: str) -> None:
         assert report.sites[0].affine.reason == "the model returns it"
 
 
-@pytest.mark.parametrize("wrap", [lambda h: (t for t in [h]), lambda h: iter([h]), lambda h: map(abs, [h])])
-def test_outputs_that_cannot_be_seen_are_no_outputs_to_fold_by(wrap: Callable[[Tensor], Any]) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda h: (t for t in [h]), lambda h: iter([h]), lambda h: map(abs, [h])]
+)
+def test_outputs_that_cannot_be_seen_are_no_outputs_to_fold_by(
+    wrap: Callable[[Tensor], Any],
+) -> None:
     model = net(lambda m, x: (lambda h: (m.h(h), wrap(h)))(m.n(m.e(x))))
     unchanged(model, x_of(), match="in which tensors cannot be seen")
 
 
 def test_arrays_are_outputs_and_objects_of_c_are_refused() -> None:
-    assert [t.tolist() for t in tensors_in({"a": np.ones(2), "b": np.array(["text"])})] == [[1.0, 1.0]]
+    assert [t.tolist() for t in tensors_in({"a": np.ones(2), "b": np.array(["text"])})] == [
+        [1.0, 1.0]
+    ]
     with pytest.raises(ModelError, match="memoryview"):
         list(tensors_in(memoryview(b"1")))
 
@@ -185,7 +199,12 @@ def test_a_logarithm_gets_fresh_positive_inputs() -> None:
 
 
 def test_an_example_that_gives_no_number_is_no_example() -> None:
-    unchanged(net(lambda m, x: (m.h(m.n(m.e(x))), x.log())), -x_of().abs(), error=DataError, match="all NaN")
+    unchanged(
+        net(lambda m, x: (m.h(m.n(m.e(x))), x.log())),
+        -x_of().abs(),
+        error=DataError,
+        match="all NaN",
+    )
 
 
 # 4. Constant examples, and classes of inputs.
@@ -221,7 +240,9 @@ class Batch:
         (lambda t: __import__("transformers").BatchEncoding({"ids": t}), lambda v: v["ids"]),
     ],
 )
-def test_inputs_of_any_class_are_drawn_anew_and_keep_it(wrap: Callable[[Tensor], Any], get: Any) -> None:
+def test_inputs_of_any_class_are_drawn_anew_and_keep_it(
+    wrap: Callable[[Tensor], Any], get: Any
+) -> None:
     for tensor in (torch.arange(9), torch.zeros(9), torch.linspace(-1, 1, 9)):
         given = wrap(tensor)
         drawn = fresh(((given,), {}), 1)[0][0]
@@ -232,7 +253,9 @@ def test_inputs_of_any_class_are_drawn_anew_and_keep_it(wrap: Callable[[Tensor],
 
 def test_what_is_drawn_keeps_signs_masks_and_aliases() -> None:
     x = torch.rand(50)
-    (a, b), named = fresh(((x, x), {"c": torch.full((9,), -2.0), "z": torch.ones(2, dtype=torch.complex64)}), 1)
+    (a, b), named = fresh(
+        ((x, x), {"c": torch.full((9,), -2.0), "z": torch.ones(2, dtype=torch.complex64)}), 1
+    )
     assert a is b
     assert (a >= x.min()).all() and (a <= x.max()).all()  # noqa: PT018
     assert (named["c"] < 0).all()
@@ -260,7 +283,9 @@ def test_what_applying_raises_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatc
     assert isinstance(unchanged(net(), x_of(), match="out of paper").__cause__, RuntimeError)
 
 
-def test_a_buffer_that_cannot_be_written_into_is_left_alone_when_all_is_put_back(wrong: None) -> None:
+def test_a_buffer_that_cannot_be_written_into_is_left_alone_when_all_is_put_back(
+    wrong: None,
+) -> None:
     model = net()
     model.register_buffer("mask", torch.ones(1).expand(4))
     unchanged(model, x_of(), match="everything was put back")
@@ -301,8 +326,12 @@ def test_a_config_that_cannot_be_read_again_is_an_error_of_ours(check: bool) -> 
     assert model.e.weight is model.h.weight
 
 
-def test_a_forward_that_reads_from_its_config_whether_weights_are_tied_is_checked_with_the_new_one() -> None:
-    model = tied(Config(), lambda m, x: (m.h(m.n(x)) * (2 if m.config.tie_word_embeddings else 1), m.e(x)))
+def test_a_forward_that_reads_from_its_config_whether_weights_are_tied_is_checked_with_the_new_one() -> (
+    None
+):
+    model = tied(
+        Config(), lambda m, x: (m.h(m.n(x)) * (2 if m.config.tie_word_embeddings else 1), m.e(x))
+    )
     unchanged(model, x_of(5, C), untie=True, match="everything was put back")
     assert model.config.tie_word_embeddings
     assert model.e.weight is model.h.weight
@@ -384,7 +413,12 @@ def test_inputs_keep_their_class(kind: Callable[..., Any]) -> None:
 
 
 def test_an_example_that_cannot_be_copied_is_refused() -> None:
-    unchanged(net(lambda m, x: m.h(m.n(m.e(next(x))))), (t for t in [x_of()]), error=DataError, match="deepcopy")
+    unchanged(
+        net(lambda m, x: m.h(m.n(m.e(next(x))))),
+        (t for t in [x_of()]),
+        error=DataError,
+        match="deepcopy",
+    )
 
 
 @pytest.mark.parametrize("tolerance", ["1e-3", True, -1.0, float("nan"), [1]])

@@ -43,7 +43,9 @@ def folded(model: nn.Module, *example: Tensor, **options: Any) -> FoldReport:
 class Net(nn.Module):
     """A linear layer, a norm, and whatever a test does with its output."""
 
-    def __init__(self, read: Callable[[Net, Tensor], Tensor], norm: nn.Module | None = None, **parts: Any) -> None:
+    def __init__(
+        self, read: Callable[[Net, Tensor], Tensor], norm: nn.Module | None = None, **parts: Any
+    ) -> None:
         super().__init__()
         self.into = nn.Linear(C, C)
         self.norm = norm or nn.LayerNorm(C)
@@ -56,7 +58,9 @@ class Net(nn.Module):
         return self.read(self, self.norm(self.into(x)))
 
 
-def net(read: Callable[[Any, Tensor], Tensor], norm: nn.Module | None = None, **parts: Any) -> nn.Module:
+def net(
+    read: Callable[[Any, Tensor], Tensor], norm: nn.Module | None = None, **parts: Any
+) -> nn.Module:
     return shaken(Net(read, norm, **parts))
 
 
@@ -75,7 +79,9 @@ PASSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "indexed tokens": lambda m, x: m.reader(x[torch.arange(2), torch.tensor([1, 3])]),
     "expanded": lambda m, x: m.reader(x[:, :, None].expand(2, 5, 3, C)),
     "mean over tokens": lambda m, x: m.reader(x.mean(1)),
-    "parts of the tokens": lambda m, x: torch.cat([m.reader(part) for part in x.split(2, dim=1)], 1),
+    "parts of the tokens": lambda m, x: torch.cat(
+        [m.reader(part) for part in x.split(2, dim=1)], 1
+    ),
     "checkpoint": lambda m, x: checkpoint(m.reader, x, use_reentrant=False),
     "two uses of one reader": lambda m, x: m.reader(x) + m.reader(x.flip(1)),
     "matmul": lambda m, x: x @ m.reader.weight.T + m.reader.bias,
@@ -99,17 +105,35 @@ def test_what_keeps_the_channels_lets_weight_and_bias_through(name: str) -> None
 REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "not linear": (lambda m, x: m.reader(x.relu()), "aten.relu"),
     "returned too": (lambda m, x: torch.cat([m.reader(x), x], -1), "aten.cat"),
-    "channels split": (lambda m, x: m.reader(x.view(2, 5, 2, 4).transpose(2, 3).flatten(2)), "split or reordered"),
-    "channels split and joined": (lambda m, x: m.reader(x.reshape(2, 5, 4, 2).flatten(2)), "split or reordered"),
+    "channels split": (
+        lambda m, x: m.reader(x.view(2, 5, 2, 4).transpose(2, 3).flatten(2)),
+        "split or reordered",
+    ),
+    "channels split and joined": (
+        lambda m, x: m.reader(x.reshape(2, 5, 4, 2).flatten(2)),
+        "split or reordered",
+    ),
     "channels cut": (lambda m, x: x[..., :4] @ m.reader.weight[:, :4].T, "split or reordered"),
     "channels rolled": (lambda m, x: m.reader(x.roll(1, -1)), "split or reordered"),
-    "tokens mixed with channels": (lambda m, x: m.reader(x.transpose(1, 2).reshape(2, 5, C)), "split or reordered"),
+    "tokens mixed with channels": (
+        lambda m, x: m.reader(x.transpose(1, 2).reshape(2, 5, C)),
+        "split or reordered",
+    ),
     "added to something": (lambda m, x: m.reader(x + 1), "aten.add"),
-    "computed weight": (lambda m, x: functional.linear(x, m.reader.weight.tanh(), m.reader.bias), "computed"),
+    "computed weight": (
+        lambda m, x: functional.linear(x, m.reader.weight.tanh(), m.reader.bias),
+        "computed",
+    ),
     "reads itself": (lambda m, x: x @ x.transpose(1, 2), "no parameter"),
-    "reader also reads another": (lambda m, x: m.reader(x) + m.reader(torch.ones_like(x)), "also used by"),
+    "reader also reads another": (
+        lambda m, x: m.reader(x) + m.reader(torch.ones_like(x)),
+        "also used by",
+    ),
     "bias used elsewhere": (lambda m, x: m.reader(x) * m.reader.bias, "also used by"),
-    "scaled token by token": (lambda m, x: m.reader(x * x.new_ones(2, 5, 1)), "scaled token by token"),
+    "scaled token by token": (
+        lambda m, x: m.reader(x * x.new_ones(2, 5, 1)),
+        "scaled token by token",
+    ),
     "dropout in training": (lambda m, x: m.reader(functional.dropout(x, 0.5, True)), "dropout"),
 }
 
@@ -137,7 +161,9 @@ def images(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("groups", [1, 2, C])
 @pytest.mark.parametrize("padding", [0, 1])
-def test_a_bias_does_not_go_into_a_padded_convolution_and_a_weight_does(groups: int, padding: int) -> None:
+def test_a_bias_does_not_go_into_a_padded_convolution_and_a_weight_does(
+    groups: int, padding: int
+) -> None:
     conv = nn.Conv2d(C, 16, (3, 1), padding=(padding, 0), groups=groups)
     with_bias = net(images, conv=copy.deepcopy(conv))
     report = folded(with_bias)
@@ -150,7 +176,11 @@ def test_a_bias_does_not_go_into_a_padded_convolution_and_a_weight_does(groups: 
 def test_a_transposed_convolution_takes_a_weight_only() -> None:
     model = net(lambda m, x: m.conv(x.transpose(1, 2)), conv=nn.ConvTranspose1d(C, 3, 2))
     assert "transposed" in (row(folded(model)).reason or "")
-    model = net(lambda m, x: m.conv(x.transpose(1, 2)), nn.RMSNorm(C, eps=1e-6), conv=nn.ConvTranspose1d(C, 3, 2))
+    model = net(
+        lambda m, x: m.conv(x.transpose(1, 2)),
+        nn.RMSNorm(C, eps=1e-6),
+        conv=nn.ConvTranspose1d(C, 3, 2),
+    )
     assert row(folded(model)).state == "folded"
 
 
@@ -167,7 +197,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(11, C), nn.LayerNorm(C), nn.Linear(C, 11, bias=False)
+        self.embed, self.norm, self.head = (
+            nn.Embedding(11, C),
+            nn.LayerNorm(C),
+            nn.Linear(C, 11, bias=False),
+        )
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -218,7 +252,9 @@ def test_a_reader_of_two_norms_needs_them_equal() -> None:
         if equal:
             model.other.load_state_dict(model.norm.state_dict())
         report = folded(model)
-        assert {site.affine.state for site in report.sites} == ({"folded"} if equal else {"refused"})
+        assert {site.affine.state for site in report.sites} == (
+            {"folded"} if equal else {"refused"}
+        )
 
 
 def test_a_norm_that_shares_its_weight_is_refused() -> None:
@@ -234,8 +270,16 @@ class Stream(nn.Module):
         self.into, self.positions = nn.Linear(4, C), nn.Parameter(torch.randn(1, 5, C))
         self.start = nn.Parameter(torch.randn(1, 1, C))
         self.register_buffer("constant", torch.randn(C))
-        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(C), nn.LayerNorm(C), nn.LayerNorm(C, eps=1e-3)
-        self.one, self.two, self.gain = nn.Linear(C, C), nn.Linear(C, C), nn.Parameter(torch.randn(C))
+        self.norm1, self.norm2, self.norm3 = (
+            nn.LayerNorm(C),
+            nn.LayerNorm(C),
+            nn.LayerNorm(C, eps=1e-3),
+        )
+        self.one, self.two, self.gain = (
+            nn.Linear(C, C),
+            nn.Linear(C, C),
+            nn.Parameter(torch.randn(C)),
+        )
         self.head = nn.Linear(C, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -255,7 +299,16 @@ def test_the_mean_leaves_a_stream_through_everything_that_writes_into_it() -> No
     model, x = stream()
     report = folded(model, x, affine=False)
     assert [site.center.state for site in report.sites] == ["folded"] * 3
-    written = {"into.weight", "into.bias", "positions", "start", "constant", "one.weight", "one.bias", "two.weight"}
+    written = {
+        "into.weight",
+        "into.bias",
+        "positions",
+        "start",
+        "constant",
+        "one.weight",
+        "one.bias",
+        "two.weight",
+    }
     assert set(row(report, "center").into) == written | {"two.bias"}
     assert torch.equal(model.gain, torch.ones(C).double())
     assert model.norm3.norm_eps == 1e-3
@@ -266,13 +319,22 @@ def test_the_mean_leaves_a_stream_through_everything_that_writes_into_it() -> No
 SEES_THE_MEAN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "an RMSNorm": (lambda m, x: m.reader(m.norm(x)) + m.reader(m.rms(x)), "rms sees its mean"),
     "a linear layer": (lambda m, x: m.reader(m.norm(x)) + m.reader(x), "sees its mean"),
-    "the output": (lambda m, x: torch.cat([m.reader(m.norm(x)), x.mean(-1, keepdim=True)], -1), "sees its mean"),
+    "the output": (
+        lambda m, x: torch.cat([m.reader(m.norm(x)), x.mean(-1, keepdim=True)], -1),
+        "sees its mean",
+    ),
     "a number for all channels": (lambda m, x: m.reader(m.norm(x + 1.0)), "adds a number"),
     "a function": (lambda m, x: m.reader(m.norm(x.sin())), "aten.sin"),
     "a norm before it": (lambda m, x: m.reader(m.norm(m.first(x) + m.into(x))), "post-norm"),
     "a product with itself": (lambda m, x: m.reader(m.norm(x * x)), "aten.mul"),
-    "channels split": (lambda m, x: m.reader(m.norm(x.view(2, 5, 4, 2).flatten(2))), "aten.flatten"),
-    "a number that it reads": (lambda m, x: m.reader(m.norm(x * m.reader.bias.sum().item())), "aten.mul"),
+    "channels split": (
+        lambda m, x: m.reader(m.norm(x.view(2, 5, 4, 2).flatten(2))),
+        "aten.flatten",
+    ),
+    "a number that it reads": (
+        lambda m, x: m.reader(m.norm(x * m.reader.bias.sum().item())),
+        "aten.mul",
+    ),
     "moved by a number that it reads": (
         lambda m, x: m.reader(m.norm(x.roll(m.reader.bias.sum().int().item(), 0))),
         "aten.roll",
@@ -302,14 +364,22 @@ def test_a_stream_whose_mean_is_seen_stays(name: str) -> None:
 def test_norms_that_were_not_chosen_stay_norms_of_the_centred_stream() -> None:
     model, x = stream()
     report = folded(model, x, only=["norm1", "norm3"])
-    assert [type(getattr(model, f"norm{i}")).__name__ for i in (1, 2, 3)] == ["RMSNorm", "LayerNorm", "RMSNorm"]
+    assert [type(getattr(model, f"norm{i}")).__name__ for i in (1, 2, 3)] == [
+        "RMSNorm",
+        "LayerNorm",
+        "RMSNorm",
+    ]
     assert [site.center.state for site in report.sites] == ["folded", "off", "folded"]
     assert not torch.equal(model.norm2.weight, torch.ones(C).double())
 
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf"])
 def test_pointwise_layers_give_away_weight_bias_scale_and_centre(to: str) -> None:
-    model = shaken(nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C), nn.Linear(C, 3)))
+    model = shaken(
+        nn.Sequential(
+            nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C), nn.Linear(C, 3)
+        )
+    )
     x = torch.randn(7, C).double()
     dynorm.convert_(model, dynorm.find_norms(model, x), to=to)
     shaken(model)
@@ -343,7 +413,9 @@ def test_attention_in_heads_with_a_cache_is_followed() -> None:
         def forward(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v = self.qkv(self.norm(x)).view(2, -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
             cache = torch.cat([past, torch.stack([k, v])], 3)
-            return self.out(functional.scaled_dot_product_attention(q, *cache).transpose(1, 2).flatten(2)), cache
+            return self.out(
+                functional.scaled_dot_product_attention(q, *cache).transpose(1, 2).flatten(2)
+            ), cache
 
     model, past = shaken(Attention()), torch.randn(2, 2, 2, 3, 4).double()
     x = torch.randn(2, 5, C).double()
@@ -358,17 +430,25 @@ def test_a_vector_that_only_looks_like_a_bias_is_none() -> None:
     # Outputs before tokens, and as many of both: what is added goes along the tokens.
     square = nn.Parameter(torch.randn(5, C))
     model = net(
-        lambda m, x: m.square @ x.transpose(1, 2) + m.vector, square=square, vector=nn.Parameter(torch.randn(5))
+        lambda m, x: m.square @ x.transpose(1, 2) + m.vector,
+        square=square,
+        vector=nn.Parameter(torch.randn(5)),
     )
     assert "no bias" in (row(folded(model)).reason or "")
     conv = nn.Conv1d(C, 5, 1, bias=False)
-    model = net(lambda m, x: m.conv(x.transpose(1, 2)) + m.vector, conv=conv, vector=nn.Parameter(torch.randn(5)))
+    model = net(
+        lambda m, x: m.conv(x.transpose(1, 2)) + m.vector,
+        conv=conv,
+        vector=nn.Parameter(torch.randn(5)),
+    )
     assert "no bias" in (row(folded(model)).reason or "")
     assert row(folded(model, add_bias=True)).state == "folded"
 
 
 def test_a_layer_whose_weight_is_borrowed_gets_no_bias() -> None:
-    model = net(lambda m, x: functional.linear(x, m.reader.weight), reader=nn.Linear(C, 6, bias=False))
+    model = net(
+        lambda m, x: functional.linear(x, m.reader.weight), reader=nn.Linear(C, 6, bias=False)
+    )
     assert "no bias can be added" in (row(folded(model, add_bias=True)).reason or "")
 
 
@@ -376,7 +456,9 @@ def test_a_layer_whose_weight_is_borrowed_gets_no_bias() -> None:
 def test_random_graphs_keep_their_outputs(seed: int) -> None:
     torch.manual_seed(seed)
     model = shaken(RandomNet(seed))
-    report = folded(model, torch.randn(2, 5, C).double(), untie=bool(seed % 2), add_bias=bool(seed % 3))
+    report = folded(
+        model, torch.randn(2, 5, C).double(), untie=bool(seed % 2), add_bias=bool(seed % 3)
+    )
     assert len(report.sites) == len(model.norms)
 
 
@@ -397,12 +479,19 @@ class RandomNet(nn.Module):
 
     @staticmethod
     def _norm(kind: int) -> nn.Module:
-        norms = (nn.LayerNorm(C), nn.LayerNorm(C, bias=False), nn.RMSNorm(C, eps=1e-6), nn.LayerNorm(C, eps=1e-2))
+        norms = (
+            nn.LayerNorm(C),
+            nn.LayerNorm(C, bias=False),
+            nn.RMSNorm(C, eps=1e-6),
+            nn.LayerNorm(C, eps=1e-2),
+        )
         return norms[kind]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linears[0](x) + self.table
-        for norm, steps, (pick, squashed, ends) in zip(self.norms, self.steps, self.ends, strict=True):
+        for norm, steps, (pick, squashed, ends) in zip(
+            self.norms, self.steps, self.ends, strict=True
+        ):
             y = norm(x)
             for kind in steps:
                 y = self._step(y, kind)
@@ -427,7 +516,10 @@ class RandomNet(nn.Module):
 
 
 def state(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers()),
+    }
     return {name: (id(tensor), tensor.detach().clone()) for name, tensor in tensors.items()}
 
 
@@ -444,7 +536,9 @@ def test_a_wrong_fold_is_found_and_rolled_back_exactly(monkeypatch: pytest.Monke
     right = fold_module.new_values
 
     def wrong(*folds: Any) -> Any:
-        return tuple({slot: value * (1 + 1e-9) for slot, value in part.items()} for part in right(*folds))
+        return tuple(
+            {slot: value * (1 + 1e-9) for slot, value in part.items()} for part in right(*folds)
+        )
 
     monkeypatch.setattr(fold_module, "new_values", wrong)
     model = nn.Sequential(Tied(), nn.LayerNorm(11), nn.Linear(11, 2, bias=False))
@@ -467,7 +561,9 @@ def test_an_error_while_swapping_rolls_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert_untouched(model, before, text)
 
 
-def test_a_branch_that_the_example_does_not_take_is_found_by_no_graph_but_named_in_the_docs() -> None:
+def test_a_branch_that_the_example_does_not_take_is_found_by_no_graph_but_named_in_the_docs() -> (
+    None
+):
     assert "Only what the example runs is seen" in (fold_.__doc__ or "")
 
 
@@ -487,13 +583,17 @@ class Branching(nn.Module):
 
 def test_what_cannot_be_traced_says_where_and_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
     model = shaken(Branching())
-    with pytest.raises(ModelError, match=r"test_fold\.py:\d+ \(in forward\).*torch\.where.*is_exporting"):
+    with pytest.raises(
+        ModelError, match=r"test_fold\.py:\d+ \(in forward\).*torch\.where.*is_exporting"
+    ):
         fold_(model, torch.randn(2, C).double())
     assert capfd.readouterr().out == ""
     assert "forward" not in model.norm.__dict__
 
 
-def test_a_folder_that_is_called_as_torch_or_this_package_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_a_folder_that_is_called_as_torch_or_this_package_is_not_taken_for_it(
+    tmp_path: Path,
+) -> None:
     """As a clone of the repository is, by default."""
     file = tmp_path / "torch" / "dynorm" / "mine.py"
     file.parent.mkdir(parents=True)
@@ -581,7 +681,8 @@ def test_the_report_reads_well_and_is_json() -> None:
 def test_fresh_inputs_are_like_the_example() -> None:
     mask, ids = torch.tensor([[1, 0, 1]]), torch.tensor([[3, 9, 5]])
     (x, m, minus), named = fresh(
-        ((torch.full((3, 2), 5.0) + torch.eye(3, 2), mask, torch.tensor([-torch.inf])), {"i": ids}), 3
+        ((torch.full((3, 2), 5.0) + torch.eye(3, 2), mask, torch.tensor([-torch.inf])), {"i": ids}),
+        3,
     )
     assert x.mean() > 3
     assert torch.equal(m, mask)
@@ -602,7 +703,9 @@ def test_rmsnorm_is_layernorm_without_a_mean() -> None:
 
 
 @pytest.mark.parametrize("layer", [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl])
-def test_a_layer_with_witnesses_folds_its_affine_map_and_centre_and_keeps_the_witnesses(layer: Any) -> None:
+def test_a_layer_with_witnesses_folds_its_affine_map_and_centre_and_keeps_the_witnesses(
+    layer: Any,
+) -> None:
     norm = layer(C, center=True, witnesses=(5, 2))
     model = net(lambda m, y: m.reader(y), norm)
     gains = norm.log_gain.detach().clone()

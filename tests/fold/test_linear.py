@@ -21,8 +21,16 @@ from dynorm.replace.specs import is_ours
 pytest.importorskip("transformers")
 
 C = 8
-# The linear layers that go, with everything allowed; all of them but where a number says how many of how many.
-SOME = {"qwen3": (5, 9), "gemma3": (9, 13), "cohere": (3, 7), "mixtral": (3, 5), "dinov2": (4, 5), "whisper": (11, 12)}
+# The linear layers that go, with everything allowed; all of them but where a number says how many
+# of how many.
+SOME = {
+    "qwen3": (5, 9),
+    "gemma3": (9, 13),
+    "cohere": (3, 7),
+    "mixtral": (3, 5),
+    "dinov2": (4, 5),
+    "whisper": (11, 12),
+}
 
 
 def outputs(model: nn.Module, given: dict[str, Tensor]) -> list[Tensor]:
@@ -30,7 +38,9 @@ def outputs(model: nn.Module, given: dict[str, Tensor]) -> list[Tensor]:
         return [tensor for tensor in tensors_in(model(**given)) if tensor.is_floating_point()]
 
 
-def folded(model: nn.Module, given: dict[str, Tensor], other: dict[str, Tensor], **options: Any) -> FoldReport:
+def folded(
+    model: nn.Module, given: dict[str, Tensor], other: dict[str, Tensor], **options: Any
+) -> FoldReport:
     """Fold, and compare the outputs on inputs that the fold has not seen."""
     exact = outputs(model, other)
     report = fold_(model, **given, **options)
@@ -46,7 +56,9 @@ def becomes(report: FoldReport) -> list[str]:
 def test_no_norm_is_left(name: str) -> None:
     model = build(name).double()
     linear_(model, **inputs(name, model))
-    report = folded(model, inputs(name, model), inputs(name, model, seed=7), untie=True, add_bias=True)
+    report = folded(
+        model, inputs(name, model), inputs(name, model, seed=7), untie=True, add_bias=True
+    )
     assert set(becomes(report)) == {"Identity"}
     assert not any("norm" in type(module).__name__.lower() for module in model.modules())
     assert f"{len(report.sites)} of {len(report.sites)} linear layers gone" in str(report)
@@ -56,12 +68,20 @@ def test_no_norm_is_left(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mamba"])
 def test_which_linear_layers_go(name: str) -> None:
-    model = build(name, **({"experts_implementation": "batched_mm"} if name == "mixtral" else {})).double()
+    model = build(
+        name, **({"experts_implementation": "batched_mm"} if name == "mixtral" else {})
+    ).double()
     linear_(model, **inputs(name, model))
-    report = folded(model, inputs(name, model), inputs(name, model, seed=7), untie=True, add_bias=True)
+    report = folded(
+        model, inputs(name, model), inputs(name, model, seed=7), untie=True, add_bias=True
+    )
     count = becomes(report).count("Identity")
     assert (count, len(report.sites)) == SOME.get(name, (count, count))
-    assert all(site.affine.reason or site.constants.reason for site in report.sites if site.becomes != "Identity")
+    assert all(
+        site.affine.reason or site.constants.reason
+        for site in report.sites
+        if site.becomes != "Identity"
+    )
 
 
 def test_a_layer_may_insist_on_the_weight_of_its_norm_and_the_model_is_then_as_it_was() -> None:
@@ -77,8 +97,12 @@ def test_a_layer_may_insist_on_the_weight_of_its_norm_and_the_model_is_then_as_i
 def test_where_a_model_is_given_the_stream_and_returns_it_one_factor_per_channel_stays() -> None:
     model = linear_(build("encoder_post").encoder.double(), src=torch.randn(2, 5, 32).double())  # type: ignore[union-attr]
     layers = [layer for layer in model.modules() if isinstance(layer, dynorm.LinearControl)]
-    product = torch.stack([(layer.weight * layer.beta().rsqrt()).detach() for layer in layers]).prod(0)
-    report = folded(model, {"src": torch.randn(2, 5, 32).double()}, {"src": torch.randn(3, 4, 32).double()})
+    product = torch.stack(
+        [(layer.weight * layer.beta().rsqrt()).detach() for layer in layers]
+    ).prod(0)
+    report = folded(
+        model, {"src": torch.randn(2, 5, 32).double()}, {"src": torch.randn(3, 4, 32).double()}
+    )
     assert becomes(report) == ["Identity"] * 3 + [""]
     assert "a factor per channel stays: written by" in (report.sites[3].affine.reason or "")
     last = model.layers[1].norm2
@@ -101,7 +125,12 @@ class Net(nn.Module):
     def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
         self.run = run
-        self.e, self.f, self.g, self.h = nn.Linear(4, C), nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, 3)
+        self.e, self.f, self.g, self.h = (
+            nn.Linear(4, C),
+            nn.Linear(C, C),
+            nn.Linear(C, C),
+            nn.Linear(C, 3),
+        )
         for name, part in parts.items():
             setattr(self, name, part)
 
@@ -141,7 +170,8 @@ def why(report: FoldReport) -> str:
 def test_a_constant_goes_into_a_bias_before_the_layer_through_sums_and_views() -> None:
     model = net(post, "nm")
     report = unchecked(model)
-    # The first layer's readers and the second's writers are on one stream: e and g take the constants.
+    # The first layer's readers and the second's writers are on one stream: e and g take the
+    # constants.
     assert becomes(report) == ["Identity"] * 2 == [type(model.n).__name__, type(model.m).__name__]
     assert report.sites[1].affine.reason is None
 
@@ -158,7 +188,9 @@ def test_a_zero_has_no_inverse_on_a_stream_and_is_no_matter_before_readers() -> 
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "dyisru"])
-def test_another_norm_that_writes_into_the_stream_takes_the_factor_into_its_own_weight(kind: str) -> None:
+def test_another_norm_that_writes_into_the_stream_takes_the_factor_into_its_own_weight(
+    kind: str,
+) -> None:
     def run(m: Any, x: Tensor) -> Any:
         x = m.n(m.e(x))
         return m.h(m.m(m.g(x.relu()) + x).relu())
@@ -170,7 +202,10 @@ def test_another_norm_that_writes_into_the_stream_takes_the_factor_into_its_own_
     report = unchecked(model, center=False)
     assert [site.becomes for site in report.sites if site.path == "m"] == [""]
     model = net(
-        lambda m, x: m.h(m.m(m.n(m.e(x)) + m.g(x @ m.p)).relu()), "nm", skip="n", p=nn.Parameter(torch.ones(4, C))
+        lambda m, x: m.h(m.m(m.n(m.e(x)) + m.g(x @ m.p)).relu()),
+        "nm",
+        skip="n",
+        p=nn.Parameter(torch.ones(4, C)),
     )
     if kind == "dyisru":
         dynorm.convert_(model, dynorm.find_norms(model, example()), to="dyisru")
@@ -215,7 +250,9 @@ BOTH: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 def test_a_factor_stays_where_the_streams_on_both_sides_must(name: str) -> None:
     run, words = BOTH[name]
     norms = "nm" if "norm" in name else "n"
-    report = unchecked(net(run, norms, skip="m" if "norm" in name else None, b=nn.Parameter(torch.ones(C))))
+    report = unchecked(
+        net(run, norms, skip="m" if "norm" in name else None, b=nn.Parameter(torch.ones(C)))
+    )
     assert words in why(report)
     assert report.sites[0].becomes == ""
 
@@ -255,7 +292,12 @@ def test_saved_models_load_with_their_identities_and_not_without_dynorm(tmp_path
     fold_(model, **inputs("bert", model))
     model.save_pretrained(tmp_path / "bert")  # type: ignore[operator]
     loaded = transformers.BertModel.from_pretrained(tmp_path / "bert")
-    assert relative_error(outputs(loaded, inputs("bert", model)), outputs(model, inputs("bert", model))) <= 1e-6
+    assert (
+        relative_error(
+            outputs(loaded, inputs("bert", model)), outputs(model, inputs("bert", model))
+        )
+        <= 1e-6
+    )
     assert sum(map(is_ours, loaded.modules())) == 5
 
 
@@ -268,7 +310,10 @@ def test_a_padded_batch_goes_through_a_folded_encoder() -> None:
     report = fold_(model, x)
     assert becomes(report) == ["Identity"] * 3 + [""]
     kept = ~padding
-    assert relative_error([model(x, src_key_padding_mask=padding)[kept].detach()], [exact[kept]]) <= 1e-12
+    assert (
+        relative_error([model(x, src_key_padding_mask=padding)[kept].detach()], [exact[kept]])
+        <= 1e-12
+    )
 
 
 def test_a_norm_alone_before_a_layer_takes_its_factor_and_cannot_be_restored() -> None:
@@ -282,7 +327,9 @@ def test_a_norm_alone_before_a_layer_takes_its_factor_and_cannot_be_restored() -
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_folded_model_is_saved_in_its_own_class_whose_norm_computes_the_identity(name: str, tmp_path: Path) -> None:
+def test_a_folded_model_is_saved_in_its_own_class_whose_norm_computes_the_identity(
+    name: str, tmp_path: Path
+) -> None:
     import transformers
 
     for dtype in (torch.float64, torch.bfloat16, torch.float32):
@@ -313,8 +360,12 @@ def test_a_class_of_layernorms_cannot_hold_a_model_without_them() -> None:
 
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_a_writer_is_given_a_bias_of_one_number_per_channel(per_channel: bool) -> None:
-    model = net(lambda m, x: m.n(m.e(x)).relu(), "", e=nn.Linear(4, C, bias=False), n=nn.LayerNorm(C))
-    dynorm.convert_(model, dynorm.find_norms(model, example()), to="dyisru", per_channel=per_channel)
+    model = net(
+        lambda m, x: m.n(m.e(x)).relu(), "", e=nn.Linear(4, C, bias=False), n=nn.LayerNorm(C)
+    )
+    dynorm.convert_(
+        model, dynorm.find_norms(model, example()), to="dyisru", per_channel=per_channel
+    )
     with torch.no_grad():
         model.n.center.fill_(0.5)
     assert unchecked(model, add_bias=True).added_biases == ["e"]
@@ -325,11 +376,18 @@ def test_where_some_owners_of_a_table_change_all_are_untied_and_loaded(tmp_path:
     model = linear_(build("bart"), **(given := inputs("bart", build("bart"))))
     report = fold_(model, untie=True, add_bias=True, **given)
     assert set(becomes(report)) == {"Identity"}
-    tables = [model.model.shared, model.model.encoder.embed_tokens, model.model.decoder.embed_tokens, model.lm_head]
+    tables = [
+        model.model.shared,
+        model.model.encoder.embed_tokens,
+        model.model.decoder.embed_tokens,
+        model.lm_head,
+    ]
     assert len({id(table.weight) for table in tables}) == 4
     model.save_pretrained(tmp_path / "bart")
     loaded = type(model).from_pretrained(tmp_path / "bart")
-    assert relative_error([loaded(**given).logits.detach()], [model(**given).logits.detach()]) <= 1e-6
+    assert (
+        relative_error([loaded(**given).logits.detach()], [model(**given).logits.detach()]) <= 1e-6
+    )
 
 
 def test_with_witnesses_one_number_per_token_stays() -> None:

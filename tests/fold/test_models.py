@@ -16,7 +16,8 @@ from dynorm.fold.check import Wide, relative_error, tensors_in
 
 pytest.importorskip("transformers")
 
-# Folded affine maps and folded means, by default, and with untie and add_bias; and how many norms there are.
+# Folded affine maps and folded means, by default, and with untie and add_bias; and how many norms
+# there are.
 EXPECTED: dict[str, tuple[tuple[int, int], tuple[int, int], int]] = {
     "gpt2": ((4, 0), (5, 5), 5),
     "opt": ((4, 0), (5, 5), 5),
@@ -84,12 +85,16 @@ def outputs(model: nn.Module, given: dict[str, Tensor]) -> list[Tensor]:
 
 def shorter(given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Texts of another length than those that the graph was traced with."""
-    return {name: value[:, :7] if value.dtype == torch.long else value for name, value in given.items()}
+    return {
+        name: value[:, :7] if value.dtype == torch.long else value for name, value in given.items()
+    }
 
 
 def double(name: str) -> nn.Module:
     # The kernel of the default implementation of experts knows no float64.
-    return build(name, **({"experts_implementation": "batched_mm"} if name == "mixtral" else {})).double()
+    return build(
+        name, **({"experts_implementation": "batched_mm"} if name == "mixtral" else {})
+    ).double()
 
 
 @pytest.mark.slow
@@ -135,8 +140,16 @@ def test_64_tokens_are_the_same_with_everything_folded() -> None:
 def assert_same_text(name: str, model: nn.Module, original: nn.Module) -> None:
     prompt = inputs(name, model, seed=9)["input_ids"][:1]
     length = 64 if name in WHOLE else 12
-    options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "use_cache": True}
-    one, other = (m.generate(prompt, attention_mask=torch.ones_like(prompt), **options) for m in (model, original))  # type: ignore[operator]
+    options = {
+        "max_new_tokens": length,
+        "min_new_tokens": length,
+        "do_sample": False,
+        "use_cache": True,
+    }
+    one, other = (
+        m.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        for m in (model, original)
+    )  # type: ignore[operator]
     assert one.shape[1] == prompt.shape[1] + length
     assert torch.equal(one, other)
 

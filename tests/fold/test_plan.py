@@ -53,7 +53,9 @@ def example(*sizes: int) -> Tensor:
     return torch.randn(*(sizes or (5, 4)), dtype=torch.float64)
 
 
-def unchecked(model: Any, *args: Tensor, probe: tuple[Tensor, ...] = (), **options: Any) -> FoldReport:
+def unchecked(
+    model: Any, *args: Tensor, probe: tuple[Tensor, ...] = (), **options: Any
+) -> FoldReport:
     """Fold without the check of fold_, and compare on inputs that it did not see."""
     args = args or (example(),)
     probe = probe or tuple(torch.randn_like(arg) for arg in args)
@@ -65,7 +67,9 @@ def unchecked(model: Any, *args: Tensor, probe: tuple[Tensor, ...] = (), **optio
 
 
 def reasons(report: FoldReport, name: str = "center") -> str:
-    return "; ".join(getattr(site, name).reason or getattr(site, name).state for site in report.sites)
+    return "; ".join(
+        getattr(site, name).reason or getattr(site, name).state for site in report.sites
+    )
 
 
 def two_streams(m: Any, x: Tensor, y: Tensor) -> Any:
@@ -88,10 +92,15 @@ def test_a_norm_on_two_streams_stays_where_one_cannot_be_centred() -> None:
 
 
 GAINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
-    "two gains": (lambda m, a, b: m.l(a) * m.g + m.l(b) * m.g2, "not always scaled by the same gain"),
+    "two gains": (
+        lambda m, a, b: m.l(a) * m.g + m.l(b) * m.g2,
+        "not always scaled by the same gain",
+    ),
     "a gain once": (lambda m, a, b: m.l(a) * m.g + m.l(b), "not always scaled by the same gain"),
     "a shared bias": (
-        lambda m, a, b: functional.linear(a, m.l.weight, m.b) * m.g + functional.linear(b, m.v, m.b),
+        lambda m, a, b: (
+            functional.linear(a, m.l.weight, m.b) * m.g + functional.linear(b, m.v, m.b)
+        ),
         "not always scaled by the same gain",
     ),
     "a gain twice": (lambda m, a, b: m.l(a) * m.g + m.l(b) * m.g, "is used elsewhere too"),
@@ -101,7 +110,13 @@ GAINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", GAINED)
 def test_a_gain_goes_into_a_parameter_only_if_all_its_uses_have_it(name: str) -> None:
     run, words = GAINED[name]
-    parts = {"l": nn.Linear(4, C), "g": vector(), "g2": vector(), "b": vector(), "v": nn.Parameter(torch.ones(C, 4))}
+    parts = {
+        "l": nn.Linear(4, C),
+        "g": vector(),
+        "g2": vector(),
+        "b": vector(),
+        "v": nn.Parameter(torch.ones(C, 4)),
+    }
     model = model_of(lambda m, x: m.h(m.n(m.e(x) + run(m, x.relu(), x.tanh()))), **parts)
     assert words in reasons(unchecked(model, affine=False))
 
@@ -145,7 +160,9 @@ def test_a_parameter_of_a_norm_that_is_a_readers_bias_stays() -> None:
     def run(m: Any, x: Tensor) -> Any:
         return m.k(m.n2(functional.linear(m.n(m.e(x)), m.h.weight, m.n2.bias)).relu())
 
-    report = unchecked(model_of(run, h=nn.Linear(C, C), n2=nn.LayerNorm(C), k=nn.Linear(C, 3)), center=False)
+    report = unchecked(
+        model_of(run, h=nn.Linear(C, C), n2=nn.LayerNorm(C), k=nn.Linear(C, 3)), center=False
+    )
     assert "n2.bias is part of a norm" in report.sites[0].affine.reason  # type: ignore[operator]
 
 
@@ -186,7 +203,9 @@ class Scale(nn.Module):
 
     def __init__(self, persistent: bool) -> None:
         super().__init__()
-        self.register_buffer("w", torch.linspace(0.1, 2, C, dtype=torch.float64), persistent=persistent)
+        self.register_buffer(
+            "w", torch.linspace(0.1, 2, C, dtype=torch.float64), persistent=persistent
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.w
@@ -207,7 +226,9 @@ def test_a_gain_that_is_not_saved_stays(persistent: bool, tmp_path: Any) -> None
 
     def build() -> Any:
         model = model_of(run, l=nn.Linear(C, C), n2=nn.LayerNorm(C))
-        model.register_buffer("g", torch.linspace(0.1, 2, C, dtype=torch.float64), persistent=persistent)
+        model.register_buffer(
+            "g", torch.linspace(0.1, 2, C, dtype=torch.float64), persistent=persistent
+        )
         return model
 
     model, x = build(), example()
@@ -249,7 +270,9 @@ def test_an_rmsnorm_takes_over_a_bias_that_is_a_buffer(affine: bool) -> None:
 
 @pytest.mark.parametrize("add_bias", [True, False])
 def test_one_number_that_is_added_to_all_outputs_is_no_bias(add_bias: bool) -> None:
-    model = model_of(lambda m, x: m.h(m.n(m.e(x))) + m.p, h=nn.Linear(C, 3, bias=False), p=vector(1))
+    model = model_of(
+        lambda m, x: m.h(m.n(m.e(x))) + m.p, h=nn.Linear(C, 3, bias=False), p=vector(1)
+    )
     report = unchecked(model, add_bias=add_bias)
     assert report.count("affine") == add_bias
     assert add_bias or "pass add_bias=True" in reasons(report, "affine")
@@ -257,7 +280,9 @@ def test_one_number_that_is_added_to_all_outputs_is_no_bias(add_bias: bool) -> N
 
 def test_an_einsum_that_repeats_its_weight_over_the_channels_is_refused() -> None:
     run = lambda m, x: torch.einsum("bc,oc->bo", m.n(m.e(x)), m.w)  # noqa: E731
-    report = unchecked(model_of(run, n=nn.LayerNorm(C, bias=False), w=nn.Parameter(torch.ones(3, 1))))
+    report = unchecked(
+        model_of(run, n=nn.LayerNorm(C, bias=False), w=nn.Parameter(torch.ones(3, 1)))
+    )
     assert reasons(report, "affine") != "folded"
 
 
@@ -269,7 +294,10 @@ def test_an_einsum_that_adds_tokens_up_takes_no_bias() -> None:
 
 def test_a_weight_that_is_the_bias_too_is_refused() -> None:
     run = lambda m, x: torch.addmm(m.w, m.n(m.e(x)), m.w)  # noqa: E731
-    report = unchecked(model_of(run, n=nn.LayerNorm(C, bias=False), w=nn.Parameter(torch.ones(C, C))), example(C, 4))
+    report = unchecked(
+        model_of(run, n=nn.LayerNorm(C, bias=False), w=nn.Parameter(torch.ones(C, C))),
+        example(C, 4),
+    )
     assert reasons(report, "affine") != "folded"
 
 
@@ -289,7 +317,9 @@ class Product(nn.Module):
 @pytest.mark.parametrize("untie", [True, False])
 def test_a_shared_buffer_is_not_untied(untie: bool) -> None:
     weight = torch.randn(C, 4, dtype=torch.float64)
-    model = model_of(lambda m, x: m.h(m.n(m.e(x))) + m.e2(x).relu().sum(), e=Product(weight), e2=Product(weight))
+    model = model_of(
+        lambda m, x: m.h(m.n(m.e(x))) + m.e2(x).relu().sum(), e=Product(weight), e2=Product(weight)
+    )
     report = unchecked(model, untie=untie)
     assert "e.w writes into it, and is also used by" in reasons(report)
     assert model.e.w is model.e2.w
@@ -343,10 +373,14 @@ def test_what_is_rounded_on_the_way_is_refused(at: str) -> None:
 
     report = unchecked(model_of(run))
     assert "fewer digits" in reasons(report, "center" if at == "stream" else "affine")
-    assert (report.count("affine"), report.count("center")) == ((1, 0) if at == "stream" else (0, 1))
+    assert (report.count("affine"), report.count("center")) == (
+        (1, 0) if at == "stream" else (0, 1)
+    )
 
 
-def test_norms_whose_readers_are_shared_in_a_chain_fall_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_whose_readers_are_shared_in_a_chain_fall_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from dynorm.fold import refusals
 
     def run(m: Any, x: Tensor) -> Any:

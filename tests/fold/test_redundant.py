@@ -21,7 +21,9 @@ C, HEADS = 8, 2
 class Attention(nn.Module):
     """A residual block whose queries, keys and values have norms; a test may put another part in the place of one."""
 
-    def __init__(self, eps: float = 0.0, read: Callable[[Any, Tensor], Tensor] | None = None, **parts: Any) -> None:
+    def __init__(
+        self, eps: float = 0.0, read: Callable[[Any, Tensor], Tensor] | None = None, **parts: Any
+    ) -> None:
         super().__init__()
         self.into, self.out, self.read = nn.Linear(C, C), nn.Linear(C, C), read
         self.norm = RMSNorm(C, eps)
@@ -38,8 +40,12 @@ class Attention(nn.Module):
         return x + self.out(self.attention(self.norm(x)))
 
     def attention(self, x: Tensor) -> Tensor:
-        parts = (getattr(self, name)(x).view(*x.shape[:-1], HEADS, -1).transpose(1, 2) for name in "qkv")
-        q, k, v = (getattr(self, f"{name}_norm")(part) for name, part in zip("qkv", parts, strict=True))
+        parts = (
+            getattr(self, name)(x).view(*x.shape[:-1], HEADS, -1).transpose(1, 2) for name in "qkv"
+        )
+        q, k, v = (
+            getattr(self, f"{name}_norm")(part) for name, part in zip("qkv", parts, strict=True)
+        )
         return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
 
 
@@ -63,7 +69,9 @@ def gone(model: nn.Module, **options: Any) -> FoldReport:
     return report
 
 
-@pytest.mark.parametrize("first", [RMSNorm(C, 0.0), RMSNorm(C, 1e-6, elementwise_affine=False)], ids=["weight", "none"])
+@pytest.mark.parametrize(
+    "first", [RMSNorm(C, 0.0), RMSNorm(C, 1e-6, elementwise_affine=False)], ids=["weight", "none"]
+)
 def test_without_an_eps_it_is_exact(first: nn.Module) -> None:
     model, other = block(norm=first), 100 * example()
     with torch.no_grad():
@@ -93,7 +101,9 @@ def test_a_layernorm_goes_where_its_mean_goes_into_what_writes_the_stream() -> N
 
 @pytest.mark.parametrize("eps", [1e-2, 1e-5])
 @pytest.mark.parametrize("scale", [0.03, 1.0, 50.0])
-def test_what_an_eps_changes_is_within_the_bound_and_not_far_from_it(eps: float, scale: float) -> None:
+def test_what_an_eps_changes_is_within_the_bound_and_not_far_from_it(
+    eps: float, scale: float
+) -> None:
     model = block(eps)
     with torch.no_grad():
         model.into.weight.mul_(scale)
@@ -148,20 +158,39 @@ def halves(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"v_norm": nn.Identity()}, "aten.scaled_dot_product_attention sees the scale of its tokens"),
+        (
+            {"v_norm": nn.Identity()},
+            "aten.scaled_dot_product_attention sees the scale of its tokens",
+        ),
         ({"q": nn.Linear(C, C)}, "aten.linear in q with its bias sees the scale of its tokens"),
         ({"norm": nn.LayerNorm(C), "read": halves}, "its bias is not 0"),
         ({"read": over_tokens}, "the norm q_norm sees the scale of its tokens"),
         ({"read": averaged}, "aten.mean sees the scale of its tokens"),
-        ({"read": lambda m, x: halves(m, x) + x}, "read by aten.add, which is not linear in the channels"),
-        ({"read": lambda m, x: halves(m, m.k_norm(x.unflatten(-1, (2, 4))).flatten(-2))}, "split or reordered"),
+        (
+            {"read": lambda m, x: halves(m, x) + x},
+            "read by aten.add, which is not linear in the channels",
+        ),
+        (
+            {"read": lambda m, x: halves(m, m.k_norm(x.unflatten(-1, (2, 4))).flatten(-2))},
+            "split or reordered",
+        ),
         ({"read": lambda m, x: halves(m, m.k(x).exp())}, "aten.exp sees the scale of its tokens"),
         (
             {"read": lambda m, x: m.conv(x.mT).mT, "conv": nn.Conv1d(C, C, 2, bias=False)},
             "aten.conv1d in conv sees the scale of its tokens",
         ),
     ],
-    ids=["value", "bias", "norm's bias", "over tokens", "mean", "residual", "direct", "function", "convolution"],
+    ids=[
+        "value",
+        "bias",
+        "norm's bias",
+        "over tokens",
+        "mean",
+        "residual",
+        "direct",
+        "function",
+        "convolution",
+    ],
 )
 def test_anything_else_that_sees_the_scale_is_a_reason(parts: dict[str, Any], reason: str) -> None:
     model = block(**parts)
@@ -185,7 +214,10 @@ def test_a_norm_that_gives_another_dtype_stays() -> None:
 
 
 def test_of_norms_in_a_row_the_first_goes_and_the_next_one_stays() -> None:
-    model, other = block(read=lambda m, x: halves(m, m.between(m.k(x))), between=RMSNorm(C, 0.0)), example()
+    model, other = (
+        block(read=lambda m, x: halves(m, m.between(m.k(x))), between=RMSNorm(C, 0.0)),
+        example(),
+    )
     with torch.no_grad():
         exact = model(other)
         report = gone(model)

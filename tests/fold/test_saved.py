@@ -21,7 +21,8 @@ from dynorm.layers.rmsnorm import RMSNorm
 
 transformers = pytest.importorskip("transformers")
 
-# Loads each folder by its class and compares its outputs; it imports dynorm only where it is told to.
+# Loads each folder by its class and compares its outputs; it imports dynorm only where it is told
+# to.
 SCRIPT = """
 import sys, json, torch, transformers
 transformers.logging.set_verbosity_error()
@@ -63,7 +64,9 @@ def test_folded_transformers_models_load_in_a_fresh_process(tmp_path: Path) -> N
             cls, loads_with = saved(name, options, folder)
             assert loads_with == kind
             lines.append(json.dumps([str(folder), cls, kind == "dynorm"]))
-    run = subprocess.run([sys.executable, "-c", SCRIPT, *lines], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *lines], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("True") == len(STOCK) + len(OURS)
 
@@ -83,7 +86,11 @@ def test_a_folded_encoder_gets_another_head(tmp_path: Path) -> None:
 class Plain(nn.Module):
     def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(11, 8), norm(8), nn.Linear(8, 11, bias=False)
+        self.embed, self.norm, self.head = (
+            nn.Embedding(11, 8),
+            norm(8),
+            nn.Linear(8, 11, bias=False),
+        )
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -148,7 +155,9 @@ def gpt2(tmp_path: Path) -> Path:
 
 def test_the_command_folds_checks_and_saves(gpt2: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["fold", str(gpt2), str(out), "--untie", "--add-bias", "--json"])
+    result = CliRunner().invoke(
+        app, ["fold", str(gpt2), str(out), "--untie", "--add-bias", "--json"]
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert [site["center"]["state"] for site in report["sites"]] == ["folded"] * 5
@@ -156,7 +165,9 @@ def test_the_command_folds_checks_and_saves(gpt2: Path, tmp_path: Path) -> None:
     assert json.loads((out / "report.json").read_text()) == report
     # Its own card, which says what the model was.
     assert (out / "model" / "README.md").read_text().startswith("---\nbase_model: gpt2\n")
-    one, other = (transformers.GPT2LMHeadModel.from_pretrained(folder) for folder in (gpt2, out / "model"))
+    one, other = (
+        transformers.GPT2LMHeadModel.from_pretrained(folder) for folder in (gpt2, out / "model")
+    )
     ids = torch.randint(3, 90, (1, 9))
     with torch.no_grad():
         assert torch.allclose(one(ids).logits, other(ids).logits, 1e-3, 1e-3)
@@ -165,9 +176,16 @@ def test_the_command_folds_checks_and_saves(gpt2: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_leaves_nothing_when_it_fails(gpt2: Path, tmp_path: Path) -> None:
-    for arguments in (["--only", "nothing"], ["--no-affine", "--no-center"], ["--only", "*ln_f", "--no-center"]):
+    for arguments in (
+        ["--only", "nothing"],
+        ["--no-affine", "--no-center"],
+        ["--only", "*ln_f", "--no-center"],
+    ):
         result = CliRunner().invoke(app, ["fold", str(gpt2), str(tmp_path / "out"), *arguments])
         # The exit status is main's: 2 for an ArgumentError, 1 for the others.
         assert isinstance(result.exception, ArgumentError if "nothing" in arguments else ModelError)
         assert not (tmp_path / "out").exists()
-    assert CliRunner().invoke(app, ["fold", str(tmp_path), str(tmp_path / "out")]).exception is not None
+    assert (
+        CliRunner().invoke(app, ["fold", str(tmp_path), str(tmp_path / "out")]).exception
+        is not None
+    )

@@ -61,7 +61,14 @@ def bert(name: str = "BertModel", to: str = "dyisru") -> Any:
 
 def gpt2() -> Any:
     config = transformers.GPT2Config(
-        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0, pad_token_id=0
+        vocab_size=50,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
     )
     return convert(transformers.GPT2LMHeadModel(config), {"input_ids": tokens()})
 
@@ -74,4 +81,6 @@ def first(model: Any) -> Tensor:
 
 def same_state(one: nn.Module, other: nn.Module) -> bool:
     a, b = one.state_dict(), other.state_dict()
-    return list(a) == list(b) and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+    return list(a) == list(b) and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )

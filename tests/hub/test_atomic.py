@@ -54,7 +54,11 @@ def test_only_a_saved_model_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="must be a saved model or empty"):
         save(converted(), tmp_path / "photos", overwrite=True)
     (tmp_path / "file").write_text("")
-    for target, message in (("file", "is a file"), ("file/m", "the parent of"), ("nowhere/m", "the parent of")):
+    for target, message in (
+        ("file", "is a file"),
+        ("file/m", "the parent of"),
+        ("nowhere/m", "the parent of"),
+    ):
         with pytest.raises(StorageError, match=message):
             save(converted(), tmp_path / target, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "photos", "thesis"]
@@ -106,7 +110,9 @@ def test_other_files_are_copied_where_they_cannot_be_linked(
         patch.setattr(os, "link", full_disk)
         if full:
             patch.setattr(shutil, "copy2", full_disk)
-            with pytest.raises(StorageError, match=r"the other files of .* No space left on device"):
+            with pytest.raises(
+                StorageError, match=r"the other files of .* No space left on device"
+            ):
                 save(converted(), target, overwrite=True)
         else:
             save(converted(), target, overwrite=True)
@@ -190,7 +196,8 @@ def test_a_killed_save_leaves_a_whole_directory(tmp_path: Path) -> None:
     for point in points[:3]:
         assert same_state(load(tmp_path / point, build()), model)
     whole = load(
-        tmp_path / points[3], nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+        tmp_path / points[3],
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8)),
     )
     assert isinstance(whole[1], dynorm.DyISRU)
 

@@ -17,7 +17,16 @@ import dynorm
 from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.hub import contents, load, save
 from dynorm.replace.specs import dynorm_layers
-from tests.hub.folders import Damages, cut, edit_config, edit_weights, flip, fresh, garbage, replace_text
+from tests.hub.folders import (
+    Damages,
+    cut,
+    edit_config,
+    edit_weights,
+    flip,
+    fresh,
+    garbage,
+    replace_text,
+)
 from tests.hub.models import WITNESSES, OwnLayer, build, convert, converted, same_state, witnessed
 
 KINDS = ("dyisru", "dyt", "derf", "linear")
@@ -53,7 +62,10 @@ def test_a_fresh_process_gives_the_same_outputs(tmp_path: Path) -> None:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=True)
 
-    x, padding = torch.randn(3, 6, 8), torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 2 + [True] * 4])
+    x, padding = (
+        torch.randn(3, 6, 8),
+        torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 2 + [True] * 4]),
+    )
     model = convert(encoder(), {"src": x, "src_key_padding_mask": padding})
     save(model, tmp_path / "encoder")
     save(converted(), tmp_path / "sequential")
@@ -115,7 +127,9 @@ def test_sharing_stays(tmp_path: Path, tied: bool) -> None:
 def test_what_is_not_shared_does_not_load_into_what_is(tmp_path: Path) -> None:
     save(convert(Tied(tied=False), torch.randn(64, 8)), tmp_path / "m")
     given = Tied()
-    with pytest.raises(ModelError, match=r"'first\.weight' and 'second\.weight' must be two tensors"):
+    with pytest.raises(
+        ModelError, match=r"'first\.weight' and 'second\.weight' must be two tensors"
+    ):
         load(tmp_path / "m", given)
     assert not dynorm_layers(given)
 
@@ -158,7 +172,9 @@ def test_parameters_are_trained_as_those_of_the_given_model(tmp_path: Path) -> N
     weight = given[0].weight
     loaded = load(tmp_path / "m", given)
     flags = {name: parameter.requires_grad for name, parameter in loaded.named_parameters()}
-    assert {name for name, trained in flags.items() if not trained} == {n for n in flags if n.startswith(("0.", "1."))}
+    assert {name for name, trained in flags.items() if not trained} == {
+        n for n in flags if n.startswith(("0.", "1."))
+    }
     # An optimizer that holds the parameter goes on working.
     assert loaded[0].weight is weight
 
@@ -184,7 +200,11 @@ class Stateful(nn.Linear):
         (lambda: "a model", ArgumentError, r"must be a torch\.nn\.Module"),
         (lambda: dynorm.DyISRU(8), ModelError, "is one itself"),
         (lambda: nn.Sequential(OwnLayer(8)), ModelError, "'0' must be one of dynorm's .* OwnLayer"),
-        (lambda: nn.Sequential(dynorm.DyISRU(8), Stateful(8, 8)), ModelError, r"'1\._extra_state' is a dict"),
+        (
+            lambda: nn.Sequential(dynorm.DyISRU(8), Stateful(8, 8)),
+            ModelError,
+            r"'1\._extra_state' is a dict",
+        ),
         (lambda: nn.Sequential(dynorm.DyISRU(8, device="meta")), ModelError, "meta device"),
     ],
 )
@@ -203,21 +223,45 @@ def repeat_layer(folder: Path) -> None:
 
 PLAIN_DAMAGES: Damages = {
     "directory": (shutil.rmtree, "must be a directory"),
-    "empty": (lambda d: [p.unlink() for p in d.iterdir()], "has neither dynorm.json nor config.json"),
+    "empty": (
+        lambda d: [p.unlink() for p in d.iterdir()],
+        "has neither dynorm.json nor config.json",
+    ),
     "no json": (lambda d: (d / "dynorm.json").write_text("{"), "dynorm.json must be JSON"),
-    "binary": (lambda d: (d / "dynorm.json").write_bytes(b"\xff\xfe\x00"), "dynorm.json must be JSON"),
+    "binary": (
+        lambda d: (d / "dynorm.json").write_bytes(b"\xff\xfe\x00"),
+        "dynorm.json must be JSON",
+    ),
     "no object": (lambda d: (d / "dynorm.json").write_text("[]"), "must hold a JSON object"),
-    "a folder": (lambda d: [(d / "dynorm.json").unlink(), (d / "dynorm.json").mkdir()], "must be readable"),
-    "version": (lambda d: edit_config(d, format_version=99), "must be 1, got 99, written by dynorm"),
+    "a folder": (
+        lambda d: [(d / "dynorm.json").unlink(), (d / "dynorm.json").mkdir()],
+        "must be readable",
+    ),
+    "version": (
+        lambda d: edit_config(d, format_version=99),
+        "must be 1, got 99, written by dynorm",
+    ),
     "no version": (lambda d: edit_config(d, format_version=None), "must be 1, got None"),
-    "no class": (lambda d: edit_config(d, model_class=None), "model_class .* must be 'module:class'"),
+    "no class": (
+        lambda d: edit_config(d, model_class=None),
+        "model_class .* must be 'module:class'",
+    ),
     "no layers": (lambda d: edit_config(d, layers=[]), "at least one entry"),
     "layers": (lambda d: edit_config(d, layers={"a": 1}), "must be a list"),
     "layer": (lambda d: edit_config(d, layers__0=7), "layer 0: .* list of paths"),
     "kind": (lambda d: edit_config(d, layers__1__layer="relu"), "layer 1: .* got 'relu'"),
-    "config": (lambda d: edit_config(d, layers__1__config__unheard=1), "layer 1: .* cannot be built"),
-    "config value": (lambda d: edit_config(d, layers__1__config__normalized_shape="a"), "layer 1: normalized_shape"),
-    "config size": (lambda d: edit_config(d, layers__1__config__normalized_shape=[2**70]), "layer 1: "),
+    "config": (
+        lambda d: edit_config(d, layers__1__config__unheard=1),
+        "layer 1: .* cannot be built",
+    ),
+    "config value": (
+        lambda d: edit_config(d, layers__1__config__normalized_shape="a"),
+        "layer 1: normalized_shape",
+    ),
+    "config size": (
+        lambda d: edit_config(d, layers__1__config__normalized_shape=[2**70]),
+        "layer 1: ",
+    ),
     "huge": (
         lambda d: edit_config(d, layers__1__config__normalized_shape=[2**40]),
         "layer 1: .* 268,435,456 parameters",
@@ -227,10 +271,18 @@ PLAIN_DAMAGES: Damages = {
         lambda d: (d / "dynorm.json").write_text("[" * 200_000),
         "dynorm.json must be JSON, but max",
     ),
-    "center": (lambda d: replace_text(d, "dynorm.json", '"center": true', '"center": false'), "was changed since"),
-    "scale": (lambda d: replace_text(d, "dynorm.json", '"scale": 2', '"scale": 3'), "was changed since"),
+    "center": (
+        lambda d: replace_text(d, "dynorm.json", '"center": true', '"center": false'),
+        "was changed since",
+    ),
+    "scale": (
+        lambda d: replace_text(d, "dynorm.json", '"scale": 2', '"scale": 3'),
+        "was changed since",
+    ),
     "integers": (
-        lambda d: edit_weights(d, lambda w: w.update({"1.center": torch.ones(1, dtype=torch.int64)})),
+        lambda d: edit_weights(
+            d, lambda w: w.update({"1.center": torch.ones(1, dtype=torch.int64)})
+        ),
         r"'1\.center' .* must be of a dtype like torch\.float32, got torch\.int64",
     ),
     "no path": (lambda d: edit_config(d, layers__0__paths=[]), "layer 0: .* at least one path"),
@@ -240,14 +292,20 @@ PLAIN_DAMAGES: Damages = {
     "flipped": (flip, "it was changed since"),
     "garbage": (garbage, "must be a readable safetensors file"),
     "missing": (lambda d: edit_weights(d, lambda w: w.pop("1.log_beta")), "but lacks 1.log_beta"),
-    "unexpected": (lambda d: edit_weights(d, lambda w: w.update(extra=torch.ones(1))), "beyond them extra"),
+    "unexpected": (
+        lambda d: edit_weights(d, lambda w: w.update(extra=torch.ones(1))),
+        "beyond them extra",
+    ),
     "shape": (
         lambda d: edit_weights(d, lambda w: w.update({"1.center": torch.ones(3)})),
         r"'1\.center' .* shape \(1,\), got \(3,\)",
     ),
     "aliases": (lambda d: edit_config(d, aliases=[]), "aliases .* must be an object"),
     "alias name": (lambda d: edit_config(d, aliases={"a": []}), "'a' must share a tensor"),
-    "alias": (lambda d: edit_config(d, aliases={"a": "b"}), "'a' must share a tensor .* 'b' is not there"),
+    "alias": (
+        lambda d: edit_config(d, aliases={"a": "b"}),
+        "'a' must share a tensor .* 'b' is not there",
+    ),
 }
 
 
@@ -268,7 +326,9 @@ def test_damaged_directories_say_what_is_wrong(tmp_path: Path, damage: str) -> N
     assert_refused(tmp_path / "m", *PLAIN_DAMAGES[damage])
 
 
-NOT_ITS_OWN = r"1\.witnesses' in .*safetensors must be the channels that dynorm\.json names, \[3, 0\], got "
+NOT_ITS_OWN = (
+    r"1\.witnesses' in .*safetensors must be the channels that dynorm\.json names, \[3, 0\], got "
+)
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -294,23 +354,58 @@ def test_chosen_witnesses_come_back(tmp_path: Path) -> None:
     assert 5 in model[1].witness_channels
     save(model, tmp_path / "m")
     loaded = load(tmp_path / "m", build())
-    assert [loaded[i].witness_channels for i in (1, 3)] == [model[i].witness_channels for i in (1, 3)]
+    assert [loaded[i].witness_channels for i in (1, 3)] == [
+        model[i].witness_channels for i in (1, 3)
+    ]
     assert same_state(loaded, model)
     assert torch.equal(loaded(x), model(x))
 
 
 WITNESS_DAMAGES: Damages = {
-    "out of range": (lambda d: edit_config(d, layers__0__config__witnesses=[3, 8]), "layer 0: .* 8 is out of range"),
-    "twice": (lambda d: edit_config(d, layers__0__config__witnesses=[3, 3]), "layer 0: .* named twice"),
-    "a word": (lambda d: edit_config(d, layers__0__config__witnesses="all"), "layer 0: .* integers, got 'all'"),
-    "a share": (lambda d: edit_config(d, layers__0__config__witnesses=[0.5]), "layer 0: .* integers"),
-    "too many": (lambda d: edit_config(d, layers__0__config__witnesses=9), "layer 0: .* from 0 to the 8 channels"),
-    "others": (lambda d: edit_config(d, layers__0__config__witnesses=[3, 1]), r"names, \[3, 1\], got \[3, 0\]"),
-    "order": (lambda d: edit_config(d, layers__0__config__witnesses=[0, 3]), r"names, \[0, 3\], got \[3, 0\]"),
-    "fewer": (lambda d: edit_config(d, layers__0__config__witnesses=[3]), r"shape \(1,\), got \(2,\)"),
-    "none": (lambda d: edit_config(d, layers__0__config__witnesses=[]), "beyond them 1.log_gain, 1.witnesses"),
-    "not named": (lambda d: edit_config(d, layers__0__config__witnesses=None), "beyond them 1.log_gain, 1.witnesses"),
-    "no buffer": (lambda d: edit_weights(d, lambda w: w.pop("1.witnesses")), "but lacks 1.witnesses"),
+    "out of range": (
+        lambda d: edit_config(d, layers__0__config__witnesses=[3, 8]),
+        "layer 0: .* 8 is out of range",
+    ),
+    "twice": (
+        lambda d: edit_config(d, layers__0__config__witnesses=[3, 3]),
+        "layer 0: .* named twice",
+    ),
+    "a word": (
+        lambda d: edit_config(d, layers__0__config__witnesses="all"),
+        "layer 0: .* integers, got 'all'",
+    ),
+    "a share": (
+        lambda d: edit_config(d, layers__0__config__witnesses=[0.5]),
+        "layer 0: .* integers",
+    ),
+    "too many": (
+        lambda d: edit_config(d, layers__0__config__witnesses=9),
+        "layer 0: .* from 0 to the 8 channels",
+    ),
+    "others": (
+        lambda d: edit_config(d, layers__0__config__witnesses=[3, 1]),
+        r"names, \[3, 1\], got \[3, 0\]",
+    ),
+    "order": (
+        lambda d: edit_config(d, layers__0__config__witnesses=[0, 3]),
+        r"names, \[0, 3\], got \[3, 0\]",
+    ),
+    "fewer": (
+        lambda d: edit_config(d, layers__0__config__witnesses=[3]),
+        r"shape \(1,\), got \(2,\)",
+    ),
+    "none": (
+        lambda d: edit_config(d, layers__0__config__witnesses=[]),
+        "beyond them 1.log_gain, 1.witnesses",
+    ),
+    "not named": (
+        lambda d: edit_config(d, layers__0__config__witnesses=None),
+        "beyond them 1.log_gain, 1.witnesses",
+    ),
+    "no buffer": (
+        lambda d: edit_weights(d, lambda w: w.pop("1.witnesses")),
+        "but lacks 1.witnesses",
+    ),
     "no gain": (lambda d: edit_weights(d, lambda w: w.pop("1.log_gain")), "but lacks 1.log_gain"),
     "buffer out of range": (
         lambda d: edit_weights(d, lambda w: w.update({"1.witnesses": torch.tensor([3, 99])})),
@@ -349,7 +444,9 @@ def test_the_model_must_be_given_and_of_the_same_class(tmp_path: Path) -> None:
         load(tmp_path / "m")
     with pytest.raises(ArgumentError, match=r"must be a torch\.nn\.Module"):
         load(tmp_path / "m", "a model")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=r"container\.Sequential, got a torch\.nn\.modules\.linear\.Linear"):
+    with pytest.raises(
+        ModelError, match=r"container\.Sequential, got a torch\.nn\.modules\.linear\.Linear"
+    ):
         load(tmp_path / "m", nn.Linear(8, 8))
     edit_config(tmp_path / "m", model_class="__main__:Sequential")
     load(tmp_path / "m", build())
@@ -364,7 +461,10 @@ def test_many_layers_of_one_kind_are_built_once(monkeypatch: pytest.MonkeyPatch)
         return build_one(self, *arguments)
 
     monkeypatch.setattr(contents.LayerSpec, "build", counted)
-    entries = [{"layer": "dyt", "paths": [str(i)], "config": {"normalized_shape": [8 + i % 2]}} for i in range(20)]
+    entries = [
+        {"layer": "dyt", "paths": [str(i)], "config": {"normalized_shape": [8 + i % 2]}}
+        for i in range(20)
+    ]
     assert len(contents.read_layers(entries, "here")) == 20
     assert built == ["0", "1"]
     monkeypatch.setattr(contents, "_MOST_ELEMENTS", 200)

@@ -12,7 +12,8 @@ from tests.hub.models import bert
 FIRST_LINES = {
     "transformers first": "import transformers; import dynorm.hub",
     "class first, and reloaded": (
-        "from transformers import BertModel; import importlib, transformers, dynorm.hub; importlib.reload(dynorm.hub); "
+        "from transformers import BertModel; import importlib, transformers, dynorm.hub; "
+        "importlib.reload(dynorm.hub); "
         "importlib.reload(sys.modules['dynorm.hub.transformers'])"
     ),
     "dynorm first, and a first import that fails": (
@@ -21,7 +22,8 @@ FIRST_LINES = {
         "del sys.modules['transformers.modeling_utils']; import transformers"
     ),
     "dynorm first, and reloaded": (
-        "import importlib, dynorm.hub; importlib.reload(dynorm.hub); assert 'transformers' not in sys.modules; "
+        "import importlib, dynorm.hub; importlib.reload(dynorm.hub); assert 'transformers' not in "
+        "sys.modules; "
         "import transformers"
     ),
 }

@@ -54,7 +54,12 @@ def test_loaded_tensors_lie_where_torch_would_put_them(tmp_path: Path) -> None:
 
 
 def test_transformers_in_a_fresh_process(tmp_path: Path) -> None:
-    models = {"bert": bert(), "gpt2": gpt2(), "bf16": bert(to="derf").to(torch.bfloat16), "fp16": bert(to="dyt").half()}
+    models = {
+        "bert": bert(),
+        "gpt2": gpt2(),
+        "bf16": bert(to="derf").to(torch.bfloat16),
+        "fp16": bert(to="dyt").half(),
+    }
     for name, model in models.items():
         save(model, tmp_path / name)
     script = """
@@ -83,7 +88,9 @@ save_file(outputs, folder / "outputs.safetensors")
 def test_a_base_model_gets_a_head_and_a_head_is_taken_off(tmp_path: Path) -> None:
     model = bert()
     save(model, tmp_path / "base")
-    headed = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    headed = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "base", num_labels=3
+    )
     assert torch.equal(first(headed.bert), first(model))
     headed.save_pretrained(tmp_path / "headed")
     assert torch.equal(first(load(tmp_path / "headed")), first(headed))
@@ -97,11 +104,15 @@ def test_norms_in_the_place_of_layers_are_an_error(tmp_path: Path, to: str) -> N
     save(model, tmp_path / "m")
     config = transformers.BertConfig(**model.config.to_dict())
     for cls in (transformers.BertModel, transformers.BertForMaskedLM):
-        with pytest.raises(StorageError, match=r"leaves norms at .*LayerNorm.* load without config="):
+        with pytest.raises(
+            StorageError, match=r"leaves norms at .*LayerNorm.* load without config="
+        ):
             cls.from_pretrained(tmp_path / "m", config=config)
     # Any other load is as before.
     transformers.BertModel(config).save_pretrained(tmp_path / "stock")
-    loaded, info = transformers.BertModel.from_pretrained(tmp_path / "stock", output_loading_info=True)
+    loaded, info = transformers.BertModel.from_pretrained(
+        tmp_path / "stock", output_loading_info=True
+    )
     assert isinstance(loaded, transformers.BertModel)
     assert not info["unexpected_keys"]
 
@@ -111,10 +122,16 @@ def test_the_norm_of_a_head_goes_with_the_head(tmp_path: Path) -> None:
     assert "cls.predictions.transform.LayerNorm" in dynorm_layers(model)
     save(model, tmp_path / "m")
     assert torch.equal(first(load(tmp_path / "m")), first(model))
-    for name in ("BertForSequenceClassification", "BertForNextSentencePrediction", "BertForPreTraining"):
+    for name in (
+        "BertForSequenceClassification",
+        "BertForNextSentencePrediction",
+        "BertForPreTraining",
+    ):
         other = getattr(transformers, name).from_pretrained(tmp_path / "m")
         assert torch.equal(first(other.bert), first(model.bert))
-        assert len(dynorm_layers(other)) == len(dynorm_layers(model)) - (name != "BertForPreTraining")
+        assert len(dynorm_layers(other)) == len(dynorm_layers(model)) - (
+            name != "BertForPreTraining"
+        )
 
 
 def test_a_model_without_a_place_for_the_layers_is_an_error(tmp_path: Path) -> None:
@@ -141,10 +158,17 @@ def test_saving_leaves_no_trace_on_the_model(tmp_path: Path) -> None:
 
 def test_a_loaded_model_is_an_ordinary_one(tmp_path: Path) -> None:
     save(bert("BertForSequenceClassification"), tmp_path / "m")
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", device_map="cpu")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "m", device_map="cpu"
+    )
     assert not model.is_quantized
     assert all(parameter.requires_grad for parameter in model.parameters())
-    for move in (lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.float(), lambda m: m.to("cpu")):
+    for move in (
+        lambda m: m.half(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.float(),
+        lambda m: m.to("cpu"),
+    ):
         move(model)
     narrow = type(model).from_pretrained(tmp_path / "m", dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
@@ -160,9 +184,9 @@ def test_layers_of_another_dtype_keep_it(tmp_path: Path) -> None:
     loaded = load(tmp_path / "m")
     assert loaded.embeddings.LayerNorm.log_beta.dtype == torch.float32
     assert torch.equal(first(loaded), first(model))
-    assert {p.dtype for p in type(model).from_pretrained(tmp_path / "m", dtype="float16").parameters()} == {
-        torch.float16
-    }
+    assert {
+        p.dtype for p in type(model).from_pretrained(tmp_path / "m", dtype="float16").parameters()
+    } == {torch.float16}
 
 
 def test_a_loaded_model_trains_and_its_checkpoints_load(tmp_path: Path) -> None:
@@ -170,7 +194,12 @@ def test_a_loaded_model_trains_and_its_checkpoints_load(tmp_path: Path) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")
     before = model.bert.embeddings.LayerNorm.log_beta.detach().clone()
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=1, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+        output_dir=str(tmp_path / "out"),
+        max_steps=1,
+        save_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
     )
     data = [{"input_ids": row, "labels": i % 2} for i, row in enumerate(tokens())]
     transformers.Trainer(model=model, args=arguments, train_dataset=data).train()
@@ -188,9 +217,13 @@ def test_generation_and_pipelines_work(tmp_path: Path) -> None:
         loaded.generate(prompt, max_new_tokens=4, do_sample=False),
         model.generate(prompt, max_new_tokens=4, do_sample=False),
     )
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w0", pad_token="w0"
+    )
     tokenizer.save_pretrained(tmp_path / "m")
     pipeline = transformers.pipeline("text-generation", model=str(tmp_path / "m"))
     assert pipeline("w1 w2", max_new_tokens=3, do_sample=False)[0]["generated_text"]
@@ -219,7 +252,11 @@ class Shared(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
 @pytest.mark.parametrize("to", ["dyisru", "annealed"])
 @pytest.mark.parametrize("origin", ["somewhere", "transformers.models.shared"])
 def test_a_shared_norm_of_a_transformers_model_stays_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: str, to: str, change: Callable[[nn.Module], Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    origin: str,
+    to: str,
+    change: Callable[[nn.Module], Any],
 ) -> None:
     # transformers treats the models of others with more care than its own.
     monkeypatch.setitem(sys.modules, origin, sys.modules[__name__])
@@ -279,40 +316,81 @@ LAYER = "quantization_config__layers__0"
 DAMAGES: Damages = {
     "no json": (lambda d: (d / "config.json").write_text("{"), "config.json must be JSON"),
     "no layers": (lambda d: edit_config(d, quantization_config=None), "must name dynorm's layers"),
-    "other": (lambda d: edit_config(d, quantization_config__quant_method="awq"), "must name dynorm's layers"),
-    "version": (lambda d: edit_config(d, quantization_config__format_version=7), "must be 1, got 7"),
+    "other": (
+        lambda d: edit_config(d, quantization_config__quant_method="awq"),
+        "must name dynorm's layers",
+    ),
+    "version": (
+        lambda d: edit_config(d, quantization_config__format_version=7),
+        "must be 1, got 7",
+    ),
     "layers": (lambda d: edit_config(d, quantization_config__layers=3), "must be a list"),
     "kind": (lambda d: edit_config(d, **{f"{LAYER}__layer": "relu"}), "layer 0: .* got 'relu'"),
     "outside": (lambda d: edit_config(d, **{f"{LAYER}__outside": 3}), "outside must be a list"),
-    "dtype": (lambda d: edit_config(d, **{f"{LAYER}__dtypes": {"bias": "int9"}}), "dtypes name dtypes"),
+    "dtype": (
+        lambda d: edit_config(d, **{f"{LAYER}__dtypes": {"bias": "int9"}}),
+        "dtypes name dtypes",
+    ),
     "no class": (lambda d: edit_config(d, architectures=None), "must name one class, got None"),
-    "weights": (lambda d: (d / "model.safetensors").unlink(), "must hold model.safetensors, but does not"),
+    "weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        "must hold model.safetensors, but does not",
+    ),
     "index": (
-        lambda d: (d / "model.safetensors").rename(d / "a") and (d / "model.safetensors.index.json").write_text("{}"),
+        lambda d: (
+            (d / "model.safetensors").rename(d / "a")
+            and (d / "model.safetensors.index.json").write_text("{}")
+        ),
         "the weight_map in",
     ),
     "shard": (
         lambda d: (
             (d / "model.safetensors").rename(d / "a")
-            and (d / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+            and (d / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"x": "model-1.safetensors"}}'
+            )
         ),
         "model-1.safetensors must be a whole",
     ),
     "cut": (cut, "model.safetensors must be a whole safetensors file"),
     "garbage": (garbage, "model.safetensors must be a whole safetensors file"),
-    "missing": (lambda d: edit_weights(d, lambda w: w.pop(f"{NORM}.log_beta")), f"it lacks {NORM}.log_beta"),
-    "missing other": (lambda d: edit_weights(d, lambda w: w.pop("pooler.dense.bias")), "lack pooler.dense.bias"),
-    "unexpected": (lambda d: edit_weights(d, lambda w: w.update(extra=torch.ones(1))), "have beyond them extra"),
-    "shape": (lambda d: edit_weights(d, lambda w: w.update({f"{NORM}.center": torch.ones(3)})), f"{NORM}.center"),
+    "missing": (
+        lambda d: edit_weights(d, lambda w: w.pop(f"{NORM}.log_beta")),
+        f"it lacks {NORM}.log_beta",
+    ),
+    "missing other": (
+        lambda d: edit_weights(d, lambda w: w.pop("pooler.dense.bias")),
+        "lack pooler.dense.bias",
+    ),
+    "unexpected": (
+        lambda d: edit_weights(d, lambda w: w.update(extra=torch.ones(1))),
+        "have beyond them extra",
+    ),
+    "shape": (
+        lambda d: edit_weights(d, lambda w: w.update({f"{NORM}.center": torch.ones(3)})),
+        f"{NORM}.center",
+    ),
     "shape of other": (
         lambda d: edit_weights(d, lambda w: w.update({"pooler.dense.bias": torch.ones(3)})),
         "in another shape pooler.dense.bias",
     ),
-    "value": (lambda d: edit_config(d, hidden_act="unheard-of"), "must hold a BertModel, but KeyError"),
+    "value": (
+        lambda d: edit_config(d, hidden_act="unheard-of"),
+        "must hold a BertModel, but KeyError",
+    ),
     "flipped": (flip, "it was changed since"),
-    "other value": (lambda d: replace_text(d, "config.json", '"gelu"', '"relu"'), "was changed since"),
-    "center": (lambda d: replace_text(d, "config.json", '"center": true', '"center": false'), "were changed"),
-    "path": (lambda d: replace_text(d, "config.json", '"embeddings.LayerNorm"', '"pooler"'), "were changed"),
+    "other value": (
+        lambda d: replace_text(d, "config.json", '"gelu"', '"relu"'),
+        "was changed since",
+    ),
+    "center": (
+        lambda d: replace_text(d, "config.json", '"center": true', '"center": false'),
+        "were changed",
+    ),
+    "path": (
+        lambda d: replace_text(d, "config.json", '"embeddings.LayerNorm"', '"pooler"'),
+        "were changed",
+    ),
 }
 
 
@@ -378,10 +456,14 @@ assert "dynorm" not in sys.modules
         [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "m")],
         capture_output=True, text=True, check=True, env=environment,
     )  # fmt: skip
-    assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()] == ["refused"] * 6, run.stdout
+    assert [line.rpartition(" ")[2] for line in run.stdout.splitlines()] == ["refused"] * 6, (
+        run.stdout
+    )
 
 
-def test_a_model_that_torchao_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_torchao_quantized_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Int8Tensor(Tensor):
         __module__ = "torchao.quantization"
 
@@ -412,10 +494,14 @@ def test_witnesses_of_a_transformers_model_come_back(tmp_path: Path, to: str) ->
     assert same_state(loaded, model)
     assert {layer.witness_channels for layer in dynorm_layers(loaded).values()} == {WITNESSES}
     assert torch.equal(first(loaded), first(model))
-    headed = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", dtype=torch.bfloat16)
+    headed = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "m", dtype=torch.bfloat16
+    )
     assert torch.equal(first(headed.bert), first(model.bfloat16()))
     headed.save_pretrained(tmp_path / "headed")
-    assert torch.equal(first(transformers.AutoModel.from_pretrained(tmp_path / "headed")), first(model))
+    assert torch.equal(
+        first(transformers.AutoModel.from_pretrained(tmp_path / "headed")), first(model)
+    )
 
 
 INDEX = f"{NORM}.witnesses"
@@ -445,14 +531,21 @@ TRANSFORMERS_WITNESS_DAMAGES: Damages = {
 
 @pytest.mark.parametrize("damage", TRANSFORMERS_WITNESS_DAMAGES)
 @pytest.mark.parametrize("way", ["load", "from_pretrained"])
-def test_witnesses_of_a_transformers_model_that_do_not_fit_are_refused(tmp_path: Path, damage: str, way: str) -> None:
+def test_witnesses_of_a_transformers_model_that_do_not_fit_are_refused(
+    tmp_path: Path, damage: str, way: str
+) -> None:
     if damage in ("not named", "fewer") and way == "from_pretrained":
-        pytest.skip("transformers itself warns of tensors without a place, and raises for those of another shape")
+        pytest.skip(
+            "transformers itself warns of tensors without a place, and raises for those of another "
+            "shape"
+        )
     save(witnessed(bert()), tmp_path / "m")
     act, message = TRANSFORMERS_WITNESS_DAMAGES[damage]
     act(tmp_path / "m")
     with pytest.raises(StorageError, match=message):
-        load(tmp_path / "m") if way == "load" else transformers.AutoModel.from_pretrained(tmp_path / "m")
+        load(tmp_path / "m") if way == "load" else transformers.AutoModel.from_pretrained(
+            tmp_path / "m"
+        )
 
 
 def test_other_mistakes_with_transformers_directories(tmp_path: Path) -> None:

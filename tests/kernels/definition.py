@@ -44,7 +44,11 @@ def compare(form: Form, x: Tensor, parameters: Parameters, tolerance: float) -> 
     leaves = [t for t in wide if t is not None]
     expected = iter(torch.autograd.grad(want, leaves, grad.double(), materialize_grads=True))
     found = _cpu.gradients(form, grad, x, parameters, (True,) * (1 + len(parameters)))
-    size = max(1.0, (x.numel() / form.channels) ** 0.5, x.numel() ** 0.5 if parameters[0].numel() == 1 else 1.0)
+    size = max(
+        1.0,
+        (x.numel() / form.channels) ** 0.5,
+        x.numel() ** 0.5 if parameters[0].numel() == 1 else 1.0,
+    )
     for given, exact, got in zip((x, *parameters), wide, found, strict=True):
         if given is None:
             assert got is None

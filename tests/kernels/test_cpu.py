@@ -16,14 +16,18 @@ from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import DERF, DYISRU, DYT, FUNCTIONS, LINEAR, Form, Parameters
 from tests.kernels.definition import INF, NAN, TOLERANCES, compare, make
 
-pytestmark = pytest.mark.skipif(_cpu.name() == "torch", reason="the CPU kernels are not built: make setup")
+pytestmark = pytest.mark.skipif(
+    _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
+)
 NUMBERS = range(len(FUNCTIONS))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 @pytest.mark.parametrize("channels", [1, 3, 7, 16, 17, 33, 64, 1000])
-def test_values_and_gradients(instructions: str, function: int, dtype: torch.dtype, channels: int) -> None:
+def test_values_and_gradients(
+    instructions: str, function: int, dtype: torch.dtype, channels: int
+) -> None:
     for per_channel, everything in itertools.product((False, True), repeat=2):
         for outer, inner in ((1, 1), (5, 1), (37, 1), (2, 3)):
             parameters = make(channels, dtype, per_channel=per_channel, everything=everything)
@@ -33,12 +37,19 @@ def test_values_and_gradients(instructions: str, function: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize("shape", [(2, 3, 5000), (1, 2, 70001), (40, 129, 49), (300, 4100, 1), (9, 8200, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5000), (1, 2, 70001), (40, 129, 49), (300, 4100, 1), (9, 8200, 1)], ids=str
+)
 def test_long_inputs(function: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if dtype in (torch.float64, torch.float16) and shape[1] > 4000:
         shape = (20, *shape[1:])
     parameters = make(shape[1], dtype, per_channel=function % 2 == 0, everything=True)
-    compare(Form(function, False, 0.8, shape[1], shape[2]), torch.randn(shape).to(dtype), parameters, TOLERANCES[dtype])
+    compare(
+        Form(function, False, 0.8, shape[1], shape[2]),
+        torch.randn(shape).to(dtype),
+        parameters,
+        TOLERANCES[dtype],
+    )
 
 
 @pytest.mark.parametrize("function", [DYISRU, LINEAR], ids=["dyisru", "linear"])
@@ -47,7 +58,12 @@ def test_logarithmic_constants(instructions: str, function: int, per_channel: bo
     parameters = make(48, torch.float32, per_channel=per_channel, everything=True)
     for constant in (parameters[0], parameters[0] - 60, parameters[0] + 75):
         form = Form(function, True, 3.0, 48, 1)
-        compare(form, torch.randn(50, 48) * float(constant.mean().exp() ** 0.5), (constant, *parameters[1:]), 1e-5)
+        compare(
+            form,
+            torch.randn(50, 48) * float(constant.mean().exp() ** 0.5),
+            (constant, *parameters[1:]),
+            1e-5,
+        )
 
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
@@ -64,7 +80,20 @@ def test_mixed_dtypes(function: int, dtype: torch.dtype, parameter_dtype: torch.
 def test_edges_are_the_definition_s(instructions: str, function: int, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     smallest = 2 * info.tiny * info.eps
-    edges = [0.0, -0.0, INF, -INF, NAN, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, 1.0, -1.0]
+    edges = [
+        0.0,
+        -0.0,
+        INF,
+        -INF,
+        NAN,
+        info.max,
+        -info.max,
+        info.tiny,
+        -info.tiny,
+        info.tiny / 4,
+        1.0,
+        -1.0,
+    ]
     # Repeated, so that they meet every lane of whole vectors and of the rest.
     x = torch.tensor(edges * 7, dtype=torch.float64).to(dtype)[:83]
     grad = torch.ones_like(x)
@@ -78,7 +107,9 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
         zero = (x == 0) & (torch.tensor(function) != DERF)
         assert torch.equal(y[zero].signbit(), want[zero].signbit())
         (slope,) = torch.autograd.grad(want, leaf, grad)
-        got = _cpu.gradients(Form(function, False, 2.0, 1, 1), grad, x, parameters, (True,) + (False,) * 5)[0]
+        got = _cpu.gradients(
+            Form(function, False, 2.0, 1, 1), grad, x, parameters, (True,) + (False,) * 5
+        )[0]
         # The clamp in DyISRU's definition takes the gradient of a NaN for 0; here it stays NaN.
         slope = torch.where(x.isnan(), slope if function == LINEAR else NAN, slope)
         assert_close(got, slope, rtol=4 * TOLERANCES[dtype], atol=TOLERANCES[dtype], equal_nan=True)
@@ -86,7 +117,9 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("function", [DYISRU, DYT, DERF], ids=["dyisru", "dyt", "derf"])
-def test_gradients_at_infinity_are_their_limits(instructions: str, function: int, dtype: torch.dtype) -> None:
+def test_gradients_at_infinity_are_their_limits(
+    instructions: str, function: int, dtype: torch.dtype
+) -> None:
     """Where the function is at its bound nothing moves it, however far out: 0, as for the largest number."""
     constants = [1.0, 3.0, 1e-4] + ([1e-30, 1e-38, 1e35] if dtype != torch.float16 else [])
     for infinity, constant, channels in itertools.product((INF, -INF), constants, (1, 20)):
@@ -99,8 +132,12 @@ def test_gradients_at_infinity_are_their_limits(instructions: str, function: int
         only[3] = only[36] = 0
         parameters = make(channels, dtype, per_channel=True, everything=True)
         parameters = (torch.full((channels,), constant).to(dtype), *parameters[1:])
-        want = _cpu.gradients(Form(function, False, 1.5, channels, 1), only, alone, parameters, (True,) * 6)
-        got = _cpu.gradients(Form(function, False, 1.5, channels, 1), grad, x, parameters, (True,) * 6)
+        want = _cpu.gradients(
+            Form(function, False, 1.5, channels, 1), only, alone, parameters, (True,) * 6
+        )
+        got = _cpu.gradients(
+            Form(function, False, 1.5, channels, 1), grad, x, parameters, (True,) * 6
+        )
         assert got[0] is not None
         assert torch.equal(got[0][[3, 36]], torch.zeros(2, channels, dtype=dtype))
         # Constant, shift and centre get nothing from the two rows; weight and bias do.
@@ -116,7 +153,10 @@ def test_one_that_is_huge_changes_no_other(instructions: str, huge: float) -> No
     """A square that overflows is found among several vectors; those beside it are computed as ever."""
     x, grad = torch.randn(5, 83), torch.randn(5, 83)
     parameters = make(83, torch.float32, per_channel=False, everything=True)
-    alone = (_cpu.forward(Form(DYISRU, False, 1.0, 83, 1), x, parameters), _gradient(grad, x, parameters))
+    alone = (
+        _cpu.forward(Form(DYISRU, False, 1.0, 83, 1), x, parameters),
+        _gradient(grad, x, parameters),
+    )
     for place in range(0, x.numel(), 7):
         with_it = x.clone()
         with_it.view(-1)[place] = huge
@@ -129,13 +169,17 @@ def test_one_that_is_huge_changes_no_other(instructions: str, huge: float) -> No
             assert torch.equal(got.view(-1)[others], want.view(-1)[others])
         wide = with_it.double()
         exact = plain(
-            Form(DYISRU, False, 1.0, 83, 1), wide, tuple(None if p is None else p.double() for p in parameters)
+            Form(DYISRU, False, 1.0, 83, 1),
+            wide,
+            tuple(None if p is None else p.double() for p in parameters),
         )  # type: ignore[arg-type]
         assert_close(found[0].double(), exact, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("huge", [5e18, -1.7e19, 3e38, -INF])
-def test_huge_ones_among_rows_that_are_computed_side_by_side(instructions: str, huge: float) -> None:
+def test_huge_ones_among_rows_that_are_computed_side_by_side(
+    instructions: str, huge: float
+) -> None:
     """Several in a column and alone, in whole groups of rows and in the rest; sums against float64."""
     x, grad = torch.randn(23, 272), torch.randn(23, 272)
     parameters = make(272, torch.float32, per_channel=False, everything=True)
@@ -146,8 +190,12 @@ def test_huge_ones_among_rows_that_are_computed_side_by_side(instructions: str, 
     assert torch.equal(_gradient(grad, with_them, parameters)[others], alone[others])
     bounded = with_them.clamp(-1e30, 1e30)
     compare(Form(DYISRU, False, 1.0, 272, 1), bounded, parameters, 1e-5)
-    limits = _cpu.gradients(Form(DYISRU, False, 1.0, 272, 1), grad, bounded, parameters, (True,) * 6)
-    found = _cpu.gradients(Form(DYISRU, False, 1.0, 272, 1), grad, with_them, parameters, (True,) * 6)
+    limits = _cpu.gradients(
+        Form(DYISRU, False, 1.0, 272, 1), grad, bounded, parameters, (True,) * 6
+    )
+    found = _cpu.gradients(
+        Form(DYISRU, False, 1.0, 272, 1), grad, with_them, parameters, (True,) * 6
+    )
     for got, want in zip(found, limits, strict=True):
         assert_close(got, want, rtol=1e-6, atol=1e-6)
 
@@ -160,7 +208,9 @@ def test_slopes_of_large_constants(instructions: str, exponent: int, size: float
     x, grad = torch.randn(7, 48) * beta**0.5, size * torch.randn(7, 48)
     constant = torch.tensor([beta])
     exact = grad.double() * beta / (beta + x.double() ** 2) ** 1.5
-    found = _cpu.gradients(Form(DYISRU, False, 1.0, 48, 1), grad, x, (constant, None, None, None, None), (True,) * 6)
+    found = _cpu.gradients(
+        Form(DYISRU, False, 1.0, 48, 1), grad, x, (constant, None, None, None, None), (True,) * 6
+    )
     assert found[0] is not None
     assert_close(found[0].double(), exact, rtol=1e-5, atol=float(exact.abs().max()) * 1e-6)
 
@@ -168,7 +218,9 @@ def test_slopes_of_large_constants(instructions: str, exponent: int, size: float
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("shape", [(23, 48, 1), (9, 5, 7), (2, 3, 5000)], ids=str)
-def test_what_is_wanted_changes_no_other(function: int, per_channel: bool, shape: tuple[int, int, int]) -> None:
+def test_what_is_wanted_changes_no_other(
+    function: int, per_channel: bool, shape: tuple[int, int, int]
+) -> None:
     parameters = make(shape[1], torch.float32, per_channel=per_channel, everything=True)
     x, grad = torch.randn(shape), torch.randn(shape)
 
@@ -189,14 +241,18 @@ def test_a_shift_that_has_no_part_gets_zero(function: int) -> None:
     grad = torch.randn(4, 8)
     grad[1, 2] = INF
     parameters = (torch.ones(1), torch.zeros(1), None, torch.ones(8), None)
-    found = _cpu.gradients(Form(function, False, 1.0, 8, 1), grad, torch.randn(4, 8), parameters, (True,) * 6)
+    found = _cpu.gradients(
+        Form(function, False, 1.0, 8, 1), grad, torch.randn(4, 8), parameters, (True,) * 6
+    )
     assert found[2] is not None
     assert torch.equal(found[2], torch.zeros(1))
     assert not found[2].signbit()
 
 
 def _gradient(grad: Tensor, x: Tensor, parameters: Parameters) -> Tensor:
-    found = _cpu.gradients(Form(DYISRU, False, 1.0, x.shape[1], 1), grad, x, parameters, (True,) * 6)[0]
+    found = _cpu.gradients(
+        Form(DYISRU, False, 1.0, x.shape[1], 1), grad, x, parameters, (True,) * 6
+    )[0]
     assert found is not None
     return found
 
@@ -218,7 +274,9 @@ def sixteen_bit(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_are_read_and_rounded_as_torch_does(instructions: str, dtype: torch.dtype) -> None:
+def test_sixteen_bits_are_read_and_rounded_as_torch_does(
+    instructions: str, dtype: torch.dtype
+) -> None:
     one = torch.ones(1)
     x = sixteen_bit(dtype)
     assert_close(
@@ -228,22 +286,32 @@ def test_sixteen_bits_are_read_and_rounded_as_torch_does(instructions: str, dtyp
         atol=0,
         equal_nan=True,
     )
-    # A product with thirds needs rounding, upwards and downwards, to denormals, and past the largest number.
+    # A product with thirds needs rounding, upwards and downwards, to denormals, and past the
+    # largest number.
     for factor in (1 / 3, 1.0009765625, 1.00390625, 1.5):
-        y = _cpu.forward(Form(LINEAR, False, 1.0, 1, 1), x, (torch.tensor([factor]), None, None, None, None))
-        assert_close(y, (x.float() * torch.tensor(factor)).to(dtype), rtol=0, atol=0, equal_nan=True)
+        y = _cpu.forward(
+            Form(LINEAR, False, 1.0, 1, 1), x, (torch.tensor([factor]), None, None, None, None)
+        )
+        assert_close(
+            y, (x.float() * torch.tensor(factor)).to(dtype), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-def test_sixteen_bits_are_computed_in_float32(instructions: str, function: int, dtype: torch.dtype) -> None:
+def test_sixteen_bits_are_computed_in_float32(
+    instructions: str, function: int, dtype: torch.dtype
+) -> None:
     parameters = make(1, torch.float32, per_channel=False, everything=True)
     x = sixteen_bit(dtype)
     y = _cpu.forward(Form(function, False, 2.0, 1, 1), x, parameters)
     wide = _cpu.forward(Form(function, False, 2.0, 1, 1), x.float(), parameters)
-    # DyISRU's root is less exact for results of 16 bits: seldom the neighbour of what float32 rounds to.
+    # DyISRU's root is less exact for results of 16 bits: seldom the neighbour of what float32
+    # rounds to.
     assert_close(y, wide.to(dtype), rtol=torch.finfo(dtype).eps, atol=0, equal_nan=True)
-    assert int((y != wide.to(dtype)).sum() - y.isnan().sum()) <= (y.numel() // 1000 if function == 0 else 0)
+    assert int((y != wide.to(dtype)).sum() - y.isnan().sum()) <= (
+        y.numel() // 1000 if function == 0 else 0
+    )
 
 
 def ulps(y: Tensor, exact: Tensor) -> float:
@@ -253,20 +321,40 @@ def ulps(y: Tensor, exact: Tensor) -> float:
     return float(((y.double() - exact).abs() / unit).max())
 
 
-# The exhaustive sweep is `python -m benchmarks.accuracy`; this is every 4099th float and those around the edges.
+# The exhaustive sweep is `python -m benchmarks.accuracy`; this is every 4099th float and those
+# around the edges.
 @pytest.mark.parametrize(
     ("function", "constant"),
-    [(DYISRU, 1.0), (DYISRU, 384.0), (DYISRU, 1e-6), (DYISRU, 3e-30), (DYISRU, 1e35), (DYT, 1.0), (DERF, 1.0)],
+    [
+        (DYISRU, 1.0),
+        (DYISRU, 384.0),
+        (DYISRU, 1e-6),
+        (DYISRU, 3e-30),
+        (DYISRU, 1e35),
+        (DYT, 1.0),
+        (DERF, 1.0),
+    ],
 )
 def test_accuracy(instructions: str, function: int, constant: float) -> None:
     bits = torch.arange(-(2**31), 2**31, 4099).to(torch.int32)
     swept = bits.view(torch.float32)
-    around = torch.tensor([0.0, 3.92, 3.925, 9.01, 9.125, 2.0**62, 2.0**-126, 0.3466, 1.0]).view(torch.int32)
-    edges = (around[:, None] + torch.arange(-64, 65, dtype=torch.int32)).flatten().clamp(min=0).view(torch.float32)
+    around = torch.tensor([0.0, 3.92, 3.925, 9.01, 9.125, 2.0**62, 2.0**-126, 0.3466, 1.0]).view(
+        torch.int32
+    )
+    edges = (
+        (around[:, None] + torch.arange(-64, 65, dtype=torch.int32))
+        .flatten()
+        .clamp(min=0)
+        .view(torch.float32)
+    )
     x = torch.cat([swept[swept.isfinite()], edges, -edges, torch.linspace(-12, 12, 200_001)])
     z = x.double()
     c = torch.tensor([constant])
-    exact = {DYISRU: lambda: z / (c.double() + z * z).sqrt(), DYT: z.tanh, DERF: lambda: torch.special.erf(z)}
+    exact = {
+        DYISRU: lambda: z / (c.double() + z * z).sqrt(),
+        DYT: z.tanh,
+        DERF: lambda: torch.special.erf(z),
+    }
     y = _cpu.forward(Form(function, False, 1.0, 1, 1), x, (c, torch.zeros(1), None, None, None))
     # Without a fused multiply-add tanh and erf lose another third of a unit.
     limit = 1.01 if function == DYISRU else 2.0 if instructions != "cpu-portable" else 2.5
@@ -275,7 +363,9 @@ def test_accuracy(instructions: str, function: int, constant: float) -> None:
 
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize("shape", [(700, 384, 1), (6, 5, 70_000), (3000, 100, 1), (40_000, 16, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(700, 384, 1), (6, 5, 70_000), (3000, 100, 1), (40_000, 16, 1)], ids=str
+)
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_channel: bool) -> None:
     parameters = make(shape[1], torch.float32, per_channel=per_channel, everything=True)
@@ -283,7 +373,12 @@ def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_chann
 
     def run() -> list[Tensor]:
         y = _cpu.forward(Form(function, False, 1.0, *shape[1:]), x, parameters)
-        return [y, *_cpu.gradients(Form(function, False, 1.0, *shape[1:]), grad, x, parameters, (True,) * 6)]  # type: ignore
+        return [
+            y,
+            *_cpu.gradients(
+                Form(function, False, 1.0, *shape[1:]), grad, x, parameters, (True,) * 6
+            ),
+        ]  # type: ignore
 
     before = torch.get_num_threads()
     results = []
@@ -301,7 +396,9 @@ def test_sums_are_as_exact_as_float64_ones() -> None:
     # A million equal numbers in float32 would be off by parts in a thousand.
     x, grad = torch.ones(1_000_000, 3), torch.full((1_000_000, 3), 0.1)
     parameters = (torch.ones(1), None, None, None, torch.zeros(3))
-    found = _cpu.gradients(Form(LINEAR, False, 1.0, 3, 1), grad, x, parameters, (False,) * 5 + (True,))
+    found = _cpu.gradients(
+        Form(LINEAR, False, 1.0, 3, 1), grad, x, parameters, (False,) * 5 + (True,)
+    )
     assert_close(found[5], torch.full((3,), 1e5), rtol=1e-6, atol=0)
 
 
@@ -313,7 +410,9 @@ def test_python_threads_at_once() -> None:
 
     def work(i: int) -> None:
         for _ in range(50):
-            if not torch.equal(_cpu.forward(Form(DYT, False, 1.0, 384, 1), inputs[i], parameters), want[i]):
+            if not torch.equal(
+                _cpu.forward(Form(DYT, False, 1.0, 384, 1), inputs[i], parameters), want[i]
+            ):
                 failures.append(f"input {i}")
 
     workers = [threading.Thread(target=work, args=(i,)) for i in (0, 1, 2, 3) * 2]
@@ -337,7 +436,9 @@ def test_more_than_two_to_the_31_elements() -> None:
     parameters: Any = (torch.full((1,), 0.5), None, None, None, None)
     y = _cpu.forward(Form(LINEAR, False, 1.0, channels, 1), x, parameters, x)
     assert torch.equal(y[-2:, 0], torch.tensor([0.5, 1.5], dtype=torch.bfloat16))
-    assert torch.equal(y[:: rows // 7, 5], torch.full((8,), 0.5, dtype=torch.bfloat16)[: len(y[:: rows // 7])])
+    assert torch.equal(
+        y[:: rows // 7, 5], torch.full((8,), 0.5, dtype=torch.bfloat16)[: len(y[:: rows // 7])]
+    )
     # Seen as one channel, the index inside a run is as large.
     y = _cpu.forward(Form(LINEAR, False, 1.0, 1, x.numel()), x, parameters, x)
     assert torch.equal(y[-2:, 0], torch.tensor([0.25, 0.75], dtype=torch.bfloat16))
@@ -348,7 +449,9 @@ def test_wrong_sizes_are_refused_before_memory_is_touched() -> None:
     x = torch.zeros(10)
     absent = (0, 0)
     with pytest.raises(ValueError, match="sizes"):
-        native.forward(0, False, 0, 10, 3, 1, 1.0, x.data_ptr(), x.data_ptr(), 0, *absent * 4, x.data_ptr())
+        native.forward(
+            0, False, 0, 10, 3, 1, 1.0, x.data_ptr(), x.data_ptr(), 0, *absent * 4, x.data_ptr()
+        )
     with pytest.raises(TypeError, match="arguments"):
         native.forward(0)
     with pytest.raises(ValueError, match="no instruction set"):

@@ -24,7 +24,9 @@ from dynorm.kernels._form import Form
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
 FORM = Form(DYT_NUMBER, False, 1.0, 4, 1)
-needs_kernels = pytest.mark.skipif(_cpu.name() == "torch", reason="the CPU kernels are not built: make setup")
+needs_kernels = pytest.mark.skipif(
+    _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +96,9 @@ def with_gradients(layer: PointwiseNorm, x: Tensor) -> list[Tensor]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,7 +121,12 @@ def test_layers_run_on_the_kernels(
     x = torch.randn(5, 7, 48).to(dtype)
     got = with_gradients(layer, x)
     assert calls == ["forward", "gradients"]
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    tolerance = {
+        torch.float64: 1e-12,
+        torch.float32: 1e-5,
+        torch.bfloat16: 1e-2,
+        torch.float16: 2e-3,
+    }[dtype]
     for a, b in zip(got, plainly(monkeypatch, layer, x), strict=True):
         assert a.dtype == b.dtype
         assert_close(a, b, rtol=tolerance, atol=20 * tolerance)
@@ -128,7 +137,11 @@ def test_layers_run_on_the_kernels(
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("exchange", [False, True])
 def test_both_ways_into_the_kernels(
-    kind: type[PointwiseNorm], gradient: bool, exchange: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: type[PointwiseNorm],
+    gradient: bool,
+    exchange: bool,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With torch's DLPack interface, and as where there is none: the same numbers, no definition."""
     if not exchange:
@@ -150,7 +163,11 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     weight, x, grad, one = torch.ones(4), torch.randn(3, 4), torch.randn(3, 4), torch.ones(1)
 
     def serve(
-        grad: Any = grad, x: Any = x, constant: Any = one, weight: Any = weight, needed: Any = (True,) * 7
+        grad: Any = grad,
+        x: Any = x,
+        constant: Any = one,
+        weight: Any = weight,
+        needed: Any = (True,) * 7,
     ) -> Any:
         with torch.no_grad():
             return _cpu.serve_gradients(FORM, grad, (x, constant, None, None, weight, None), needed)
@@ -172,7 +189,9 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     assert serve(weight=torch.ones(1)) is None
     assert serve(constant=torch.ones(2)) is None
     with torch.enable_grad():
-        assert _cpu.serve_gradients(FORM, grad, (x, one, None, None, None, None), (True,) * 7) is None
+        assert (
+            _cpu.serve_gradients(FORM, grad, (x, one, None, None, None, None), (True,) * 7) is None
+        )
     with forward_ad.dual_level():
         assert serve() is None
     with pytest.raises(TypeError):
@@ -180,7 +199,9 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     assert serve(constant=torch._neg_view(-one)) is None
     text: Any = "4"
     with torch.no_grad(), pytest.raises(TypeError):
-        _cpu.serve_gradients(FORM._replace(channels=text), grad, (x, one, None, None, weight, None), (True,) * 7)
+        _cpu.serve_gradients(
+            FORM._replace(channels=text), grad, (x, one, None, None, weight, None), (True,) * 7
+        )
 
 
 @needs_kernels
@@ -190,7 +211,9 @@ def test_large_inputs_and_many_threads_get_the_same_gradients(kind: type[Pointwi
     inputs = [torch.randn(700, 64) for _ in range(4)]
 
     def run(x: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(layer(leaf := x.clone().requires_grad_()).sum() * 2, [leaf]))
+        return list(
+            torch.autograd.grad(layer(leaf := x.clone().requires_grad_()).sum() * 2, [leaf])
+        )
 
     want = [run(x) for x in inputs]
     with ThreadPoolExecutor(4) as pool:
@@ -228,7 +251,9 @@ def test_what_the_exchange_leaves_to_the_slow_way() -> None:
     weight, x = torch.ones(4), torch.randn(3, 4)
     one = torch.ones(1)
 
-    def serve(x: Any, constant: Any = one, center: Any = None, weight: Any = weight, shape: Any = (4,)) -> Any:
+    def serve(
+        x: Any, constant: Any = one, center: Any = None, weight: Any = weight, shape: Any = (4,)
+    ) -> Any:
         return _cpu.serve(x, (constant, None, center, weight, None), DYT_NUMBER, False, 1.0, shape)
 
     assert isinstance(serve(x), Tensor)
@@ -294,7 +319,9 @@ def test_layouts(
 # torch's own forward mode scripts its decompositions.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "options", [{}, {"per_channel": True, "center": True, "dim": 1}, {"witnesses": (2, 0), "center": True}], ids=str
+    "options",
+    [{}, {"per_channel": True, "center": True, "dim": 1}, {"witnesses": (2, 0), "center": True}],
+    ids=str,
 )
 def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: list[str]) -> None:
     layer = build(kind, 3, **options, dtype=torch.float64)
@@ -348,7 +375,9 @@ def test_transforms_take_the_definition(kind: type[PointwiseNorm], calls: list[s
     jacobian = jacrev(layer)(x[0])
     assert_close(jacobian, jacobian.diagonal().diag(), rtol=0, atol=0)
     with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x[0], torch.ones_like(x[0])))).tangent
+        tangent = forward_ad.unpack_dual(
+            layer(forward_ad.make_dual(x[0], torch.ones_like(x[0])))
+        ).tangent
     assert_close(tangent, jacobian.diagonal())
     stacked = {name: torch.stack([p, p + 1]) for name, p in layer.named_parameters()}
     both = vmap(lambda p: functional_call(layer, p, (x,)))(stacked)
@@ -360,8 +389,12 @@ class Wrapped(Tensor):
     pass
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_tracers_modes_and_subclasses_take_the_definition(kind: type[PointwiseNorm], calls: list[str]) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning"
+)
+def test_tracers_modes_and_subclasses_take_the_definition(
+    kind: type[PointwiseNorm], calls: list[str]
+) -> None:
     from torch._subclasses import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -438,13 +471,19 @@ def test_second_derivatives_through_backward(kind: type[PointwiseNorm]) -> None:
     slope.square().sum().backward()
     # The slope of a line does not depend on x.
     assert (x.grad is None) == (kind is LinearControl)
-    assert all((p.grad is None) == (name == "bias") for name, p in layer.named_parameters() if name != "shift")
+    assert all(
+        (p.grad is None) == (name == "bias")
+        for name, p in layer.named_parameters()
+        if name != "shift"
+    )
 
 
 def test_switched_off_by_the_environment() -> None:
     script = "import torch, dynorm.kernels as k; print(k.backend())"
     environment = {"DYNORM_KERNELS": "0", "PATH": "/usr/bin:/bin"}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
+    )
     assert run.stdout.strip() == "torch"
 
 
@@ -454,7 +493,9 @@ def test_a_device_that_torch_does_not_know_is_refused(
     device: Any, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_dispatch, "ENABLED", enabled)
-    with pytest.raises(ArgumentError, match=f"device must be one that torch knows, .* got {device!r}"):
+    with pytest.raises(
+        ArgumentError, match=f"device must be one that torch knows, .* got {device!r}"
+    ):
         backend(device)
 
 

@@ -1,6 +1,7 @@
 """The Triton kernels, where Triton is installed: run by its interpreter, and compiled for a GPU that is not here.
 
-Each in a process of its own: whether Triton interprets is settled when it is first imported, and other tests may have.
+Each in a process of its own: whether Triton interprets is settled when it is first imported, and
+other tests may have.
 """
 
 from __future__ import annotations
@@ -21,19 +22,26 @@ from dynorm.kernels._triton import available
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton"
+)
 @pytest.mark.parametrize(("name", "interpret"), [("interpreted", "1"), ("compiled", "0")])
 def test_triton_kernels(name: str, interpret: str, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
     # The workers of this run are no business of the one that it starts.
-    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
+    environment = {
+        key: value for key, value in environment.items() if not key.startswith("PYTEST_")
+    }
     command = [
         sys.executable,
         "-m",
         "pytest",
         "-p",
         "no:cacheprovider",
-        *(str(Path(__file__).parents[1] / f"{file}_{name}.py") for file in ("kernels/triton", "benchmarks/gemm")),
+        *(
+            str(Path(__file__).parents[1] / f"{file}_{name}.py")
+            for file in ("kernels/triton", "benchmarks/gemm")
+        ),
     ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

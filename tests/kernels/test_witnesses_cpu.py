@@ -14,10 +14,19 @@ from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import DERF, DYISRU, DYT, FUNCTIONS, LINEAR, Form, Parameters
 from tests.kernels.definition import INF, NAN, TOLERANCES, compare, make
 
-pytestmark = pytest.mark.skipif(_cpu.name() == "torch", reason="the CPU kernels are not built: make setup")
+pytestmark = pytest.mark.skipif(
+    _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
+)
 NUMBERS = range(len(FUNCTIONS))
-# In one vector, in several, in the last that is not whole; with first and last channel; out of order.
-WITNESSES = [(5, (4,)), (16, (0, 15)), (33, (32, 3)), (100, (97, 98, 99, 5)), (768, (700, 5, 6, 301, 767))]
+# In one vector, in several, in the last that is not whole; with first and last channel; out of
+# order.
+WITNESSES = [
+    (5, (4,)),
+    (16, (0, 15)),
+    (33, (32, 3)),
+    (100, (97, 98, 99, 5)),
+    (768, (700, 5, 6, 301, 767)),
+]
 WITNESSES += [(1, (0,)), (3, (0, 1, 2)), (40, tuple(range(39, 23, -1)))]
 
 
@@ -31,7 +40,9 @@ def with_gains(parameters: Parameters, count: int) -> Parameters:
 def test_values_and_gradients(
     instructions: str, function: int, dtype: torch.dtype, channels: int, witnesses: tuple[int, ...]
 ) -> None:
-    for per_channel, everything, rows in itertools.product((False, True), (False, True), (1, 6, 37)):
+    for per_channel, everything, rows in itertools.product(
+        (False, True), (False, True), (1, 6, 37)
+    ):
         parameters = make(channels, dtype, per_channel=per_channel, everything=everything)
         form = Form(function, False, -1.7, channels, 1, witnesses)
         x = (2 * torch.randn(rows, channels)).to(dtype)
@@ -66,13 +77,17 @@ def test_a_massive_witness(instructions: str, function: int, massive: tuple[int,
     x = torch.randn(37, 100)
     x[::2, list(massive)] *= 1e4
     form = Form(function, False, 10.0, 100, 1, (7, 90, 3))
-    wide: list[Tensor | None] = [None if t is None else t.double().requires_grad_() for t in (x, *parameters)]
+    wide: list[Tensor | None] = [
+        None if t is None else t.double().requires_grad_() for t in (x, *parameters)
+    ]
     want = plain(form, wide[0], tuple(wide[1:]))  # type: ignore[arg-type]
     assert_close(_cpu.forward(form, x, parameters).double(), want, rtol=1e-5, atol=1e-6)
     grad = torch.randn(37, 100)
     found = _cpu.gradients(form, grad, x, parameters, (True,) * 7)
     leaves = [t for t in wide if t is not None]
-    for got, exact in zip(found, torch.autograd.grad(want, leaves, grad.double(), allow_unused=True), strict=True):
+    for got, exact in zip(
+        found, torch.autograd.grad(want, leaves, grad.double(), allow_unused=True), strict=True
+    ):
         if got is None or exact is None:
             continue
         # Terms of a sum cancel: what counts is its error beside their size.
@@ -116,9 +131,15 @@ def test_a_row_tells_no_other_row(instructions: str, function: int, value: float
     parameters = with_gains(make(37, torch.float32, per_channel=True, everything=True), 2)
     form = Form(function, False, 1.0, 37, 1, (3, 36))
     others = torch.arange(9) != 4
-    alone = _cpu.forward(form, x, parameters), _cpu.gradients(form, grad, x, parameters, (True,) * 7)[0]
+    alone = (
+        _cpu.forward(form, x, parameters),
+        _cpu.gradients(form, grad, x, parameters, (True,) * 7)[0],
+    )
     x[4, 36] = value
-    told = _cpu.forward(form, x, parameters), _cpu.gradients(form, grad, x, parameters, (True,) * 7)[0]
+    told = (
+        _cpu.forward(form, x, parameters),
+        _cpu.gradients(form, grad, x, parameters, (True,) * 7)[0],
+    )
     for got, want in zip(told, alone, strict=True):
         assert got is not None
         assert want is not None
@@ -127,8 +148,14 @@ def test_a_row_tells_no_other_row(instructions: str, function: int, value: float
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 def test_what_is_wanted_changes_no_other(function: int) -> None:
-    parameters = with_gains(make(48, torch.float32, per_channel=function % 2 == 0, everything=True), 3)
-    x, grad, form = torch.randn(23, 48), torch.randn(23, 48), Form(function, False, 1.3, 48, 1, (47, 0, 20))
+    parameters = with_gains(
+        make(48, torch.float32, per_channel=function % 2 == 0, everything=True), 3
+    )
+    x, grad, form = (
+        torch.randn(23, 48),
+        torch.randn(23, 48),
+        Form(function, False, 1.3, 48, 1, (47, 0, 20)),
+    )
     whole = _cpu.gradients(form, grad, x, parameters, (True,) * 7)
     for needed in itertools.product((False, True), repeat=7):
         found = _cpu.gradients(form, grad, x, parameters, needed)
@@ -143,10 +170,17 @@ def test_what_is_wanted_changes_no_other(function: int) -> None:
 @pytest.mark.parametrize("shape", [(700, 384), (3000, 100), (40_000, 16)], ids=str)
 def test_threads_change_nothing(function: int, shape: tuple[int, int]) -> None:
     parameters = with_gains(make(shape[1], torch.float32, per_channel=False, everything=True), 2)
-    x, grad, form = torch.randn(shape), torch.randn(shape), Form(function, False, 1.0, shape[1], 1, (5, 15))
+    x, grad, form = (
+        torch.randn(shape),
+        torch.randn(shape),
+        Form(function, False, 1.0, shape[1], 1, (5, 15)),
+    )
 
     def run() -> list[Tensor | None]:
-        return [_cpu.forward(form, x, parameters), *_cpu.gradients(form, grad, x, parameters, (True,) * 7)]
+        return [
+            _cpu.forward(form, x, parameters),
+            *_cpu.gradients(form, grad, x, parameters, (True,) * 7),
+        ]
 
     before, results = torch.get_num_threads(), []
     try:
@@ -169,7 +203,9 @@ def test_large_outputs_that_pass_by_the_caches(
 ) -> None:
     """Where a line is written once: the second way ends in a vector that is not written past the caches."""
     x = torch.randn(8300, channels).to(dtype)
-    parameters = with_gains(make(channels, torch.float32, per_channel=True, everything=True), len(witnesses))
+    parameters = with_gains(
+        make(channels, torch.float32, per_channel=True, everything=True), len(witnesses)
+    )
     form = Form(function, False, 1.0, channels, 1, witnesses)
     y = _cpu.forward(form, x, parameters)
     assert torch.equal(y[4000:4100], _cpu.forward(form, x[4000:4100].contiguous(), parameters))
@@ -198,7 +234,9 @@ def test_without_gains_they_are_one() -> None:
 
 
 @pytest.mark.parametrize("witnesses", [(8,), (-1,), tuple(range(17))], ids=str)
-def test_witnesses_that_do_not_fit_are_refused_before_memory_is_touched(witnesses: tuple[int, ...]) -> None:
+def test_witnesses_that_do_not_fit_are_refused_before_memory_is_touched(
+    witnesses: tuple[int, ...],
+) -> None:
     form = Form(DYISRU, False, 1.0, 8, 1, witnesses)
     with pytest.raises(ValueError, match="sizes"):
         _cpu.forward(form, torch.zeros(2, 8), (torch.ones(1), None, None, None, None, None))

@@ -18,7 +18,9 @@ DYISRU, DYT, DERF, LINEAR = range(4)
 EVEN, ANY = ("i32", 16), ("i32", 1)
 
 
-def compiled(kernel: Any, target: GPUTarget, warps: int = 4, stages: int = 3, **arguments: Any) -> Any:
+def compiled(
+    kernel: Any, target: GPUTarget, warps: int = 4, stages: int = 3, **arguments: Any
+) -> Any:
     """Compile a kernel for arguments given as (type, what divides it), or as the constant itself."""
     types, constants, divisors = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -52,7 +54,9 @@ def told(count: int) -> dict[str, Any]:
 
 def offsets_of(kernel: Any, dtype: str) -> set[str]:
     """The types of what is added to pointers of ``dtype``, tile by tile."""
-    found = re.findall(rf"tt\.addptr .*: tensor<[^!]*!tt\.ptr<{dtype}>>, tensor<[^>]*?(i\d+)>", kernel.asm["ttir"])
+    found = re.findall(
+        rf"tt\.addptr .*: tensor<[^!]*!tt\.ptr<{dtype}>>, tensor<[^>]*?(i\d+)>", kernel.asm["ttir"]
+    )
     assert found
     return set(found)
 
@@ -83,7 +87,9 @@ def test_forward_compiles_with_64_bit_offsets(
         BLOCK_COLUMNS=512,
         ELEMENTS=1024,
     )
-    assert offsets_of(kernel, {"fp16": "f16", "fp32": "f32", "fp64": "f64"}.get(dtype, dtype)) >= {"i64"}
+    assert offsets_of(kernel, {"fp16": "f16", "fp32": "f32", "fp64": "f64"}.get(dtype, dtype)) >= {
+        "i64"
+    }
     if dtype == "bf16":
         assert offsets_of(kernel, "bf16") == {"i64"}
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
@@ -116,7 +122,9 @@ def test_backward_compiles_with_64_bit_offsets_and_no_atomics(
 
 @pytest.mark.parametrize("function", [DYISRU, DYT, DERF, LINEAR])
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
-def test_witnesses_channels_compile_with_64_bit_offsets_and_no_atomics(function: int, dtype: str) -> None:
+def test_witnesses_channels_compile_with_64_bit_offsets_and_no_atomics(
+    function: int, dtype: str
+) -> None:
     kernel = compiled(
         _triton_kernels.witness_kernel,
         HOPPER,

@@ -22,24 +22,42 @@ from dynorm.kernels._form import Form
 DYISRU, DYT, DERF, LINEAR = range(4)
 FUNCTIONS = (DYISRU, DYT, DERF, LINEAR)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Relative and absolute; the interpreter cuts bfloat16 off where a GPU rounds, and so is off by up to an ulp.
+# Relative and absolute; the interpreter cuts bfloat16 off where a GPU rounds, and so is off by up
+# to an ulp.
 TOLERANCE = {
     torch.float64: (1e-12, 1e-12),
     torch.float32: (2e-6, 4e-6),
     torch.bfloat16: (2**-7, 1e-5),
     torch.float16: (2**-10, 1e-5),
 }
-# Shape and channel axis: less than a tile, more than a tile each way, sizes of 1, and channels first.
-LAYOUTS = [((7, 33), -1), ((9, 600), -1), ((300, 3), -1), ((1, 1), -1), ((3, 5, 7, 2), 1), ((2, 3, 700), 1)]
+# Shape and channel axis: less than a tile, more than a tile each way, sizes of 1, and channels
+# first.
+LAYOUTS = [
+    ((7, 33), -1),
+    ((9, 600), -1),
+    ((300, 3), -1),
+    ((1, 1), -1),
+    ((3, 5, 7, 2), 1),
+    ((2, 3, 700), 1),
+]
 Parts = dict[str, Tensor | None]
 
 
-def sample(*shape: int, seed: int, dtype: torch.dtype = torch.float64, width: float = 1.0) -> Tensor:
+def sample(
+    *shape: int, seed: int, dtype: torch.dtype = torch.float64, width: float = 1.0
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (width * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def parts(function: int, channels: int, dtype: torch.dtype, *, per_channel: bool = True, bare: bool = False) -> Parts:
+def parts(
+    function: int,
+    channels: int,
+    dtype: torch.dtype,
+    *,
+    per_channel: bool = True,
+    bare: bool = False,
+) -> Parts:
     """Constant, shift, center, weight and bias; all of them, or the constant alone."""
     size = channels if per_channel else 1
     return {
@@ -73,7 +91,9 @@ def in_float64(p: Parts) -> Parts:
 
 
 def form_of(function: int, x: Tensor, dim: int, scale: float) -> Form:
-    return Form(function, False, scale, x.shape[dim], 1 if dim == -1 else math.prod(x.shape[dim + 1 :]))
+    return Form(
+        function, False, scale, x.shape[dim], 1 if dim == -1 else math.prod(x.shape[dim + 1 :])
+    )
 
 
 def given(p: Parts) -> Any:
@@ -92,7 +112,13 @@ def check_sums(sums: Tensor | None, p: Parts, dtype: torch.dtype) -> None:
         got = row if parameter.numel() > 1 else row.sum(0, keepdim=True)
         assert parameter.grad is not None
         # Terms of a sum cancel: what counts is the sum's error against the size of its terms.
-        assert_close(got, parameter.grad, rtol=20 * rtol, atol=20 * atol * max(1.0, float(row.abs().max())), msg=name)
+        assert_close(
+            got,
+            parameter.grad,
+            rtol=20 * rtol,
+            atol=20 * atol * max(1.0, float(row.abs().max())),
+            msg=name,
+        )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -144,12 +170,16 @@ def test_parts_may_be_left_out_and_constants_shared(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_infinities_and_nan_are_those_of_the_definition(function: int, dtype: torch.dtype) -> None:
     large = torch.finfo(dtype).max
-    x = torch.tensor([math.inf, -math.inf, math.nan, large, -large, large**0.5, 0.0, -0.0], dtype=dtype)[:, None]
+    x = torch.tensor(
+        [math.inf, -math.inf, math.nan, large, -large, large**0.5, 0.0, -0.0], dtype=dtype
+    )[:, None]
     constant, grad = torch.tensor([2.0], dtype=dtype), torch.ones_like(x)
     p: Parts = {"constant": constant, "shift": None, "center": None, "weight": None, "bias": None}
     with np.errstate(all="ignore"):
         y = _triton.forward(Form(function, False, 1.5, 1, 1), x, given(p))
-        grad_x, _ = _triton.backward(Form(function, False, 1.5, 1, 1), grad, x, given(p), need_parameters=False)
+        grad_x, _ = _triton.backward(
+            Form(function, False, 1.5, 1, 1), grad, x, given(p), need_parameters=False
+        )
     leaf = x.clone().requires_grad_()
     expected = reference(function, leaf, p, 1.5)
     expected.sum().backward()
@@ -168,7 +198,8 @@ def test_float32_is_exact_to_an_ulp_or_two(
     exact: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A GPU rounds once where the interpreter's fma rounds twice; from float64 the sum is as good as rounded once.
+    # A GPU rounds once where the interpreter's fma rounds twice; from float64 the sum is as good as
+    # rounded once.
     fused = lambda self, x, y, z: interpreter.TensorHandle(  # noqa: E731
         (x.data.astype(np.float64) * y.data + z.data).astype(np.float32), z.dtype.scalar
     )
@@ -190,7 +221,9 @@ def test_float32_is_exact_to_an_ulp_or_two(
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((20_000, 3), -1), ((40, 3, 90), 1), ((64, 700), -1)])
-def test_sums_of_many_chunks_are_whole_and_the_same_every_time(shape: tuple[int, ...], dim: int) -> None:
+def test_sums_of_many_chunks_are_whole_and_the_same_every_time(
+    shape: tuple[int, ...], dim: int
+) -> None:
     x, grad = (sample(*shape, seed=seed, dtype=torch.float32) for seed in (0, 1))
     p = parts(DYISRU, shape[dim], torch.float32)
     form = form_of(DYISRU, x, dim, 1.0)
@@ -222,12 +255,16 @@ def test_witnesses_are_the_definition_s(
     for per_channel, bare in ((True, False), *shared):
         x, grad = sample(*shape, seed=0, dtype=dtype, width=3), sample(*shape, seed=9, dtype=dtype)
         computed = torch.float64 if dtype == torch.float64 else torch.float32
-        p = with_gains(parts(function, shape[1], computed, per_channel=per_channel, bare=bare), len(witnesses))
+        p = with_gains(
+            parts(function, shape[1], computed, per_channel=per_channel, bare=bare), len(witnesses)
+        )
         form = form_of(function, x, -1, 1.7)._replace(witnesses=witnesses)
         rtol, atol = TOLERANCE[dtype]
         y = _triton.forward(form, x, given(p))
         found = _triton.gradients(form, grad, x, given(p), (True,) * 7)
-        leaves: list[Any] = [None if t is None else t.double().requires_grad_() for t in (x, *p.values())]
+        leaves: list[Any] = [
+            None if t is None else t.double().requires_grad_() for t in (x, *p.values())
+        ]
         expected = plain(form, leaves[0], tuple(leaves[1:]))
         expected.backward(grad.double())
         assert_close(y.double(), expected.detach(), rtol=2 * rtol, atol=max(atol, rtol))
@@ -235,8 +272,14 @@ def test_witnesses_are_the_definition_s(
             assert (got is None) == (leaf is None)
             if got is None:
                 continue
-            size = 1.0 if name == "x" else 20 * max(1.0, float(x.shape[0] ** 0.5), float(leaf.grad.abs().max()))
-            assert_close(got.double(), leaf.grad, rtol=4 * rtol, atol=size * max(atol, rtol), msg=name)
+            size = (
+                1.0
+                if name == "x"
+                else 20 * max(1.0, float(x.shape[0] ** 0.5), float(leaf.grad.abs().max()))
+            )
+            assert_close(
+                got.double(), leaf.grad, rtol=4 * rtol, atol=size * max(atol, rtol), msg=name
+            )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -261,7 +304,10 @@ def test_a_massive_witness(function: int) -> None:
 
 
 def test_output_may_be_the_input_with_witnesses() -> None:
-    x, p = sample(7, 1100, seed=0, dtype=torch.float32), with_gains(parts(DYISRU, 1100, torch.float32), 2)
+    x, p = (
+        sample(7, 1100, seed=0, dtype=torch.float32),
+        with_gains(parts(DYISRU, 1100, torch.float32), 2),
+    )
     form = Form(DYISRU, False, 1.0, 1100, 1, (0, 1099))
     expected = _triton.forward(form, x, given(p))
     _triton.forward(form, x, given(p), out=x)
@@ -319,7 +365,13 @@ def test_output_may_be_the_input() -> None:
 def test_parameters_of_other_dtypes_than_x() -> None:
     x = sample(7, 33, seed=0, dtype=torch.float32)
     p = parts(DERF, 33, torch.float32)
-    kinds = dict(zip(p, (torch.float64, torch.bfloat16, torch.float16, torch.bfloat16, torch.float64), strict=True))
+    kinds = dict(
+        zip(
+            p,
+            (torch.float64, torch.bfloat16, torch.float16, torch.bfloat16, torch.float64),
+            strict=True,
+        )
+    )
     mixed = {name: None if v is None else v.to(kinds[name]) for name, v in p.items()}
     y = _triton.forward(Form(DERF, False, 1.0, 33, 1), x, given(mixed))
     same = {name: None if v is None else v.float() for name, v in mixed.items()}
@@ -351,7 +403,10 @@ def test_what_would_be_read_out_of_bounds_is_refused(change: dict[str, Any]) -> 
 def test_a_gradient_of_another_shape_is_refused() -> None:
     with pytest.raises(ArgumentError, match="gradients"):
         _triton.backward(
-            Form(DYT, False, 1.0, 3, 1), torch.ones(2), torch.ones(3), (torch.ones(1), None, None, None, None)
+            Form(DYT, False, 1.0, 3, 1),
+            torch.ones(2),
+            torch.ones(3),
+            (torch.ones(1), None, None, None, None),
         )
 
 

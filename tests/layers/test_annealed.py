@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import dynorm
-from dynorm.layers.annealed import AnnealedDerf, AnnealedDyISRU, AnnealedDyT, AnnealedLinear, AnnealedNorm
+from dynorm.layers.annealed import (
+    AnnealedDerf,
+    AnnealedDyISRU,
+    AnnealedDyT,
+    AnnealedLinear,
+    AnnealedNorm,
+)
 
 LAYERS = [AnnealedDyISRU, AnnealedDyT, AnnealedDerf, AnnealedLinear]
 KINDS = ["layernorm", "rmsnorm"]
@@ -21,7 +27,11 @@ KINDS = ["layernorm", "rmsnorm"]
 def randomized(layer: nn.Module) -> Any:
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.add_(0.3 * torch.rand_like(parameter) if name == "alpha" else 0.3 * torch.randn_like(parameter))
+            parameter.add_(
+                0.3 * torch.rand_like(parameter)
+                if name == "alpha"
+                else 0.3 * torch.randn_like(parameter)
+            )
     return layer
 
 
@@ -41,9 +51,13 @@ def norm_like(layer: AnnealedNorm, affine: bool = True) -> nn.Module:
 @pytest.mark.parametrize("cls", LAYERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("affine", [True, False])
-def test_at_0_it_is_the_norm_with_its_gradients(cls: type[AnnealedNorm], kind: str, affine: bool) -> None:
+def test_at_0_it_is_the_norm_with_its_gradients(
+    cls: type[AnnealedNorm], kind: str, affine: bool
+) -> None:
     bias = kind == "layernorm"
-    layer = randomized(cls(17, kind=kind, norm_eps=1e-5, elementwise_affine=affine, bias=bias, dtype=torch.float64))
+    layer = randomized(
+        cls(17, kind=kind, norm_eps=1e-5, elementwise_affine=affine, bias=bias, dtype=torch.float64)
+    )
     norm = norm_like(layer, affine)
     x = (3 * torch.randn(4, 5, 17, dtype=torch.float64) + 1).requires_grad_()
     g = torch.randn_like(x)
@@ -95,7 +109,10 @@ def test_gradcheck(cls: type[AnnealedNorm], kind: str, t: float) -> None:
     def function(x: Tensor, *parameters: Tensor) -> Tensor:
         return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
 
-    inputs = [torch.randn(3, 5, dtype=torch.float64), *(p.detach().clone() for p in layer.parameters())]
+    inputs = [
+        torch.randn(3, 5, dtype=torch.float64),
+        *(p.detach().clone() for p in layer.parameters()),
+    ]
     assert torch.autograd.gradcheck(function, [i.requires_grad_() for i in inputs])
 
 
@@ -121,7 +138,9 @@ def test_the_exported_graph_reduces_nothing_at_1_and_something_before(kind: str,
         nodes = torch.export.export(Model().eval(), (x,)).run_decompositions().graph.nodes
         marks = ("sum", "mean", "var", "norm", "amax", "amin", "prod", "cumsum")
         found = [
-            node for node in nodes if node.op == "call_function" and any(mark in str(node.target) for mark in marks)
+            node
+            for node in nodes
+            if node.op == "call_function" and any(mark in str(node.target) for mark in marks)
         ]
         return {list(node.meta["nn_module_stack"].values())[-1][0] for node in found}
 
@@ -156,7 +175,9 @@ def test_channels_first_and_several_axes(kind: str) -> None:
     both.set_t_(0.0)
     flat = x.flatten(-2)
     expected = (
-        nn.functional.layer_norm(flat, (20,)) if kind == "layernorm" else nn.functional.rms_norm(flat, (20,), eps=1e-5)
+        nn.functional.layer_norm(flat, (20,))
+        if kind == "layernorm"
+        else nn.functional.rms_norm(flat, (20,), eps=1e-5)
     )
     torch.testing.assert_close(both(x).flatten(-2), expected)
 
@@ -172,7 +193,9 @@ def test_low_precision_is_rounded_once(dtype: torch.dtype, kind: str) -> None:
         exact.set_t_(t)
         y = layer(x)
         assert y.dtype == dtype
-        torch.testing.assert_close(y.double(), exact(x.double()), rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+        torch.testing.assert_close(
+            y.double(), exact(x.double()), rtol=2 * torch.finfo(dtype).eps, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("t", [0.0, 0.5, 1.0])
@@ -275,7 +298,9 @@ def test_a_place_outside_the_path_is_not_loaded() -> None:
             layer.load_state_dict(state)
         assert layer.position == 0.25
         assert layer.log_beta.item() != 7
-    layer.load_state_dict(layer.state_dict() | {"t": torch.tensor([0.5], dtype=torch.bfloat16)}, assign=True)
+    layer.load_state_dict(
+        layer.state_dict() | {"t": torch.tensor([0.5], dtype=torch.bfloat16)}, assign=True
+    )
     layer.set_t_(0.7)
     assert layer.t.item() == pytest.approx(0.7)
 

@@ -27,7 +27,12 @@ FORMULAS: dict[type[PointwiseNorm], Callable[[Tensor, Params], Tensor]] = {
     LinearControl: lambda u, p: u / p["log_beta"].exp() ** 0.5,
 }
 BOUNDED = [DyISRU, DyT, Derf]
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 1.6e-2,
+    torch.float16: 2e-3,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no affine": {"elementwise_affine": False},
@@ -74,7 +79,9 @@ def expected(layer: PointwiseNorm, x: Tensor, params: Params) -> Tensor:
     dims = [layer.dim] if isinstance(layer.dim, int) else list(layer.dim)
     last = list(range(-len(dims), 0))
     u = x.movedim(dims, last) - params.get("center", 0)
-    y = layer.scale * FORMULAS[type(layer)](u, params) * params.get("weight", 1) + params.get("bias", 0)
+    y = layer.scale * FORMULAS[type(layer)](u, params) * params.get("weight", 1) + params.get(
+        "bias", 0
+    )
     return y.movedim(last, dims)
 
 
@@ -91,20 +98,34 @@ def check(layer: PointwiseNorm, x: Tensor, tolerance: float) -> None:
     upstream = torch.randn_like(y)
     gradients = torch.autograd.grad(y, leaves, upstream)
     for name, leaf, got, want in zip(
-        ["x", *names], leaves, gradients, torch.autograd.grad(y_exact, exact, upstream.double()), strict=True
+        ["x", *names],
+        leaves,
+        gradients,
+        torch.autograd.grad(y_exact, exact, upstream.double()),
+        strict=True,
     ):
         assert got.dtype == leaf.dtype, name
-        assert_close(got.double(), want, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(
+            got.double(),
+            want,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_value_and_gradients(kind: type[PointwiseNorm], options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_value_and_gradients(
+    kind: type[PointwiseNorm], options: dict[str, Any], dtype: torch.dtype
+) -> None:
     layer = build(kind, 7, **options, dtype=dtype)
     check(layer, (3 * torch.randn(2, 3, 7)).to(dtype), TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("options", [{}, {"per_channel": True, "center": True}], ids=["scalar", "per channel"])
+@pytest.mark.parametrize(
+    "options", [{}, {"per_channel": True, "center": True}], ids=["scalar", "per channel"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(kind: type[PointwiseNorm], layout: Any, options: dict[str, Any]) -> None:
     normalized_shape, dim, shape = layout
@@ -126,7 +147,9 @@ def test_channels_first_is_permute_apply_permute(kind: type[PointwiseNorm]) -> N
 
 @pytest.mark.parametrize("param_dtype", TOLERANCES, ids=lambda d: f"parameters {d}")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda d: f"input {d}")
-def test_mixed_dtypes(kind: type[PointwiseNorm], dtype: torch.dtype, param_dtype: torch.dtype) -> None:
+def test_mixed_dtypes(
+    kind: type[PointwiseNorm], dtype: torch.dtype, param_dtype: torch.dtype
+) -> None:
     layer = build(kind, 7, center=True, dtype=param_dtype)
     # A constant is computed in the parameters' dtype, at least float32.
     tolerance = max(TOLERANCES[dtype], TOLERANCES[param_dtype])
@@ -176,7 +199,9 @@ def test_unit_variance_passes_with_unit_slope(kind: type[PointwiseNorm]) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("beta", [1e-6, 3, 7.3e9, torch.tensor([2.5]), torch.tensor([0.1, 1.0, 7.0, 1e5])], ids=str)
+@pytest.mark.parametrize(
+    "beta", [1e-6, 3, 7.3e9, torch.tensor([2.5]), torch.tensor([0.1, 1.0, 7.0, 1e5])], ids=str
+)
 def test_set_slope(kind: type[PointwiseNorm], beta: Any, dtype: torch.dtype) -> None:
     layer = kind(4, per_channel=True, center=True, scale=2.5, dtype=dtype)
     nn.init.normal_(layer.center)
@@ -191,7 +216,11 @@ def test_set_slope(kind: type[PointwiseNorm], beta: Any, dtype: torch.dtype) -> 
 
 def test_set_slope_takes_any_real_tensor_and_keeps_autograd_out(kind: type[PointwiseNorm]) -> None:
     layer = kind(4)
-    for beta in (torch.tensor(4), torch.tensor(4.0, dtype=torch.float16), torch.tensor([4.0], requires_grad=True)):
+    for beta in (
+        torch.tensor(4),
+        torch.tensor(4.0, dtype=torch.float16),
+        torch.tensor([4.0], requires_grad=True),
+    ):
         layer.set_slope_(beta)
         assert_close(layer.beta().detach(), torch.tensor([4.0]))
         assert all(p.is_leaf and p.requires_grad for p in layer.parameters())
@@ -200,7 +229,11 @@ def test_set_slope_takes_any_real_tensor_and_keeps_autograd_out(kind: type[Point
 @pytest.mark.parametrize("channels", [1, 2, 7, 33, 257])
 @pytest.mark.parametrize("rows", [0, 1, 13])
 def test_odd_and_empty_sizes(kind: type[PointwiseNorm], rows: int, channels: int) -> None:
-    check(build(kind, channels, center=True, dtype=torch.float64), torch.randn(rows, channels).double(), 1e-11)
+    check(
+        build(kind, channels, center=True, dtype=torch.float64),
+        torch.randn(rows, channels).double(),
+        1e-11,
+    )
 
 
 def test_empty_input_gives_zero_gradients(kind: type[PointwiseNorm]) -> None:
@@ -213,7 +246,12 @@ def test_empty_input_gives_zero_gradients(kind: type[PointwiseNorm]) -> None:
 def test_non_contiguous_input(kind: type[PointwiseNorm]) -> None:
     layer = build(kind, 5, per_channel=True)
     x = torch.randn(10, 6)
-    for view in (x[::2].t(), x.t()[:, 1::2], torch.randn(1, 5).expand(3, 5), torch.randn(2, 5, 4).transpose(1, 2)):
+    for view in (
+        x[::2].t(),
+        x.t()[:, 1::2],
+        torch.randn(1, 5).expand(3, 5),
+        torch.randn(2, 5, 4).transpose(1, 2),
+    ):
         before = view.clone()
         assert_close(layer(view), layer(view.contiguous()), rtol=0, atol=0)
         assert torch.equal(view, before)
@@ -261,14 +299,30 @@ BAD_ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "float dim": ((4,), {"dim": 1.0}, r"dim must be an int or .* got 1\.0"),
     "no dim": ((4,), {"dim": ()}, r"dim must be an int or .* got \(\)"),
     "too many dims": ((4,), {"dim": (1, 2)}, r"dim must name 1 different axes .* got \(1, 2\)"),
-    "too few dims": (((4, 5),), {"dim": 1}, r"dim must name 2 different axes for normalized_shape \(4, 5\), got 1"),
+    "too few dims": (
+        ((4, 5),),
+        {"dim": 1},
+        r"dim must name 2 different axes for normalized_shape \(4, 5\), got 1",
+    ),
     "repeated dim": (((4, 5),), {"dim": (1, 1)}, r"dim must name 2 different axes .* got \(1, 1\)"),
     "zero scale": ((4,), {"scale": 0}, "scale must be a finite number other than 0, got 0"),
     "nan scale": ((4,), {"scale": NAN}, "scale must be a finite number other than 0, got nan"),
     "infinite scale": ((4,), {"scale": INF}, "scale must be a finite number other than 0, got inf"),
-    "a word as scale": ((4,), {"scale": "a"}, "scale must be a finite number other than 0, got 'a'"),
-    "integer dtype": ((4,), {"dtype": torch.int64}, "dtype must be a real floating point dtype, got torch.int64"),
-    "complex dtype": ((4,), {"dtype": torch.complex64}, "dtype must be a real floating point dtype"),
+    "a word as scale": (
+        (4,),
+        {"scale": "a"},
+        "scale must be a finite number other than 0, got 'a'",
+    ),
+    "integer dtype": (
+        (4,),
+        {"dtype": torch.int64},
+        "dtype must be a real floating point dtype, got torch.int64",
+    ),
+    "complex dtype": (
+        (4,),
+        {"dtype": torch.complex64},
+        "dtype must be a real floating point dtype",
+    ),
 }
 
 
@@ -281,7 +335,9 @@ def test_refused_arguments(kind: type[PointwiseNorm], args: Any, kwargs: Any, me
 @pytest.mark.parametrize("value", [0, -1.0, NAN, INF, -INF])
 def test_refused_constants(kind: type[PointwiseNorm], value: float) -> None:
     name = "alpha_init" if kind in (DyT, Derf) else "beta_init"
-    with pytest.raises(ArgumentError, match=f"{name} must be a positive finite number, got {value}"):
+    with pytest.raises(
+        ArgumentError, match=f"{name} must be a positive finite number, got {value}"
+    ):
         kind(4, **{name: value})
     with pytest.raises(ArgumentError, match=f"beta must be positive and finite, got {value}"):
         kind(4).set_slope_(value)
@@ -299,20 +355,32 @@ def test_refused_shift() -> None:
 
 
 def test_refused_shapes_of_beta(kind: type[PointwiseNorm]) -> None:
-    for options, shape in (({}, (4,)), ({"per_channel": True}, (3,)), ({"per_channel": True}, (2, 4))):
-        with pytest.raises(ArgumentError, match=r"beta must broadcast to the constant's shape \(\d,\), got shape"):
+    for options, shape in (
+        ({}, (4,)),
+        ({"per_channel": True}, (3,)),
+        ({"per_channel": True}, (2, 4)),
+    ):
+        with pytest.raises(
+            ArgumentError, match=r"beta must broadcast to the constant's shape \(\d,\), got shape"
+        ):
             kind(4, **options).set_slope_(torch.ones(shape))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_refused_sizes_of_the_input(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
     for shape in ((2, 5), (4, 5), (2, 1), ()):
-        with pytest.raises(ArgumentError, match=r"x must have normalized_shape \(4,\) at dim -1, got \(\d?,?\) in"):
+        with pytest.raises(
+            ArgumentError, match=r"x must have normalized_shape \(4,\) at dim -1, got \(\d?,?\) in"
+        ):
             kind(4, **options)(torch.ones(shape))
     for shape in ((2, 5, 4), (4,)):
-        with pytest.raises(ArgumentError, match=r"x must have normalized_shape \(4,\) at dim 1, got .* in shape"):
+        with pytest.raises(
+            ArgumentError, match=r"x must have normalized_shape \(4,\) at dim 1, got .* in shape"
+        ):
             kind(4, **options, dim=1)(torch.ones(shape))
-    with pytest.raises(ArgumentError, match=r"at dim \(-2, -1\), got \(4, 2\) in shape \(3, 4, 2\): pass the dim"):
+    with pytest.raises(
+        ArgumentError, match=r"at dim \(-2, -1\), got \(4, 2\) in shape \(3, 4, 2\): pass the dim"
+    ):
         kind((2, 4), **options)(torch.ones(3, 4, 2))
     with pytest.raises(ArgumentError, match="dim must not repeat a dimension"):
         kind((4, 4), **options, dim=(1, -1))(torch.ones(3, 4))
@@ -320,8 +388,14 @@ def test_refused_sizes_of_the_input(kind: type[PointwiseNorm], options: dict[str
 
 def test_refused_kinds_of_the_input(kind: type[PointwiseNorm]) -> None:
     layer = kind(4)
-    for x in (torch.ones(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.complex64)):
-        with pytest.raises(ArgumentError, match="x must be a real floating point tensor, got torch"):
+    for x in (
+        torch.ones(4, dtype=torch.int64),
+        torch.ones(4, dtype=torch.bool),
+        torch.ones(4, dtype=torch.complex64),
+    ):
+        with pytest.raises(
+            ArgumentError, match="x must be a real floating point tensor, got torch"
+        ):
             layer(x)
     with pytest.raises(ArgumentError, match="x must be a tensor, got list"):
         layer([1.0, 2.0, 3.0, 4.0])

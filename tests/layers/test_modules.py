@@ -14,10 +14,24 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.testing import assert_close
 
-from dynorm import AnnealedDyISRU, ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups
+from dynorm import (
+    AnnealedDyISRU,
+    ArgumentError,
+    Derf,
+    DyISRU,
+    DyT,
+    LinearControl,
+    PointwiseNorm,
+    param_groups,
+)
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
-CONSTANTS = {DyISRU: ["log_beta"], DyT: ["alpha"], Derf: ["alpha", "shift"], LinearControl: ["log_beta"]}
+CONSTANTS = {
+    DyISRU: ["log_beta"],
+    DyT: ["alpha"],
+    Derf: ["alpha", "shift"],
+    LinearControl: ["log_beta"],
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no affine": {"elementwise_affine": False},
@@ -53,7 +67,9 @@ def assert_same(layer: PointwiseNorm, other: nn.Module) -> None:
     assert type(other) is type(layer)
     assert repr(other) == repr(layer)
     assert other.config() == layer.config()
-    assert [name for name, _ in other.named_parameters()] == [name for name, _ in layer.named_parameters()]
+    assert [name for name, _ in other.named_parameters()] == [
+        name for name, _ in layer.named_parameters()
+    ]
     for p, q in zip(layer.parameters(), other.parameters(), strict=True):
         assert_close(q, p, rtol=0, atol=0)
         assert q.requires_grad == p.requires_grad
@@ -74,14 +90,19 @@ def test_parameter_names_and_shapes(kind: type[PointwiseNorm]) -> None:
     per_channel = dict.fromkeys(CONSTANTS[kind], (6,))
     assert shapes(kind(6, center=True, per_channel=True)) == per_channel | {"center": (6,)} | affine
     per_channel = dict.fromkeys(CONSTANTS[kind], (2, 3))
-    assert shapes(kind((2, 3), per_channel=True)) == per_channel | {"weight": (2, 3), "bias": (2, 3)}
+    assert shapes(kind((2, 3), per_channel=True)) == per_channel | {
+        "weight": (2, 3),
+        "bias": (2, 3),
+    }
     assert list(kind(6).state_dict()) == [*CONSTANTS[kind], "weight", "bias"]
     assert not list(kind(6).buffers())
     assert kind(6, elementwise_affine=False).weight is None
 
 
 @with_options
-def test_parameters_suit_fsdp_and_optimizers(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
+def test_parameters_suit_fsdp_and_optimizers(
+    kind: type[PointwiseNorm], options: dict[str, Any]
+) -> None:
     layer = kind(6, **options)
     for name, parameter in layer.named_parameters():
         assert "." not in name
@@ -93,13 +114,18 @@ def test_parameters_suit_fsdp_and_optimizers(kind: type[PointwiseNorm], options:
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     layer(torch.randn(5, 6, 6)).pow(2).sum().backward()
     optimizer.step()
-    assert all(p.isfinite().all() and not torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
+    assert all(
+        p.isfinite().all() and not torch.equal(p, q)
+        for p, q in zip(layer.parameters(), before, strict=True)
+    )
 
 
 class OfficialDyT(nn.Module):
     """DynamicTanh as published with arXiv 2503.10622."""
 
-    def __init__(self, normalized_shape: int, channels_last: bool, alpha_init_value: float = 0.5) -> None:
+    def __init__(
+        self, normalized_shape: int, channels_last: bool, alpha_init_value: float = 0.5
+    ) -> None:
         super().__init__()
         self.channels_last = channels_last
         self.alpha = nn.Parameter(torch.ones(1) * alpha_init_value)
@@ -171,7 +197,9 @@ def test_dtype(kind: type[PointwiseNorm]) -> None:
 def test_extra_repr(kind: type[PointwiseNorm]) -> None:
     name = kind.__name__
     assert repr(kind(6, scale=2)) == f"{name}(6, scale=2, elementwise_affine=True, bias=True)"
-    assert repr(kind((2, 3), scale=2)) == f"{name}(2, 3, scale=2, elementwise_affine=True, bias=True)"
+    assert (
+        repr(kind((2, 3), scale=2)) == f"{name}(2, 3, scale=2, elementwise_affine=True, bias=True)"
+    )
     full = kind(6, elementwise_affine=False, per_channel=True, center=True, scale=1 / 3, dim=1)
     wanted = "6, scale=0.3333, dim=1, per_channel=True, center=True, elementwise_affine=False, bias=False"
     assert repr(full) == f"{name}({wanted})"
@@ -195,7 +223,11 @@ def test_copies_and_files(kind: type[PointwiseNorm], options: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     "options",
-    [*OPTIONS.values(), {"dim": (1, 2), "normalized_shape": (6, 6)}, {"normalized_shape": torch.Size([6, 2])}],
+    [
+        *OPTIONS.values(),
+        {"dim": (1, 2), "normalized_shape": (6, 6)},
+        {"normalized_shape": torch.Size([6, 2])},
+    ],
     ids=[*OPTIONS, "two axes", "torch.Size"],
 )
 def test_config_rebuilds_the_layer(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
@@ -225,14 +257,21 @@ def test_autocast(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
     assert torch.equal(direct, model[1](x))
     assert torch.equal(y, model[1](hidden.float()).bfloat16())
     y.float().pow(2).sum().backward()
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )
 
 
 def gradients(function: Any, layer: nn.Module, x: Tensor) -> list[Tensor]:
     """Return the value and all gradients of a fixed sum of the outputs."""
     x = x.clone().requires_grad_()
     y = function(x)
-    return [y, *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), [x, *layer.parameters()])]
+    return [
+        y,
+        *torch.autograd.grad(
+            (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), [x, *layer.parameters()]
+        ),
+    ]
 
 
 @with_least_and_most_options
@@ -250,11 +289,17 @@ def test_compile(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
 def test_export(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
     layer = build(kind, 6, **options).eval()
     batch = torch.export.Dim("batch", min=2)
-    program = torch.export.export(layer, (torch.randn(3, 6, 6),), dynamic_shapes=({0: batch},), strict=True)
+    program = torch.export.export(
+        layer, (torch.randn(3, 6, 6),), dynamic_shapes=({0: batch},), strict=True
+    )
     x = torch.randn(5, 6, 6)
     assert_close(program.module()(x), layer(x))
     calls = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert not [call for call in calls if any(word in call for word in ("mean", "sum", "var", "norm", "amax"))]
+    assert not [
+        call
+        for call in calls
+        if any(word in call for word in ("mean", "sum", "var", "norm", "amax"))
+    ]
 
 
 def test_vmap_and_functional_call(kind: type[PointwiseNorm]) -> None:
@@ -263,7 +308,9 @@ def test_vmap_and_functional_call(kind: type[PointwiseNorm]) -> None:
     assert_close(vmap(layers[0])(x), layers[0](x))
     assert_close(vmap(layers[0], in_dims=1, out_dims=1)(x), layers[0](x))
     params, buffers = stack_module_state(layers)
-    together = vmap(lambda p, x: functional_call(layers[0], (p, buffers), (x,)), in_dims=(0, None))(params, x)
+    together = vmap(lambda p, x: functional_call(layers[0], (p, buffers), (x,)), in_dims=(0, None))(
+        params, x
+    )
     assert_close(together, torch.stack([layer(x) for layer in layers]))
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -296,7 +343,10 @@ def encoder_layer(**kwargs: Any) -> nn.TransformerEncoderLayer:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 @pytest.mark.parametrize("replaced", [("norm1",), ("norm2",), ("norm1", "norm2")], ids="+".join)
 def test_encoder_layer_calls_it_in_eval_mode(
-    kind: type[PointwiseNorm], replaced: tuple[str, ...], norm_first: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type[PointwiseNorm],
+    replaced: tuple[str, ...],
+    norm_first: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = encoder_layer(norm_first=norm_first)
     for name in replaced:
@@ -309,7 +359,9 @@ def test_encoder_layer_calls_it_in_eval_mode(
     assert len(seen) == len(replaced)
 
 
-def test_encoder_built_from_such_a_layer_says_that_it_is_not_nested(kind: type[PointwiseNorm]) -> None:
+def test_encoder_built_from_such_a_layer_says_that_it_is_not_nested(
+    kind: type[PointwiseNorm],
+) -> None:
     layer = encoder_layer()
     layer.norm1, layer.norm2 = build(kind, 8), build(kind, 8)
     with pytest.warns(UserWarning, match=r"norm1\.eps was not equal to encoder_layer\.norm2\.eps"):
@@ -362,7 +414,9 @@ def test_nested_tensors_refused(kind: type[PointwiseNorm]) -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)])
     with pytest.raises(ArgumentError, match="dim must be negative for a nested tensor, got 2"):
         kind(8, dim=2)(nested)
-    with pytest.raises(ArgumentError, match=r"x must have normalized_shape \(4,\) at dim -1, got \(8,\)"):
+    with pytest.raises(
+        ArgumentError, match=r"x must have normalized_shape \(4,\) at dim -1, got \(8,\)"
+    ):
         kind(4)(nested)
 
 
@@ -381,9 +435,20 @@ def test_constants_that_scale_x_learn_in_proportion_to_their_size() -> None:
 
 
 def test_a_logarithm_learns_fast_by_default() -> None:
-    layers = [DyISRU(4), DyT(4, alpha_init=0.5), LinearControl(4), AnnealedDyISRU(4, kind="layernorm")]
-    found = {p: group["lr"] for group in param_groups(nn.Sequential(*layers), lr=1e-3) for p in group["params"]}
-    assert [found[layer.log_beta] for layer in (layers[0], layers[2], layers[3])] == pytest.approx([3e-2] * 3)
+    layers = [
+        DyISRU(4),
+        DyT(4, alpha_init=0.5),
+        LinearControl(4),
+        AnnealedDyISRU(4, kind="layernorm"),
+    ]
+    found = {
+        p: group["lr"]
+        for group in param_groups(nn.Sequential(*layers), lr=1e-3)
+        for p in group["params"]
+    }
+    assert [found[layer.log_beta] for layer in (layers[0], layers[2], layers[3])] == pytest.approx(
+        [3e-2] * 3
+    )
     assert found[layers[1].alpha] == pytest.approx(5e-4)
     assert found[layers[0].weight] == pytest.approx(1e-3)
 
@@ -402,7 +467,9 @@ def test_groups_are_those_of_a_module(model: Any) -> None:
 
 
 def test_a_resumed_run_finds_the_groups_it_was_saved_with() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), DyT(4, alpha_init=0.5), Derf(4, alpha_init=0.5), DyISRU(4))
+    model = nn.Sequential(
+        nn.Linear(4, 4), DyT(4, alpha_init=0.5), Derf(4, alpha_init=0.5), DyISRU(4)
+    )
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
     saved = optimizer.state_dict()
     with torch.no_grad():

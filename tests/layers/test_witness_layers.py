@@ -39,7 +39,9 @@ def layer_of(cls: type[PointwiseNorm], **options: Any) -> Any:
 
 
 def tokens() -> Tensor:
-    return torch.randn(5, C, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 30, 1, 1, 9, 1])
+    return torch.randn(5, C, generator=torch.Generator().manual_seed(1)) * torch.tensor(
+        [1, 30, 1, 1, 9, 1]
+    )
 
 
 def same(one: Any, other: Any) -> None:
@@ -106,7 +108,9 @@ def test_the_meta_device_and_to_empty(cls: type[PointwiseNorm]) -> None:
 
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_index_stays_whole_numbers_in_any_dtype(cls: type[PointwiseNorm], dtype: torch.dtype) -> None:
+def test_the_index_stays_whole_numbers_in_any_dtype(
+    cls: type[PointwiseNorm], dtype: torch.dtype
+) -> None:
     layer = layer_of(cls).to(dtype)
     assert layer.witnesses.dtype == torch.int64
     assert layer.log_gain.dtype == dtype
@@ -130,10 +134,14 @@ def test_gains_go_with_the_layer_at_the_end(cls: type[AnnealedNorm]) -> None:
 
 
 @pytest.mark.parametrize("cls", ANNEALED)
-def test_at_0_it_is_the_norm_and_gains_have_a_gradient_all_the_same(cls: type[AnnealedNorm]) -> None:
+def test_at_0_it_is_the_norm_and_gains_have_a_gradient_all_the_same(
+    cls: type[AnnealedNorm],
+) -> None:
     layer = layer_of(cls, t=0.0)
     plain = cls(C, center=True)
-    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if name in plain.state_dict()})
+    plain.load_state_dict(
+        {name: value for name, value in layer.state_dict().items() if name in plain.state_dict()}
+    )
     x = tokens()
     assert torch.equal(layer(x), plain(x))
     layer(x).sum().backward()
@@ -152,14 +160,19 @@ def test_gradcheck(cls: type[PointwiseNorm], per_channel: bool) -> None:
     def function(x: Tensor, *parameters: Tensor) -> Tensor:
         return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
 
-    inputs = [torch.randn(3, C, dtype=torch.float64), *(p.detach().clone() for p in layer.parameters())]
+    inputs = [
+        torch.randn(3, C, dtype=torch.float64),
+        *(p.detach().clone() for p in layer.parameters()),
+    ]
     assert torch.autograd.gradcheck(function, [i.requires_grad_() for i in inputs])
 
 
 def test_all_channels_with_gain_1_are_an_rms_norm() -> None:
     layer = dynorm.DyISRU(C, beta_init=C * 1e-6, bias=False, witnesses=C, dtype=torch.float64)
     x = tokens().double()
-    torch.testing.assert_close(layer(x), nn.functional.rms_norm(x, (C,), eps=1e-6), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        layer(x), nn.functional.rms_norm(x, (C,), eps=1e-6), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_gains_learn_at_the_rate_of_the_logarithms() -> None:
@@ -177,10 +190,15 @@ def test_gains_learn_at_the_rate_of_the_logarithms() -> None:
 
 def test_a_checkpoint_of_other_witnesses_does_not_load() -> None:
     layer, other = layer_of(dynorm.DyISRU), dynorm.DyISRU(C, center=True, witnesses=(1, 4))
-    with pytest.raises(RuntimeError, match=r"witnesses must be the layer's, \[1, 4\], got \[4, 1\]: build the layer"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"witnesses must be the layer's, \[1, 4\], got \[4, 1\]: build the layer",
+    ):
         other.load_state_dict(layer.state_dict())
     state = layer.state_dict()
-    with pytest.raises(RuntimeError, match=r"witnesses must be the layer's, \[4, 1\], got \[4.0, 1.0\]"):
+    with pytest.raises(
+        RuntimeError, match=r"witnesses must be the layer's, \[4, 1\], got \[4.0, 1.0\]"
+    ):
         layer.load_state_dict({**state, "witnesses": state["witnesses"].float()})
     with pytest.raises(RuntimeError, match=r"Missing key.*witnesses"):
         layer.load_state_dict({name: value for name, value in state.items() if name != "witnesses"})
@@ -188,7 +206,9 @@ def test_a_checkpoint_of_other_witnesses_does_not_load() -> None:
         dynorm.DyISRU(C, center=True).load_state_dict(state)
 
 
-@pytest.mark.parametrize("witnesses", [[3, 1], (3, 1), np.array([3, 1]), torch.tensor([3, 1]), range(3, 0, -2)])
+@pytest.mark.parametrize(
+    "witnesses", [[3, 1], (3, 1), np.array([3, 1]), torch.tensor([3, 1]), range(3, 0, -2)]
+)
 def test_witnesses_may_come_as_any_sequence(witnesses: Any) -> None:
     assert dynorm.DyISRU(C, witnesses=witnesses).witness_channels == (3, 1)
 
@@ -225,9 +245,13 @@ def test_bad_gains(gain: Any) -> None:
     layer = layer_of(dynorm.DyISRU)
     with pytest.raises(ArgumentError, match="gains must be a positive finite number, got"):
         layer.set_witnesses_((1, 2), (1.0, gain))
-    with pytest.raises(ArgumentError, match="each witness must have a gain, got 1 gains for 2 witnesses"):
+    with pytest.raises(
+        ArgumentError, match="each witness must have a gain, got 1 gains for 2 witnesses"
+    ):
         layer.set_witnesses_((1, 2), (1.0,))
-    with pytest.raises(ArgumentError, match=r"gains must be a list, one for each witness, got 0\.5"):
+    with pytest.raises(
+        ArgumentError, match=r"gains must be a list, one for each witness, got 0\.5"
+    ):
         layer.set_witnesses_((1, 2), 0.5)  # type: ignore[arg-type]
     same(layer, layer_of(dynorm.DyISRU))
 
@@ -244,7 +268,9 @@ CONVERSIONS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("witnesses", "message"), CONVERSIONS)
-def test_bad_witnesses_of_a_conversion_leave_the_model_as_it_was(witnesses: Any, message: str) -> None:
+def test_bad_witnesses_of_a_conversion_leave_the_model_as_it_was(
+    witnesses: Any, message: str
+) -> None:
     model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
     sites = dynorm.find_norms(model, torch.randn(3, C))
     with pytest.raises(ArgumentError, match=message):

@@ -21,7 +21,9 @@ ARGUMENTS = (
     "--disable-dev-shm-usage",
     "--window-size=1280,1000",
 )
-FRAME = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));"
+FRAME = (
+    "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));"
+)
 
 
 def require_browser() -> None:
@@ -81,8 +83,14 @@ class Browser:
 
     def requests(self) -> list[str]:
         """Return the addresses asked for since the last call."""
-        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        ]
+        return [
+            m["params"]["request"]["url"]
+            for m in messages
+            if m["method"] == "Network.requestWillBeSent"
+        ]
 
     def run(self, script: str, *arguments: Any) -> Any:
         """Run a script and return what it returns."""
@@ -112,4 +120,8 @@ class Browser:
 
     def pixels(self, plot: str) -> str:
         """Return the picture of a plot, as a data URL."""
-        return str(self.run("return document.querySelector(arguments[0] + ' canvas').toDataURL()", f"#{plot}"))
+        return str(
+            self.run(
+                "return document.querySelector(arguments[0] + ' canvas').toDataURL()", f"#{plot}"
+            )
+        )

@@ -45,7 +45,11 @@ class TestPage:
         page = Form(text)
         ids = Counter(value for _, name, value in page.attributes if name == "id")
         assert set(ids.values()) == {1}
-        wanted = {value[1:] for _, name, value in page.attributes if name == "href" and value.startswith("#")}
+        wanted = {
+            value[1:]
+            for _, name, value in page.attributes
+            if name == "href" and value.startswith("#")
+        }
         assert wanted
         assert wanted <= set(ids)
         assert "$" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
@@ -54,8 +58,12 @@ class TestPage:
     def test_it_names_nothing_to_load(self) -> None:
         page = Form(build_page())
         assert not page.tags.keys() & {"img", "iframe", "object", "embed"}
-        assert not [value for _, name, value in page.attributes if name in ("src", "srcset", "action")]
-        assert [value for tag, name, value in page.attributes if (tag, name) == ("link", "href")] == ["data:,"]
+        assert not [
+            value for _, name, value in page.attributes if name in ("src", "srcset", "action")
+        ]
+        assert [
+            value for tag, name, value in page.attributes if (tag, name) == ("link", "href")
+        ] == ["data:,"]
         assert page.tags["script"] == 2
 
     def test_scripts_cannot_end_their_element_early(self) -> None:
@@ -64,11 +72,14 @@ class TestPage:
             assert "<!--" not in PACKAGE.joinpath(name).read_text("utf-8")
 
     def test_every_script_is_in_it(self) -> None:
-        assert {path.name for path in PACKAGE.iterdir() if path.name.endswith(".js")} == set(SCRIPTS)
+        assert {path.name for path in PACKAGE.iterdir() if path.name.endswith(".js")} == set(
+            SCRIPTS
+        )
 
     def test_formulas_are_those_of_their_source(self) -> None:
         found = re.findall(
-            r'<math alttext="([^"]+)">(.*?)</math>', PACKAGE.joinpath("equations.html").read_text("utf-8")
+            r'<math alttext="([^"]+)">(.*?)</math>',
+            PACKAGE.joinpath("equations.html").read_text("utf-8"),
         )
         assert len(found) > 15
         for source, markup in found:
@@ -76,8 +87,14 @@ class TestPage:
 
     def test_the_bundled_library_is_the_published_one(self) -> None:
         vendor = PACKAGE.joinpath("vendor")
-        sums = re.findall(r"^([0-9a-f]{64})  (\S+)$", vendor.joinpath("README.md").read_text("utf-8"), re.MULTILINE)
-        assert {name for _, name in sums} == {path.name for path in vendor.iterdir()} - {"README.md"}
+        sums = re.findall(
+            r"^([0-9a-f]{64})  (\S+)$",
+            vendor.joinpath("README.md").read_text("utf-8"),
+            re.MULTILINE,
+        )
+        assert {name for _, name in sums} == {path.name for path in vendor.iterdir()} - {
+            "README.md"
+        }
         for digest, name in sums:
             assert hashlib.sha256(vendor.joinpath(name).read_bytes()).hexdigest() == digest
         assert vendor.joinpath("LICENSE").read_text("utf-8").strip() in build_page()
@@ -148,7 +165,9 @@ class TestLoading:
         assert [address for address in asked if address.startswith("file:")]
         assert leaves(asked) == []
 
-    def test_a_page_that_asks_and_complains_would_be_caught(self, browser: Browser, tmp_path: Path) -> None:
+    def test_a_page_that_asks_and_complains_would_be_caught(
+        self, browser: Browser, tmp_path: Path
+    ) -> None:
         bad = tmp_path / "bad.html"
         bad.write_text('<img src="http://127.0.0.1:9/x.png"><script>console.error("no")</script>')
         browser.open(bad)
@@ -157,7 +176,8 @@ class TestLoading:
 
     def test_the_page_forbids_requests_itself(self, browser: Browser) -> None:
         script = (
-            "const done = arguments[0]; fetch('http://127.0.0.1:9/').then(() => done('sent'), () => done('refused'))"
+            "const done = arguments[0]; fetch('http://127.0.0.1:9/')"
+            ".then(() => done('sent'), () => done('refused'))"
         )
         assert browser.driver.execute_async_script(script) == "refused"
         assert any("Content Security Policy" in message for message in browser.complaints())
@@ -194,7 +214,10 @@ def reference(state: dict[str, Any], constant: dict[str, float]) -> dict[str, to
         "leaveOneOutVariance": theory.leave_one_out_variance(x),
         "toLayerNorm": (on_path - y).abs().mean(),
         "toPointwise": (on_path - dyisru(x, b)).abs().mean(),
-        **{f"residual.{name}": (f(outliers) - outputs).abs().mean() for name, f in functions.items()},
+        **{
+            f"residual.{name}": (f(outliers) - outputs).abs().mean()
+            for name, f in functions.items()
+        },
         "outliers.x": outliers,
         "outliers.y": outputs,
     }
@@ -222,9 +245,17 @@ def shown(numbers: dict[str, Any], name: str) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def assert_same(numbers: dict[str, Any], name: str, expected: torch.Tensor, size: float = 1.0) -> None:
+def assert_same(
+    numbers: dict[str, Any], name: str, expected: torch.Tensor, size: float = 1.0
+) -> None:
     """Compare to a relative 1e-9; what is small only by cancellation, to the size of what cancelled."""
-    assert_close(shown(numbers, name), expected, rtol=1e-9, atol=1e-12 * size, msg=lambda words: f"{name}: {words}")
+    assert_close(
+        shown(numbers, name),
+        expected,
+        rtol=1e-9,
+        atol=1e-12 * size,
+        msg=lambda words: f"{name}: {words}",
+    )
 
 
 SETTINGS = [
@@ -234,32 +265,51 @@ SETTINGS = [
     {"channels": 3, "seed": 7, "steps": 1.5, "t": 1},
     {"channels": 7, "seed": 42, "sigma": 0.5, "steps": -4, "t": 0.75, "beta": "closed"},
     {"channels": 50, "seed": 4294967295, "sigma": 3.25, "steps": 0.01, "alpha": 0.3},
-    {"channels": 100, "seed": 2, "sigma": 10, "steps": 7, "t": 0.1, "derf": 0.011, "beta": 12345.678},
+    {
+        "channels": 100,
+        "seed": 2,
+        "sigma": 10,
+        "steps": 7,
+        "t": 0.1,
+        "derf": 0.011,
+        "beta": 12345.678,
+    },
     {"channels": 1000, "seed": 3, "sigma": 1, "steps": 12, "t": 0.999},
 ]
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("choices", SETTINGS, ids=lambda choices: "-".join(f"{k}{v}" for k, v in choices.items()))
+    @pytest.mark.parametrize(
+        "choices", SETTINGS, ids=lambda choices: "-".join(f"{k}{v}" for k, v in choices.items())
+    )
     def test_they_are_those_of_python(self, choices: dict[str, Any], browser: Browser) -> None:
         assert browser.set(**choices)
         numbers, state = browser.numbers(), browser.state()
         constant = numbers["constant"]
         spread = max(1.0, float(torch.tensor(numbers["x"]).square().sum()))
         for name, expected in reference(state, constant).items():
-            size = spread if name in ("channelBeta", "closedBeta", "leftOutVariance", "leaveOneOutVariance") else 1.0
+            size = (
+                spread
+                if name in ("channelBeta", "closedBeta", "leftOutVariance", "leaveOneOutVariance")
+                else 1.0
+            )
             assert_same(numbers, name, expected, size)
         assert numbers["closedResidual"] < 1e-12
 
     @pytest.mark.parametrize("choices", SETTINGS[:5])
-    def test_the_curves_are_those_of_python(self, choices: dict[str, Any], browser: Browser) -> None:
+    def test_the_curves_are_those_of_python(
+        self, choices: dict[str, Any], browser: Browser
+    ) -> None:
         browser.set(**choices)
         numbers = browser.numbers()
         curves = numbers["curves"]
         x = torch.tensor(curves["x"], dtype=torch.float64, requires_grad=True)
         functions = functions_of(numbers["constant"], len(numbers["x"]))
         functions["closed"] = lambda x: dyisru_general(
-            x, shown(numbers, "closedBeta"), numbers["leftOutMean"], scale=math.sqrt(len(numbers["x"]) - 1)
+            x,
+            shown(numbers, "closedBeta"),
+            numbers["leftOutMean"],
+            scale=math.sqrt(len(numbers["x"]) - 1),
         )
         for name, function in functions.items():
             y = function(x)
@@ -285,7 +335,10 @@ class TestNumbers:
             )
 
     def test_the_papers_figures(self, browser: Browser) -> None:
-        cell = {name: browser.find(f"[data-number={name}]").text for name in ("dyt-fit", "dyisru-fit", "channel-beta")}
+        cell = {
+            name: browser.find(f"[data-number={name}]").text
+            for name in ("dyt-fit", "dyisru-fit", "channel-beta")
+        }
         assert cell == {"dyt-fit": "0.04861", "dyisru-fit": "301.06", "channel-beta": "292.204"}
         assert browser.find("[data-number=dyt-residual-fit]").text == "0.328"
         assert browser.find("[data-number=dyisru-residual-fit]").text == "0.00481"
@@ -375,7 +428,9 @@ class TestControls:
         # The outlier and the annealed layer are not in all of them.
         changed = {"steps": {"main-plot", "slope-plot"}, "t": {"main-plot"}}.get(name, set(PLOTS))
         assert {plot for plot in PLOTS if browser.pixels(plot) != before[plot]} == changed
-        assert browser.find(f"#{name}").get_property("valueAsNumber") == pytest.approx(browser.state()[name], rel=1e-5)
+        assert browser.find(f"#{name}").get_property("valueAsNumber") == pytest.approx(
+            browser.state()[name], rel=1e-5
+        )
 
     def test_another_sample(self, browser: Browser) -> None:
         before = browser.pixels("main-plot")
@@ -416,13 +471,21 @@ class TestControls:
         assert browser.state()["steps"] == pytest.approx((20 - sample[-1]) / STEP, rel=1e-12)
 
     def test_a_number_can_be_typed_sign_by_sign(self, browser: Browser) -> None:
-        for name, text in (("position", "-20.55"), ("steps", "0.05"), ("sigma", "1.05"), ("channels", "120")):
+        for name, text in (
+            ("position", "-20.55"),
+            ("steps", "0.05"),
+            ("sigma", "1.05"),
+            ("channels", "120"),
+        ):
             field = browser.find(f"#{name}")
             field.clear()
             for sign in text:
                 field.send_keys(sign)
                 browser.settle()
-            assert (field.get_property("value"), field.get_attribute("aria-invalid")) == (text, None)
+            assert (field.get_property("value"), field.get_attribute("aria-invalid")) == (
+                text,
+                None,
+            )
         assert browser.state()["steps"] == 0.05
 
     @pytest.mark.parametrize(
@@ -442,11 +505,17 @@ class TestControls:
             ("t", "1.5", "from 0 to 1"),
         ],
     )
-    def test_bad_input_is_named_and_the_picture_stays(self, name: str, text: str, words: str, browser: Browser) -> None:
+    def test_bad_input_is_named_and_the_picture_stays(
+        self, name: str, text: str, words: str, browser: Browser
+    ) -> None:
         before, state = browser.pixels("main-plot"), browser.state()
         field = browser.find(f"#{name}")
         # As a paste would do it: typing goes through shorter numbers, which may be good ones.
-        browser.run("arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))", field, text)
+        browser.run(
+            "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))",
+            field,
+            text,
+        )
         browser.settle()
         complaint = browser.find(f"#{name}-complaint")
         assert re.search(words, complaint.text)
@@ -460,9 +529,12 @@ class TestControls:
         assert field.get_property("value") != text
 
     def test_equal_channels_are_refused(self, browser: Browser) -> None:
-        # Not every position is met to the last bit, as it becomes an S: this is the first sample where it is.
+        # Not every position is met to the last bit, as it becomes an S: this is the first sample
+        # where it is.
         samples = ((seed, *simulate(2, seed=seed).tokens[0]) for seed in range(100))
-        seed, other = next((s, low) for s, low, high in samples if high + STEP * ((low - high) / STEP) == low)
+        seed, other = next(
+            (s, low) for s, low, high in samples if high + STEP * ((low - high) / STEP) == low
+        )
         assert browser.set(channels=2, seed=seed)
         state, before = browser.state(), browser.pixels("main-plot")
         assert not browser.set(position=float(other))
@@ -470,7 +542,14 @@ class TestControls:
         assert (browser.state(), browser.pixels("main-plot")) == (state, before)
 
     def test_the_address_keeps_the_settings(self, browser: Browser, page: Path) -> None:
-        choices = {"channels": 50, "beta": "closed", "alpha": 0.2, "t": 0.5, "hidden": "derf.path", "view": "sample"}
+        choices = {
+            "channels": 50,
+            "beta": "closed",
+            "alpha": 0.2,
+            "t": 0.5,
+            "hidden": "derf.path",
+            "view": "sample",
+        }
         assert browser.set(**choices)
         fragment = browser.driver.execute_async_script(FRAGMENT)
         picture = browser.pixels("main-plot")
@@ -507,7 +586,14 @@ class TestControls:
     def test_nonsense_in_the_address_is_ignored(self, browser: Browser, page: Path) -> None:
         browser.open(page, "#channels=1&sigma=x&t=&view=none&seed=5&unknown=3")
         browser.settle()
-        assert browser.state() == {**browser.state(), "channels": 100, "sigma": 2, "t": 0, "view": "all", "seed": 5}
+        assert browser.state() == {
+            **browser.state(),
+            "channels": 100,
+            "sigma": 2,
+            "t": 0,
+            "view": "all",
+            "seed": 5,
+        }
         assert browser.complaints() == []
 
 
@@ -518,25 +604,41 @@ class TestHandle:
         before = browser.numbers()
         handle = browser.find("#handle")
         start = handle.rect["x"]
-        action = ActionChains(browser.driver, duration=20).move_to_element_with_offset(handle, 9, 3).click_and_hold()
+        action = (
+            ActionChains(browser.driver, duration=20)
+            .move_to_element_with_offset(handle, 9, 3)
+            .click_and_hold()
+        )
         action.move_by_offset(-150, 30).release().perform()
         browser.settle()
         after = browser.numbers()
         width = browser.run("return document.querySelector('#main-plot .u-over').clientWidth")
         span = before["curves"]["x"][-1] * 2
-        assert after["outlierX"] - before["outlierX"] == pytest.approx(-150 / width * span, abs=span / width)
+        assert after["outlierX"] - before["outlierX"] == pytest.approx(
+            -150 / width * span, abs=span / width
+        )
         assert handle.rect["x"] - start == pytest.approx(-150, abs=1.5)
         assert after["mu"] != before["mu"]
-        assert browser.find("[data-number=outlier-x]").text == f"{after['outlierX']:.6g}".replace("-", "−")
+        assert browser.find("[data-number=outlier-x]").text == f"{after['outlierX']:.6g}".replace(
+            "-", "−"
+        )
 
     def test_it_lies_on_the_point(self, browser: Browser) -> None:
         numbers = browser.numbers()
-        box = browser.run("return document.querySelector('#main-plot .u-over').getBoundingClientRect().toJSON()")
-        handle = browser.run("return document.querySelector('#handle').getBoundingClientRect().toJSON()")
+        box = browser.run(
+            "return document.querySelector('#main-plot .u-over').getBoundingClientRect().toJSON()"
+        )
+        handle = browser.run(
+            "return document.querySelector('#handle').getBoundingClientRect().toJSON()"
+        )
         x, y, reach = numbers["outlierX"], numbers["outlierY"], numbers["curves"]["x"][-1]
-        assert handle["x"] + 22 - box["x"] == pytest.approx((x + reach) / (2 * reach) * box["width"], abs=1.5)
+        assert handle["x"] + 22 - box["x"] == pytest.approx(
+            (x + reach) / (2 * reach) * box["width"], abs=1.5
+        )
         most = 1.14 * math.sqrt(99)
-        assert handle["y"] + 22 - box["y"] == pytest.approx((most - y) / (2 * most) * box["height"], abs=1.5)
+        assert handle["y"] + 22 - box["y"] == pytest.approx(
+            (most - y) / (2 * most) * box["height"], abs=1.5
+        )
 
     def test_a_drag_ends_at_the_edge_and_the_axes_stand_still(self, browser: Browser) -> None:
         from selenium.webdriver import ActionChains
@@ -555,7 +657,9 @@ class TestHandle:
         browser.run("document.querySelector('#main-plot').scrollIntoView({block: 'center'})")
         browser.settle()
         before = browser.numbers()["outlierX"]
-        box = browser.run("return document.querySelector('#handle').getBoundingClientRect().toJSON()")
+        box = browser.run(
+            "return document.querySelector('#handle').getBoundingClientRect().toJSON()"
+        )
         x, y = box["x"] + 22, box["y"] + 22
         for kind, points in (
             ("touchStart", [{"x": x, "y": y}]),
@@ -564,7 +668,9 @@ class TestHandle:
             ("touchMove", [{"x": x - 60, "y": y - 90}]),
             ("touchEnd", []),
         ):
-            browser.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+            browser.driver.execute_cdp_cmd(
+                "Input.dispatchTouchEvent", {"type": kind, "touchPoints": points}
+            )
         browser.settle()
         assert browser.numbers()["outlierX"] < before - 10
 
@@ -591,7 +697,9 @@ class TestHandle:
         assert len(rows) > 30
         assert [name for name, index, words in rows if index < 0 or not words.strip()] == []
         browser.run("document.querySelector('#handle').focus()")
-        assert "rgb" in browser.run("return getComputedStyle(document.querySelector('#handle'), '::before').boxShadow")
+        assert "rgb" in browser.run(
+            "return getComputedStyle(document.querySelector('#handle'), '::before').boxShadow"
+        )
 
 
 class TestLook:
@@ -609,7 +717,19 @@ class TestLook:
         browser.look(1280, 1000, scheme)
         script = """const style = getComputedStyle(document.documentElement);
             return Object.fromEntries(arguments[0].map((name) => [name, style.getPropertyValue('--' + name).trim()]))"""
-        names = ["page", "card", "ink", "soft", "wrong", "dyt", "derf", "dyisru", "path", "points", "closed"]
+        names = [
+            "page",
+            "card",
+            "ink",
+            "soft",
+            "wrong",
+            "dyt",
+            "derf",
+            "dyisru",
+            "path",
+            "points",
+            "closed",
+        ]
         colours = browser.run(script, names)
         for name in names[2:]:
             least = 4.5 if name in ("ink", "soft", "wrong", "dyisru") else 3
@@ -619,12 +739,19 @@ class TestLook:
     @pytest.mark.parametrize("width", [320, 360, 375, 390, 768, 1280])
     def test_nothing_is_wider_than_the_screen(self, width: int, browser: Browser) -> None:
         browser.look(width, 844, "light")
-        assert browser.set(channels=99, sigma=6.12345, alpha=0.0123456, derf=0.0123456, beta=98765.4321)
+        assert browser.set(
+            channels=99, sigma=6.12345, alpha=0.0123456, derf=0.0123456, beta=98765.4321
+        )
         assert browser.run("return document.documentElement.scrollWidth") <= width
         # A smaller screen than any phone's may have to push the table aside.
-        table = browser.run("const box = document.querySelector('.scroll'); return [box.scrollWidth, box.clientWidth]")
+        table = browser.run(
+            "const box = document.querySelector('.scroll'); return [box.scrollWidth, "
+            "box.clientWidth]"
+        )
         assert table[0] <= table[1] or width == 320
-        canvas = browser.run("return document.querySelector('canvas').getBoundingClientRect().toJSON()")
+        canvas = browser.run(
+            "return document.querySelector('canvas').getBoundingClientRect().toJSON()"
+        )
         assert 0.5 * width < canvas["width"] < width
 
     def test_the_plots_follow_the_window(self, browser: Browser) -> None:
@@ -646,7 +773,9 @@ def contrast(first: str, second: str) -> float:
         digits = colour.removeprefix("#")
         digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
         parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     bright, dim = sorted((relative(first), relative(second)), reverse=True)
@@ -657,7 +786,9 @@ class TestWithoutABrowser:
     def test_tests_are_skipped_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.paper.browser.CHROMIUM", Path("/nowhere/chromium"))
         monkeypatch.delenv("DYNORM_BROWSER", raising=False)
-        with pytest.raises(pytest.skip.Exception, match="/nowhere/chromium missing: apt-get install chromium"):
+        with pytest.raises(
+            pytest.skip.Exception, match="/nowhere/chromium missing: apt-get install chromium"
+        ):
             require_browser()
 
     def test_or_fail_where_a_browser_is_required(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,13 +67,17 @@ def test_figure_2_has_the_steps_0_1_2_and_9(reproduction: Reproduction) -> None:
     assert "through the outliers" not in labels(panels[1])
 
 
-def test_figure_3_has_the_fits_over_the_data_and_the_residuals_below(reproduction: Reproduction) -> None:
+def test_figure_3_has_the_fits_over_the_data_and_the_residuals_below(
+    reproduction: Reproduction,
+) -> None:
     top, bottom = draw("fig3", reproduction).axes
     simulation, fits = reproduction.simulation, reproduction.fits
     x, y = line(top, r"DyT, $\alpha = 0.04861$")
     np.testing.assert_allclose(y, fits["DyT"].function(x))
     assert r"DyISRU, $\beta = 301.1$" in labels(top)
-    assert line(top, "other channels, $S = 9$")[1].tolist() == simulation.normalized[9, :-1].tolist()
+    assert (
+        line(top, "other channels, $S = 9$")[1].tolist() == simulation.normalized[9, :-1].tolist()
+    )
     for name, mean in (("DyT", "0.33"), ("DyISRU", "0.0048")):
         x, y = line(bottom, f"{name}: ${mean}$")
         assert x.tolist() == simulation.outliers.tolist()
@@ -83,7 +87,13 @@ def test_figure_3_has_the_fits_over_the_data_and_the_residuals_below(reproductio
 def test_figure_4_has_every_function_down_to_the_closed_form(reproduction: Reproduction) -> None:
     (axes,) = draw("fig4", reproduction).axes
     assert axes.get_yscale() == "log"
-    assert [label.split(":")[0] for label in labels(axes)] == ["linear", "Derf", "DyT", "DyISRU", "closed form"]
+    assert [label.split(":")[0] for label in labels(axes)] == [
+        "linear",
+        "Derf",
+        "DyT",
+        "DyISRU",
+        "closed form",
+    ]
     assert line(axes, labels(axes)[-1])[1].max() < 1e-13
     low, high = axes.get_ylim()
     drawn = np.concatenate([line(axes, label)[1] for label in labels(axes)])
@@ -151,12 +161,16 @@ def test_the_users_settings_do_not_show_and_stay(reproduction: Reproduction) -> 
         assert matplotlib.rcParams["font.size"] == 20
 
 
-def test_no_window_system_is_touched(reproduction: Reproduction, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_window_system_is_touched(
+    reproduction: Reproduction, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     assert isinstance(draw("fig2", reproduction), Figure)
 
 
-@pytest.mark.parametrize(("mean", "text"), [(0.327, "DyT: $0.33$"), (5.9e-16, r"DyT: $5.9 \times 10^{-16}$")])
+@pytest.mark.parametrize(
+    ("mean", "text"), [(0.327, "DyT: $0.33$"), (5.9e-16, r"DyT: $5.9 \times 10^{-16}$")]
+)
 def test_means_in_legends(mean: float, text: str) -> None:
     assert with_mean("DyT", mean) == text
 
@@ -182,5 +196,7 @@ def test_without_matplotlib_the_message_says_what_to_install(
     reproduction: Reproduction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(dynorm.ArgumentError, match=r"matplotlib must be installed.*pip install 'dynorm\[paper\]'"):
+    with pytest.raises(
+        dynorm.ArgumentError, match=r"matplotlib must be installed.*pip install 'dynorm\[paper\]'"
+    ):
         draw("fig1", reproduction)

@@ -47,31 +47,46 @@ def test_the_published_sample(name: str, constant: str, value: float, residual: 
 def test_every_run_gives_the_same_digits() -> None:
     digits = "[(repr(f.value), f.residuals.tolist()) for f in reproduce().fits.values()]"
     script = f"from dynorm.paper.generality import reproduce; print({digits})"
-    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    other = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     assert other.strip() == str(eval(digits, {"reproduce": reproduce}))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("channels", "sigma", "seed"), [(100, 2.0, 1), (100, 2.0, 820), (80, 2.0, 2), (300, 4.0, 3)])
-def test_scipys_fit_from_the_papers_starts_agrees(name: str, channels: int, sigma: float, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("channels", "sigma", "seed"), [(100, 2.0, 1), (100, 2.0, 820), (80, 2.0, 2), (300, 4.0, 3)]
+)
+def test_scipys_fit_from_the_papers_starts_agrees(
+    name: str, channels: int, sigma: float, seed: int
+) -> None:
     simulation, scale = simulate(channels, sigma, seed=seed), math.sqrt(channels - 1)
     x, y = simulation.outliers, simulation.outputs
     ours = fit(name, x, y, channels)
     both = np.concatenate([x, -x]), np.concatenate([y, -y])
-    (theirs,), _ = curve_fit(lambda z, c: MODELS[name](z, c, scale), *both, p0=STARTS[name], xtol=1e-12, ftol=1e-12)
+    (theirs,), _ = curve_fit(
+        lambda z, c: MODELS[name](z, c, scale), *both, p0=STARTS[name], xtol=1e-12, ftol=1e-12
+    )
     assert ours.value == pytest.approx(theirs, rel=1e-6)
-    np.testing.assert_allclose(ours.residuals, MODELS[name](x, ours.value, scale) - y, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        ours.residuals, MODELS[name](x, ours.value, scale) - y, rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
-    ("channels", "sigma", "mean"), [(3, 2.0, 0.0), (4, 0.25, 0.0), (100, 64.0, 0.0), (4096, 2.0, 40.0)]
+    ("channels", "sigma", "mean"),
+    [(3, 2.0, 0.0), (4, 0.25, 0.0), (100, 64.0, 0.0), (4096, 2.0, 40.0)],
 )
-def test_no_constant_on_a_fine_grid_is_better(name: str, channels: int, sigma: float, mean: float) -> None:
+def test_no_constant_on_a_fine_grid_is_better(
+    name: str, channels: int, sigma: float, mean: float
+) -> None:
     simulation, scale = simulate(channels, sigma, mean, seed=5), math.sqrt(channels - 1)
     fitted = fit(name, simulation.outliers, simulation.outputs, channels)
     grid = fitted.value * np.exp(np.linspace(-12, 12, 4001))
-    misses = MODELS[name](simulation.outliers[:, None], grid[None], scale) - simulation.outputs[:, None]  # type: ignore[arg-type]
+    misses = (
+        MODELS[name](simulation.outliers[:, None], grid[None], scale) - simulation.outputs[:, None]
+    )  # type: ignore[arg-type]
     assert (fitted.residuals**2).sum() <= (misses**2).sum(0).min() * (1 + 1e-9) + 1e-28
 
 
@@ -116,7 +131,9 @@ def test_the_function_takes_any_shape_and_layout() -> None:
     expected = 7 * np.tanh(fitted.value * x)
     np.testing.assert_allclose(fitted.function(x), expected, rtol=1e-13)
     assert fitted.function(1.5).shape == ()
-    np.testing.assert_allclose(fitted.function(np.array([2.0, 4.0])) - [3.0, 5.0], fitted.residuals, rtol=1e-12)
+    np.testing.assert_allclose(
+        fitted.function(np.array([2.0, 4.0])) - [3.0, 5.0], fitted.residuals, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "linear"])
@@ -134,7 +151,9 @@ def test_the_function_takes_any_shape_and_layout() -> None:
         ([1.0, 2.0], [1.0, 1.0], 2, "not all on it"),
     ],
 )
-def test_what_cannot_be_fitted(name: str, x: list[float], y: list[float], channels: int, match: str) -> None:
+def test_what_cannot_be_fitted(
+    name: str, x: list[float], y: list[float], channels: int, match: str
+) -> None:
     with pytest.raises(dynorm.ArgumentError, match=match):
         fit(name, x, y, channels)
 

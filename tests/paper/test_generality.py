@@ -30,14 +30,18 @@ def test_each_sample_is_that_of_its_seed(channels: int, sigma: float, mean: floa
         fits = {name: fit(name, one.outliers, one.outputs, channels) for name in FITTED}
         for name, fitted in fits.items():
             assert fitted.name == name
-            assert many.residuals[name][i] == pytest.approx(fitted.mean_absolute_residual, rel=1e-7, abs=1e-13)
+            assert many.residuals[name][i] == pytest.approx(
+                fitted.mean_absolute_residual, rel=1e-7, abs=1e-13
+            )
         assert many.betas[i] == pytest.approx(fits["DyISRU"].value, rel=1e-9)
         closed = closed_form(one)
         assert many.centers[i] == pytest.approx(closed.center, rel=1e-10)
         assert many.closed_betas[i] == pytest.approx(closed.value, rel=1e-10)
 
 
-def test_samples_that_do_not_fit_into_memory_at_once_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_do_not_fit_into_memory_at_once_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = study(20, samples=10)
     monkeypatch.setattr("dynorm.paper.generality._CHUNK", 60)
     parts = study(20, samples=10)
@@ -85,7 +89,9 @@ def test_the_axes(generality: Generality) -> None:
 
 def test_progress_is_reported_a_setting_at_a_time() -> None:
     seen: list[tuple[int, float, float]] = []
-    study_all(samples=2, track=lambda settings: (seen.append(setting) or setting for setting in settings))
+    study_all(
+        samples=2, track=lambda settings: (seen.append(setting) or setting for setting in settings)
+    )
     assert len(seen) == len(set(seen)) == 7 + 8 + 9 - 2
 
 
@@ -133,21 +139,27 @@ def test_the_verdict_names_where_dyt_wins(generality: Generality) -> None:
     assert f"seed {seed}, where its residual is {ratio:.2g} times DyISRU's" in text
     wins = {one.mean / one.sigma: round(60 * one.dyt_wins) for one in generality.axes["mean"]}
     assert f"{wins[4.0]} of 60 at 4 sigma" in text
-    # DyT wins from 2 sigma on; below the mean nothing was lost as far as was looked, so no bound is claimed there.
+    # DyT wins from 2 sigma on; below the mean nothing was lost as far as was looked, so no bound is
+    # claimed there.
     assert text.count("the mean is not above 1 sigma.") == 1
     assert "not below" not in text
 
 
 def with_dyt(one: Study, factor: float) -> Study:
     """The same study with DyT's residuals set beside DyISRU's."""
-    return dataclasses.replace(one, residuals={**one.residuals, "DyT": factor * one.residuals["DyISRU"]})
+    return dataclasses.replace(
+        one, residuals={**one.residuals, "DyT": factor * one.residuals["DyISRU"]}
+    )
 
 
 def test_the_verdict_follows_the_numbers(generality: Generality) -> None:
     never, always = (
         Generality(
             with_dyt(generality.base, factor),
-            {axis: tuple(with_dyt(one, factor) for one in studies) for axis, studies in generality.axes.items()},
+            {
+                axis: tuple(with_dyt(one, factor) for one in studies)
+                for axis, studies in generality.axes.items()
+            },
         )
         for factor in (2.0, 0.5)
     )

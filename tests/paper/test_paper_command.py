@@ -32,7 +32,9 @@ def dynorm_paper(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]
     command = [sys.executable, "-m", "dynorm", "paper", *arguments]
     # A terminal's width and colours would show in the output.
     environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def rows(text: str) -> list[dict[str, str]]:
@@ -44,8 +46,19 @@ def test_everything_by_default(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
     figures = [f"fig{i}.{format}" for i in range(1, 6) for format in ("png", "svg")]
     tables = ["table.csv", "table.json"]
-    assert sorted(path.name for path in (tmp_path / "paper").iterdir()) == sorted([*figures, *tables])
-    for text in ("0.048610135", "301.05995", "0.327877", "0.00481421", "0.049", "301.1", "298.137", "292.204"):
+    assert sorted(path.name for path in (tmp_path / "paper").iterdir()) == sorted(
+        [*figures, *tables]
+    )
+    for text in (
+        "0.048610135",
+        "301.05995",
+        "0.327877",
+        "0.00481421",
+        "0.049",
+        "301.1",
+        "298.137",
+        "292.204",
+    ):
         assert text in ran.stdout
     assert "DyISRU is nearer to LayerNorm in 10 of 10" in " ".join(ran.stdout.split())
     assert "…" not in ran.stdout
@@ -61,13 +74,31 @@ def test_json_is_one_document_and_nothing_else(tmp_path: Path) -> None:
     assert found["fits"]["DyT"]["alpha"] == pytest.approx(0.0486101350961, rel=1e-11)
     assert found["fits"]["DyISRU"]["beta"] == pytest.approx(301.059953889, rel=1e-11)
     assert found["fits"]["DyT"]["mean_absolute_residual"] == pytest.approx(0.327877002522, rel=1e-9)
-    assert found["fits"]["DyISRU"]["mean_absolute_residual"] == pytest.approx(0.00481420846386, rel=1e-9)
+    assert found["fits"]["DyISRU"]["mean_absolute_residual"] == pytest.approx(
+        0.00481420846386, rel=1e-9
+    )
     assert "generality" not in found
-    assert sorted(path.name for path in out.iterdir()) == ["fig1.png", "fig1.svg", "table.csv", "table.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "fig1.png",
+        "fig1.svg",
+        "table.csv",
+        "table.json",
+    ]
 
 
 def test_another_seed_is_another_sample(tmp_path: Path) -> None:
-    result = run("--seed", "7", "--channels", "50", "--sigma", "1", "--figure", "fig4", "--out", str(tmp_path))
+    result = run(
+        "--seed",
+        "7",
+        "--channels",
+        "50",
+        "--sigma",
+        "1",
+        "--figure",
+        "fig4",
+        "--out",
+        str(tmp_path),
+    )
     assert result.exit_code == 0
     assert "C = 50, sigma = 1, mean 0, seed 7" in result.stdout
     assert f"{reproduce(50, 1.0, 7).fits['DyISRU'].value:.8g}" in result.stdout
@@ -89,14 +120,18 @@ def test_another_seed_is_another_sample(tmp_path: Path) -> None:
         (["--seed", "1", "--samples", "5"], "leave out one of the two"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_made(tmp_path: Path, arguments: list[str], match: str) -> None:
+def test_bad_arguments_are_refused_before_anything_is_made(
+    tmp_path: Path, arguments: list[str], match: str
+) -> None:
     result = run("--out", str(tmp_path / "out"), *arguments)
     assert isinstance(result.exception, dynorm.ArgumentError)
     assert match in str(result.exception)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exit_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_statuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     def status(*arguments: str) -> tuple[int | str | None, str, str]:
@@ -149,7 +184,9 @@ def test_the_outliers_csv_agrees_with_the_document(reproduction: Reproduction) -
         assert [float(row["output"]) for row in mine] == fit["outputs"]
         assert [float(row["residual"]) for row in mine] == fit["residuals"]
         assert {float(row["value"]) for row in mine} == {fit[mine[0]["constant"]]}
-        assert {float(row["mean_absolute_residual"]) for row in mine} == {fit["mean_absolute_residual"]}
+        assert {float(row["mean_absolute_residual"]) for row in mine} == {
+            fit["mean_absolute_residual"]
+        }
 
 
 def test_the_studies_document_agrees_with_its_samples(reproduction: Reproduction) -> None:
@@ -166,7 +203,9 @@ def test_the_outputs_are_those_of_the_functions(reproduction: Reproduction) -> N
     found = document(reproduction)
     for name, fit in reproduction.fits.items():
         mine = found["closed_form"] if name == "closed form" else found["fits"][name]
-        np.testing.assert_allclose(mine["outputs"], fit.function(reproduction.simulation.outliers), rtol=1e-14)
+        np.testing.assert_allclose(
+            mine["outputs"], fit.function(reproduction.simulation.outliers), rtol=1e-14
+        )
 
 
 def test_one_sample_alone_has_no_study() -> None:

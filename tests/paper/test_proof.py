@@ -45,7 +45,11 @@ def test_every_statement_holds_on_other_tokens(name: str) -> None:
 
 def test_what_must_be_covered_is() -> None:
     assert len(BY_NAME) == len(STATEMENTS)
-    expected = {f"theorem-{n}" for n in range(1, 5)} | {f"closed-form-{n}" for n in range(1, 6)} | {"appendix-b"}
+    expected = (
+        {f"theorem-{n}" for n in range(1, 5)}
+        | {f"closed-form-{n}" for n in range(1, 6)}
+        | {"appendix-b"}
+    )
     assert expected <= BY_NAME.keys()
     assert all(statement.compared for statement in STATEMENTS)
     tags = {step.tag for statement in STATEMENTS for step in statement.steps}
@@ -81,7 +85,9 @@ def is_less_one(node: ast.AST) -> bool:
 def wrong_counts(text: str) -> Iterator[str]:
     """C for C - 1, and C - 1 for C."""
     for tree, node in nodes(text):
-        within = {id(part) for whole in ast.walk(tree) if is_less_one(whole) for part in ast.walk(whole)}
+        within = {
+            id(part) for whole in ast.walk(tree) if is_less_one(whole) for part in ast.walk(whole)
+        }
         if is_less_one(node):
             yield put(tree, node, "C")
         elif isinstance(node, ast.Name) and node.id == "C" and id(node) not in within:
@@ -125,7 +131,9 @@ def test_every_step_broken_on_purpose_fails_in_algebra_and_in_numbers(name: str,
     statement = BY_NAME[name]
     tokens = tokens_for(statement, 0, (3, 7))
     equations = [step for step in statement.steps if step.relation == "="]
-    broken = [replace(step, right=wrong) for step in equations for wrong in BREAKERS[kind](step.right)]
+    broken = [
+        replace(step, right=wrong) for step in equations for wrong in BREAKERS[kind](step.right)
+    ]
     assert len(broken) >= len(equations) or kind == "count"
     for step in broken:
         outcome, holds = decide(step, statement).outcome, measure(step, tokens).holds
@@ -192,7 +200,9 @@ def test_what_was_meant_is_no_misprint() -> None:
         ("misprint-note", "mu", "sum_k(x_k) / (C - 1)"),
     ],
 )
-def test_a_wrong_definition_fails_in_algebra_and_in_numbers(name: str, symbol: str, wrong: str) -> None:
+def test_a_wrong_definition_fails_in_algebra_and_in_numbers(
+    name: str, symbol: str, wrong: str
+) -> None:
     statement = BY_NAME[name]
     assert symbol in statement.definitions
     checked = check(replace(statement, definitions={**statement.definitions, symbol: wrong}))
@@ -270,7 +280,11 @@ def test_the_report_is_the_same_every_time_and_depends_on_the_seed() -> None:
 
 def test_choosing_statements() -> None:
     assert choose([]) == STATEMENTS
-    assert [s.name for s in choose(["theorem-4", "theorem-1", "note-r*"])] == ["theorem-1", "theorem-4", "note-rmsnorm"]
+    assert [s.name for s in choose(["theorem-4", "theorem-1", "note-r*"])] == [
+        "theorem-1",
+        "theorem-4",
+        "note-rmsnorm",
+    ]
     with pytest.raises(ArgumentError, match="no statement is called 'theorem-5'"):
         choose(["theorem-1", "theorem-5"])
 
@@ -283,7 +297,19 @@ def test_a_missing_library_is_named(missing: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "text", ["C -", "C; C", "sin(C)", "x.y", "0.5*C", "sqrt(C, C)", "diff(C, 1)", "C if C else C", "sum_k()", "[C]"]
+    "text",
+    [
+        "C -",
+        "C; C",
+        "sin(C)",
+        "x.y",
+        "0.5*C",
+        "sqrt(C, C)",
+        "diff(C, 1)",
+        "C if C else C",
+        "sum_k()",
+        "[C]",
+    ],
 )
 def test_what_is_no_formula_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match="formula"):

@@ -24,9 +24,16 @@ VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 SENTENCES = [
     text
     for statement in STATEMENTS
-    for text in (statement.claim, statement.assumes, *statement.remarks, *(step.reason for step in statement.steps))
+    for text in (
+        statement.claim,
+        statement.assumes,
+        *statement.remarks,
+        *(step.reason for step in statement.steps),
+    )
 ]
-FORMULAS = sorted({f for statement in STATEMENTS for step in statement.steps for f in (step.left, step.right)})
+FORMULAS = sorted(
+    {f for statement in STATEMENTS for step in statement.steps for f in (step.left, step.right)}
+)
 
 
 class Page(HTMLParser):
@@ -78,7 +85,9 @@ def test_the_page_is_well_formed_and_needs_nothing_else(report: Report) -> None:
     assert {statement.name for statement in STATEMENTS} <= set(parsed.names)
     inside = {link[1:] for link in parsed.links if link.startswith("#")}
     assert inside <= set(parsed.names)
-    assert {link for link in parsed.links if not link.startswith("#")} == {"https://arxiv.org/abs/2503.21708"}
+    assert {link for link in parsed.links if not link.startswith("#")} == {
+        "https://arxiv.org/abs/2503.21708"
+    }
     assert parsed.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
     addresses = set(re.findall(r"https?://[^\s\"'<)]+", text))
     assert addresses == {"https://arxiv.org/abs/2503.21708", "http://www.w3.org/1998/Math/MathML"}
@@ -138,7 +147,10 @@ def test_the_terminal_shows_a_failure(broken: Report) -> None:
     assert "✗" in text
     assert "not proven" in text
     assert "1 of 1 statements do not hold: appendix-b" in text
-    assert "appendix-b: (1 / √α)·(x / √(1 / α + x²)) = √β·x / √(β + x²): false, numbers contradict" in text
+    assert (
+        "appendix-b: (1 / √α)·(x / √(1 / α + x²)) = √β·x / √(β + x²): false, numbers contradict"
+        in text
+    )
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
@@ -164,7 +176,11 @@ def test_every_formula_can_be_shown(formula: str) -> None:
         ("a * (-b)", r"a\,\left(-b\right)", "a·(−b)"),
         ("2*3", r"2 \cdot 3", "2·3"),
         ("x**(-3/2)", "x^{-3/2}", "x^(-3/2)"),
-        ("sum_k(x_k + a) * b", r"\left(\sum\limits_{k=1}^{C} \left(x_k + a\right)\right)\,b", "(Σₖ (xₖ + a))·b"),
+        (
+            "sum_k(x_k + a) * b",
+            r"\left(\sum\limits_{k=1}^{C} \left(x_k + a\right)\right)\,b",
+            "(Σₖ (xₖ + a))·b",
+        ),
         ("d(y_i)", r"\frac{dy_i}{dx_i}", "dyᵢ/dxᵢ"),
     ],
 )
@@ -195,7 +211,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 Captured = pytest.CaptureFixture[str]
 
 
-def test_the_command_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_the_command_writes_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     out = tmp_path / "new" / "folder" / "proofs.html"
     assert run(monkeypatch, "--only", "appendix-*", "--out", str(out), "--brief") == 0
     Page(out.read_text(encoding="utf-8"))
@@ -206,7 +224,9 @@ def test_the_command_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_command_prints_json_alone(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    assert run(monkeypatch, "--only", "appendix-b", "--only", "note-c*", "--seed", "3", "--json") == 0
+    assert (
+        run(monkeypatch, "--only", "appendix-b", "--only", "note-c*", "--seed", "3", "--json") == 0
+    )
     shown = capsys.readouterr()
     result = json.loads(shown.out)
     assert shown.err == ""
@@ -220,9 +240,13 @@ def test_the_command_prints_json_alone(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.parametrize("arguments", [["--json"], []])
-def test_a_failure_ends_with_1(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_a_failure_ends_with_1(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     (statement,) = prove.choose(["appendix-b"])
-    monkeypatch.setattr(prove, "STATEMENTS", (replace(statement, definitions={"beta": "1/alpha + C"}),))
+    monkeypatch.setattr(
+        prove, "STATEMENTS", (replace(statement, definitions={"beta": "1/alpha + C"}),)
+    )
     assert run(monkeypatch, *arguments) == 1
     out = capsys.readouterr().out
     if arguments:
@@ -235,9 +259,13 @@ def never(*_: object, **__: object) -> None:
     pytest.fail("the proofs began although the request was wrong")
 
 
-def test_an_unknown_name_ends_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_an_unknown_name_ends_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     monkeypatch.setattr(prove, "check", never)
-    assert run(monkeypatch, "--only", "theorem-9", "--out", str(tmp_path / "new" / "proofs.html")) == 2
+    assert (
+        run(monkeypatch, "--only", "theorem-9", "--out", str(tmp_path / "new" / "proofs.html")) == 2
+    )
     assert not (tmp_path / "new").exists()
     assert "no statement is called 'theorem-9'" in capsys.readouterr().err
 
@@ -259,7 +287,9 @@ def test_an_unwritable_path_is_a_storage_error(tmp_path: Path, report: Report) -
         show.save(report, tmp_path)
 
 
-def test_a_page_without_latex2mathml_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_latex2mathml_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "latex2mathml", None)
     with pytest.raises(ArgumentError, match="latex2mathml"):
         show.prepare(tmp_path / "proofs.html")

@@ -29,10 +29,17 @@ def test_the_published_sample() -> None:
 
 def test_the_outputs_are_layer_norms() -> None:
     simulation = simulate(channels=12, sigma=0.5, mean=3.0, seed=4)
-    expected = torch.nn.functional.layer_norm(torch.from_numpy(simulation.tokens), (12,), eps=0.0).numpy()
+    expected = torch.nn.functional.layer_norm(
+        torch.from_numpy(simulation.tokens), (12,), eps=0.0
+    ).numpy()
     np.testing.assert_allclose(simulation.normalized, expected, rtol=0, atol=1e-13)
     assert simulation.outputs.tolist() == simulation.normalized[1:, -1].tolist()
-    assert (simulation.channels, simulation.sigma, simulation.mean, simulation.seed) == (12, 0.5, 3, 4)
+    assert (simulation.channels, simulation.sigma, simulation.mean, simulation.seed) == (
+        12,
+        0.5,
+        3,
+        4,
+    )
 
 
 def test_the_closed_form_of_the_published_sample_needs_no_fit() -> None:
@@ -62,10 +69,14 @@ def test_equation_14_is_the_same_at_every_step() -> None:
     mean=st.floats(-100, 100),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_the_closed_form_is_exact_everywhere(channels: int, sigma: float, mean: float, seed: int) -> None:
+def test_the_closed_form_is_exact_everywhere(
+    channels: int, sigma: float, mean: float, seed: int
+) -> None:
     simulation = simulate(channels, sigma, mean, seed)
     # A mean that is large beside sigma costs LayerNorm itself digits.
-    assert np.abs(closed_form(simulation).residuals).max() < 1e-13 * (1 + abs(mean) / sigma) * math.sqrt(channels)
+    assert np.abs(closed_form(simulation).residuals).max() < 1e-13 * (
+        1 + abs(mean) / sigma
+    ) * math.sqrt(channels)
 
 
 def test_two_channels_are_plus_and_minus_one() -> None:

@@ -40,7 +40,9 @@ def unchanged(model: nn.Module, call: Callable[[], Any]) -> None:
             assert type(t) is type(before[name])
             whole = [v.full_tensor() if isinstance(v, DTensor) else v for v in (t, before[name])]
             assert torch.equal(*whole), name
-        assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        assert hooks == [
+            (len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+        ]
 
 
 def shard(layer: nn.Module, **options: Any) -> None:
@@ -96,7 +98,9 @@ def annealed_over_the_sequence(folder: Path) -> Any:
 
 def annealed_with_a_centre_elsewhere(folder: Path) -> Any:
     """Have as many constants in the same order on both ranks, all zero, but of different layers."""
-    layers = [dynorm.AnnealedDyISRU(C, per_channel=True, center=place == rank()) for place in range(2)]
+    layers = [
+        dynorm.AnnealedDyISRU(C, per_channel=True, center=place == rank()) for place in range(2)
+    ]
     model = nn.Sequential(*layers)
     with torch.no_grad():
         for layer in layers:

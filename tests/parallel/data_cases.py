@@ -49,7 +49,9 @@ def net(to: str = "dyisru", **options: Any) -> nn.Module:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.add_((0.3 if "norm" in name else 0.0) * torch.randn_like(p))
-    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(2, 6, C).double()), to=to, **options)
+    dynorm.convert_(
+        model, dynorm.find_norms(model, torch.randn(2, 6, C).double()), to=to, **options
+    )
     return model
 
 
@@ -59,7 +61,8 @@ def batches(ranks: int, numbers: tuple[int, ...]) -> list[list[dict[str, Tensor]
     found: list[list[dict[str, Tensor]]] = [[] for _ in range(ranks)]
     for k in range(max(numbers)):
         for rank in range(ranks):
-            # No number of rows is as long as these, or the mask would be taken to fit both ways round.
+            # No number of rows is as long as these, or the mask would be taken to fit both ways
+            # round.
             x = (1 + rank + k) * torch.randn(2, 7, C, generator=generator).double()
             lengths = torch.randint(2, 8, (2, 1), generator=generator)
             if k < numbers[rank]:
@@ -110,7 +113,9 @@ def initialized(batch: dict[str, Tensor]) -> dict[str, Any]:
 
 def calibrate(folder: Path) -> Any:
     rank = dist.get_rank()
-    found = {kind: calibrated(kind, batches(4, numbers)[rank]) for kind, (numbers, _) in KINDS.items()}
+    found = {
+        kind: calibrated(kind, batches(4, numbers)[rank]) for kind, (numbers, _) in KINDS.items()
+    }
     return found | {"init": initialized(batches(4, (1, 1, 1, 1))[rank][0])}
 
 
@@ -121,7 +126,9 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(dynorm.param_groups(model, lr=1e-3, weight_decay=0.1, constants_lr=1e-2))
+    return torch.optim.AdamW(
+        dynorm.param_groups(model, lr=1e-3, weight_decay=0.1, constants_lr=1e-2)
+    )
 
 
 def train(
@@ -153,7 +160,9 @@ def whole(model: nn.Module) -> dict[str, list[float]]:
         full = p.full_tensor() if hasattr(p, "full_tensor") else p
         full = full.detach().double()
         name = name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
-        found[name] = full.tolist() if full.numel() == 1 else [float(full.sum()), float(full.square().sum())]
+        found[name] = (
+            full.tolist() if full.numel() == 1 else [float(full.sum()), float(full.square().sum())]
+        )
     return found
 
 
@@ -212,7 +221,11 @@ def mixed(folder: Path) -> Any:
     model = sharded(net("dyisru").float(), mp_policy=policy)
     ranks = dist.get_world_size()
     losses, _ = train(model, range(FEW), dist.get_rank(), ranks)
-    return {"losses": losses, "values": whole(model), "dtypes": sorted({str(p.dtype) for p in model.parameters()})}
+    return {
+        "losses": losses,
+        "values": whole(model),
+        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+    }
 
 
 def resumed(folder: Path) -> Any:
@@ -224,7 +237,9 @@ def resumed(folder: Path) -> Any:
     state, moments = get_state_dict(model, optimizer)
     held = {"model": state, "optimizer": moments}
     dcp.load(held, checkpoint_id=folder / "checkpoint")
-    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"]
+    )
     loaded = whole(model)
     more = range(STEPS, STEPS + MORE)
     losses, _ = train(model, more, dist.get_rank(), dist.get_world_size(), optimizer)

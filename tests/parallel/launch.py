@@ -1,6 +1,7 @@
 """Several processes that run the same cases, and what each of them found.
 
-All are forked from one server that has imported what the cases need: an import a launch would take most of the time.
+All are forked from one server that has imported what the cases need: an import a launch would take
+most of the time.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ IMPORTED = [
 Found = list[dict[str, Any]]
 
 
-def launch(module: str, processes: int, folder: Path, *cases: str, timeout: float = 300, dead: bool = False) -> Found:
+def launch(
+    module: str, processes: int, folder: Path, *cases: str, timeout: float = 300, dead: bool = False
+) -> Found:
     """Run functions ``case(folder)`` of a module on so many gloo processes; return what each rank returned, by case.
 
-    A case that raises on a rank has {"error": class, "message": text, "trace": traceback} there. With ``dead``, a rank
-    ends in the last case, and has nothing of it.
+    A case that raises on a rank has {"error": class, "message": text, "trace": traceback} there.
+    With ``dead``, a rank ends in the last case, and has nothing of it.
     """
     fork = multiprocessing.get_context("forkserver")
     fork.set_forkserver_preload(IMPORTED)
@@ -52,24 +55,33 @@ def launch(module: str, processes: int, folder: Path, *cases: str, timeout: floa
     for worker in late:
         worker.kill()
         worker.join()
-    said = "\n".join(log.read_text("utf-8")[-4000:] for log in sorted(folder.glob(f"{processes}-*.log")))
+    said = "\n".join(
+        log.read_text("utf-8")[-4000:] for log in sorted(folder.glob(f"{processes}-*.log"))
+    )
     assert not late, f"not done after {timeout} s\n{said}"
     assert any(worker.exitcode for worker in workers) == dead, said
-    return [json.loads((folder / f"{processes}-{rank}.json").read_text("utf-8")) for rank in range(processes)]
+    return [
+        json.loads((folder / f"{processes}-{rank}.json").read_text("utf-8"))
+        for rank in range(processes)
+    ]
 
 
 def values(found: Found, case: str) -> list[Any]:
     """What each rank returned in a case, where none raised."""
     for rank, each in enumerate(found):
         got = each.get(case)
-        assert not (isinstance(got, dict) and "trace" in got), f"{case} on rank {rank}: {got['trace']}"
+        assert not (isinstance(got, dict) and "trace" in got), (
+            f"{case} on rank {rank}: {got['trace']}"
+        )
     return [each[case] for each in found]
 
 
 def errors(found: Found, case: str) -> list[tuple[str, str]]:
     """Class and message of the error that each rank raised in a case."""
     for rank, each in enumerate(found):
-        assert isinstance(each[case], dict), f"{case} on rank {rank} raised nothing, but gave {each[case]}"
+        assert isinstance(each[case], dict), (
+            f"{case} on rank {rank} raised nothing, but gave {each[case]}"
+        )
         assert "trace" in each[case], f"{case} on rank {rank} raised nothing, but gave {each[case]}"
     return [(each[case]["error"], each[case]["message"]) for each in found]
 
@@ -79,7 +91,11 @@ def _run(case: Callable[[Path], Any], folder: Path) -> Any:
         return case(folder)
     # Whatever it is, the test wants to see it.
     except Exception as error:
-        return {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()[-3000:]}
+        return {
+            "error": type(error).__name__,
+            "message": str(error),
+            "trace": traceback.format_exc()[-3000:],
+        }
 
 
 def _work(rank: int, processes: int, folder: Path, module: str, names: tuple[str, ...]) -> None:
@@ -91,7 +107,9 @@ def _work(rank: int, processes: int, folder: Path, module: str, names: tuple[str
     torch.set_num_threads(1)
     store = f"file://{folder}/{processes}.store"
     patience = timedelta(seconds=PATIENCE)
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=patience)
+    torch.distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=processes, timeout=patience
+    )
     # As torchrun has it.
     for name, value in {"RANK": rank, "WORLD_SIZE": processes}.items():
         os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}

@@ -36,7 +36,8 @@ LAYERS = {
     "derf": partial(dynorm.Derf, shift_init=0.1),
     "linear": partial(dynorm.LinearControl, elementwise_affine=False),
 }
-# On one rank and on several, the first and the last channel among them; and as many as there are channels.
+# On one rank and on several, the first and the last channel among them; and as many as there are
+# channels.
 WITNESSED = {
     f"{name} witnesses {len(witnesses)}": partial(make, witnesses=witnesses)
     for name, make in LAYERS.items()
@@ -61,7 +62,9 @@ def gap(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 def counted(comm: CommDebugMode) -> dict[str, int]:
     """Collectives by name; without those that were never called."""
-    return {str(op).rsplit(".", 1)[-1].rstrip("')>"): n for op, n in comm.get_comm_counts().items() if n}
+    return {
+        str(op).rsplit(".", 1)[-1].rstrip("')>"): n for op, n in comm.get_comm_counts().items() if n
+    }
 
 
 def randomized(module: nn.Module) -> nn.Module:
@@ -79,7 +82,10 @@ def layers(folder: Path, kinds: Any = LAYERS) -> Any:
             for place, placement in PLACES.items():
                 torch.manual_seed(1)
                 plain = randomized(make(C))
-                x, upstream = torch.randn(3, 5, C).double().requires_grad_(), torch.randn(3, 5, C).double()
+                x, upstream = (
+                    torch.randn(3, 5, C).double().requires_grad_(),
+                    torch.randn(3, 5, C).double(),
+                )
                 y = plain(x)
                 y.backward(upstream)
                 layer = copy.deepcopy(plain)
@@ -124,7 +130,12 @@ def other_axes(folder: Path) -> Any:
         ("first", dynorm.DyISRU(8, dim=1, per_channel=True), (3, 8, 5), 1),
         ("last of two", dynorm.DyT((4, 8), center=True), (3, 4, 8), -1),
         ("first of two", dynorm.DyT((4, 8), center=True), (3, 4, 8), -2),
-        ("first, witnesses", dynorm.DyISRU(8, dim=1, per_channel=True, center=True, witnesses=(7, 0)), (3, 8, 5), 1),
+        (
+            "first, witnesses",
+            dynorm.DyISRU(8, dim=1, per_channel=True, center=True, witnesses=(7, 0)),
+            (3, 8, 5),
+            1,
+        ),
         ("of two, witnesses", dynorm.DyISRU((4, 8), center=True, witnesses=(7, 30)), (3, 4, 8), -1),
         (
             "first of two, witnesses",
@@ -160,7 +171,9 @@ class Statistics(ParallelStyle):
         def shard(name: str, norm: nn.Module, mesh: DeviceMesh) -> None:
             for key, p in list(norm._parameters.items()):
                 assert p is not None
-                norm.register_parameter(key, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+                norm.register_parameter(
+                    key, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+                )
 
         def gather(norm: nn.Module, y: Any, mesh: DeviceMesh) -> Any:
             return y if self.output is None else y.redistribute(placements=[self.output])
@@ -180,7 +193,10 @@ def plan(norms: Any) -> dict[str, Any]:
 
 
 BLOCKS = {
-    "dyisru": (partial(dynorm.DyISRU, center=True), lambda: PointwiseParallel(output_layouts=Replicate())),
+    "dyisru": (
+        partial(dynorm.DyISRU, center=True),
+        lambda: PointwiseParallel(output_layouts=Replicate()),
+    ),
     "rmsnorm": (RMSNorm, lambda: Statistics(Replicate())),
     "rmsnorm by hand": (ReducedRMSNorm, lambda: Statistics(Replicate())),
     "layernorm": (nn.LayerNorm, lambda: Statistics(Replicate())),
@@ -194,7 +210,10 @@ def block(folder: Path) -> Any:
         for name, (norm, style) in BLOCKS.items():
             torch.manual_seed(2)
             plain = randomized(Block(RMSNorm if norm is ReducedRMSNorm else norm))
-            x, upstream = torch.randn(2, 6, C).double().requires_grad_(), torch.randn(2, 6, C).double()
+            x, upstream = (
+                torch.randn(2, 6, C).double().requires_grad_(),
+                torch.randn(2, 6, C).double(),
+            )
             y = plain(x)
             y.backward(upstream)
             model = randomized(Block(norm))
@@ -238,7 +257,11 @@ def sequence_plan(folder: Path) -> Any:
     mesh, rows = meshes()[1], {"output_layouts": Shard(1), "use_local_output": False}
     found = {}
     for name, norm, style in (
-        ("dyisru", dynorm.DyISRU, PointwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())),
+        (
+            "dyisru",
+            dynorm.DyISRU,
+            PointwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        ),
         ("layernorm", nn.LayerNorm, SequenceParallel()),
     ):
         torch.manual_seed(2)
@@ -270,7 +293,9 @@ def training(folder: Path) -> Any:
         model: nn.Module = randomized(Block(dynorm.DyISRU))
         if kind != "one":
             parallelize_module(model, mesh, plan(BLOCKS["dyisru"][1]))
-        optimizer = torch.optim.AdamW(dynorm.param_groups(model, lr=1e-2, weight_decay=0.1, constants_lr=3e-2))
+        optimizer = torch.optim.AdamW(
+            dynorm.param_groups(model, lr=1e-2, weight_decay=0.1, constants_lr=3e-2)
+        )
         for _ in range(6):
             x = torch.randn(2, 6, C).double()
             y = model(x if kind == "one" else distribute_tensor(x, mesh, [Shard(-1)]))
@@ -295,7 +320,9 @@ def kernel(folder: Path) -> Any:
     parallelize_module(layer, meshes()[1], PointwiseParallel(use_local_output=True))
     x = torch.randn(3, C // 4)
 
-    def watched(x: Tensor, parameters: Any, function: int, logarithmic: bool, scale: float, *form: Any) -> Any:
+    def watched(
+        x: Tensor, parameters: Any, function: int, logarithmic: bool, scale: float, *form: Any
+    ) -> Any:
         y = serve(x, parameters, function, logarithmic, scale, *form)
         if isinstance(y, Tensor):
             seen.append([math.prod(form[0]), scale, list(x.shape)])
@@ -307,7 +334,12 @@ def kernel(folder: Path) -> Any:
     finally:
         _cpu.serve = serve
     again = copy.deepcopy(layer)(x)
-    return {"seen": seen, "backend": dynorm.backend("cpu"), "type": type(y).__name__, "copy": gap(again, y)}
+    return {
+        "seen": seen,
+        "backend": dynorm.backend("cpu"),
+        "type": type(y).__name__,
+        "copy": gap(again, y),
+    }
 
 
 def two_dimensions(folder: Path) -> Any:
@@ -332,7 +364,9 @@ def _two_dimensions(layer: nn.Module) -> dict[str, Any]:
         assert p is None or isinstance(p, nn.Parameter)
         if p is not None:
             follow = Shard(0) if p.numel() == C else Replicate()
-            layer._parameters[key] = nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate(), follow]))
+            layer._parameters[key] = nn.Parameter(
+                distribute_tensor(p.detach(), mesh, [Replicate(), follow])
+            )
     sharded = distribute_tensor(x.detach(), mesh, [Shard(0), Shard(2)]).requires_grad_()
     y = on_shards(layer, sharded)
     y.backward(2 * y.detach())
@@ -347,7 +381,8 @@ def _two_dimensions(layer: nn.Module) -> dict[str, Any]:
 def with_fsdp(folder: Path) -> Any:
     """Channels over two ranks, batches over two: FSDP2 on top of the plan, and a step of AdamW."""
     return _with_fsdp(dynorm.DyISRU) | {
-        f"{name}, witnesses": found for name, found in _with_fsdp(partial(dynorm.DyISRU, witnesses=(5, 20))).items()
+        f"{name}, witnesses": found
+        for name, found in _with_fsdp(partial(dynorm.DyISRU, witnesses=(5, 20))).items()
     }
 
 
@@ -363,7 +398,10 @@ def _with_fsdp(norm: Any) -> dict[str, float]:
         fully_shard(each, mesh=mesh["dp"])
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
-    x, rows = torch.randn(4, 6, C).double(), slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
+    x, rows = (
+        torch.randn(4, 6, C).double(),
+        slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2),
+    )
     found = {}
     for each, name in ((plain, "one"), (model, "built"), (empty, "built without memory")):
         optimizer = torch.optim.AdamW(dynorm.param_groups(each, lr=1e-2, weight_decay=0.1))
@@ -380,7 +418,10 @@ def _with_fsdp(norm: Any) -> dict[str, float]:
 
 def compiled(folder: Path) -> Any:
     """Under torch.compile the definition is traced on DTensors, with no collective either; not so with witnesses."""
-    return {"pure": _compiled(dynorm.DyISRU(C)), "witnesses": _compiled(dynorm.DyISRU(C, witnesses=(5, 20)))}
+    return {
+        "pure": _compiled(dynorm.DyISRU(C)),
+        "witnesses": _compiled(dynorm.DyISRU(C, witnesses=(5, 20))),
+    }
 
 
 def _compiled(layer: nn.Module) -> dict[str, Any]:

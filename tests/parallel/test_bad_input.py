@@ -17,7 +17,10 @@ DIFFER = ("ModelError", "those of rank 1 differ from rank 0's")
 OTHER = ("DataError", "rank 1 raised an error")
 WAYS = ("DataError", "all ranks must reach the same layers in the same order")
 REFUSED: dict[str, Any] = {
-    "channels_that_two_do_not_divide": ("ArgumentError", "divisible by the ranks that share them, got 33 for 2 ranks"),
+    "channels_that_two_do_not_divide": (
+        "ArgumentError",
+        "divisible by the ranks that share them, got 33 for 2 ranks",
+    ),
     "a_mesh_of_two_dimensions": ("ArgumentError", "the mesh must have one dimension, got 2"),
     "other_constants": DIFFER,
     "other_weights": DIFFER,
@@ -35,7 +38,10 @@ REFUSED: dict[str, Any] = {
     "calibrate_dtensors": ("ModelError", "'norm.log_beta' is a DTensor: shard it afterwards"),
     "convert_dtensors": ("ModelError", "'norm.weight' is a DTensor: shard it afterwards"),
     "convert_fsdp": ("ModelError", "is sharded: call fully_shard afterwards"),
-    "calibrate_without_batches_on_one": [OTHER, ("DataError", "must hold at least one batch, got none")],
+    "calibrate_without_batches_on_one": [
+        OTHER,
+        ("DataError", "must hold at least one batch, got none"),
+    ],
     "calibrate_with_nan_on_one": [OTHER, ("DataError", "'blocks.0.norm1' saw NaN")],
     "calibrate_with_an_iterator_that_breaks": [OTHER, ("OSError", "the disk is full")],
     "calibrate_other_models": DIFFER,
@@ -43,7 +49,10 @@ REFUSED: dict[str, Any] = {
     "calibrate_one_more": WAYS,
     "restore_what_is_sharded": ("ModelError", "the original norms must be known"),
     "initialize_with_nan_on_one": ("DataError", "has mean nan"),
-    "initialize_with_a_wrong_batch_on_one": [OTHER, ("DataError", "the model must run on each batch")],
+    "initialize_with_a_wrong_batch_on_one": [
+        OTHER,
+        ("DataError", "the model must run on each batch"),
+    ],
 }
 FINE = ("annealed_over_the_sequence", "a_sum_that_is_not_made")
 
@@ -53,7 +62,9 @@ def test_every_rank_says_what_is_wrong_and_none_waits(tmp_path: Path) -> None:
     found = launch("bad_cases", 2, tmp_path, *REFUSED, *FINE, "in_step")
     for case, expected in REFUSED.items():
         both = expected if isinstance(expected, list) else [expected] * 2
-        for rank, ((kind, message), (wanted, part)) in enumerate(zip(errors(found, case), both, strict=True)):
+        for rank, ((kind, message), (wanted, part)) in enumerate(
+            zip(errors(found, case), both, strict=True)
+        ):
             assert kind == wanted, f"{case} on rank {rank}: {message}"
             assert part in message, f"{case} on rank {rank}"
     for case in FINE:
@@ -83,6 +94,8 @@ def test_an_exported_model_is_refused() -> None:
             lambda exported=exported: dynorm.calibrate_(exported, [x]),
             lambda exported=exported: dynorm.find_norms(exported, x),
         ):
-            with pytest.raises(dynorm.ModelError, match="exported: pass the module that was exported"):
+            with pytest.raises(
+                dynorm.ModelError, match="exported: pass the module that was exported"
+            ):
                 call()
     assert isinstance(model.norm, nn.LayerNorm)

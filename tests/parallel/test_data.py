@@ -36,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> Found:
-    return launch("data_cases", 4, folder, "calibrate", "ddp", "fsdp", "fsdp_scaled_dyt", "mixed", "witnesses")
+    return launch(
+        "data_cases", 4, folder, "calibrate", "ddp", "fsdp", "fsdp_scaled_dyt", "mixed", "witnesses"
+    )
 
 
 @pytest.mark.slow
@@ -47,7 +49,10 @@ def test_calibration_on_shares_of_the_data_is_that_on_all_of_it(four: Found) -> 
         one = cases.calibrated(kind, cases.together(shares))
         assert found[kind]["batches"] == sum(numbers)
         assert found[kind]["tokens"] == one["tokens"]
-        assert one["tokens"] == [sum(int(b["attention_mask"].sum()) for share in shares for b in share)] * 5
+        assert (
+            one["tokens"]
+            == [sum(int(b["attention_mask"].sum()) for share in shares for b in share)] * 5
+        )
         same(found[kind]["values"], one["values"], rel=1e-10, abs=1e-10)
         same(found[kind]["errors"], one["errors"], rel=1e-9)
     one = cases.initialized(cases.together(cases.batches(4, (1, 1, 1, 1)))[0])

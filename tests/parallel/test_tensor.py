@@ -37,7 +37,8 @@ def test_four_processes_compute_what_one_does_and_the_norms_say_nothing(tmp_path
             assert each["kept"], name
 
     for rank in values(found, "witnesses"):
-        # |K| numbers of float64 per token, forward and backward, and nothing else, for one to all channels.
+        # |K| numbers of float64 per token, forward and backward, and nothing else, for one to all
+        # channels.
         assert {tuple(each) for each in rank.pop("sent")} == {(1, 8), (3, 8), (32, 8)}
         assert len(rank) == 11 * 4 * 2
         for name, each in rank.items():
@@ -51,12 +52,17 @@ def test_four_processes_compute_what_one_does_and_the_norms_say_nothing(tmp_path
             assert each["gap"] < 1e-10, name
             assert each["collectives"] == ({"allreduce_": 2} if "witnesses" in name else {}), name
 
-    # What attention and MLP need, whatever the norms: a gather before, a reduction after, the reverse on the way back.
+    # What attention and MLP need, whatever the norms: a gather before, a reduction after, the
+    # reverse on the way back.
     matrices = {GATHER: 2, SCATTER: 2}
     for rank in values(found, "block"):
         assert all(each["gap"] < 1e-10 for each in rank.values()), rank
         for size in (2, 4):
-            ours, rms, layer = rank[f"dyisru {size}"], rank[f"rmsnorm {size}"], rank[f"layernorm {size}"]
+            ours, rms, layer = (
+                rank[f"dyisru {size}"],
+                rank[f"rmsnorm {size}"],
+                rank[f"layernorm {size}"],
+            )
             assert ours["norm"] == [{}, {}]
             assert (ours["forward"], ours["backward"], ours["sums"]) == (matrices, matrices, 1)
             assert rms["norm"] == [{"all_reduce": 1}, {SCATTER: 1}]

@@ -12,7 +12,11 @@ from benchmarks import wire
 def test_the_counts_are_the_committed_ones_and_those_of_the_formulas() -> None:
     document = json.loads(wire.RESULTS.read_text("utf-8"))
     assert len(document["rows"]) == 2 * 3 * (5 + 4)
-    rows = {row["arm"]: row for row in document["rows"] if (row["model"], row["ranks"]) == ("Llama 8B", 4)}
+    rows = {
+        row["arm"]: row
+        for row in document["rows"]
+        if (row["model"], row["ranks"]) == ("Llama 8B", 4)
+    }
     shape = wire.MODELS["Llama 8B"]
     # Of 64 tokens of 4,096 channels in bfloat16, two gathers and two reductions, 3/4 of each.
     matrices = 4 * 64 * 4096 * 2 * 3 // 4

@@ -92,10 +92,17 @@ def layers_of(model: nn.Module) -> list[PointwiseNorm]:
 
 def state(model: nn.Module) -> tuple[Any, ...]:
     """All that must be as before: modules, their order, flags and hooks, and every tensor itself and its values."""
-    modules = [(path, module, module.training) for path, module in model.named_modules(remove_duplicate=False)]
+    modules = [
+        (path, module, module.training)
+        for path, module in model.named_modules(remove_duplicate=False)
+    ]
     hooks = [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for _, m, _ in modules]
     tensors = [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()]
-    values = [(id(t), t.requires_grad, t.detach().clone().nan_to_num().tolist()) for _, t in tensors if not t.is_meta]
+    values = [
+        (id(t), t.requires_grad, t.detach().clone().nan_to_num().tolist())
+        for _, t in tensors
+        if not t.is_meta
+    ]
     return modules, hooks, [name for name, _ in tensors], values
 
 
@@ -145,7 +152,9 @@ def test_one_plus_w_is_folded_in_the_models_dtype(to: str, dtype: torch.dtype) -
     ],
 )
 @all_layers
-def test_what_a_norm_has_not_is_not_added(norm: nn.Module, has_weight: bool, has_bias: bool, to: str) -> None:
+def test_what_a_norm_has_not_is_not_added(
+    norm: nn.Module, has_weight: bool, has_bias: bool, to: str
+) -> None:
     layer = converted(nn.Sequential(nn.Linear(C, C), norm), torch.randn(5, C), to=to)[1]
     assert (layer.weight is not None, layer.bias is not None) == (has_weight, has_bias)
 
@@ -206,7 +215,11 @@ def test_order_and_paths_are_kept(to: str) -> None:
 def test_sharing_is_kept() -> None:
     model, x = Twins(), torch.randn(5, C)
     report = dynorm.convert_(model, dynorm.find_norms(model, x))
-    assert [(site.path, site.aliases) for site in report.converted] == [("one", ("two",)), ("left", ()), ("right", ())]
+    assert [(site.path, site.aliases) for site in report.converted] == [
+        ("one", ("two",)),
+        ("left", ()),
+        ("right", ()),
+    ]
     assert isinstance(model.one, DyISRU)
     assert model.one is model.two
     assert model.left.weight is model.right.weight
@@ -228,7 +241,9 @@ def test_channels_first(to: str) -> None:
 
 @all_layers
 def test_several_axes_at_once(to: str) -> None:
-    model = converted(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((3, 4))), torch.randn(2, 3, 4), to=to)
+    model = converted(
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((3, 4))), torch.randn(2, 3, 4), to=to
+    )
     assert model[1].weight.shape == (3, 4)
     assert model(torch.randn(2, 3, 4)).shape == (2, 3, 4)
 
@@ -250,13 +265,18 @@ def test_query_and_key_norms_and_options(to: str, per_channel: bool, center: boo
 def test_transformer_encoder(to: str) -> None:
     layer = nn.TransformerEncoderLayer(C, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(C))
-    x, padding = torch.randn(3, 5, C), torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5])
+    x, padding = (
+        torch.randn(3, 5, C),
+        torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5]),
+    )
     kept = ~padding
     exact = {mode: model.train(mode)(x, src_key_padding_mask=padding) for mode in (True, False)}
     dynorm.convert_(model, dynorm.find_norms(model, x), to=to)
     assert len(layers_of(model)) == 5
     assert not model.use_nested_tensor
-    train, evaluated = (model.train(mode)(x, src_key_padding_mask=padding) for mode in (True, False))
+    train, evaluated = (
+        model.train(mode)(x, src_key_padding_mask=padding) for mode in (True, False)
+    )
     assert torch.allclose(train[kept], evaluated[kept], atol=1e-6)
     assert not torch.allclose(evaluated[kept], exact[False][kept], atol=1e-3)
     model.train()
@@ -279,14 +299,27 @@ def test_one_converted_layer_inside_an_encoder_is_really_called() -> None:
 
 
 def test_choice_and_report() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(C), nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C), nn.LayerNorm(C))
+    model = nn.Sequential(
+        nn.BatchNorm1d(C), nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C), nn.LayerNorm(C)
+    )
     sites = dynorm.find_norms(model, torch.randn(5, C))
-    report = dynorm.convert_(model, sites, "dyt", skip=["4"], filter_fn=lambda site: site.kind != "rmsnorm")
-    assert [type(m).__name__ for m in model] == ["BatchNorm1d", "DyT", "Linear", "RMSNorm", "LayerNorm"]
+    report = dynorm.convert_(
+        model, sites, "dyt", skip=["4"], filter_fn=lambda site: site.kind != "rmsnorm"
+    )
+    assert [type(m).__name__ for m in model] == [
+        "BatchNorm1d",
+        "DyT",
+        "Linear",
+        "RMSNorm",
+        "LayerNorm",
+    ]
     assert [site.path for site in report.refused] == ["0"]
     title, _, head, row, _, *notes = str(report).splitlines()
     assert title == "1 norm replaced by dyt, 1 left alone"
-    assert (head.split(), row.split()) == (["site", "norm", "layer"], ["1", f"layernorm({C})", "dyt"])
+    assert (head.split(), row.split()) == (
+        ["site", "norm", "layer"],
+        ["1", f"layernorm({C})", "dyt"],
+    )
     assert " ".join(notes) == f"0: BatchNorm1d kept, {report.refused[0].refused}"
     assert report.refused[0].refused.startswith("batch norm")
     values = report.to_dict()
@@ -310,11 +343,21 @@ def fails(model: nn.Module, sites: Any, error: type[Exception], match: str, **op
 def test_models_without_norms_and_converted_ones() -> None:
     x = torch.randn(5, C)
     plain = nn.Sequential(nn.Linear(C, C))
-    fails(plain, dynorm.find_norms(plain, x), ModelError, "the model must have norms, but find_norms saw none")
+    fails(
+        plain,
+        dynorm.find_norms(plain, x),
+        ModelError,
+        "the model must have norms, but find_norms saw none",
+    )
     model = mlp()
     sites = dynorm.find_norms(model, x)
     dynorm.convert_(model, sites)
-    fails(model, sites, ModelError, r"'1' must be a norm, but is converted already: call dynorm\.restore_")
+    fails(
+        model,
+        sites,
+        ModelError,
+        r"'1' must be a norm, but is converted already: call dynorm\.restore_",
+    )
     fails(model, dynorm.find_norms(model, x), ModelError, "converted already")
 
 
@@ -322,7 +365,9 @@ def test_sites_of_another_model() -> None:
     x = torch.randn(5, C)
     sites = dynorm.find_norms(mlp(), x)
     fails(nn.Sequential(nn.Linear(C, C)), sites, ModelError, "has no '1': call find_norms again")
-    fails(nn.Sequential(*[nn.Linear(C, C)] * 5), sites, ModelError, "is a Linear and not a LayerNorm")
+    fails(
+        nn.Sequential(*[nn.Linear(C, C)] * 5), sites, ModelError, "is a Linear and not a LayerNorm"
+    )
     wide = nn.Sequential(*[nn.LayerNorm(C + 1)] * 4, nn.RMSNorm(C + 1))
     fails(wide, sites, ModelError, rf"'weight' of '1' has shape \({C + 1},\) and not \({C},\)")
 
@@ -337,15 +382,33 @@ def test_a_later_site_that_fails_leaves_the_earlier_ones_alone() -> None:
 def test_an_unknown_layer_a_glob_without_match_and_a_filter_that_leaves_nothing() -> None:
     model = mlp()
     sites = dynorm.find_norms(model, torch.randn(5, C))
-    fails(model, sites, ArgumentError, "must be one of dyisru, dyt, derf, linear, annealed, .*, got 'tanh'", to="tanh")
+    fails(
+        model,
+        sites,
+        ArgumentError,
+        "must be one of dyisru, dyt, derf, linear, annealed, .*, got 'tanh'",
+        to="tanh",
+    )
     fails(model, sites, ArgumentError, r"the glob 'encoder\.\*' must match", only="encoder.*")
     fails(model, sites, ArgumentError, "the glob 'x' must match", skip=["1", "x"])
     fails(model, sites, ModelError, "the filter left none", filter_fn=lambda site: False)
-    fails(model, sites, ArgumentError, "filter_fn must be a function of a NormSite, or None, got 'a'", filter_fn="a")
+    fails(
+        model,
+        sites,
+        ArgumentError,
+        "filter_fn must be a function of a NormSite, or None, got 'a'",
+        filter_fn="a",
+    )
     for wrong in (None, 5, "a"):
         fails(model, wrong, ArgumentError, "sites must be a list of NormSite, got")
     for words in (4.0, None):
-        fails(model, sites, ArgumentError, "must be a number of channels, or their positions, .*got", witnesses=words)
+        fails(
+            model,
+            sites,
+            ArgumentError,
+            "must be a number of channels, or their positions, .*got",
+            witnesses=words,
+        )
 
 
 def test_only_refused_sites() -> None:
@@ -356,7 +419,12 @@ def test_only_refused_sites() -> None:
 
 def test_the_model_is_the_norm_itself() -> None:
     model = nn.LayerNorm(C)
-    fails(model, dynorm.find_norms(model, torch.randn(5, C)), ModelError, "the model is the norm itself: wrap it first")
+    fails(
+        model,
+        dynorm.find_norms(model, torch.randn(5, C)),
+        ModelError,
+        "the model is the norm itself: wrap it first",
+    )
 
 
 def test_a_replaced_forward() -> None:
@@ -369,7 +437,9 @@ def test_a_replaced_forward() -> None:
 def test_compiled_wrapped_and_meta_models() -> None:
     model = mlp()
     sites = dynorm.find_norms(model, torch.randn(5, C))
-    fails(torch.compile(model, backend="eager"), sites, ModelError, r"compiled: pass model\._orig_mod")
+    fails(
+        torch.compile(model, backend="eager"), sites, ModelError, r"compiled: pass model\._orig_mod"
+    )
     fails(nn.DataParallel(model), sites, ModelError, r"wrapped in DataParallel: pass model\.module")
     fails(copy.deepcopy(model).to("meta"), sites, ModelError, r"meta device: call model\.to_empty")
     with pytest.raises(ArgumentError, match=r"must be a torch\.nn\.Module"):
@@ -383,7 +453,12 @@ def test_ddp(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        fails(nn.parallel.DistributedDataParallel(model), sites, ModelError, r"wrapped in DDP: pass model\.module")
+        fails(
+            nn.parallel.DistributedDataParallel(model),
+            sites,
+            ModelError,
+            r"wrapped in DDP: pass model\.module",
+        )
     finally:
         torch.distributed.destroy_process_group()
 
@@ -406,7 +481,9 @@ MODELS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
 
 
 @all_layers
-@pytest.mark.parametrize(("build", "shape"), [case[1:] for case in MODELS], ids=[case[0] for case in MODELS])
+@pytest.mark.parametrize(
+    ("build", "shape"), [case[1:] for case in MODELS], ids=[case[0] for case in MODELS]
+)
 def test_restore_is_bit_for_bit_and_gives_the_very_same_modules(
     to: str, build: Callable[[], nn.Module], shape: tuple[int, ...]
 ) -> None:
@@ -492,7 +569,9 @@ def test_specs_rebuild_the_layers_in_a_fresh_model() -> None:
     assert not fresh.one.training
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(x), model(x))
-    with pytest.raises(ModelError, match="the original norms must be known, but those of one, left, right are not"):
+    with pytest.raises(
+        ModelError, match="the original norms must be known, but those of one, left, right are not"
+    ):
         dynorm.restore_(fresh)
 
 
@@ -541,11 +620,16 @@ def test_a_parameter_that_a_norm_shares_with_another_module_stays_shared() -> No
 
 
 def test_a_weight_used_as_1_plus_w_is_not_parted_from_another_module() -> None:
-    model, x = nn.Sequential(nn.Linear(C, C), GemmaNorm(C), nn.Linear(C, C), GemmaNorm(C)), torch.randn(4, C)
+    model, x = (
+        nn.Sequential(nn.Linear(C, C), GemmaNorm(C), nn.Linear(C, C), GemmaNorm(C)),
+        torch.randn(4, C),
+    )
     norm = model[1]
     model[2].bias = model[1].weight
     sites = dynorm.find_norms(model, x)
-    with pytest.raises(ModelError, match=r"must have w for itself, but '2\.bias' is the same .* skip="):
+    with pytest.raises(
+        ModelError, match=r"must have w for itself, but '2\.bias' is the same .* skip="
+    ):
         dynorm.convert_(model, sites)
     assert model[1] is norm
     dynorm.convert_(model, sites, skip="1")
@@ -558,12 +642,17 @@ def test_a_weight_used_as_1_plus_w_is_not_parted_from_another_module() -> None:
 
 @pytest.mark.parametrize("sites", ["dyisru", [[1.0, 2.0]], ["1"]])
 def test_what_is_no_list_of_sites_gets_words_that_help(sites: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"must be a list of NormSite, got .* dynorm\.find_norms\(model, batch\)"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"must be a list of NormSite, got .* dynorm\.find_norms\(model, batch\)",
+    ):
         dynorm.convert_(nn.Sequential(nn.LayerNorm(8)), sites)
 
 
 def test_a_batch_that_is_a_list_of_rows_gets_words_that_help() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
-    with pytest.raises(DataError, match=r"got list at 0: make one of numbers with torch\.tensor\(rows\)"):
+    with pytest.raises(
+        DataError, match=r"got list at 0: make one of numbers with torch\.tensor\(rows\)"
+    ):
         dynorm.calibrate_(model, [[[0.0] * 8, [1.0] * 8]])

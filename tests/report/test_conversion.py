@@ -52,7 +52,12 @@ def bert(cls: Any = None) -> nn.Module:
 def gpt() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=40, initializer_range=0.2
+        vocab_size=VOCABULARY,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=4,
+        n_positions=40,
+        initializer_range=0.2,
     )
     return roughened(transformers.GPT2LMHeadModel(config).double())
 
@@ -68,7 +73,9 @@ def roughened(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def text_batches(count: int, seed: int = 0, rows: int = 5, length: int = 12) -> list[dict[str, Tensor]]:
+def text_batches(
+    count: int, seed: int = 0, rows: int = 5, length: int = 12
+) -> list[dict[str, Tensor]]:
     """Token ids of texts of several lengths, padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
@@ -81,9 +88,13 @@ def text_batches(count: int, seed: int = 0, rows: int = 5, length: int = 12) -> 
     return batches
 
 
-def converted(model: nn.Module, batches: list[Any], to: str = "dyisru", **options: Any) -> nn.Module:
+def converted(
+    model: nn.Module, batches: list[Any], to: str = "dyisru", **options: Any
+) -> nn.Module:
     example = batches[0]
-    sites = find_norms(model, **example) if isinstance(example, dict) else find_norms(model, example)
+    sites = (
+        find_norms(model, **example) if isinstance(example, dict) else find_norms(model, example)
+    )
     convert_(model, sites, to=to, **options)
     calibrate_(model, batches)
     return model
@@ -92,7 +103,9 @@ def converted(model: nn.Module, batches: list[Any], to: str = "dyisru", **option
 def toy(norm: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(0)
     norm = nn.LayerNorm(WIDTH) if norm is None else norm
-    return nn.Sequential(nn.Linear(8, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH, eps=1e-6))
+    return nn.Sequential(
+        nn.Linear(8, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH, eps=1e-6)
+    )
 
 
 def toy_batches(count: int = 3, seed: int = 0) -> list[Tensor]:
@@ -100,7 +113,9 @@ def toy_batches(count: int = 3, seed: int = 0) -> list[Tensor]:
     return [3 * torch.randn(50, 8, generator=generator) for _ in range(count)]
 
 
-def activations(model: nn.Module, paths: list[str], batches: list[Any]) -> dict[str, tuple[Tensor, Tensor]]:
+def activations(
+    model: nn.Module, paths: list[str], batches: list[Any]
+) -> dict[str, tuple[Tensor, Tensor]]:
     """All inputs and outputs of some modules, padding left out, (tokens, C)."""
     found: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in paths}
     mask = torch.empty(0)
@@ -112,19 +127,30 @@ def activations(model: nn.Module, paths: list[str], batches: list[Any]) -> dict[
     model.eval()
     with torch.no_grad():
         for batch in batches:
-            mask = batch["attention_mask"].bool() if isinstance(batch, dict) else torch.ones(len(batch)).bool()
+            mask = (
+                batch["attention_mask"].bool()
+                if isinstance(batch, dict)
+                else torch.ones(len(batch)).bool()
+            )
             model(**batch) if isinstance(batch, dict) else model(batch)
     for handle in handles:
         handle.remove()
-    return {path: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])) for path, pairs in found.items()}
+    return {
+        path: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]))
+        for path, pairs in found.items()
+    }
 
 
-def best_error(name: str, x: Tensor, y: Tensor, held_x: Tensor, held_y: Tensor, scale: float, center: float) -> float:
+def best_error(
+    name: str, x: Tensor, y: Tensor, held_x: Tensor, held_y: Tensor, scale: float, center: float
+) -> float:
     """The held-out relative error of a function with the constant that scipy finds."""
     guess = math.log(scale**2 * float(x.var()))
 
     def f(x: Tensor, log_beta: float) -> Tensor:
-        return FUNCTIONS[name](x, torch.tensor(math.exp(log_beta), dtype=torch.float64), center, scale)
+        return FUNCTIONS[name](
+            x, torch.tensor(math.exp(log_beta), dtype=torch.float64), center, scale
+        )
 
     def loss(log_beta: float) -> float:
         return float((f(x, log_beta) - y).square().sum())
@@ -136,9 +162,16 @@ def best_error(name: str, x: Tensor, y: Tensor, held_x: Tensor, held_y: Tensor, 
 def numbers(value: Any, path: str = "") -> dict[str, Any]:
     """A nested report as flat {path: leaf}, without the picture's bins."""
     if isinstance(value, dict):
-        return {k: v for key, item in value.items() if key != "bins" for k, v in numbers(item, f"{path}/{key}").items()}
+        return {
+            k: v
+            for key, item in value.items()
+            if key != "bins"
+            for k, v in numbers(item, f"{path}/{key}").items()
+        }
     if isinstance(value, list):
-        return {k: v for i, item in enumerate(value) for k, v in numbers(item, f"{path}/{i}").items()}
+        return {
+            k: v for i, item in enumerate(value) for k, v in numbers(item, f"{path}/{i}").items()
+        }
     return {path: value}
 
 
@@ -158,7 +191,11 @@ class TestSites:
     def case() -> tuple[nn.Module, nn.Module, ModelReport]:
         original = bert()
         model = converted(copy.deepcopy(original), text_batches(3, seed=1))
-        return original, model, measure(model, text_batches(4, seed=2), fit_on=text_batches(3, seed=1), points=200)
+        return (
+            original,
+            model,
+            measure(model, text_batches(4, seed=2), fit_on=text_batches(3, seed=1), points=200),
+        )
 
     def test_a_row_a_site_in_call_order(self, case: Any) -> None:
         report = case[2]
@@ -180,9 +217,15 @@ class TestSites:
             x = seen[site.path][0]
             deviation = x - x.mean(1, keepdim=True)
             sigma = (deviation.square().mean(1) + 1e-12).sqrt()
-            assert site.outlier == pytest.approx(float((deviation.abs() / sigma[:, None]).max()), rel=1e-9)
-            assert site.outlier_site == pytest.approx(float(deviation.abs().max() / sigma.log().mean().exp()), rel=1e-9)
-            assert site.sigma_spread == pytest.approx(float(sigma.log().std(correction=0)), rel=1e-6)
+            assert site.outlier == pytest.approx(
+                float((deviation.abs() / sigma[:, None]).max()), rel=1e-9
+            )
+            assert site.outlier_site == pytest.approx(
+                float(deviation.abs().max() / sigma.log().mean().exp()), rel=1e-9
+            )
+            assert site.sigma_spread == pytest.approx(
+                float(sigma.log().std(correction=0)), rel=1e-6
+            )
             low, high = np.quantile(sigma.numpy(), [0.01, 0.99], method="inverted_cdf")
             assert site.sigma_range == pytest.approx(high / low, rel=0.012)
 
@@ -210,7 +253,9 @@ class TestSites:
             layer = model.get_submodule(site.path)
             beta, center = float(layer.beta().detach()), float(layer.center.detach())
             limit = 0.95 / math.sqrt(1 - 0.95**2) * math.sqrt(beta)
-            assert site.saturated == pytest.approx(float(((x - center).abs() > limit).double().mean()))
+            assert site.saturated == pytest.approx(
+                float(((x - center).abs() > limit).double().mean())
+            )
             assert (site.beta, site.center) == (beta, center)
 
     def test_the_picture_is_of_held_out_values(self, case: Any) -> None:
@@ -246,7 +291,12 @@ class TestSites:
 
         assert_same(
             report,
-            measure(model, iter(joined(text_batches(4, seed=2))), fit_on=joined(text_batches(3, seed=1)), points=200),
+            measure(
+                model,
+                iter(joined(text_batches(4, seed=2))),
+                fit_on=joined(text_batches(3, seed=1)),
+                points=200,
+            ),
             rel=2e-4,
         )
 
@@ -257,17 +307,24 @@ class TestSites:
             batch
             | {
                 "input_ids": torch.where(
-                    batch["attention_mask"] == 1, batch["input_ids"], torch.randint(1, 97, (5, 12), generator=noise)
+                    batch["attention_mask"] == 1,
+                    batch["input_ids"],
+                    torch.randint(1, 97, (5, 12), generator=noise),
                 )
             }
             for batch in text_batches(4, seed=2)
         ]
-        assert_same(report, measure(model, changed, fit_on=text_batches(3, seed=1), points=200), rel=1e-9)
+        assert_same(
+            report, measure(model, changed, fit_on=text_batches(3, seed=1), points=200), rel=1e-9
+        )
 
     def test_the_same_seed_gives_the_same_report(self, case: Any) -> None:
         _, model, report = case
         again, other = (
-            measure(model, text_batches(4, seed=2), fit_on=text_batches(3, seed=1), points=200, seed=s) for s in (0, 1)
+            measure(
+                model, text_batches(4, seed=2), fit_on=text_batches(3, seed=1), points=200, seed=s
+            )
+            for s in (0, 1)
         )
         assert again == report
         assert other.sites[0].picture.x != report.sites[0].picture.x
@@ -288,7 +345,9 @@ class TestSites:
     @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
     @pytest.mark.parametrize("per_channel", [False, True])
     def test_every_layer(self, to: str, per_channel: bool) -> None:
-        report = measure(converted(toy(), toy_batches(), to=to, per_channel=per_channel), toy_batches(seed=1))
+        report = measure(
+            converted(toy(), toy_batches(), to=to, per_channel=per_channel), toy_batches(seed=1)
+        )
         assert [site.layer for site in report.sites] == [to, to]
         assert all(0 < site.error_now < 1 and 0 <= site.saturated < 1 for site in report.sites)
 
@@ -382,7 +441,9 @@ class TestWholeModel:
         assert out.cosine_min == pytest.approx(float(cosines.min()), abs=1e-7)
         assert out.cosine_p05 == pytest.approx(np.quantile(cosines.numpy(), 0.05), abs=1e-7)
         rows, columns = np.triu_indices(30, 1)
-        expected = stats.spearmanr((before @ before.T)[rows, columns], (after @ after.T)[rows, columns]).statistic
+        expected = stats.spearmanr(
+            (before @ before.T)[rows, columns], (after @ after.T)[rows, columns]
+        ).statistic
         assert out.spearman == pytest.approx(expected, abs=1e-9)
         assert out.loss_now is None
 
@@ -419,7 +480,10 @@ class TestWholeModel:
     def test_left_padding_is_left_out_too(self) -> None:
         batches = [{k: v.flip(1) for k, v in batch.items()} for batch in text_batches(2, seed=3)]
         out = measure(converted(gpt(), batches), batches).output
-        assert (out.kind, out.tokens) == ("language", sum(int(b["attention_mask"].sum()) - 5 for b in batches))
+        assert (out.kind, out.tokens) == (
+            "language",
+            sum(int(b["attention_mask"].sum()) - 5 for b in batches),
+        )
 
     def test_a_masked_language_model_is_no_language_model(self) -> None:
         batches = text_batches(2)
@@ -432,14 +496,18 @@ class TestWholeModel:
         out = measure(model, batches).output
         x = torch.cat(batches)
         with torch.no_grad():
-            cosines = nn.functional.cosine_similarity(original(x).double(), model(x).double(), dim=1)
+            cosines = nn.functional.cosine_similarity(
+                original(x).double(), model(x).double(), dim=1
+            )
         assert (out.kind, out.samples, out.spearman) == ("tensor", 150, None)
         assert out.cosine_mean == pytest.approx(float(cosines.mean()), abs=1e-6)
         assert out.cosine_min == pytest.approx(float(cosines.min()), abs=1e-6)
 
     def test_output_chooses_the_tensor(self) -> None:
         batches = text_batches(2)
-        out = measure(converted(bert(), batches), batches, output=lambda out: out.pooler_output).output
+        out = measure(
+            converted(bert(), batches), batches, output=lambda out: out.pooler_output
+        ).output
         assert (out.kind, out.samples) == ("tensor", 10)
         with pytest.raises(DataError, match="output="):
             measure(converted(bert(), batches), batches, output=lambda out: "text")
@@ -468,9 +536,13 @@ class TestWholeModel:
 
     def test_the_fast_path_of_torch_does_not_hide_the_norms(self) -> None:
         torch.manual_seed(0)
-        original = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True), 2).eval()
+        original = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True), 2
+        ).eval()
         padding = torch.arange(7) >= torch.tensor([[7], [4], [5]])
-        batches = [{"src": torch.randn(3, 7, WIDTH), "src_key_padding_mask": padding} for _ in range(2)]
+        batches = [
+            {"src": torch.randn(3, 7, WIDTH), "src_key_padding_mask": padding} for _ in range(2)
+        ]
         report = measure(converted(copy.deepcopy(original), batches), batches, original=original)
         assert report.output.kind == "encoder"
         assert [site.tokens for site in report.sites] == [32] * 4
@@ -492,8 +564,13 @@ class TestUntouched:
 
     @staticmethod
     def _state(model: nn.Module) -> list[Any]:
-        modules = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-        tensors = {n: (t.requires_grad, t.grad, t.tolist()) for n, t in model.state_dict(keep_vars=True).items()}
+        modules = [
+            (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+        ]
+        tensors = {
+            n: (t.requires_grad, t.grad, t.tolist())
+            for n, t in model.state_dict(keep_vars=True).items()
+        }
         return [modules, tensors]
 
 
@@ -566,7 +643,11 @@ def odd_report() -> ModelReport:
     torch.manual_seed(0)
     model = nn.Sequential(
         OrderedDict(
-            [("first", nn.Linear(8, 8)), ('<img src=x onerror="alert(1)">&', nn.LayerNorm(8)), ("2", nn.RMSNorm(8))]
+            [
+                ("first", nn.Linear(8, 8)),
+                ('<img src=x onerror="alert(1)">&', nn.LayerNorm(8)),
+                ("2", nn.RMSNorm(8)),
+            ]
         )
     )
     meta = {
@@ -593,31 +674,53 @@ class TestForms:
         deep = nn.Sequential(OrderedDict([("a_block_with_a_rather_long_name_" * 3, toy())]))
         table = str(measure(converted(deep, toy_batches()), toy_batches()))
         assert max(map(len, table.splitlines())) <= 80
-        assert len({line.split()[0] for line in table.splitlines() if line.startswith("a_b_w_")}) == 2
+        assert (
+            len({line.split()[0] for line in table.splitlines() if line.startswith("a_b_w_")}) == 2
+        )
         for report in (table, str(odd_report())):
             assert len(re.findall(r" (LN|RMS) ", report)) == 2
 
     def test_a_language_models_losses_are_printed(self) -> None:
         batches = text_batches(2)
-        assert re.search(r"loss \d\.\d+ -> \d\.\d+ \([+-]\d", str(measure(converted(gpt(), batches), batches)))
+        assert re.search(
+            r"loss \d\.\d+ -> \d\.\d+ \([+-]\d", str(measure(converted(gpt(), batches), batches))
+        )
 
 
 OUTPUTS = {
-    "Little was lost: the loss is 2.04": {"kind": "language", "loss_original": 2.0, "loss_now": 2.04},
-    "Some was lost: the loss is 2.010 nats per token in place of 2.000, its divergence from the original 0.100": {
+    "Little was lost: the loss is 2.04": {
+        "kind": "language",
+        "loss_original": 2.0,
+        "loss_now": 2.04,
+    },
+    "Some was lost: the loss is 2.010 nats per token in place of 2.000, its divergence from the "
+    "original 0.100": {
         "kind": "language",
         "loss_original": 2.0,
         "loss_now": 2.01,
         "kl": 0.1,
     },
     "Some was lost: the loss is 2.2": {"kind": "language", "loss_original": 2.0, "loss_now": 2.2},
-    "Much was lost: the loss is 3.5": {"kind": "language", "loss_original": 2.0, "loss_now": 3.5, "agreement": 0.5},
+    "Much was lost: the loss is 3.5": {
+        "kind": "language",
+        "loss_original": 2.0,
+        "loss_now": 3.5,
+        "agreement": 0.5,
+    },
     "Little was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.991},
     "Some was lost: the mean cosine of an embedding": {"kind": "encoder", "cosine_mean": 0.96},
     "Much was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.9},
     # What all samples share hides what tells them apart.
-    "Some was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 1.0, "error": 0.4},
-    "Much was lost: the mean cosine of an embedding": {"kind": "encoder", "cosine_mean": 1.0, "spearman": 0.4},
+    "Some was lost: the mean cosine of the output": {
+        "kind": "tensor",
+        "cosine_mean": 1.0,
+        "error": 0.4,
+    },
+    "Much was lost: the mean cosine of an embedding": {
+        "kind": "encoder",
+        "cosine_mean": 1.0,
+        "spearman": 0.4,
+    },
 }
 
 
@@ -630,12 +733,18 @@ def test_the_verdict_says_what_was_lost_and_what_to_do_next(words: str) -> None:
         figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
     said = replace(report, output=OutputReport(**figures)).verdict()
     assert said.startswith(words)
-    nexts = {"": "dynorm.distill_", "calibrate": "so far only the constants", "distill": "longer, or leave the norm at"}
+    nexts = {
+        "": "dynorm.distill_",
+        "calibrate": "so far only the constants",
+        "distill": "longer, or leave the norm at",
+    }
     for stage, todo in nexts.items():
         stages = {"stages": {stage: {"kept": True}}} if stage else {}
         said = replace(report, output=OutputReport(**figures), meta=stages).verdict()
         assert ("Next: try it on your own task." if said.startswith("Little") else todo) in said
-    assert max(report.sites, key=lambda site: site.error_now or 0).path == getattr(report.stray(), "path", None)
+    assert max(report.sites, key=lambda site: site.error_now or 0).path == getattr(
+        report.stray(), "path", None
+    )
 
 
 def test_the_error_is_of_the_spread_over_the_samples() -> None:
@@ -663,7 +772,10 @@ def test_the_worst_sample_is_named() -> None:
     cosines = []
     for batch in batches:
         with torch.no_grad():
-            a, b = (sample_vectors(m.eval()(**batch).last_hidden_state, batch, pooled=True) for m in (original, model))
+            a, b = (
+                sample_vectors(m.eval()(**batch).last_hidden_state, batch, pooled=True)
+                for m in (original, model)
+            )
         cosines += torch.cosine_similarity(a, b).tolist()
     assert report.output.worst == int(np.argmin(cosines))
     assert compare(model, original, batches) == report.output

@@ -31,7 +31,11 @@ def odd_report() -> ModelReport:
     torch.manual_seed(0)
     model = nn.Sequential(
         OrderedDict(
-            [("first", nn.Linear(8, 8)), ('<img src=x onerror="alert(1)">&', nn.LayerNorm(8)), ("2", nn.RMSNorm(8))]
+            [
+                ("first", nn.Linear(8, 8)),
+                ('<img src=x onerror="alert(1)">&', nn.LayerNorm(8)),
+                ("2", nn.RMSNorm(8)),
+            ]
         )
     )
     meta = {
@@ -70,7 +74,9 @@ class TestPage:
         page = Page(text)
         assert page.tags["figure"] == page.tags["svg"] == 2
         assert page.tags["tr"] == 4
-        labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
+        labels = [
+            value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")
+        ]
         assert all("DyISRU 0." in label for label in labels)
         assert all(f"var(--{name})" in text for name in ("dyisru", "dyt", "linear", "point", "bar"))
         assert "#0101" not in text
@@ -79,7 +85,9 @@ class TestPage:
         page = Page(text)
         assert "http" not in text
         assert not page.tags.keys() & {"script", "link", "img", "iframe", "object"}
-        links = [value for _, name, value in page.attributes if name in ("src", "href", "xlink:href")]
+        links = [
+            value for _, name, value in page.attributes if name in ("src", "href", "xlink:href")
+        ]
         assert all(link.startswith(("#", "data:application/json,")) for link in links)
         assert "@import" not in text
 
@@ -117,30 +125,57 @@ class TestPage:
             assert {"encoder": "0.123", "language": "+0.500"}[output.kind] in text
 
     def test_all_figures_can_be_downloaded(self, text: str) -> None:
-        links = [value for tag, name, value in Page(text).attributes if (tag, name) == ("a", "href")]
-        assert json.loads(unquote(links[0].removeprefix("data:application/json,"))) == odd_report().to_dict()
+        links = [
+            value for tag, name, value in Page(text).attributes if (tag, name) == ("a", "href")
+        ]
+        assert (
+            json.loads(unquote(links[0].removeprefix("data:application/json,")))
+            == odd_report().to_dict()
+        )
         assert "error_now" not in unescape(re.sub(r"<[^>]*>", "", text))
 
     def test_it_begins_with_a_verdict_and_shows_each_stage(self, tmp_path: Path) -> None:
         stages = {
             "refused": [],
-            "calibrate": {"batches": 3, "output": {"samples": 8, "cosine_mean": 0.9111, "cosine_min": 0.7}},
-            "distill": {"samples": 1920, "steps": 60, "kept": False, "output": {"cosine_mean": 0.9222}},
+            "calibrate": {
+                "batches": 3,
+                "output": {"samples": 8, "cosine_mean": 0.9111, "cosine_min": 0.7},
+            },
+            "distill": {
+                "samples": 1920,
+                "steps": 60,
+                "kept": False,
+                "output": {"cosine_mean": 0.9222},
+            },
         }
-        meta = {"stages": stages, "seconds": {"calibrate": 3.2, "distill": 59.7}, "worst_sample": "a <b> sad one"}
+        meta = {
+            "stages": stages,
+            "seconds": {"calibrate": 3.2, "distill": 59.7},
+            "worst_sample": "a <b> sad one",
+        }
         meta["recipe"] = {"to": "dyisru", "held_out": 60, "only": [], "lr": None}
-        report = replace(odd_report(), meta=meta, output=OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, 0.7))
+        report = replace(
+            odd_report(), meta=meta, output=OutputReport("encoder", 8, 0.9, 0.8, 0.85, 0.92, 0.7)
+        )
         report.to_html(tmp_path / "page.html")
         page = Page((tmp_path / "page.html").read_text("utf-8"))
         said = " ".join(" ".join(page.texts).split())
         assert "Much was lost: the mean cosine of an embedding to the original's is 0.900" in said
-        assert 'has 0.800: "a <b> sad one". Next: distil again with more data or a lower rate' in said
+        assert (
+            'has 0.800: "a <b> sad one". Next: distil again with more data or a lower rate' in said
+        )
         assert "calibrated, site by site 0.911 0.700 3 batches 3" in said
         assert "distilled, all weights, but not kept 0.922 – 1,920 samples, 60 steps 60" in said
         assert "to dyisru, held out 60" in said
-        assert said.index("Much was lost") < said.index("Stage by stage") < said.index("DyISRU fits the core best")
+        assert (
+            said.index("Much was lost")
+            < said.index("Stage by stage")
+            < said.index("DyISRU fits the core best")
+        )
 
-    def test_it_is_written_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_is_written_whole_or_not_at_all(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         report, path = odd_report(), tmp_path / "report.html"
         path.write_text("old")
 

@@ -40,7 +40,9 @@ def tokens(count: int = 200, channels: int = 24, seed: int = 0) -> Tensor:
 
 def toy() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 24), nn.RMSNorm(24, eps=1e-6))
+    return nn.Sequential(
+        nn.Linear(8, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 24), nn.RMSNorm(24, eps=1e-6)
+    )
 
 
 def toy_batches(count: int = 3) -> list[Tensor]:
@@ -74,7 +76,10 @@ def test_the_fit_is_that_of_least_squares_on_the_outliers(site: NormSite, name: 
     # The search is a grid: its last step is 2e-5 wide in log10 beta.
     assert math.log(found.fit.betas[name]) == pytest.approx(best.x, abs=1e-4)
     x, y = pairs(measured)
-    residual = FUNCTIONS[name](x, torch.tensor(found.fit.betas[name], dtype=torch.float64), center, scale) - y
+    residual = (
+        FUNCTIONS[name](x, torch.tensor(found.fit.betas[name], dtype=torch.float64), center, scale)
+        - y
+    )
     assert found.residuals[name] == pytest.approx(float(residual.abs().mean()), rel=1e-9)
     assert found.fit.errors[name] == pytest.approx(float(residual.norm() / y.norm()), rel=1e-9)
 
@@ -97,7 +102,9 @@ def test_each_outlier_has_a_constant_that_makes_dyisru_the_norm(site: NormSite) 
 def test_the_papers_simulation_through_a_model() -> None:
     simulation = pytest.importorskip("dynorm.paper.simulation").simulate()
     rows = torch.from_numpy(simulation.tokens[1:])
-    model = nn.Sequential(nn.Identity(), nn.LayerNorm(100, eps=0.0, elementwise_affine=False)).double()
+    model = nn.Sequential(
+        nn.Identity(), nn.LayerNorm(100, eps=0.0, elementwise_affine=False)
+    ).double()
     site = NormSite("1", kind="layernorm", normalized_shape=(100,))
     report = dynorm.inspect_norms(model, [rows], sites=[site], fit_on=[rows])
     # Here the centre is the mean of all values, where the paper has none.
@@ -192,7 +199,12 @@ def test_small_inputs_give_finite_figures(channels: int, count: int, seed: int) 
         sites=[NormSite("0", kind="layernorm", normalized_shape=(channels,), eps=1e-5)],
     )
     row = report.sites[0].outliers
-    assert all(map(math.isfinite, [*row.residuals.values(), *row.fit.betas.values(), row.beta, row.beta_spread]))
+    assert all(
+        map(
+            math.isfinite,
+            [*row.residuals.values(), *row.fit.betas.values(), row.beta, row.beta_spread],
+        )
+    )
     assert str(report)
 
 
@@ -249,7 +261,12 @@ class TestReport:
 
     def test_the_summary_counts_what_the_rows_say(self, report: dynorm.InspectionReport) -> None:
         found = report.summary()
-        assert found["sites"] == sum(found["outliers_best"].values()) == sum(found["core_best"].values()) == 2
+        assert (
+            found["sites"]
+            == sum(found["outliers_best"].values())
+            == sum(found["core_best"].values())
+            == 2
+        )
         assert found["holds"] == sum(
             row.outliers.residuals["dyisru"] < row.outliers.residuals["dyt"] for row in report.sites
         )
@@ -257,7 +274,10 @@ class TestReport:
 
     def test_json(self, report: dynorm.InspectionReport) -> None:
         values = json.loads(json.dumps(report.to_dict()))
-        assert values["sites"][0]["outliers"]["residuals"]["dyt"] == report.sites[0].outliers.residuals["dyt"]
+        assert (
+            values["sites"][0]["outliers"]["residuals"]["dyt"]
+            == report.sites[0].outliers.residuals["dyt"]
+        )
         assert values["sites"][0]["beta"] == report.sites[0].beta
         assert "points" not in values["sites"][0]["outliers"]
 

@@ -48,7 +48,9 @@ def batches(count: int = 4, left: bool = False) -> list[dict[str, Tensor]]:
         batch = {"input_ids": ids * mask, "attention_mask": mask}
         if left:
             batch = {
-                name: torch.stack([row.roll(9 - n) for row, n in zip(value, lengths[:, 0].tolist(), strict=True)])
+                name: torch.stack(
+                    [row.roll(9 - n) for row, n in zip(value, lengths[:, 0].tolist(), strict=True)]
+                )
                 for name, value in batch.items()
             }
         found.append(batch)
@@ -73,7 +75,9 @@ def test_silence_may_come_first_or_alone() -> None:
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("left", [False, True])
 def test_the_largest_tokens_have_their_places_and_channels(kind: Any, left: bool) -> None:
-    report = dynorm.inspect_norms(Massive(kind), batches(left=left), decode={BOS: "<s>", THE: "the"}.get)
+    report = dynorm.inspect_norms(
+        Massive(kind), batches(left=left), decode={BOS: "<s>", THE: "the"}.get
+    )
     sizes = report.sites[0].sizes
     first, second, *rest = sizes.tokens
     assert (first.token, first.position, first.channel) == ("<s>", 0, WITNESS)
@@ -82,11 +86,16 @@ def test_the_largest_tokens_have_their_places_and_channels(kind: Any, left: bool
     assert all(token.size < 3 for token in rest)
     model, data = Massive(kind), batches(left=left)
     x = torch.cat(
-        [model.embedding.weight.detach()[batch["input_ids"]][batch["attention_mask"].bool()] for batch in data]
+        [
+            model.embedding.weight.detach()[batch["input_ids"]][batch["attention_mask"].bool()]
+            for batch in data
+        ]
     )
     deviation = x - x.mean(1, keepdim=True) if kind is nn.LayerNorm else x
     sigma = deviation.square().mean(1).sqrt()
-    assert first.size == pytest.approx(float(sigma.max() / sigma.quantile(0.5, interpolation="lower")), rel=0.02)
+    assert first.size == pytest.approx(
+        float(sigma.max() / sigma.quantile(0.5, interpolation="lower")), rel=0.02
+    )
     largest = deviation[sigma.argmax()].square()
     assert first.share == pytest.approx(float(largest.max() / largest.sum()), rel=1e-5)
     assert sizes.channels[0] == WITNESS
@@ -145,12 +154,19 @@ def test_a_layers_witnesses_their_gains_and_what_they_tell(to: str, tmp_path: Pa
     assert witnessed.sizes.explained[1] > 0.9
     told, sums = witnessed.sums
     x = torch.cat(
-        [original.embedding.weight.detach()[batch["input_ids"]][batch["attention_mask"].bool()] for batch in data]
+        [
+            original.embedding.weight.detach()[batch["input_ids"]][batch["attention_mask"].bool()]
+            for batch in data
+        ]
     )
     own = WIDTH * (x.var(1, correction=0) + 1e-5)
     assert sorted(sums) == pytest.approx(sorted(own.tolist()))
     gains, channels = torch.tensor(witnessed.gains, dtype=x.dtype), list(witnessed.witnesses)
-    center = 0.0 if model.norm.center is None else model.norm.center.detach().flatten().expand(WIDTH)[channels]
+    center = (
+        0.0
+        if model.norm.center is None
+        else model.norm.center.detach().flatten().expand(WIDTH)[channels]
+    )
     expected = model.norm.beta().detach().median() + (x[:, channels] - center).square() @ gains
     assert sorted(told) == pytest.approx(sorted(expected.tolist()))
     assert " told" not in str(reports[0])

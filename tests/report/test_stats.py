@@ -18,7 +18,9 @@ class TestRanks:
     def test_spearman_with_ties_is_scipys(self, seed: int) -> None:
         a, b = np.random.default_rng(seed).integers(0, 9, (2, 60))
         expected = stats.spearmanr(a, b).statistic
-        assert spearman(torch.tensor(a).float(), torch.tensor(b).float()) == pytest.approx(expected, abs=1e-12)
+        assert spearman(torch.tensor(a).float(), torch.tensor(b).float()) == pytest.approx(
+            expected, abs=1e-12
+        )
         assert average_ranks(torch.tensor(a)).tolist() == stats.rankdata(a).tolist()
 
     def test_what_has_no_order(self) -> None:
@@ -29,7 +31,9 @@ class TestRanks:
             spearman(torch.ones(3), torch.ones(4))
 
     def test_of_many_samples_an_even_choice_is_taken(self) -> None:
-        a = nn.functional.normalize(torch.randn(2500, 3, generator=torch.Generator().manual_seed(0)), dim=1)
+        a = nn.functional.normalize(
+            torch.randn(2500, 3, generator=torch.Generator().manual_seed(0)), dim=1
+        )
         assert pairs_alike(a, a) == (pytest.approx(1.0), 1)
         correlation, neighbours = pairs_alike(a, a.flip(0))
         assert correlation == pytest.approx(0.0, abs=0.1)
@@ -50,13 +54,17 @@ class TestStatistics:
     def test_a_histogram_measures_as_well_as_the_values(self, name: str, offset: float) -> None:
         generator = torch.Generator().manual_seed(0)
         x = offset + torch.randn(20_000, generator=generator, dtype=torch.float64) ** 3
-        y = (x - offset) / (1 + 0.1 * (x - offset).abs()) + 0.1 * torch.randn(20_000, generator=generator)
+        y = (x - offset) / (1 + 0.1 * (x - offset).abs()) + 0.1 * torch.randn(
+            20_000, generator=generator
+        )
         histogram = Histogram(origin=offset + 0.01, unit=1.5)
         for part in zip(x.split(999), y.split(999), strict=True):
             histogram.add(*part)
         betas = torch.tensor([10.0, 100.0, 1000.0], dtype=torch.float64)
         found = histogram.error(name, betas, offset, 10.0)
-        expected = [(FUNCTIONS[name](x, beta, offset, 10.0) - y).norm() / y.norm() for beta in betas]
+        expected = [
+            (FUNCTIONS[name](x, beta, offset, 10.0) - y).norm() / y.norm() for beta in betas
+        ]
         assert found.tolist() == pytest.approx([float(e) for e in expected], rel=1e-5)
         assert histogram.mean() == pytest.approx(float(x.mean()), rel=1e-9)
         assert len(histogram) == 20_000
@@ -67,7 +75,10 @@ class TestStatistics:
         histogram = Histogram(0.0, 1.0)
         histogram.add(x, y)
         bins = histogram.bins(most=20, least=10)
-        assert [(round(b.x, 6), round(b.mean, 6), b.count) for b in bins] == [(-3.0, 0.5, 100), (4.0, 2.0, 50)]
+        assert [(round(b.x, 6), round(b.mean, 6), b.count) for b in bins] == [
+            (-3.0, 0.5, 100),
+            (4.0, 2.0, 50),
+        ]
         assert bins[0].std == pytest.approx(float(y[:100].std(correction=0)), rel=1e-5)
 
     def test_a_reservoir_keeps_each_value_once_and_prefers_the_heavy(self) -> None:

@@ -15,7 +15,19 @@ from torch import distributed
 from studies import callbacks, data, models, trainer  # noqa: F401
 from studies.train import app
 
-WORDS = ["--arm", "dyisru_annealed", "--lr", "1e-2", "--steps", "20", "--size", "tiny", "--warmup", "10", "--json"]
+WORDS = [
+    "--arm",
+    "dyisru_annealed",
+    "--lr",
+    "1e-2",
+    "--steps",
+    "20",
+    "--size",
+    "tiny",
+    "--warmup",
+    "10",
+    "--json",
+]
 
 
 def command(folder: Path) -> dict[str, Any] | None:

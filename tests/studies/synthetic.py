@@ -9,7 +9,9 @@ from studies.plan import LONG, SMALL, Part
 from studies.settings import Settings
 
 
-def record(settings: Settings, loss: float | None, step: float = 0.2, **more: Any) -> dict[str, Any]:
+def record(
+    settings: Settings, loss: float | None, step: float = 0.2, **more: Any
+) -> dict[str, Any]:
     return {
         "name": settings.name,
         "settings": settings.to_dict(),
@@ -39,7 +41,9 @@ def imagined(part: Part) -> dict[str, dict[str, Any]]:
         middle = math.log(sweep[len(sweep) // 2].lr)
         for settings in sweep:
             lost = settings.arm == "layernorm" and settings.lr == 1.6e-2
-            loss = None if lost else 1.5 + 0.04 * place + 0.15 * (math.log(settings.lr) - middle) ** 2
+            loss = (
+                None if lost else 1.5 + 0.04 * place + 0.15 * (math.log(settings.lr) - middle) ** 2
+            )
             found[settings.name] = record(settings, loss)
     return found
 

@@ -33,9 +33,15 @@ def group_of(study: dict[str, Any], arm: str) -> dict[str, Any]:
 
 
 def test_best_spread_and_difference() -> None:
-    runs = sweep_of("layernorm", 2.1, 2.0, 1.9, 1.95, None) | sweep_of("dyisru", 1.62, 1.58, 1.7, 2.0, None)
-    runs |= results(*[(Settings("layernorm", 4e-3, seed=seed), loss) for seed, loss in ((1, 1.94), (2, 1.92))])
-    runs |= results(*[(Settings("dyisru", 2e-3, seed=seed), loss) for seed, loss in ((1, 1.60), (2, 1.66))])
+    runs = sweep_of("layernorm", 2.1, 2.0, 1.9, 1.95, None) | sweep_of(
+        "dyisru", 1.62, 1.58, 1.7, 2.0, None
+    )
+    runs |= results(
+        *[(Settings("layernorm", 4e-3, seed=seed), loss) for seed, loss in ((1, 1.94), (2, 1.92))]
+    )
+    runs |= results(
+        *[(Settings("dyisru", 2e-3, seed=seed), loss) for seed, loss in ((1, 1.60), (2, 1.66))]
+    )
     found = summarize(runs)
     ours = group_of(found, "dyisru")
     assert ours["best_lr"] == 2e-3
@@ -43,13 +49,21 @@ def test_best_spread_and_difference() -> None:
     assert ours["mean"] == pytest.approx((1.58 + 1.60 + 1.66) / 3)
     assert ours["half_range"] == pytest.approx(0.04)
     assert (ours["runs"], ours["diverged"]) == (7, 1)
-    assert ours["rates"] == {"0.001": 1.62, "0.002": 1.58, "0.004": 1.7, "0.008": 2.0, "0.016": None}
+    assert ours["rates"] == {
+        "0.001": 1.62,
+        "0.002": 1.58,
+        "0.004": 1.7,
+        "0.008": 2.0,
+        "0.016": None,
+    }
     # Seed by seed: -0.32, -0.34, -0.26.
     assert ours["against"]["mean"] == pytest.approx(-0.92 / 3)
     assert ours["against"]["half_range"] == pytest.approx(0.04)
     assert ours["against"]["seeds"] == 3
     # Student's t for two degrees of freedom, 4.303, times the standard error.
-    assert ours["against"]["interval"] == pytest.approx(4.3027 * (0.003466667 / 2 / 3) ** 0.5, rel=1e-4)
+    assert ours["against"]["interval"] == pytest.approx(
+        4.3027 * (0.003466667 / 2 / 3) ** 0.5, rel=1e-4
+    )
     assert ours["against"]["without_seed_0"] == pytest.approx(-0.30)
     assert "against" not in group_of(found, "layernorm")
 
@@ -70,15 +84,22 @@ def test_what_is_reported_and_its_error_are_of_the_items_that_no_choice_has_seen
 def test_a_seed_that_diverged_is_not_counted_as_one_that_did_not() -> None:
     seeds = [(Settings("dyisru", 2e-3, seed=seed), loss) for seed, loss in ((1, None), (2, 1.62))]
     runs = sweep_of("dyisru", 1.62, 1.58, 1.7) | results(*seeds)
-    (row,) = [line for line in table(SMALL, summarize(runs)).splitlines() if line.startswith("| DyISRU |")]
+    (row,) = [
+        line for line in table(SMALL, summarize(runs)).splitlines() if line.startswith("| DyISRU |")
+    ]
     assert "| 1.600 ± 0.020 (2 seeds, 1 diverged) |" in row
 
 
 def test_the_answers_say_what_diverged_and_what_was_not_run() -> None:
-    runs = sweep_of("layernorm", 2.1, 2.0, 1.9) | results(*[(Settings("dyisru", lr), None) for lr in DIRECT_RATES])
+    runs = sweep_of("layernorm", 2.1, 2.0, 1.9) | results(
+        *[(Settings("dyisru", lr), None) for lr in DIRECT_RATES]
+    )
     found = parts(summarize(runs))
     said = found["answers"]
-    assert "| DyISRU from the first step against LayerNorm, 600 steps | diverged at every rate |" in said
+    assert (
+        "| DyISRU from the first step against LayerNorm, 600 steps | diverged at every rate |"
+        in said
+    )
     assert "| DyISRU against scaled DyT, 600 steps | diverged at every rate |" in found["functions"]
     # What was not run is not listed.
     assert "scaled DyT" not in said
@@ -107,10 +128,15 @@ def test_the_last_checkpoint_is_compared_with_the_best_on_the_way() -> None:
 def test_a_checkpoint_that_has_a_norm_yet_is_none_of_an_annealed_run() -> None:
     runs = results((Settings("dyisru_annealed", 4e-3), 1.7))
     held_out = [(0.0, 1.5), (0.5, 1.6), (1.0, 1.68), (1.0, 1.7)]
-    log = [{"step": 100 * place, "t": t, "held_out": loss} for place, (t, loss) in enumerate(held_out)]
+    log = [
+        {"step": 100 * place, "t": t, "held_out": loss} for place, (t, loss) in enumerate(held_out)
+    ]
     study = summarize(runs, log=lambda name: log)
     assert "| text | 600 | annealed | 1 | 0 | 0.020 |" in parts(study)["checkpoints"]
-    assert "| norm, then DyISRU (annealed), 600 steps | 1.680 | 200 | 1.700 |" in parts(study)["on-the-way"]
+    assert (
+        "| norm, then DyISRU (annealed), 600 steps | 1.680 | 200 | 1.700 |"
+        in parts(study)["on-the-way"]
+    )
 
 
 def test_answers_name_the_edges_of_both_arms() -> None:
@@ -135,7 +161,10 @@ def test_a_group_without_seed_0_has_no_best_yet() -> None:
 
 def test_a_best_rate_at_the_edge_is_called_so() -> None:
     def row(*losses: float) -> str:
-        return next(line for line in table(SMALL, summarize(sweep_of("layernorm", *losses))).splitlines()[2:])
+        return next(
+            line
+            for line in table(SMALL, summarize(sweep_of("layernorm", *losses))).splitlines()[2:]
+        )
 
     # Its sweep in the plan begins at 2e-3.
     assert "| 8e-3 (the highest rate run) |" in row(2.1, 2.0, 1.9, 1.8)
@@ -153,16 +182,27 @@ def test_rates_that_keep_up_with_the_norm_may_leave_some_out() -> None:
 
 
 def test_point_wise_arms_are_compared_each_at_its_best_rate() -> None:
-    runs = sweep_of("dyisru", 1.62, 1.58, 1.7) | sweep_of("dyt", 1.60, 1.65, 1.7) | sweep_of("linear", None)
+    runs = (
+        sweep_of("dyisru", 1.62, 1.58, 1.7)
+        | sweep_of("dyt", 1.60, 1.65, 1.7)
+        | sweep_of("linear", None)
+    )
     runs |= results((Settings("dyisru", 2e-3, seed=1), 1.55), (Settings("dyt", 1e-3, seed=1), 1.61))
     study = summarize(runs)
     assert list(study["pairs"]["small"]) == ["dyisru against dyt"]
     found = study["pairs"]["small"]["dyisru against dyt"]
     # Seed by seed: -0.02, -0.06.
-    assert (found["mean"], found["half_range"], found["seeds"]) == (pytest.approx(-0.04), pytest.approx(0.02), 2)
+    assert (found["mean"], found["half_range"], found["seeds"]) == (
+        pytest.approx(-0.04),
+        pytest.approx(0.02),
+        2,
+    )
     said = parts(study)["functions"].splitlines()
     so_far = "; DyISRU: 2 of 3 rates so far; scaled DyT: 2 of 3 rates so far"
-    assert f"| DyISRU against scaled DyT, 600 steps | \N{MINUS SIGN}0.040 ± 0.020 (2 seeds){so_far} |" in said
+    assert (
+        f"| DyISRU against scaled DyT, 600 steps | \N{MINUS SIGN}0.040 ± 0.020 (2 seeds){so_far} |"
+        in said
+    )
     assert "| DyISRU against linear (control), 600 steps | diverged so far |" in said
     assert not any("linear (control), 3,000 steps" in line for line in said)
 
@@ -172,29 +212,38 @@ def test_of_rates_that_are_alike_the_best_has_the_most_seeds_and_then_the_lowest
     runs |= results(*[(Settings("dyisru", 1e-3, seed=seed), 1.5) for seed in (1, 2)])
     found = group_of(summarize(runs), "dyisru")
     assert (found["best_lr"], found["losses"]) == (1e-3, {0: 1.52, 1: 1.5, 2: 1.5})
-    # As many seeds elsewhere, and a lower mean; more of them where the rate is not good do not count.
+    # As many seeds elsewhere, and a lower mean; more of them where the rate is not good do not
+    # count.
     runs |= results(*[(Settings("dyisru", 4e-3, seed=seed), 1.4) for seed in (1, 2)])
     runs |= results(*[(Settings("dyisru", 8e-3, seed=seed), 1.3) for seed in (1, 2, 3)])
     assert group_of(summarize(runs), "dyisru")["best_lr"] == 4e-3
-    again = [run.settings for run in missing(runs, (replace(SMALL, arms=("dyisru",), extend=False),))]
+    again = [
+        run.settings for run in missing(runs, (replace(SMALL, arms=("dyisru",), extend=False),))
+    ]
     assert all(settings.seed == 0 for settings in again)
 
 
 def test_the_opening_says_who_is_ahead_and_names_only_what_was_run() -> None:
     runs = sweep_of("layernorm", 2.0) | sweep_of("dyisru", 1.8) | sweep_of("dyt_published", 2.5)
     long = {"steps": 3000}
-    runs |= results((Settings("layernorm", 4e-3, **long), 1.2), (Settings("dyisru", 5e-4, **long), 1.25))
+    runs |= results(
+        (Settings("layernorm", 4e-3, **long), 1.2), (Settings("dyisru", 5e-4, **long), 1.25)
+    )
     others = (("layernorm", 1, 2.0), ("dyisru", 1, 1.7), ("layernorm", 2, 2.0), ("dyisru", 2, 1.75))
     runs |= results(*[(Settings(arm, 1e-3, seed=seed), loss) for arm, seed, loss in others])
     # On either side of LayerNorm's: 0.05 above with one seed, and 0.09 below with another.
     runs |= results(
-        (Settings("layernorm", 4e-3, seed=1, **long), 1.2), (Settings("dyisru", 5e-4, seed=1, **long), 1.11)
+        (Settings("layernorm", 4e-3, seed=1, **long), 1.2),
+        (Settings("dyisru", 5e-4, seed=1, **long), 1.11),
     )
     lines = parts(summarize(runs))["opening"].splitlines()
     assert lines == [
-        "A net that is point-wise from the first step, with DyISRU, is 0.250 ± 0.050 nats ahead of LayerNorm after 600 "
-        "steps (3 seeds), level with LayerNorm after 3,000 steps (2 seeds, \N{MINUS SIGN}0.020 ± 0.070 nats).",
-        "The constants must be measured on activations: with the published one DyT is 0.500 nats above LayerNorm "
+        "A net that is point-wise from the first step, with DyISRU, is 0.250 ± 0.050 nats ahead of "
+        "LayerNorm after 600 "
+        "steps (3 seeds), level with LayerNorm after 3,000 steps (2 seeds, \N{MINUS SIGN}0.020 ± "
+        "0.070 nats).",
+        "The constants must be measured on activations: with the published one DyT is 0.500 nats "
+        "above LayerNorm "
         "after 600 steps (1 seed).",
     ]
     assert parts(summarize({}))["opening"] == "Not run yet."
@@ -206,7 +255,9 @@ def test_each_arm_has_its_lowest_loss_on_the_way() -> None:
 
     def log(name: str) -> list[dict[str, Any]]:
         losses = logs[int(name[-1])] if "lr0.002" in name else [0.0]
-        return [{"step": 100 * place, "held_out": loss} for place, loss in enumerate(losses)] + [{"step": 300}]
+        return [{"step": 100 * place, "held_out": loss} for place, loss in enumerate(losses)] + [
+            {"step": 300}
+        ]
 
     rows = parts(summarize(runs, log=log))["on-the-way"].splitlines()
     assert rows[2:] == ["| DyISRU, 600 steps | 1.550 | 150 | 1.600 |"]
@@ -216,10 +267,15 @@ def test_each_arm_has_its_lowest_loss_on_the_way() -> None:
 def test_the_variants_that_were_run_stand_below_their_titles() -> None:
     assert parts(summarize({}))["variants"] == "Not run yet."
     settings = Settings("dyisru", 1e-3, optimizer="muon")
-    said = parts(summarize(results((settings, 1.5), (Settings("layernorm", 4e-3, optimizer="muon"), 1.6))))["variants"]
+    said = parts(
+        summarize(results((settings, 1.5), (Settings("layernorm", 4e-3, optimizer="muon"), 1.6)))
+    )["variants"]
     assert said.splitlines()[0] == f"{MUON.title}:"
     assert "| DyISRU, muon |" not in said
-    assert "| DyISRU | 1e-3 (1 of 4 rates so far) | 1.500 (1 seed) | \N{MINUS SIGN}0.100 (1 seed) |" in said
+    assert (
+        "| DyISRU | 1e-3 (1 of 4 rates so far) | 1.500 (1 seed) | \N{MINUS SIGN}0.100 (1 seed) |"
+        in said
+    )
     assert sum(line.endswith(":") for line in said.splitlines()) == 1
 
 
@@ -249,7 +305,9 @@ def test_the_good_range_has_no_gap(
 
 
 @pytest.mark.parametrize(("third", "good"), [(1.53, [1e-3, 2e-3]), (None, [1e-3, 1e-3])])
-def test_a_good_rate_is_one_in_the_mean_of_its_seeds(third: float | None, good: list[float]) -> None:
+def test_a_good_rate_is_one_in_the_mean_of_its_seeds(
+    third: float | None, good: list[float]
+) -> None:
     more = ((1e-3, 1, 1.50), (1e-3, 2, 1.49), (2e-3, 1, 1.53), (2e-3, 2, third), (4e-3, 3, 1.6))
     runs = sweep_of("dyisru", 1.50, 1.56, 1.56)
     runs |= results(*[(Settings("dyisru", lr, seed=seed), loss) for lr, seed, loss in more])
@@ -261,8 +319,15 @@ def test_a_good_rate_is_one_in_the_mean_of_its_seeds(third: float | None, good: 
 def test_an_arm_that_always_diverges_has_no_best() -> None:
     study = summarize(sweep_of("linear", None, None))
     found = group_of(study, "linear")
-    assert (found["best_lr"], found["mean"], found["good"], found["diverged"]) == (None, None, None, 2)
-    (row,) = [line for line in table(SMALL, study).splitlines() if line.startswith("| linear (control)")]
+    assert (found["best_lr"], found["mean"], found["good"], found["diverged"]) == (
+        None,
+        None,
+        None,
+        2,
+    )
+    (row,) = [
+        line for line in table(SMALL, study).splitlines() if line.startswith("| linear (control)")
+    ]
     assert "diverged" in row
     assert "2 of 2" in row
 
@@ -270,8 +335,14 @@ def test_an_arm_that_always_diverges_has_no_best() -> None:
 def test_each_run_is_compared_with_its_own_models_norm() -> None:
     variant = Settings("dyisru", 1e-3, constants_rate=10.0, center=True, warmup_constants=True)
     assert baseline_of(variant).group == Settings("layernorm", 1e-3).group
-    assert baseline_of(Settings("dyisru_annealed", 1e-3, path_start=0.5)).group == Settings("layernorm", 1e-3).group
-    assert baseline_of(Settings("dyt", 1e-3, model="llama")).group == Settings("rmsnorm", 1e-3, model="llama").group
+    assert (
+        baseline_of(Settings("dyisru_annealed", 1e-3, path_start=0.5)).group
+        == Settings("layernorm", 1e-3).group
+    )
+    assert (
+        baseline_of(Settings("dyt", 1e-3, model="llama")).group
+        == Settings("rmsnorm", 1e-3, model="llama").group
+    )
     long = Settings("dyt", 1e-3, steps=3000, size="medium")
     assert baseline_of(long).group == Settings("layernorm", 1e-3, steps=3000, size="medium").group
 
@@ -301,7 +372,12 @@ def test_the_page_keeps_its_prose_and_its_marks() -> None:
     assert renewed != page
     assert renewed.count("<!-- study ") == page.count("<!-- study ") == len(parts(summarize({})))
     assert "## What was run" in renewed
-    assert with_parts(with_parts(renewed, json.loads(dumps(summarize(read_all())))), summarize(EVERYTHING)) == renewed
+    assert (
+        with_parts(
+            with_parts(renewed, json.loads(dumps(summarize(read_all())))), summarize(EVERYTHING)
+        )
+        == renewed
+    )
 
 
 def test_a_mark_that_is_missing_is_named() -> None:
@@ -319,7 +395,9 @@ def test_pictures_are_drawn_of_what_there_is() -> None:
     assert draw(summarize({}), imagined_log) == {}
     drawn = draw(summarize(EVERYTHING), imagined_log)
     assert sorted(drawn) == ["study-constants", "study-curves", "study-rates"]
-    assert all(picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in drawn.values())
+    assert all(
+        picture.startswith(b"\x89PNG") and len(picture) > 10_000 for picture in drawn.values()
+    )
     assert drawn == draw(summarize(EVERYTHING), imagined_log)
     norm = draw(summarize(sweep_of("layernorm", 2.1, 2.0, 1.9)), lambda name: [])
     assert sorted(norm) == ["study-curves", "study-rates"]
@@ -329,7 +407,9 @@ def test_the_command_writes_everything(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     for name, result in EVERYTHING.items():
         (tmp_path / "runs" / f"{name}.json").write_text(dumps(result))
-        (tmp_path / "runs" / f"{name}.jsonl").write_text("".join(dumps(line) + "\n" for line in imagined_log(name)))
+        (tmp_path / "runs" / f"{name}.jsonl").write_text(
+            "".join(dumps(line) + "\n" for line in imagined_log(name))
+        )
     page = tmp_path / "study.md"
     page.write_text(PAGE.read_text("utf-8"))
     report.command(tmp_path / "runs", tmp_path / "study.json", page, tmp_path)

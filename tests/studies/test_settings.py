@@ -21,7 +21,10 @@ from studies.settings import Settings
         ({"lr": float("nan")}, "learning rate"),
         ({"lr": 0.00123456789}, "lr must have at most six digits"),
         ({"constants_rate": 10.0000001}, "constants_rate must have at most six digits"),
-        ({"arm": "dyisru_annealed", "path_start": 0.5000001}, "path_start must have at most six digits"),
+        (
+            {"arm": "dyisru_annealed", "path_start": 0.5000001},
+            "path_start must have at most six digits",
+        ),
         ({"steps": 0}, "steps"),
         ({"steps": 50}, "warm-up must end"),
         ({"warmup": -1}, "warm-up must end"),
@@ -48,8 +51,14 @@ from studies.settings import Settings
         ({"arm": "layernorm", "fixed_writers": True}, "leave --fixed-writers out"),
         ({"task": "digits", "fixed_writers": True}, "leave --fixed-writers out"),
         ({"path_start": 0.5}, "is not annealed"),
-        ({"arm": "dyisru_annealed", "path_start": 0.8}, "begin after the first step and end before the last"),
-        ({"arm": "dyisru_annealed", "path_length": 0.0}, "begin after the first step and end before the last"),
+        (
+            {"arm": "dyisru_annealed", "path_start": 0.8},
+            "begin after the first step and end before the last",
+        ),
+        (
+            {"arm": "dyisru_annealed", "path_length": 0.0},
+            "begin after the first step and end before the last",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused(change: dict[str, Any], says: str) -> None:
@@ -72,7 +81,10 @@ def test_names_differ_where_settings_do() -> None:
         Settings(**annealed | {"center": True}),
     ]
     several += [Settings("dyisru", 1e-3), Settings("dyisru", 1e-3, warmup_constants=True)]
-    several += [Settings("dyisru", 1e-3, scale_loss=0.1), Settings("dyisru", 1e-3, fixed_writers=True)]
+    several += [
+        Settings("dyisru", 1e-3, scale_loss=0.1),
+        Settings("dyisru", 1e-3, fixed_writers=True),
+    ]
     several += [Settings("dyisru_witnesses", 1e-3), Settings("dyisru_witnesses", 1e-3, share=0.9)]
     assert {field.name for field in fields(Settings)} == {
         *changes, "task", "warmup_constants", "share", "scale_loss", "fixed_writers"
@@ -81,7 +93,12 @@ def test_names_differ_where_settings_do() -> None:
 
 
 def test_runs_of_a_group_differ_in_rate_and_seed_only() -> None:
-    groups = {Settings(arm, lr, seed=seed).group for arm in ARMS for lr in (1e-3, 1.6e-2) for seed in (0, 2)}
+    groups = {
+        Settings(arm, lr, seed=seed).group
+        for arm in ARMS
+        for lr in (1e-3, 1.6e-2)
+        for seed in (0, 2)
+    }
     assert len(groups) == len(ARMS)
 
 

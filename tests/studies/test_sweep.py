@@ -20,7 +20,9 @@ from studies.sweep import left, sweep
 from tests.studies.synthetic import record, results
 
 TINY: dict[str, Any] = {"size": "tiny", "warmup": 2}
-PART = Part("tiny", "Tiny", ("layernorm", "dyisru"), 6, (4e-3, 8e-3), (1e-3, 2e-3), (1,), False, TINY)
+PART = Part(
+    "tiny", "Tiny", ("layernorm", "dyisru"), 6, (4e-3, 8e-3), (1e-3, 2e-3), (1,), False, TINY
+)
 
 
 def rates(sweep: list[Settings]) -> list[float]:
@@ -35,7 +37,11 @@ def test_the_plan_holds_every_arm_once_and_can_be_run() -> None:
     runs = planned({})
     names = [run.settings.name for run in runs]
     assert len(set(names)) == len(names)
-    assert {run.settings.arm for run in runs} == set(ARMS) == {*ALL, *WITNESSES.arms, "dyt_tuned", "dyisru_final_norm"}
+    assert (
+        {run.settings.arm for run in runs}
+        == set(ARMS)
+        == {*ALL, *WITNESSES.arms, "dyt_tuned", "dyisru_final_norm"}
+    )
     assert len({part.key for part in PLAN}) == len(PLAN)
     assert {run.settings.seed for run in runs if run.certain} == {0}
 
@@ -90,7 +96,10 @@ def test_the_best_is_chosen_by_what_is_not_reported() -> None:
 
 def test_the_best_is_the_lowest_that_did_not_diverge() -> None:
     settings = sweep_of(1e-3, 2e-3, 4e-3)
-    assert best(settings, results((settings[0], 1.6), (settings[1], 1.5), (settings[2], None))) == settings[1]
+    assert (
+        best(settings, results((settings[0], 1.6), (settings[1], 1.5), (settings[2], None)))
+        == settings[1]
+    )
     assert best(settings, results((settings[0], None))) is None
 
 
@@ -101,7 +110,10 @@ def test_more_seeds_run_at_the_best_rate_once_it_is_known() -> None:
     assert [run.certain for run in waiting] == [False, False]
     known = results(*zip(settings, (1.6, 1.5, 1.7), strict=True))
     ready = missing(known, (part,))
-    assert [(run.settings.lr, run.settings.seed, run.certain) for run in ready] == [(2e-3, 1, True), (2e-3, 2, True)]
+    assert [(run.settings.lr, run.settings.seed, run.certain) for run in ready] == [
+        (2e-3, 1, True),
+        (2e-3, 2, True),
+    ]
     lost = results(*zip(settings, (None, None, None), strict=True))
     assert [run.settings.lr for run in missing(lost, (part,)) if run.certain] == [5e-4]
 
@@ -111,7 +123,8 @@ def test_time_is_estimated_from_what_was_measured() -> None:
     assert seconds(small, {}) is None
     known = {small.name: record(small, 1.5, step=0.2)}
     assert seconds(Settings("layernorm", 2e-3, steps=3000), known) == pytest.approx(3000 * 0.25)
-    # Another arm of the same model takes as long, another size in proportion to its weights; another task nobody knows.
+    # Another arm of the same model takes as long, another size in proportion to its weights;
+    # another task nobody knows.
     assert seconds(Settings("dyisru", 2e-3), known) == pytest.approx(600 * 0.25)
     medium = Settings("dyisru", 2e-3, size="medium")
     # Half the blocks a step.
@@ -123,7 +136,9 @@ def test_time_is_estimated_from_what_was_measured() -> None:
     assert "not known yet" in left("*", {}, plan=(LONG,))[0]
 
 
-def test_a_sweep_does_what_is_missing_and_only_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_does_what_is_missing_and_only_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = {"out": tmp_path / "runs", "checkpoints": tmp_path / "checkpoints", "plan": (PART,)}
     assert sweep(only="*layernorm*seed0", **folders) == []
     assert sorted(read_all(tmp_path / "runs")) == [
@@ -133,7 +148,9 @@ def test_a_sweep_does_what_is_missing_and_only_that(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     # Two rates of DyISRU, and the second seed of both arms; what is done is not named again.
     assert sweep(**folders) == []
-    said = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("seed0", "seed1"))]
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if line.endswith(("seed0", "seed1"))
+    ]
     assert len(said) == 4
     assert len(read_all(tmp_path / "runs")) == 6
     assert missing(read_all(tmp_path / "runs"), (PART,)) == []
@@ -158,15 +175,23 @@ with open(sys.argv[1], "w") as file:
 
 
 def test_a_run_that_another_process_works_on_is_left_to_it(tmp_path: Path) -> None:
-    folders: dict[str, Any] = {"out": tmp_path / "runs", "checkpoints": tmp_path / "checkpoints", "plan": (PART,)}
-    files = RunFiles(planned({}, (PART,))[0].settings.name, tmp_path / "runs", tmp_path / "checkpoints")
+    folders: dict[str, Any] = {
+        "out": tmp_path / "runs",
+        "checkpoints": tmp_path / "checkpoints",
+        "plan": (PART,),
+    }
+    files = RunFiles(
+        planned({}, (PART,))[0].settings.name, tmp_path / "runs", tmp_path / "checkpoints"
+    )
     files.locked.parent.mkdir(parents=True)
     command = [sys.executable, "-c", HOLDER, str(files.locked)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         assert sweep(only="*layernorm*seed0", **folders) == []
-        assert sorted(read_all(tmp_path / "runs")) == ["text-gpt2-tiny-6-layernorm-warmup2-lr0.008-seed0"]
+        assert sorted(read_all(tmp_path / "runs")) == [
+            "text-gpt2-tiny-6-layernorm-warmup2-lr0.008-seed0"
+        ]
         other.kill()
     # The system let go of the run when the process ended.
     assert sweep(only="*layernorm*seed0", **folders) == []
@@ -189,7 +214,9 @@ def test_a_run_that_fails_is_named_and_the_others_are_done(
     failed = sweep(**folders)
     assert [name.split("-")[4] for name in failed] == ["layernorm", "layernorm"]
     assert "no more memory" in capsys.readouterr().err
-    assert {Settings(**r["settings"]).arm for r in read_all(tmp_path / "runs").values()} == {"dyisru"}
+    assert {Settings(**r["settings"]).arm for r in read_all(tmp_path / "runs").values()} == {
+        "dyisru"
+    }
 
 
 def test_the_command_checks_its_options(tmp_path: Path) -> None:
@@ -199,7 +226,9 @@ def test_the_command_checks_its_options(tmp_path: Path) -> None:
         module.command(only="*no-such-run*", out=tmp_path)
 
 
-def test_the_command_fails_where_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fails_where_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "sweep", lambda *args, **options: ["one"])
     with pytest.raises(ModelError, match="1 did not: one"):
         module.command(out=tmp_path)

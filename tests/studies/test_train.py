@@ -77,7 +77,9 @@ def test_every_arm_learns_and_leaves_its_files(arm: str, tmp_path: Path) -> None
     assert record["loss"] < math.log(256) - 1
     assert sum(record["parts"]) / len(record["parts"]) == pytest.approx(record["loss"], abs=1e-4)
     assert record["seconds_per_step"] > 0
-    assert len(record["constants"]) == (0 if ARMS[arm].layer is None else 4 if ARMS[arm].final_norm else 5)
+    assert len(record["constants"]) == (
+        0 if ARMS[arm].layer is None else 4 if ARMS[arm].final_norm else 5
+    )
     assert bool(record["constants"]) == (ARMS[arm].layer is not None)
     log = read_log(settings.name, tmp_path / "runs")
     assert [line["step"] for line in log] == [4, 8, 12, 16, 20]
@@ -85,7 +87,9 @@ def test_every_arm_learns_and_leaves_its_files(arm: str, tmp_path: Path) -> None
     assert [line["step"] for line in log if "held_out" in line] == [16, 20]
     assert all(len(line.get("beta", [])) == len(record["constants"]) for line in log)
     assert [line["t"] for line in log if "t" in line][-1:] == ([1.0] if ARMS[arm].annealed else [])
-    assert not RunFiles(settings.name, tmp_path / "runs", tmp_path / "checkpoints").checkpoints.exists()
+    assert not RunFiles(
+        settings.name, tmp_path / "runs", tmp_path / "checkpoints"
+    ).checkpoints.exists()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,9 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(
     with pytest.raises(KeyboardInterrupt):
         go(settings, tmp_path / "killed")
     killed_at(None)
-    files = RunFiles(settings.name, tmp_path / "killed" / "runs", tmp_path / "killed" / "checkpoints")
+    files = RunFiles(
+        settings.name, tmp_path / "killed" / "runs", tmp_path / "killed" / "checkpoints"
+    )
     broken = files.checkpoints / "checkpoint-16"
     broken.mkdir()
     (broken / "trainer_state.json").write_text('{"global_st')
@@ -152,7 +158,9 @@ def test_a_checkpoint_of_another_run_or_model_is_refused(
         go(settings, tmp_path)
 
 
-def test_a_finished_run_is_not_done_again(tmp_path: Path, killed_at: Callable[[int | None], None]) -> None:
+def test_a_finished_run_is_not_done_again(
+    tmp_path: Path, killed_at: Callable[[int | None], None]
+) -> None:
     settings = tiny("layernorm")
     record = go(settings, tmp_path)
     killed_at(0)
@@ -162,7 +170,10 @@ def test_a_finished_run_is_not_done_again(tmp_path: Path, killed_at: Callable[[i
 def test_a_run_that_is_done_again_keeps_its_old_result_until_there_is_a_new_one(
     tmp_path: Path, killed_at: Callable[[int | None], None]
 ) -> None:
-    settings, folders = tiny("layernorm"), {"out": tmp_path / "runs", "checkpoints": tmp_path / "checkpoints"}
+    settings, folders = (
+        tiny("layernorm"),
+        {"out": tmp_path / "runs", "checkpoints": tmp_path / "checkpoints"},
+    )
     record = go(settings, tmp_path)
     files = RunFiles(settings.name, folders["out"], folders["checkpoints"])
     before = files.log.read_text("utf-8")
@@ -183,12 +194,18 @@ def test_a_run_that_is_done_again_keeps_its_old_result_until_there_is_a_new_one(
 def test_a_record_says_what_made_it(tmp_path: Path) -> None:
     record = go(tiny("layernorm", steps=6, warmup=2), tmp_path)
     assert record["size"] == asdict(size_of("text", "tiny"))
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    head = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     commit = record["versions"]["commit"]
-    assert commit is None if head.returncode else head.stdout.startswith(commit.removesuffix("-dirty"))
+    assert (
+        commit is None if head.returncode else head.stdout.startswith(commit.removesuffix("-dirty"))
+    )
 
 
-def test_a_folder_that_knows_no_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_knows_no_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(*args: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -224,7 +241,9 @@ def test_variants_are_what_they_are_called(options: dict[str, Any], centred: boo
 
 
 @pytest.mark.parametrize("arm", ["linear", "dyisru_annealed"])
-def test_a_run_that_diverges_is_stopped_and_says_so(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_diverges_is_stopped_and_says_so(
+    arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = StudyTrainer.compute_loss
 
     def compute_loss(self: StudyTrainer, *args: Any, **kwargs: Any) -> Tensor:
@@ -245,8 +264,12 @@ def test_a_loss_above_ten_nats_diverged() -> None:
     assert not diverged([{"loss": 9.9}, {"eval_mean": 10.0, "train_runtime": 1e3}])
 
 
-def test_a_run_whose_last_measurement_is_lost_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("studies.train._measured", lambda *args: {"loss": math.nan, "parts": [math.nan]})
+def test_a_run_whose_last_measurement_is_lost_diverged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "studies.train._measured", lambda *args: {"loss": math.nan, "parts": [math.nan]}
+    )
     record = go(tiny("layernorm"), tmp_path)
     assert (record["diverged"], record["loss"]) == (True, None)
 
@@ -313,7 +336,13 @@ def test_arms_put_their_layers_everywhere(arm: str, options: dict[str, Any]) -> 
     # The one at the end is in no block, which would have a number.
     assert [any(part.isdigit() for part in path.split(".")) for path in norms] == [False] * kept
     assert len(layers) == 5 - kept
-    scale = 1.0 if ARMS[arm].start in ("published", "tuned") else 4.0 if ARMS[arm].start == "batch" else None
+    scale = (
+        1.0
+        if ARMS[arm].start in ("published", "tuned")
+        else 4.0
+        if ARMS[arm].start == "batch"
+        else None
+    )
     assert all(scale in (None, layer.scale) for layer in layers.values())
 
 
@@ -325,11 +354,16 @@ def test_published_and_measured_starts() -> None:
         layers = dynorm_layers(build(settings, load(settings))).values()
         assert all(float(layer.get_parameter("alpha").detach()) == alpha for layer in layers)
     betas = {
-        arm: [float(layer.beta().detach()) for layer in dynorm_layers(build(tiny(arm), load(tiny(arm)))).values()]
+        arm: [
+            float(layer.beta().detach())
+            for layer in dynorm_layers(build(tiny(arm), load(tiny(arm)))).values()
+        ]
         for arm in ("dyisru", "dyt", "derf", "linear")
     }
     # The first site sees the same whatever stands there, so all begin with the same slope.
-    assert all(values[0] == pytest.approx(betas["dyisru"][0], rel=1e-5) for values in betas.values())
+    assert all(
+        values[0] == pytest.approx(betas["dyisru"][0], rel=1e-5) for values in betas.values()
+    )
     assert all(0 < value < 1 for values in betas.values() for value in values)
 
 
@@ -365,11 +399,14 @@ def test_losses_are_those_of_each_item() -> None:
     expected = [nn.functional.cross_entropy(logits[i], targets[i]) for i in range(3)]
     torch.testing.assert_close(losses(logits, targets), torch.stack(expected))
     torch.testing.assert_close(
-        losses(logits[:, 0], targets[:, 0]).mean(), nn.functional.cross_entropy(logits[:, 0], targets[:, 0])
+        losses(logits[:, 0], targets[:, 0]).mean(),
+        nn.functional.cross_entropy(logits[:, 0], targets[:, 0]),
     )
 
 
-@pytest.mark.parametrize(("steps", "every"), [(1, 1), (20, 4), (600, 25), (3000, 25), (30_000, 250)])
+@pytest.mark.parametrize(
+    ("steps", "every"), [(1, 1), (20, 4), (600, 25), (3000, 25), (30_000, 250)]
+)
 def test_logs_stay_small(steps: int, every: int) -> None:
     assert logged_every(steps) == every
     assert steps / every <= 120
@@ -385,13 +422,17 @@ def test_the_constants_have_their_own_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rate", "centers"), [(30.0, 1.0), (15.0, 15.0)])
-def test_at_the_librarys_own_rate_a_centre_has_that_of_the_weights(rate: float, centers: float, tmp_path: Path) -> None:
+def test_at_the_librarys_own_rate_a_centre_has_that_of_the_weights(
+    rate: float, centers: float, tmp_path: Path
+) -> None:
     settings = tiny("dyisru", constants_rate=rate, center=True)
     data = load(settings)
     model = build(settings, data)
     files = RunFiles(settings.name, tmp_path, tmp_path)
     made = make_trainer(model, data, settings, files, quiet=True).create_optimizer()
-    rates = {id(p): group["lr"] / settings.lr for group in made.param_groups for p in group["params"]}
+    rates = {
+        id(p): group["lr"] / settings.lr for group in made.param_groups for p in group["params"]
+    }
     for layer in dynorm_layers(model).values():
         found = [rates[id(layer.get_parameter(name))] for name in ("log_beta", "center", "weight")]
         assert found == pytest.approx([rate, centers, 1.0])
@@ -401,7 +442,23 @@ def test_at_the_librarys_own_rate_a_centre_has_that_of_the_weights(rate: float, 
     ("options", "status", "says"),
     [
         (["--arm", "nothing", "--lr", "1e-3"], 2, "arm must be one of"),
-        (["--arm", "dyisru", "--lr", "1e-2", "--steps", "6", "--warmup", "2", "--size", "tiny", "--json"], 0, ""),
+        (
+            [
+                "--arm",
+                "dyisru",
+                "--lr",
+                "1e-2",
+                "--steps",
+                "6",
+                "--warmup",
+                "2",
+                "--size",
+                "tiny",
+                "--json",
+            ],
+            0,
+            "",
+        ),
     ],
 )
 def test_the_command(
@@ -439,7 +496,9 @@ def test_muon_has_the_matrices_of_the_blocks_and_resumes_with_its_rates() -> Non
     for group in made.param_groups:
         group["lr"] /= 2
     other.load_state_dict(made.state_dict())
-    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in made.param_groups]
+    assert [group["lr"] for group in other.param_groups] == [
+        group["lr"] for group in made.param_groups
+    ]
     # What a schedule writes after that reaches the two that make the steps.
     other.param_groups[0]["lr"] = 0.125
     assert other.parts["muon"].param_groups[0]["lr"] == 0.125
@@ -481,20 +540,30 @@ def test_fixed_writers_keep_their_norms_and_nothing_else_does(model: str, tmp_pa
     net = build(settings, data)
     files = RunFiles(settings.name, tmp_path / "runs", tmp_path / "checkpoints")
     files.prepare()
-    before = {name: weight.detach().clone() for name, weight in net.named_parameters() if weight.ndim == 2}
+    before = {
+        name: weight.detach().clone() for name, weight in net.named_parameters() if weight.ndim == 2
+    }
     make_trainer(net, data, settings, files, quiet=True).train()
     after = dict(net.named_parameters())
-    kept = {name for name, weight in before.items() if torch.isclose(weight.norm(), after[name].norm(), rtol=1e-6)}
+    kept = {
+        name
+        for name, weight in before.items()
+        if torch.isclose(weight.norm(), after[name].norm(), rtol=1e-6)
+    }
     # Two in each of the two blocks.
     assert len(kept) == 4
-    assert kept == {name for name, weight in after.items() if any(weight is writer for writer in writers(net))}
+    assert kept == {
+        name for name, weight in after.items() if any(weight is writer for writer in writers(net))
+    }
     assert not any(torch.equal(before[name], after[name]) for name in kept)
 
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     alone = go(tiny("dyisru_annealed"), tmp_path / "one")
-    together, other = values(launch("tests.studies.process_cases", 2, tmp_path, "command"), "command")
+    together, other = values(
+        launch("tests.studies.process_cases", 2, tmp_path, "command"), "command"
+    )
     assert other is None
     assert together["settings"] == alone["settings"]
     assert together["processes"] == 2
@@ -502,7 +571,9 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     assert together["constants"] == pytest.approx(alone["constants"], rel=1e-3)
 
 
-def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_divide_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("transformers.TrainingArguments.world_size", 3)
     with pytest.raises(ArgumentError, match="divide among the processes"):
         go(tiny("layernorm"), tmp_path)

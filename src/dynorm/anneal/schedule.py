@@ -21,10 +21,15 @@ Order = Literal["together", "last_first", "first_last"]
 
 def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
     """Return the annealed layers of a model by their first path, in call order; ModelError if there is none."""
-    found = {path: layer for path, layer in dynorm_layers(model).items() if isinstance(layer, AnnealedNorm)}
+    found = {
+        path: layer
+        for path, layer in dynorm_layers(model).items()
+        if isinstance(layer, AnnealedNorm)
+    }
     if not found:
         raise ModelError(
-            "the model must have annealed layers, but has none: call dynorm.convert_(model, sites, to='annealed') first"
+            "the model must have annealed layers, but has none: call dynorm.convert_(model, sites, "
+            "to='annealed') first"
         )
     return dict(sorted(found.items(), key=lambda item: item[1].place))
 
@@ -33,7 +38,8 @@ def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None 
     """Move the annealed layers of a model between norm and point-wise function, in place.
 
     Args:
-        model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``; wrapped or compiled is fine.
+        model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``; wrapped or
+            compiled is fine.
         t: 0 is the norm each layer replaced, exactly, 1 the point-wise function.
         only: globs of the paths of the layers to move; None means all.
 
@@ -53,14 +59,16 @@ def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None 
         0.3
 
     Reference:
-        Closed form 4: with each token's own constants DyISRU is the norm, with learned ones it needs no statistic.
+        Closed form 4: with each token's own constants DyISRU is the norm, with learned ones it
+        needs no statistic.
     """
     layers = annealed_layers(model)
     check_share("t", t)
     globs = ["*"] if only is None else as_globs(only)
     if lost := [glob for glob in globs if not any_match(layers, [glob])]:
         raise ArgumentError(
-            f"the glob {lost[0]!r} must match the path of an annealed layer, but matches none of {', '.join(layers)}"
+            f"the glob {lost[0]!r} must match the path of an annealed layer, but matches none of "
+            f"{', '.join(layers)}"
         )
     for path, layer in layers.items():
         if any_match([path], globs):
@@ -74,15 +82,15 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
 
     Args:
         model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``.
-        force: do it at any t. The rest of the norms is then lost at once: the outputs change by as much as a
-            :func:`set_anneal_` to 1 would change them.
+        force: do it at any t. The rest of the norms is then lost at once: the outputs change by as
+            much as a :func:`set_anneal_` to 1 would change them.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: the model has no annealed layer, is one itself, or is sharded by FSDP2; or a layer is not at t = 1
-            and ``force`` is not set.
+        ModelError: the model has no annealed layer, is one itself, or is sharded by FSDP2; or a
+            layer is not at t = 1 and ``force`` is not set.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -96,15 +104,21 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
     if early and not force:
         path, t = next(iter(early.items()))
         raise ModelError(
-            f"every layer must be at t = 1 to be finalized, but {len(early)} of {len(layers)} are not ({path!r} is at "
-            f"{t:g}): train on to the end of the annealing, or pass force=True, which takes the rest of the norms away "
+            f"every layer must be at t = 1 to be finalized, but {len(early)} of {len(layers)} are "
+            f"not ({path!r} is at "
+            f"{t:g}): train on to the end of the annealing, or pass force=True, which takes the "
+            "rest of the norms away "
             "at once and changes the outputs as dynorm.set_anneal_(model, 1.0) does"
         )
     if "" in layers:
-        raise ModelError("a layer must have a parent to be replaced in, but the model is the layer: call its end()")
+        raise ModelError(
+            "a layer must have a parent to be replaced in, but the model is the layer: call its "
+            "end()"
+        )
     if any("FSDPModule" in torch_classes(module) for module in model.modules()):
         raise ModelError(
-            "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: it is point-wise "
+            "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: "
+            "it is point-wise "
             "already; gather its state dict, load it into an unsharded copy, and finalize that"
         )
     ends = {layer: layer.end() for layer in layers.values()}
@@ -119,14 +133,17 @@ class AnnealSchedule:
     """The t of each annealed layer at each step of training.
 
     Args:
-        start: the last step at t = 0, at which the constants are set; a float is a share of the run, up to 1.
-        length: how many steps t takes from 0 to 1; a float is a share of the run. t = 1 from ``start + length`` on.
+        start: the last step at t = 0, at which the constants are set; a float is a share of the
+            run, up to 1.
+        length: how many steps t takes from 0 to 1; a float is a share of the run. t = 1 from
+            ``start + length`` on.
         shape: how t rises: "linear", or "cosine", which begins and ends slowly.
-        order: all layers "together", or one after another, from the last ("last_first") or the first ("first_last").
+        order: all layers "together", or one after another, from the last ("last_first") or the
+            first ("first_last").
 
     Raises:
-        ArgumentError: ``start`` or ``length`` is no number, negative, or a share above 1; ``length`` is 0; or a name is
-            unknown.
+        ArgumentError: ``start`` or ``length`` is no number, negative, or a share above 1;
+            ``length`` is 0; or a name is unknown.
 
     Example:
         >>> schedule = AnnealSchedule(start=0.6, length=0.3)
@@ -142,10 +159,15 @@ class AnnealSchedule:
     def __post_init__(self) -> None:
         if not (_is_steps(self.start) and _is_steps(self.length) and self.length > 0):
             raise ArgumentError(
-                "start and length must be steps (integers) or shares of the run (floats from 0 to 1), and length "
+                "start and length must be steps (integers) or shares of the run (floats from 0 to "
+                "1), and length "
                 f"positive, got {self.start!r} and {self.length!r}"
             )
-        if self.shape not in ("linear", "cosine") or self.order not in ("together", "last_first", "first_last"):
+        if self.shape not in ("linear", "cosine") or self.order not in (
+            "together",
+            "last_first",
+            "first_last",
+        ):
             raise ArgumentError(
                 "shape must be linear or cosine and order together, last_first or first_last, got "
                 f"{self.shape!r} and {self.order!r}"
@@ -155,15 +177,22 @@ class AnnealSchedule:
         """Return start and length in steps, for a run of ``total`` steps.
 
         Raises:
-            ArgumentError: ``total`` is no number of steps; or t would not come to 1 early enough for a last step there.
+            ArgumentError: ``total`` is no number of steps; or t would not come to 1 early enough
+                for a last step there.
         """
         if not (_is_steps(total) and isinstance(total, Integral)):
-            raise ArgumentError(f"a run must have a number of steps, got {total!r}: give how many it takes in all")
-        start, length = (int(v) if isinstance(v, Integral) else round(v * total) for v in (self.start, self.length))
+            raise ArgumentError(
+                f"a run must have a number of steps, got {total!r}: give how many it takes in all"
+            )
+        start, length = (
+            int(v) if isinstance(v, Integral) else round(v * total)
+            for v in (self.start, self.length)
+        )
         length = max(length, 1)
         if start + length >= total:
             raise ArgumentError(
-                f"the annealing must end before the run does, but step {start} + {length} steps >= {total}: start "
+                f"the annealing must end before the run does, but step {start} + {length} steps >= "
+                f"{total}: start "
                 "earlier, make it shorter, or train longer"
             )
         return start, length
@@ -174,7 +203,9 @@ class AnnealSchedule:
         check_count("step", step, 0)
         progress = (step - start) / length
         if self.order != "together":
-            progress = progress * places - (place if self.order == "first_last" else places - 1 - place)
+            progress = progress * places - (
+                place if self.order == "first_last" else places - 1 - place
+            )
         progress = min(max(progress, 0.0), 1.0)
         return progress if self.shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * progress)
 

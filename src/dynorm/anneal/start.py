@@ -22,15 +22,18 @@ class AnnealStart:
 
     .. math:: \log \beta = \langle \log b_i \rangle, \quad c = \langle x_i \rangle
 
-    with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` of LayerNorm or :math:`s_i + C \varepsilon` of RMSNorm (whose
-    centre is 0), over all tokens that go by until :meth:`finish_`, on all ranks. With one constant per channel, each
-    channel takes its own mean. A layer with witnesses gets their gains, and the constant beside them, by least squares
+    with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` of LayerNorm or :math:`s_i + C \varepsilon`
+    of RMSNorm (whose centre is 0), over all tokens that go by until :meth:`finish_`, on all ranks.
+    With one constant per channel, each channel takes its own mean. A layer with witnesses gets
+    their gains, and the constant beside them, by least squares
     (:class:`dynorm.fit.witnesses.TokenScales`), and the centre 0.
 
-    Padding is left out where a module of the model is called with a mask of two dimensions under its usual name
-    (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or in a dict.
+    Padding is left out where a module of the model is called with a mask of two dimensions under
+    its usual name (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or
+    in a dict.
 
-    As a context it finishes at the end; if an error is raised inside, it stops watching and changes nothing.
+    As a context it finishes at the end; if an error is raised inside, it stops watching and changes
+    nothing.
 
     Args:
         model: with annealed layers.
@@ -49,28 +52,43 @@ class AnnealStart:
     def __init__(self, model: nn.Module) -> None:
         self._paths = {layer: path for path, layer in annealed_layers(model).items()}
         self._sums = {
-            layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device) for layer in self._paths
+            layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device)
+            for layer in self._paths
         }
         witnessed = [layer for layer in self._paths if layer.witness_channels]
-        self._scales = {layer: TokenScales(layer.kind, layer.norm_eps, layer.witness_channels) for layer in witnessed}
+        self._scales = {
+            layer: TokenScales(layer.kind, layer.norm_eps, layer.witness_channels)
+            for layer in witnessed
+        }
         self._masks: list[Tensor] = []
         # The modules that are running, and the one whose masks hold for all that it calls.
         self._running: list[nn.Module] = []
         self._owner: nn.Module | None = None
         self._watching = True
-        # A graph that was compiled before knows nothing of these hooks; until they are gone the model runs eagerly.
+        # A graph that was compiled before knows nothing of these hooks; until they are gone the
+        # model runs eagerly.
         self._stance = torch.compiler.set_stance("force_eager")
-        self._handles = [layer.register_forward_hook(self._add, prepend=True) for layer in self._paths]
-        # All of them: the arguments of a LightningModule or a wrapper do not say which module is its model.
+        self._handles = [
+            layer.register_forward_hook(self._add, prepend=True) for layer in self._paths
+        ]
+        # All of them: the arguments of a LightningModule or a wrapper do not say which module is
+        # its model.
         for module in model.modules():
             if module not in self._paths:
-                enter = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-                self._handles += [enter, module.register_forward_hook(self._leave, always_call=True)]
+                enter = module.register_forward_pre_hook(
+                    self._enter, with_kwargs=True, prepend=True
+                )
+                self._handles += [
+                    enter,
+                    module.register_forward_hook(self._leave, always_call=True),
+                ]
 
     def __enter__(self) -> "AnnealStart":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if kind is None:
             self.finish_()
         else:
@@ -88,11 +106,14 @@ class AnnealStart:
         """Set the constants from the activations so far, and stop watching.
 
         Raises:
-            DataError: a layer was not reached, or its activations are not finite; no constant is changed then.
+            DataError: a layer was not reached, or its activations are not finite; no constant is
+                changed then.
             ModelError: it is over already, finished or cancelled.
         """
         if not self._watching:
-            raise ModelError("an AnnealStart can be finished once, but this one is over: make another")
+            raise ModelError(
+                "an AnnealStart can be finished once, but this one is over: make another"
+            )
         self.cancel_()
         ranks = Ranks()
         found = {}
@@ -101,19 +122,28 @@ class AnnealStart:
             if not bool(sums.isfinite().all() and counts.min() > 0):
                 unused = "none: run a training step inside AnnealStart, or look for a layer that is not used"
                 raise DataError(
-                    f"the annealing must begin with finite activations at every norm, but {self._paths[layer]!r} saw "
+                    "the annealing must begin with finite activations at every norm, but "
+                    f"{self._paths[layer]!r} saw "
                     f"{'NaN or inf: look for an overflow' if counts.min() > 0 else unused}"
                 )
             if not layer.per_channel:
                 counts, log_betas, inputs = sums.sum(1, keepdim=True)
             shape = layer.normalized_shape if layer.per_channel else (1,)
-            found[layer] = (log_betas / counts).exp().reshape(shape), (inputs / counts).reshape(shape)
+            found[layer] = (
+                (log_betas / counts).exp().reshape(shape),
+                (inputs / counts).reshape(shape),
+            )
         for layer, (beta, center) in found.items():
             if layer in self._scales:
                 told = self._scales[layer].choose(0)
-                beta, center = beta.new_tensor([max(told.beta, LEAST * float(beta.mean()))]), torch.zeros_like(center)
+                beta, center = (
+                    beta.new_tensor([max(told.beta, LEAST * float(beta.mean()))]),
+                    torch.zeros_like(center),
+                )
                 layer.fill_gains_(beta.new_tensor(told.gains))
-            layer.fill_constants_(beta, torch.zeros_like(center) if layer.kind == "rmsnorm" else center)
+            layer.fill_constants_(
+                beta, torch.zeros_like(center) if layer.kind == "rmsnorm" else center
+            )
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = [] if self._owner is not None else token_masks(_named(module, args, kwargs))
@@ -131,7 +161,8 @@ class AnnealStart:
             self._owner = None
 
     def _add(self, layer: AnnealedNorm, args: tuple[Any, ...], output: Tensor) -> None:
-        # Run again for its gradients, as activation checkpointing lets it; it was counted. No public way tells.
+        # Run again for its gradients, as activation checkpointing lets it; it was counted. No
+        # public way tells.
         if torch._C._current_graph_task_id() != -1:
             return
         with torch.no_grad():
@@ -139,7 +170,9 @@ class AnnealStart:
             beta = own_betas(x, layer.kind, layer.norm_eps)
             # Where all other channels are the same and there is no eps, every constant would do.
             counts = (beta != 0).to(x)
-            sums = torch.stack([counts.sum(0), beta.where(beta != 0, 1.0).log().sum(0), (x * counts).sum(0)])
+            sums = torch.stack(
+                [counts.sum(0), beta.where(beta != 0, 1.0).log().sum(0), (x * counts).sum(0)]
+            )
             self._sums[layer] += sums
             if layer in self._scales:
                 self._scales[layer].update(x)
@@ -151,12 +184,17 @@ def require_same_anneal(model: nn.Module) -> None:
     with ranks.together():
         layers = annealed_layers(model)
         constants = {path: layer.constant_parameters() for path, layer in layers.items()}
-        forms = [(path, type(layers[path]).__name__, [p.shape for p in own]) for path, own in constants.items()]
+        forms = [
+            (path, type(layers[path]).__name__, [p.shape for p in own])
+            for path, own in constants.items()
+        ]
         # Forms first: sharded values are gathered, which only ranks of the same shapes can do.
         ranks.require_same(forms)
         # set_to and not the buffer t, which DistributedDataParallel has made the same on all ranks.
         values = (gathered(value.detach()) for own in constants.values() for value in own)
-        ranks.require_same([layer.set_to for layer in layers.values()], values, "t and the same constants")
+        ranks.require_same(
+            [layer.set_to for layer in layers.values()], values, "t and the same constants"
+        )
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from dynorm import __version__
 from dynorm.errors import ArgumentError, DynormError, require_library
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -33,7 +35,10 @@ def _version(show: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and stop."
+        ),
     ] = False,
 ) -> None:
     """Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions."""
@@ -48,7 +53,11 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     texts = known["shared"] | known[function.__name__]
     given = dict(inspect.signature(function, eval_str=True).parameters)
     recipe = given.pop("recipe").annotation if "recipe" in given else object
-    fields = {n: field for n, field in inspect.signature(recipe, eval_str=True).parameters.items() if n in texts}
+    fields = {
+        n: field
+        for n, field in inspect.signature(recipe, eval_str=True).parameters.items()
+        if n in texts
+    }
 
     @wraps(function)
     def run(**values: Any) -> None:
@@ -65,7 +74,9 @@ def _described(parameter: inspect.Parameter, text: str | dict[str, Any]) -> insp
     """Return a parameter as typer takes it, with its help."""
     more = dict(text) if isinstance(text, dict) else {"help": text}
     # An option that is off has no second name to put it off.
-    names = more.pop("names", [f"--{parameter.name.replace('_', '-')}"] if parameter.default is False else [])
+    names = more.pop(
+        "names", [f"--{parameter.name.replace('_', '-')}"] if parameter.default is False else []
+    )
     kind = typer.Argument if parameter.default is parameter.empty else typer.Option
     hint = list[str] if parameter.annotation == Sequence[str] else parameter.annotation
     return parameter.replace(annotation=Annotated[hint, kind(*names, **more)])
@@ -89,12 +100,19 @@ def main() -> None:
 def _by_option(message: str) -> str:
     """Return an error's message with the options of the command line in the place of Python's arguments."""
     commands: Any = typer.main.get_command(app)
-    options = {p.name for c in commands.commands.values() for p in c.params if p.param_type_name == "option"}
+    options = {
+        p.name
+        for c in commands.commands.values()
+        for p in c.params
+        if p.param_type_name == "option"
+    }
     names = "|".join(sorted(options & set(re.findall(r"\w+", message)), key=len, reverse=True))
     if not names:
         return message
     # As the subject of a sentence, in a list of subjects, or as name=value.
-    found = rf"(?<![\w'.(-])({names})(?:=True)?(?==|,? (?:must|and (?:{names})\b)|, (?:{names})\b|$)"
+    found = (
+        rf"(?<![\w'.(-])({names})(?:=True)?(?==|,? (?:must|and (?:{names})\b)|, (?:{names})\b|$)"
+    )
     return re.sub(found, lambda match: "--" + match[1].replace("_", "-"), message)
 
 
@@ -102,7 +120,8 @@ def quiet_libraries() -> None:
     """Keep transformers, which must be installed, from the network, and its bars and advice out of our output."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # torchao, where it is installed, comes with transformers and reports each CUDA library that does not load.
+    # torchao, where it is installed, comes with transformers and reports each CUDA library that
+    # does not load.
     for library in ("torch", "torchao"):
         logging.getLogger(library).setLevel(logging.ERROR)
     require_library("transformers.utils", "this command", "transformers")

@@ -38,7 +38,9 @@ def paper(
     from dynorm.paper.generality import PAPER_SEED, reproduce, study_all
     from dynorm.paper.table import document, outliers_csv, printed
 
-    names = list(dict.fromkeys(figure or [name for name in FIGURES if seed is None or name != "fig5"]))
+    names = list(
+        dict.fromkeys(figure or [name for name in FIGURES if seed is None or name != "fig5"])
+    )
     check_figures(names, with_study=seed is None)
     _check(channels, sigma, seed, samples)
     tables: dict[str, Callable[[Any], str]] = {
@@ -48,10 +50,14 @@ def paper(
     for file in [*tables, *(f"{name}.{format}" for name in names for format in FORMATS)]:
         require_writable(out / file)
     stderr = Console(stderr=True)
-    progress = partial(track, console=stderr, transient=True, disable=as_json or not stderr.is_terminal)
+    progress = partial(
+        track, console=stderr, transient=True, disable=as_json or not stderr.is_terminal
+    )
     generality = None
     if seed is None:
-        generality = study_all(channels, sigma, samples or 1000, track=partial(progress, description="study"))
+        generality = study_all(
+            channels, sigma, samples or 1000, track=partial(progress, description="study")
+        )
     reproduction = reproduce(channels, sigma, PAPER_SEED if seed is None else seed, generality)
     for name, text in tables.items():
         write_text(out / name, text(reproduction))
@@ -65,7 +71,10 @@ def paper(
     console = Console(highlight=False)
     for part in printed(reproduction):
         console.print(part, markup=False)
-    console.print(f"\nThe tables are in {out}, and the figures {', '.join(names)} as PNG and SVG.", markup=False)
+    console.print(
+        f"\nThe tables are in {out}, and the figures {', '.join(names)} as PNG and SVG.",
+        markup=False,
+    )
 
 
 def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -> None:
@@ -73,19 +82,28 @@ def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -
 
     if channels < 3:
         raise ArgumentError(
-            f"channels must be at least 3, got {channels}: LayerNorm of one channel is undefined and of two always "
+            f"channels must be at least 3, got {channels}: LayerNorm of one channel is undefined "
+            "and of two always "
             "1 and -1, which leaves nothing to fit"
         )
     if channels > MOST_CHANNELS:
-        raise ArgumentError(f"channels must be at most {MOST_CHANNELS:,}, got {channels:,}: no model has more")
+        raise ArgumentError(
+            f"channels must be at most {MOST_CHANNELS:,}, got {channels:,}: no model has more"
+        )
     check_settings(channels, sigma, 0.0, 0 if seed is None else seed)
     if seed is not None and samples is not None:
-        raise ArgumentError("samples is for the study over many, but one seed was given: leave out one of the two")
+        raise ArgumentError(
+            "samples is for the study over many, but one seed was given: leave out one of the two"
+        )
 
 
 @command
 def prove(
-    out: Path | None = None, only: list[str] | None = None, seed: int = 0, brief: bool = False, as_json: bool = False
+    out: Path | None = None,
+    only: list[str] | None = None,
+    seed: int = 0,
+    brief: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Prove the paper's theorems for every number of channels, step by step, and confirm them with numbers.
 
@@ -128,4 +146,6 @@ def explore(out: Path = Path("explore.html"), show: bool = False, as_json: bool 
     else:
         typer.echo(f"Read {page} in a browser.")
     if show and not webbrowser.open(page.as_uri()):
-        raise StorageError(f"no browser was found to open {str(page)!r}, which is written: open it yourself")
+        raise StorageError(
+            f"no browser was found to open {str(page)!r}, which is written: open it yourself"
+        )

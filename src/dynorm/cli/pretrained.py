@@ -36,10 +36,19 @@ def convert(
         if ranks.rank:
             # The first process says what holds for all.
             warnings.simplefilter("ignore")
-        given = Given(texts=texts or (), images=images or (), audio=audio or (), name=name, device=device, dtype=dtype)
+        given = Given(
+            texts=texts or (),
+            images=images or (),
+            audio=audio or (),
+            name=name,
+            device=device,
+            dtype=dtype,
+        )
         keep = {"keep_original": keep_original, "overwrite": overwrite}
         quiet = as_json or not sys.stderr.isatty()
-        report = convert_pretrained(model, out, recipe, quiet=quiet, say=say, track=track, **keep, **given)
+        report = convert_pretrained(
+            model, out, recipe, quiet=quiet, say=say, track=track, **keep, **given
+        )
         if not ranks.rank:
             show(report, as_json)
 
@@ -65,7 +74,9 @@ def inspect(
     if html is not None:
         require_writable(html)
     say, track = speaker(quiet=as_json)
-    given = Given(texts=texts or (), images=images or (), audio=audio or (), name=name, device=device)
+    given = Given(
+        texts=texts or (), images=images or (), audio=audio or (), name=name, device=device
+    )
     report = inspect_pretrained(model, recipe, samples=samples, say=say, track=track, **given)
     if html is not None:
         report.to_html(html)
@@ -95,6 +106,11 @@ def fold(
     from dynorm.distill.fold import fold_pretrained
 
     say, _ = speaker(quiet=as_json)
-    options: dict[str, Any] = {"affine": affine, "center": center, "add_bias": add_bias, "untie": untie}
+    options: dict[str, Any] = {
+        "affine": affine,
+        "center": center,
+        "add_bias": add_bias,
+        "untie": untie,
+    }
     options |= {"redundant": redundant, "only": only or None, "skip": skip or None}
     show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

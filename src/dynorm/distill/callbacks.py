@@ -18,16 +18,18 @@ from dynorm.layers import AnnealedNorm
 class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that anneals the norms of a model while the Trainer trains it.
 
-    Convert the model with ``to="annealed"`` (or ``"annealed_linear"``, ...) first. Up to step ``start`` it trains with
-    its norms. The activations of step ``start`` itself set the constants, over all ranks and without padding. Then t
-    rises to 1 over ``length`` steps, and the rest of the run trains the point-wise model; call
-    :func:`dynorm.finalize_` when it is over. A run that is resumed from a checkpoint goes on where it was.
+    Convert the model with ``to="annealed"`` (or ``"annealed_linear"``, ...) first. Up to step
+    ``start`` it trains with its norms. The activations of step ``start`` itself set the constants,
+    over all ranks and without padding. Then t rises to 1 over ``length`` steps, and the rest of the
+    run trains the point-wise model; call :func:`dynorm.finalize_` when it is over. A run that is
+    resumed from a checkpoint goes on where it was.
 
     Args:
         start, length, shape, order: those of :class:`dynorm.AnnealSchedule`.
 
     Raises:
-        ArgumentError: an argument is outside its domain; or, when training begins, the annealing does not fit the run.
+        ArgumentError: an argument is outside its domain; or, when training begins, the annealing
+            does not fit the run.
         ModelError: when training begins, the model has no annealed layer, or ranks disagree.
 
     Example:
@@ -37,31 +39,43 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, start: float = 0.6, length: float = 0.3, shape: Curve = "linear", order: Order = "together"
+        self,
+        start: float = 0.6,
+        length: float = 0.3,
+        shape: Curve = "linear",
+        order: Order = "together",
     ) -> None:
         self.schedule = AnnealSchedule(start, length, shape, order)
         self._start: AnnealStart | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         """Check that the annealing fits, and go to where a resumed run stands."""
         self._cancel()
         require_same_anneal(model)
         self.schedule.apply_(model, state.global_step, state.max_steps)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         """Move t, and watch the activations of the step at which the annealing begins."""
         self._cancel()
         self.schedule.apply_(model, state.global_step, state.max_steps)
         if state.global_step == self.schedule.steps(state.max_steps)[0]:
             self._start = AnnealStart(model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         """Set the constants when the annealing begins."""
         if self._start is not None:
             self._start.finish_()
             self._start = None
 
-    def on_log(self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any
+    ) -> None:
         """Put t beside the loss, for the callbacks that print it and in the last entry of the Trainer's history."""
         if not any(isinstance(module, AnnealedNorm) for module in model.modules()):
             # The model was finalized since; its evaluation logs too.
@@ -82,8 +96,9 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that watches the point-wise layers while the Trainer trains, and warns when one saturates.
 
-    At each log the figures of :class:`dynorm.Monitor` go to TensorBoard and all else that ``report_to`` names, and into
-    ``trainer.state.log_history``. The largest share of saturated outputs is printed beside the loss.
+    At each log the figures of :class:`dynorm.Monitor` go to TensorBoard and all else that
+    ``report_to`` names, and into ``trainer.state.log_history``. The largest share of saturated
+    outputs is printed beside the loss.
 
     Args:
         trainer: the one that it is added to.
@@ -103,13 +118,16 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Trainer, warn_at: float = 0.8) -> None:
         if not isinstance(trainer, Trainer):
             raise ArgumentError(
-                f"trainer must be a Trainer of transformers, got {type(trainer).__name__}: make it first, and call "
+                f"trainer must be a Trainer of transformers, got {type(trainer).__name__}: make it "
+                "first, and call "
                 "trainer.add_callback(dynorm.MonitorCallback(trainer))"
             )
         self._trainer, self._warn_at = trainer, check_share("warn_at", warn_at)
         self._monitor: Monitor | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         """Watch the model; a run that an error broke off is watched no more."""
         self.on_train_end(args, state, control)
         self._monitor = Monitor(model, self._warn_at)
@@ -134,4 +152,6 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 callback.on_log(args, state, control, logs=dict(figures), **kwargs)
         state.log_history[-1].update(figures)
         if logs is not None:
-            logs["saturated"] = max(value for name, value in figures.items() if name.startswith("saturated/"))
+            logs["saturated"] = max(
+                value for name, value in figures.items() if name.startswith("saturated/")
+            )

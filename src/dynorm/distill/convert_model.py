@@ -17,11 +17,25 @@ from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure
 from dynorm.watch import arguments, iterate
 
-# What a recipe leaves open: for an encoder of texts, one of images, a language model, and a model of audio. The last
-# three's were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
-ENCODER = {"max_length": 128, "batch": 32, "calibration": 256, "per_channel": True, "lean": 0.7, "witnesses": 4}
+# What a recipe leaves open: for an encoder of texts, one of images, a language model, and a model
+# of audio. The last three's were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
+ENCODER = {
+    "max_length": 128,
+    "batch": 32,
+    "calibration": 256,
+    "per_channel": True,
+    "lean": 0.7,
+    "witnesses": 4,
+}
 IMAGES = {"batch": 8, "calibration": 128, "per_channel": False, "lean": 0.0, "witnesses": 8}
-LANGUAGE = {"max_length": 256, "batch": 4, "calibration": 24, "per_channel": False, "lean": 0.0, "witnesses": 8}
+LANGUAGE = {
+    "max_length": 256,
+    "batch": 4,
+    "calibration": 24,
+    "per_channel": False,
+    "lean": 0.0,
+    "witnesses": 8,
+}
 AUDIO = {"batch": 4, "calibration": 32, "per_channel": False, "lean": 0.0, "witnesses": 8}
 
 
@@ -46,21 +60,22 @@ def convert_model(
 ) -> ModelReport:
     """Replace a model's norms, fit what replaces them, and measure what was lost, in place and in one call.
 
-    It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`, :func:`distill_` where steps are
-    given, and :func:`measure`. If one of them fails, the model is as it was before.
+    It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`,
+    :func:`distill_` where steps are given, and :func:`measure`. If one of them fails, the model is as it was before.
 
     Args:
         model: any module; plain, neither compiled nor wrapped.
-        batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``, without labels; padding is
-            left out.
+        batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``,
+            without labels; padding is left out.
         to: the layer, as for :func:`convert_`.
-        held_out: batches to measure on; by default every fourth of ``batches``, which the fit then does not see.
+        held_out: batches to measure on; by default every fourth of ``batches``, which the fit then
+            does not see.
         only: globs of the paths to convert; None means all.
         skip: globs of the paths to leave alone.
-        per_channel: one constant per channel instead of one per layer; None takes True, or False for a model of
-            transformers that generates text or takes images or audio.
-        witnesses: how many channels each layer may read to tell a token's size; 0 for the pure function. None takes 4,
-            or 8 for a model of these kinds.
+        per_channel: one constant per channel instead of one per layer; None takes True, or False
+            for a model of transformers that generates text or takes images or audio.
+        witnesses: how many channels each layer may read to tell a token's size; 0 for the pure
+            function. None takes 4, or 8 for a model of these kinds.
         tolerance: of :func:`calibrate_`, for ``to="auto"``.
         refine: steps that fit all constants together.
         distill: steps that train all weights; they need transformers.
@@ -79,13 +94,19 @@ def convert_model(
         >>> report.output.cosine_mean > 0.9
         True
     """
-    fit, tests = list(iterate(batches)), [] if held_out is None else list(iterate(held_out, "held_out"))
+    fit, tests = (
+        list(iterate(batches)),
+        [] if held_out is None else list(iterate(held_out, "held_out")),
+    )
     if held_out is None:
         apart = set(range(3, len(fit), 4)) or {len(fit) - 1}
         tests = [batch for k, batch in enumerate(fit) if k in apart]
         fit = [batch for k, batch in enumerate(fit) if k not in apart]
     if not fit:
-        raise DataError("there must be batches to fit on and others to measure on, got 1: give more, or held_out=")
+        raise DataError(
+            "there must be batches to fit on and others to measure on, got 1: give more, or "
+            "held_out="
+        )
     noun = KINDS.get(getattr(model, "main_input_name", ""), "texts")
     kind = suits(noun != "audio" and getattr(model, "can_generate", bool)(), noun)
     per_channel = kind["per_channel"] if per_channel is None else per_channel

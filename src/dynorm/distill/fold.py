@@ -27,7 +27,8 @@ def fold_pretrained(
 ) -> FoldReport:
     """Fold the transformers model in a folder and save it, with its report, in another; an error writes nothing.
 
-    The arguments are those of ``convert_pretrained``, the ``options`` those of :func:`dynorm.fold_`.
+    The arguments are those of ``convert_pretrained``, the ``options`` those of
+    :func:`dynorm.fold_`.
     """
     import transformers
 
@@ -42,8 +43,19 @@ def fold_pretrained(
         say(remark)
     report = fold_(model, **(inputs | options))
     if not any(report.count(name) for name in ("affine", "center", "constants", "redundant")):
-        raise ModelError(f"at least one norm must be foldable, but none is; nothing was written\n{report}")
-    write_out(model, folder, out, overwrite, report, template="fold.md", name=folder.absolute().name, remarks=remarks)
+        raise ModelError(
+            f"at least one norm must be foldable, but none is; nothing was written\n{report}"
+        )
+    write_out(
+        model,
+        folder,
+        out,
+        overwrite,
+        report,
+        template="fold.md",
+        name=folder.absolute().name,
+        remarks=remarks,
+    )
     say(f"saved {out / 'model'} and {out / 'report.json'}")
     return report
 
@@ -56,9 +68,16 @@ def example_of(model: Any) -> dict[str, Tensor]:
 
     def ids() -> Tensor:
         text = getattr(config, "text_config", config)
-        limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions")]
-        length = min([_LENGTH, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
-        return torch.randint(min(4, text.vocab_size - 1), text.vocab_size, (1, length), generator=generator)
+        limits = [
+            getattr(text, name, None)
+            for name in ("max_position_embeddings", "max_target_positions")
+        ]
+        length = min(
+            [_LENGTH, *(limit for limit in limits if isinstance(limit, int) and limit > 0)]
+        )
+        return torch.randint(
+            min(4, text.vocab_size - 1), text.vocab_size, (1, length), generator=generator
+        )
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(1, *shape, generator=generator).to(dtype)
@@ -69,17 +88,23 @@ def example_of(model: Any) -> dict[str, Tensor]:
         size = getattr(vision, "image_size", 224)
         sides = size if isinstance(size, (list, tuple)) else (size, size)
         found["pixel_values"] = noise(getattr(vision, "num_channels", 3), *sides)
-    if "input_ids" in names and (getattr(config, "vocab_size", None) or hasattr(config, "text_config")):
+    if "input_ids" in names and (
+        getattr(config, "vocab_size", None) or hasattr(config, "text_config")
+    ):
         found["input_ids"] = ids()
     if "input_features" in names and hasattr(config, "num_mel_bins"):
-        found["input_features"] = noise(config.num_mel_bins, 2 * getattr(config, "max_source_positions", 64))
+        found["input_features"] = noise(
+            config.num_mel_bins, 2 * getattr(config, "max_source_positions", 64)
+        )
     if "input_values" in names and not found:
         found["input_values"] = noise(4000)
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = ids()
     if not found:
         raise ArgumentError(
-            f"an example input must be known for {type(model).__name__}, but its forward takes none of input_ids, "
-            "pixel_values, input_features and input_values: call dynorm.fold_(model, *example) in Python"
+            f"an example input must be known for {type(model).__name__}, but its forward takes "
+            "none of input_ids, "
+            "pixel_values, input_features and input_values: call dynorm.fold_(model, *example) in "
+            "Python"
         )
     return found

@@ -42,7 +42,11 @@ class Inputs:
 
 
 def text_inputs(
-    pretrained: Pretrained, fit: list[str], held_out: list[str], facts: dict[str, Any], max_length: int
+    pretrained: Pretrained,
+    fit: list[str],
+    held_out: list[str],
+    facts: dict[str, Any],
+    max_length: int,
 ) -> Inputs:
     """Return texts as lists of token ids, of at most ``max_length``."""
     ids, others = (encode(pretrained, texts, max_length) for texts in (fit, held_out))
@@ -51,23 +55,36 @@ def text_inputs(
     return Inputs("texts", ids, others, facts, counts, pretrained.padded, words, len)
 
 
-def image_inputs(pretrained: Pretrained, fit: list[Path], held_out: list[Path], facts: dict[str, Any]) -> Inputs:
+def image_inputs(
+    pretrained: Pretrained, fit: list[Path], held_out: list[Path], facts: dict[str, Any]
+) -> Inputs:
     """Return images as crops: those that are measured on whole, the others in squares too."""
 
     def batch(crops: Sequence[Crop]) -> dict[str, Tensor]:
         images = [crop.read() for crop in crops]
         try:
-            return {"pixel_values": pretrained.tokenizer(images, return_tensors="pt")["pixel_values"]}
+            return {
+                "pixel_values": pretrained.tokenizer(images, return_tensors="pt")["pixel_values"]
+            }
         # Of any kind: the processor is the model's own code.
         except Exception as error:
-            raise DataError(f"the model's image processor must make one batch of the images, but {error}") from error
+            raise DataError(
+                f"the model's image processor must make one batch of the images, but {error}"
+            ) from error
 
-    crops, whole = ([Crop(file, k) for k in range(n) for file in files] for n, files in ((CROPS, fit), (1, held_out)))
+    crops, whole = (
+        [Crop(file, k) for k in range(n) for file in files]
+        for n, files in ((CROPS, fit), (1, held_out))
+    )
     counts = {"images_to_fit": len(fit), "crops": CROPS}
-    return Inputs("images", crops, whole, facts, counts, batch, lambda crop: crop.file.name, lambda crop: 0)
+    return Inputs(
+        "images", crops, whole, facts, counts, batch, lambda crop: crop.file.name, lambda crop: 0
+    )
 
 
-def audio_inputs(listener: Listener, fit: list[Clip], held_out: list[Clip], facts: dict[str, Any]) -> Inputs:
+def audio_inputs(
+    listener: Listener, fit: list[Clip], held_out: list[Clip], facts: dict[str, Any]
+) -> Inputs:
     """Return audio files; note how many have another rate than the model takes."""
     if rates := Counter(clip.rate for clip in fit + held_out if clip.rate != listener.rate):
         facts = facts | {"audio_at_another_rate": dict(rates)}

@@ -68,8 +68,8 @@ def resampled(samples: Tensor, rate: int, wanted: int) -> Tensor:
 def find_images(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
     """Find images in files and folders, each once; return those that can be read, and the names of the others.
 
-    Of files with the same bytes the first is taken. All are decoded once, for a file may end too early. A path that
-    does not exist, or has no image that can be read, is a DataError.
+    Of files with the same bytes the first is taken. All are decoded once, for a file may end too
+    early. A path that does not exist, or has no image that can be read, is a DataError.
     """
     require_library("PIL.Image", "reading images", "plots")
     from PIL.Image import DecompressionBombError
@@ -89,8 +89,14 @@ def find_audio(paths: Iterable[str | Path]) -> tuple[list[Clip], list[str]]:
         samples, rate = _decoded(file)
         return Clip(file, rate, len(samples) / rate)
 
-    reader = "soundfile" if find_spec("soundfile") else "Python, which knows WAV alone (install soundfile for others),"
-    return _found(paths, "audio", reader, (".wav", ".flac", ".ogg", ".opus", ".mp3"), look, wave.Error)
+    reader = (
+        "soundfile"
+        if find_spec("soundfile")
+        else "Python, which knows WAV alone (install soundfile for others),"
+    )
+    return _found(
+        paths, "audio", reader, (".wav", ".flac", ".ogg", ".opus", ".mp3"), look, wave.Error
+    )
 
 
 def _decoded(file: Path) -> tuple[Tensor, int]:
@@ -99,8 +105,15 @@ def _decoded(file: Path) -> tuple[Tensor, int]:
         values, rate = import_module("soundfile").read(file, dtype="float32", always_2d=True)
     else:
         with wave.open(str(file)) as opened:
-            width, channels, rate = opened.getsampwidth(), opened.getnchannels(), opened.getframerate()
-            size, data = opened.getnframes() * width * channels, np.frombuffer(opened.readframes(-1), np.uint8)
+            width, channels, rate = (
+                opened.getsampwidth(),
+                opened.getnchannels(),
+                opened.getframerate(),
+            )
+            size, data = (
+                opened.getnframes() * width * channels,
+                np.frombuffer(opened.readframes(-1), np.uint8),
+            )
         if data.size < size:
             raise EOFError(f"{size} bytes must follow the header, but {data.size} do")
         # Each sample becomes the upper bytes of 32 bits; those of one byte count from 128.
@@ -133,5 +146,7 @@ def _found(
             except (OSError, EOFError, SyntaxError, ValueError, RuntimeError, damage):
                 damaged.append(str(file))
         if len(damaged) - before == len(files):
-            raise DataError(f"{noun} must be files that {reader} can read, but {path} has none, of {len(files)}")
+            raise DataError(
+                f"{noun} must be files that {reader} can read, but {path} has none, of {len(files)}"
+            )
     return list(found.values()), damaged

@@ -18,7 +18,13 @@ from dynorm.distill.convert_model import suits
 from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.inputs import Inputs, audio_inputs, image_inputs, text_inputs
 from dynorm.distill.media import find_audio, find_images
-from dynorm.distill.pretrained import Batches, Checkpoint, Pretrained, ShuffledBatches, library_versions
+from dynorm.distill.pretrained import (
+    Batches,
+    Checkpoint,
+    Pretrained,
+    ShuffledBatches,
+    library_versions,
+)
 from dynorm.distill.speech import Listener, word_errors
 from dynorm.distill.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.distill.write import folders_of_modules, require_output, write_model, write_out
@@ -42,12 +48,14 @@ Paths = Sequence[str | Path]
 Say = Callable[[str], None]
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
 
-# Held-out blocks that are continued, the tokens of each that are given, and those that are asked for.
+# Held-out blocks that are continued, the tokens of each that are given, and those that are asked
+# for.
 _CONTINUED, _GIVEN, _ASKED = 16, 32, 64
-# Batches of held-out texts that each stage is measured on: few, for a decoder's take half a minute on two cores.
+# Batches of held-out texts that each stage is measured on: few, for a decoder's take half a minute
+# on two cores.
 _COMPARED = 2
-# Blocks, or audio files, in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8 batches: some must be
-# left after that.
+# Blocks, or audio files, in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8
+# batches: some must be left after that.
 CALIBRATION_BLOCKS = 2
 
 
@@ -55,9 +63,9 @@ CALIBRATION_BLOCKS = 2
 class Recipe:
     """How to convert a model: the options of ``dynorm convert``, whose meaning stands in ``cli/options.toml``.
 
-    None stands for what suits the kind of model: an encoder of texts, or language, images or audio. The command line
-    leaves out ``calibration``, the number of samples that the constants are fitted to, site by site, and ``lean`` of
-    :func:`calibrate_`.
+    None stands for what suits the kind of model: an encoder of texts, or language, images or audio.
+    The command line leaves out ``calibration``, the number of samples that the constants are fitted
+    to, site by site, and ``lean`` of :func:`calibrate_`.
     """
 
     to: Literal["dyisru", "dyt", "derf", "linear", "auto"] = "dyisru"
@@ -84,28 +92,50 @@ class Recipe:
         """Check every value, or raise ArgumentError."""
         if issubclass(layer_class(self.to), AnnealedNorm):
             raise ArgumentError(
-                f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train it with AnnealCallback"
+                f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train "
+                "it with AnnealCallback"
             )
-        least = {"steps": 0, "refine": 0, "held_out": 2, "max_length": 2, "batch": 1, "witnesses": 0, "seed": 0}
+        least = {
+            "steps": 0,
+            "refine": 0,
+            "held_out": 2,
+            "max_length": 2,
+            "batch": 1,
+            "witnesses": 0,
+            "seed": 0,
+        }
         for name, lowest in (least | {"calibration": 1, "accumulate": 1}).items():
-            if (value := getattr(self, name)) is not None and (type(value) is not int or value < lowest):
+            if (value := getattr(self, name)) is not None and (
+                type(value) is not int or value < lowest
+            ):
                 raise ArgumentError(f"{name} must be an integer, at least {lowest}, got {value!r}")
         if self.seed >= 2**32:
             raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         if self.steps is not None and self.minutes is not None:
-            raise ArgumentError(f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}")
+            raise ArgumentError(
+                f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}"
+            )
         check_not_negative("minutes", 0 if self.minutes is None else self.minutes)
         check_not_negative("tolerance", self.tolerance)
         if self.lr is not None:
             check_positive("lr", self.lr)
-        idle = [name for name in ("lr", "accumulate", "checkpoints") if getattr(self, name) != getattr(Recipe, name)]
+        idle = [
+            name
+            for name in ("lr", "accumulate", "checkpoints")
+            if getattr(self, name) != getattr(Recipe, name)
+        ]
         if idle and not (self.steps or self.minutes):
-            raise ArgumentError(f"{' and '.join(idle)} must come with steps or minutes: nothing is distilled without")
+            raise ArgumentError(
+                f"{' and '.join(idle)} must come with steps or minutes: nothing is distilled "
+                "without"
+            )
 
     def filled(self, language_model: bool, noun: str = "texts") -> Recipe:
         """Return the recipe with what suits the kind of model in the place of None."""
         kind = suits(language_model, noun)
-        return replace(self, **{name: value for name, value in kind.items() if getattr(self, name) is None})
+        return replace(
+            self, **{name: value for name, value in kind.items() if getattr(self, name) is None}
+        )
 
 
 class Given(TypedDict, total=False):
@@ -133,10 +163,11 @@ def convert_pretrained(
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
-    ``model`` (loadable), ``report.json`` and ``report.html`` go there, and ``original``, the model before, where that
-    is to be kept. On several processes of torchrun, each fits to its share of the samples, and the first one writes.
-    ``say`` is called with a line at the start of each stage; ``track`` wraps a stage's batches, to show a bar, and is
-    given them and a description. An error before the writing leaves nothing behind.
+    ``model`` (loadable), ``report.json`` and ``report.html`` go there, and ``original``, the model
+    before, where that is to be kept. On several processes of torchrun, each fits to its share of
+    the samples, and the first one writes. ``say`` is called with a line at the start of each stage;
+    ``track`` wraps a stage's batches, to show a bar, and is given them and a description. An error
+    before the writing leaves nothing behind.
     """
     recipe, source, out = recipe or Recipe(), Path(source), Path(out)
     recipe.check()
@@ -147,7 +178,9 @@ def convert_pretrained(
         checkpoints = Path(recipe.checkpoints)
         for folder in (source, *(out / name for name in names)):
             if checkpoints.resolve().is_relative_to(folder.resolve()):
-                raise ArgumentError(f"checkpoints must have a folder of their own, but {checkpoints} is in {folder}")
+                raise ArgumentError(
+                    f"checkpoints must have a folder of their own, but {checkpoints} is in {folder}"
+                )
         require_output(checkpoints, checkpoints, (), overwrite=True)
     folders_of_modules(source)
     job = _load(source, recipe, say, track, **given)
@@ -165,7 +198,16 @@ def convert_pretrained(
     report = job.measure()
     if job.ranks.rank:
         return report
-    write_out(model, source, out, overwrite, report, template="conversion.md", name=report.name, remarks=remarks)
+    write_out(
+        model,
+        source,
+        out,
+        overwrite,
+        report,
+        template="conversion.md",
+        name=report.name,
+        remarks=remarks,
+    )
     if keep_original:
         write_model(job.original, source, out / "original", overwrite)
     report.to_html(out / "report.html")
@@ -191,14 +233,21 @@ def inspect_pretrained(
     recipe = recipe or Recipe()
     recipe.check()
     job = _load(Path(source), replace(recipe, held_out=samples), say, track, **given)
-    fitted, measured = (job.batches(part[:samples]) for part in (job.inputs.fit, job.inputs.held_out))
-    model, decode = job.pretrained.model, getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None)
+    fitted, measured = (
+        job.batches(part[:samples]) for part in (job.inputs.fit, job.inputs.held_out)
+    )
+    model, decode = (
+        job.pretrained.model,
+        getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None),
+    )
     sites = find_norms(model, **arguments(model, fitted[0])[1])
     sites, seed = select_sites(sites, recipe.only or None, recipe.skip or None), recipe.seed
     meta = job.meta | {"max_length": job.recipe.max_length, "seed": seed}
     meta[f"{job.inputs.noun}_held_out"] = len(job.inputs.held_out[:samples])
     fit_on, tests = track(fitted, "fitting"), track(measured, "measuring")
-    return inspect_norms(model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode)
+    return inspect_norms(
+        model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode
+    )
 
 
 def _load(
@@ -218,30 +267,44 @@ def _load(
     noun, whole = checkpoint.require_kind(given), checkpoint.language_model
     paths, damaged = given.get(noun, ()), list[str]()
     if noun == "texts":
-        # A language model learns from whole docstrings: of first paragraphs it would hardly see a second sentence.
-        found: Any = read_texts(paths, whole=whole) if paths else standard_library_docstrings(whole=whole)
+        # A language model learns from whole docstrings: of first paragraphs it would hardly see a
+        # second sentence.
+        found: Any = (
+            read_texts(paths, whole=whole) if paths else standard_library_docstrings(whole=whole)
+        )
     elif recipe.max_length is not None:
-        raise ArgumentError(f"max_length must be left out for a model of {noun}, got {recipe.max_length}")
+        raise ArgumentError(
+            f"max_length must be left out for a model of {noun}, got {recipe.max_length}"
+        )
     else:
         found, damaged = find_images(paths) if noun == "images" else find_audio(paths)
-    facts: dict[str, Any] = {noun: [str(path) for path in paths] or "docstrings of the standard library"}
+    facts: dict[str, Any] = {
+        noun: [str(path) for path in paths] or "docstrings of the standard library"
+    }
     if damaged:
         facts[f"{noun}_that_cannot_be_read"] = damaged
         say(f"left out, for they cannot be read: {len(damaged)} files of {noun}: {listed(damaged)}")
-    parts = (split_audio if noun == "audio" else split_texts)(found, recipe.held_out, recipe.seed, noun)
+    parts = (split_audio if noun == "audio" else split_texts)(
+        found, recipe.held_out, recipe.seed, noun
+    )
     pretrained, recipe, listener = checkpoint.load(), recipe.filled(whole, noun), None
     if noun == "audio":
         listener = Listener(pretrained, copy.deepcopy(pretrained.model))
         inputs = audio_inputs(listener, *parts, facts)
         for rate, count in inputs.facts.get("audio_at_another_rate", {}).items():
-            say(f"resampled to {listener.rate:,} Hz, as the model takes it: {count} files of {rate:,} Hz")
+            say(
+                f"resampled to {listener.rate:,} Hz, as the model takes it: {count} files of "
+                f"{rate:,} Hz"
+            )
     elif noun == "images":
         inputs = image_inputs(pretrained, *parts, facts)
     else:
         recipe = replace(recipe, max_length=pretrained.within_positions(recipe.max_length or 0))
         inputs = text_inputs(pretrained, *parts, facts, recipe.max_length or 0)
     name = name or source.absolute().name.removesuffix(".gguf")
-    return _Job(pretrained, recipe, inputs, name, say, track, listener and listener.original, listener)
+    return _Job(
+        pretrained, recipe, inputs, name, say, track, listener and listener.original, listener
+    )
 
 
 @dataclass
@@ -266,7 +329,9 @@ class _Job:
         """Samples that the constants are fitted to, site by site."""
         return self.inputs.fit[: self.recipe.calibration]
 
-    def batches(self, samples: Sequence[Any], seed: int | None = None, size: int | None = None) -> Batches:
+    def batches(
+        self, samples: Sequence[Any], seed: int | None = None, size: int | None = None
+    ) -> Batches:
         return self.inputs.batches(samples, size or self.recipe.batch, seed)
 
     @property
@@ -286,7 +351,9 @@ class _Job:
         self.seconds[name] = round(time.perf_counter() - started, 2)
         if name in self.details:
             few = self.batches(self.inputs.held_out[: _COMPARED * self.recipe.batch])
-            self.details[name]["output"] = asdict(compare(self.pretrained.model, self.original, few))
+            self.details[name]["output"] = asdict(
+                compare(self.pretrained.model, self.original, few)
+            )
 
     def convert_(self) -> None:
         model, recipe = self.pretrained.model, self.recipe
@@ -296,7 +363,8 @@ class _Job:
             sites = find_norms(model, **arguments(model, batches[len(batches) // 2])[1])
         if not sites and is_changed(model):
             raise ModelError(
-                f"{self.pretrained.source} must have norms, but those it had are converted already: "
+                f"{self.pretrained.source} must have norms, but those it had are converted "
+                "already: "
                 "convert the original"
             )
         with self.stage("convert"):
@@ -306,7 +374,9 @@ class _Job:
         self.say(str(done))
         self.details["refused"] = [site.to_dict() for site in done.refused]
         with self.stage("calibrate"):
-            tracked = self.track(self.ranks.share(batches), f"calibrating on {len(batches)} batches")
+            tracked = self.track(
+                self.ranks.share(batches), f"calibrating on {len(batches)} batches"
+            )
             fitted = calibrate_(model, tracked, lean=recipe.lean, tolerance=recipe.tolerance)
             self.details["calibrate"] = fitted.to_dict()
         if recipe.to == AUTO:
@@ -315,30 +385,44 @@ class _Job:
     def refine_(self) -> None:
         steps = self.recipe.refine
         with self.stage("refine"):
-            # Other texts than those of the calibration, where there is a batch of them for each process.
+            # Other texts than those of the calibration, where there is a batch of them for each
+            # process.
             first, size = len(self.calibration), self.recipe.batch
             rest = self.inputs.fit[first : first + steps * size * self.ranks.size]
             rest = rest if len(rest) > (self.ranks.size - 1) * size else self.inputs.fit
             batches = self.ranks.share(self.batches(rest, self.recipe.seed))
             places = self.track(range(steps), f"refining all constants together, {steps} steps")
             taken = (batches[place % len(batches)] for place in places if batches)
-            self.details["refine"] = refine_(self.pretrained.model, taken, steps=steps, bf16=self.recipe.bf16).to_dict()
+            self.details["refine"] = refine_(
+                self.pretrained.model, taken, steps=steps, bf16=self.recipe.bf16
+            ).to_dict()
 
     def distill_(self, quiet: bool) -> None:
         recipe = self.recipe
-        self.say(f"distilling for {f'{recipe.steps} steps' if recipe.steps else f'{recipe.minutes:g} minutes'}")
+        self.say(
+            "distilling for "
+            f"{f'{recipe.steps} steps' if recipe.steps else f'{recipe.minutes:g} minutes'}"
+        )
         if recipe.steps and recipe.steps < FEW:
             words = f"steps below {FEW} can hardly help, got {recipe.steps}: give more, or none"
             warnings.warn(words, CalibrationWarning, stacklevel=2)
         with self.stage("distill"):
             self.details["distill"] = distill_(
                 self.pretrained.model,
-                ShuffledBatches(self.inputs.batches, self.ranks.share(self.inputs.fit), recipe.batch, recipe.seed),
+                ShuffledBatches(
+                    self.inputs.batches,
+                    self.ranks.share(self.inputs.fit),
+                    recipe.batch,
+                    recipe.seed,
+                ),
                 teacher=self.original,
                 steps=recipe.steps or None,
                 minutes=recipe.minutes or None,
                 quiet=quiet,
-                **{name: getattr(recipe, name) for name in ("lr", "seed", "bf16", "accumulate", "checkpoints")},
+                **{
+                    name: getattr(recipe, name)
+                    for name in ("lr", "seed", "bf16", "accumulate", "checkpoints")
+                },
             ).to_dict()
 
     def measure(self) -> ModelReport:
@@ -351,9 +435,13 @@ class _Job:
             "threads": torch.get_num_threads(),
         }
         with self.stage("measure"):
-            tests = self.track(self.batches(held_out), f"measuring on {len(held_out)} held-out {self.inputs.noun}")
+            tests = self.track(
+                self.batches(held_out), f"measuring on {len(held_out)} held-out {self.inputs.noun}"
+            )
             fit_on = self.batches(self.calibration)
-            report = measure(model, tests, original=self.original, fit_on=fit_on, seed=seed, meta=meta)
+            report = measure(
+                model, tests, original=self.original, fit_on=fit_on, seed=seed, meta=meta
+            )
         if self.pretrained.language_model or (self.listener and self.listener.tokenizer):
             with self.stage("continue"):
                 made = self.transcripts(self.listener) if self.listener else self.continuations()
@@ -381,9 +469,15 @@ class _Job:
         """Return what the original and the converted model write down of the held-out audio."""
         found, batches = list[Continuation](), self.batches(self.inputs.held_out)
         for batch in self.track(batches, f"writing down {len(self.inputs.held_out)} audio files"):
-            written = (listener.write(model, batch) for model in (self.original, self.pretrained.model))
+            written = (
+                listener.write(model, batch) for model in (self.original, self.pretrained.model)
+            )
             for before, now in zip(*(map(listener.text, ids) for ids in written), strict=True):
                 wrong, words = word_errors(now, before)
                 words = max(words, 1)
-                found.append(Continuation(self.inputs.name(len(found)), before, now, 1 - wrong / words, words))
+                found.append(
+                    Continuation(
+                        self.inputs.name(len(found)), before, now, 1 - wrong / words, words
+                    )
+                )
         return found

@@ -16,9 +16,16 @@ from dynorm.errors import ArgumentError, DataError, StorageError, require_librar
 from dynorm.hub.contents import listed, readable
 from dynorm.site import any_match
 
-KINDS = {"input_ids": "texts", "pixel_values": "images", "input_features": "audio", "input_values": "audio"}
+KINDS = {
+    "input_ids": "texts",
+    "pixel_values": "images",
+    "input_features": "audio",
+    "input_values": "audio",
+}
 """What a user gives for a model's main input."""
-_TOKENIZER = re.compile(r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$")
+_TOKENIZER = re.compile(
+    r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$"
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Pretrained:
         tokenizer: its tokenizer, image processor, or processor or feature extractor of audio.
         language_model: whether it predicts the next token; else it is taken for an encoder.
         source: the folder or file it came from.
-        remarks: a sentence for each part of the checkpoint that is not in the model, or of the model that is not in it.
+        remarks: a sentence for each part of the checkpoint that is not in the model, or of the
+            model that is not in it.
     """
 
     model: nn.Module
@@ -46,7 +54,9 @@ class Pretrained:
 
     def within_positions(self, max_length: int) -> int:
         """Return ``max_length``, or the number of the model's positions where it has fewer."""
-        return min(max_length, getattr(self.model.config, "max_position_embeddings", None) or max_length)
+        return min(
+            max_length, getattr(self.model.config, "max_position_embeddings", None) or max_length
+        )
 
     @torch.no_grad()
     def greedy(self, model: Any, prompts: Sequence[list[int]], tokens: int) -> Tensor:
@@ -59,7 +69,9 @@ class Pretrained:
         model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=pad)
         try:
             length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-            found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
+            found: Tensor = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, **length
+            )
         finally:
             model.generation_config = own
         return found[:, ids.shape[1] :].cpu()
@@ -69,24 +81,28 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
     """Load a transformers model from a folder or a GGUF file, with its tokenizer or processor; no network.
 
     Args:
-        source: a folder as ``save_pretrained`` writes it, or a ``.gguf`` file, whose weights are dequantized.
+        source: a folder as ``save_pretrained`` writes it, or a ``.gguf`` file, whose weights are
+            dequantized.
         device: where the model goes.
-        dtype: of the weights: "float32", "bfloat16" and the like, or "auto" for the checkpoint's own. Small steps of a
-            distillation are lost in 16 bits.
+        dtype: of the weights: "float32", "bfloat16" and the like, or "auto" for the checkpoint's
+            own. Small steps of a distillation are lost in 16 bits.
 
     Returns:
-        The model with the head that its config names, where that is for language, speech, or classes of images or
-        audio; else the bare encoder.
+        The model with the head that its config names, where that is for language, speech, or
+        classes of images or audio; else the bare encoder.
 
     Raises:
-        ArgumentError: torch cannot use the device, there is no such dtype, or a GGUF file needs the library gguf.
-        StorageError: the source does not exist, holds no model and tokenizer or processor that transformers can read,
-            or lacks weights of the model, or has layers that its config does not.
+        ArgumentError: torch cannot use the device, there is no such dtype, or a GGUF file needs the
+            library gguf.
+        StorageError: the source does not exist, holds no model and tokenizer or processor that
+            transformers can read, or lacks weights of the model, or has layers that its config does
+            not.
 
     Example:
         >>> load_pretrained("/nowhere")
         Traceback (most recent call last):
-        dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has none: ...
+        dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has
+        none: ...
     """
     return Checkpoint(source, device, dtype).load()
 
@@ -95,12 +111,16 @@ def require_place(device: str, dtype: str) -> None:
     """Check that torch knows a dtype and can use a device, or raise ArgumentError."""
     found = getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ArgumentError(f"dtype must be auto or a floating point dtype of torch, such as float32, got {dtype!r}")
+        raise ArgumentError(
+            f"dtype must be auto or a floating point dtype of torch, such as float32, got {dtype!r}"
+        )
     try:
         torch.empty(0, device=device)
     # What torch raises for a device that it does not know, was not built for, or does not find.
     except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(f"device must be one that torch can use here, got {device!r}: {error}") from error
+        raise ArgumentError(
+            f"device must be one that torch can use here, got {device!r}: {error}"
+        ) from error
 
 
 class Checkpoint:
@@ -116,7 +136,8 @@ class Checkpoint:
             require_library("gguf", "reading a GGUF file", "gguf")
         elif not (source / "config.json").is_file():
             raise StorageError(
-                f"the model must be a folder with a config.json, but {source} has none: give what save_pretrained "
+                f"the model must be a folder with a config.json, but {source} has none: give what "
+                "save_pretrained "
                 "wrote, or a .gguf file"
             )
         files = [source] if self.gguf else sorted(source.iterdir())
@@ -129,7 +150,9 @@ class Checkpoint:
         names = self.config.architectures or ["ForCausalLM" if self.gguf else ""]
         self.language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
         known = transformers.MODEL_MAPPING.get(type(self.config), None)
-        self.takes: str = getattr(known[0] if isinstance(known, tuple) else known, "main_input_name", "input_ids")
+        self.takes: str = getattr(
+            known[0] if isinstance(known, tuple) else known, "main_input_name", "input_ids"
+        )
         self.kind = KINDS.get(self.takes)
         heads = {
             "ForCausalLM": transformers.AutoModelForCausalLM,
@@ -157,32 +180,43 @@ class Checkpoint:
             # Dequantized, yet transformers takes it for quantized still, and would not save it.
             model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
             vars(model.config).pop("quantization_config", None)
-        return Pretrained(model.to(self.device), tokenizer, self.language_model, self.source, remarks)
+        return Pretrained(
+            model.to(self.device), tokenizer, self.language_model, self.source, remarks
+        )
 
     def require_kind(self, given: Mapping[str, Sequence[Any]]) -> str:
         """Check that the texts, images or audio that are given are of the model's kind, and return which that is."""
         name = (self.config.architectures or [type(self.config).__name__])[0]
         if (kind := self.kind) is None:
             raise ArgumentError(
-                f"the model must take one of {listed(KINDS)}, but {name} takes {self.takes}: convert it in Python, "
+                f"the model must take one of {listed(KINDS)}, but {name} takes {self.takes}: "
+                "convert it in Python, "
                 "with dynorm.convert_model"
             )
         others = [other for other, paths in given.items() if other != kind and paths]
         # Texts there are with every Python.
         if others or (kind != "texts" and not given.get(kind)):
-            raise ArgumentError(f"{kind} must be given for {name}, got {others[0] if others else 'none'}")
+            raise ArgumentError(
+                f"{kind} must be given for {name}, got {others[0] if others else 'none'}"
+            )
         return kind
 
     def require_modules(self, globs: Iterable[str]) -> None:
         """Check that each glob matches a module of the model, which needs no weights for that."""
         if not globs:
             return
-        with readable(f"transformers must be able to read {self.weights} and its config"), torch.device("meta"):
+        with (
+            readable(f"transformers must be able to read {self.weights} and its config"),
+            torch.device("meta"),
+        ):
             model = self.auto.from_config(self.config)
         for glob in globs:
-            if not any_match((path for path, _ in model.named_modules(remove_duplicate=False)), [glob]):
+            if not any_match(
+                (path for path, _ in model.named_modules(remove_duplicate=False)), [glob]
+            ):
                 raise ArgumentError(
-                    f"the glob {glob!r} must match the path of a norm, but matches no module of {type(model).__name__}"
+                    f"the glob {glob!r} must match the path of a norm, but matches no module of "
+                    f"{type(model).__name__}"
                 )
 
     def model(self, cls: Any) -> tuple[Any, tuple[str, ...]]:
@@ -201,11 +235,13 @@ class Checkpoint:
         missing = f"{self.source} must hold the model's tokenizer, but has none of"
         if not (self.gguf or any(_TOKENIZER.match(file.name) for file in self.source.iterdir())):
             raise StorageError(
-                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there, or convert the model in "
+                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there, or "
+                "convert the model in "
                 "Python, with dynorm.convert_model"
             )
         tokenizer = self._read(AutoTokenizer, f"the tokenizer in {self.source}")
-        # Of characters or bytes it needs no vocabulary; without the file of one, transformers makes one up.
+        # Of characters or bytes it needs no vocabulary; without the file of one, transformers makes
+        # one up.
         names = {*type(tokenizer).vocab_files_names.values(), "tokenizer.json"}
         own = self.gguf or not type(tokenizer).vocab_files_names
         if not (own or any((self.source / name).is_file() for name in names)):
@@ -221,7 +257,10 @@ class Checkpoint:
             what, cls = "feature extractor", transformers.AutoFeatureExtractor
         names = ("preprocessor_config.json", "processor_config.json")
         if not any((self.source / name).is_file() for name in names):
-            raise StorageError(f"{self.source} must hold the model's {what}, but has none of {listed(names)}: copy it")
+            raise StorageError(
+                f"{self.source} must hold the model's {what}, but has none of {listed(names)}: "
+                "copy it"
+            )
         if self.auto in (transformers.AutoModelForSpeechSeq2Seq, transformers.AutoModelForCTC):
             # Only to see that there is one.
             self.tokenizer()
@@ -229,28 +268,44 @@ class Checkpoint:
         return self._read(cls, f"the {what} in {self.source}")
 
     def _read(self, cls: Any, what: str | None = None, **options: Any) -> Any:
-        place, more = (self.source.parent, {"gguf_file": self.source.name}) if self.gguf else (self.source, {})
-        with readable(f"transformers must be able to read {what or f'{self.weights} and its config'}"):
+        place, more = (
+            (self.source.parent, {"gguf_file": self.source.name})
+            if self.gguf
+            else (self.source, {})
+        )
+        with readable(
+            f"transformers must be able to read {what or f'{self.weights} and its config'}"
+        ):
             return cls.from_pretrained(place, local_files_only=True, **more, **options)
 
 
 def _require_same_parts(source: Path, model: Any, info: dict[str, Any]) -> tuple[str, ...]:
     """Check that a checkpoint has all of a model's weights and no layer beyond it; return remarks on the rest."""
     name = type(model).__name__
-    # transformers fills what is missing with random numbers. A bare encoder's pooler is no part of its hidden states.
+    # transformers fills what is missing with random numbers. A bare encoder's pooler is no part of
+    # its hidden states.
     missing, beyond = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if lost := [key for key in missing if "pooler" not in key or model.base_model is not model]:
         raise StorageError(
-            f"{source} must hold all weights of {name}, but lacks {listed(lost)}: is it a checkpoint of another class, "
+            f"{source} must hold all weights of {name}, but lacks {listed(lost)}: is it a "
+            "checkpoint of another class, "
             "or of a part?"
         )
-    if layers := [key for key in beyond if _in_a_layer(model, key.removeprefix(f"{model.base_model_prefix}."))]:
+    if layers := [
+        key for key in beyond if _in_a_layer(model, key.removeprefix(f"{model.base_model_prefix}."))
+    ]:
         raise StorageError(
-            f"{source / 'config.json'} must have all layers of its checkpoint, but {name} leaves out {listed(layers)}: "
+            f"{source / 'config.json'} must have all layers of its checkpoint, but {name} leaves "
+            f"out {listed(layers)}: "
             "correct the number of layers"
         )
-    remarks = [f"Not in the checkpoint, and random here: {listed(missing)}. Do not use the pooler."] * bool(missing)
-    return (*remarks, *[f"Left out of the checkpoint: {listed(beyond)}. {name} has no such part."] * bool(beyond))
+    remarks = [
+        f"Not in the checkpoint, and random here: {listed(missing)}. Do not use the pooler."
+    ] * bool(missing)
+    return (
+        *remarks,
+        *[f"Left out of the checkpoint: {listed(beyond)}. {name} has no such part."] * bool(beyond),
+    )
 
 
 def _in_a_layer(model: Any, key: str) -> bool:
@@ -263,12 +318,15 @@ def _in_a_layer(model: Any, key: str) -> bool:
     return False
 
 
-def require_known_words(tokenizer: Any, encoded: Sequence[list[int]], size: int | None = None) -> None:
+def require_known_words(
+    tokenizer: Any, encoded: Sequence[list[int]], size: int | None = None
+) -> None:
     """Check that a tokenizer knows the texts it encoded, and the model, of a vocabulary of ``size``, its tokens."""
     largest = max((max(ids) for ids in encoded if ids), default=0)
     if size is not None and largest >= size:
         raise DataError(
-            f"the tokenizer must give ids below the model's vocab_size of {size}, but gave {largest}: take the one "
+            f"the tokenizer must give ids below the model's vocab_size of {size}, but gave "
+            f"{largest}: take the one "
             "that belongs to the model"
         )
     # The part that splits words may know a token that tokenizer_config.json does not declare.
@@ -280,7 +338,8 @@ def require_known_words(tokenizer: Any, encoded: Sequence[list[int]], size: int 
     lost = sum(sum(i not in special for i in ids) <= ids.count(unknown) for ids in encoded)
     if 2 * lost > len(encoded):
         raise DataError(
-            f"the tokenizer must know the texts, but {lost} of {len(encoded)} became nothing or unknown tokens: "
+            f"the tokenizer must know the texts, but {lost} of {len(encoded)} became nothing or "
+            "unknown tokens: "
             "give texts in the model's language, or the tokenizer that belongs to the model"
         )
 
@@ -291,19 +350,23 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
     Args:
         pretrained: whose tokenizer is used.
         texts: any number.
-        max_length: the longest text, and the size of a block; no more than the model's positions are used.
+        max_length: the longest text, and the size of a block; no more than the model's positions
+            are used.
 
     Returns:
         One list of token ids per text, or per block.
 
     Raises:
-        DataError: there is no text, too little for a block, or most of it is unknown to the tokenizer or the model.
+        DataError: there is no text, too little for a block, or most of it is unknown to the
+            tokenizer or the model.
     """
     if not texts:
         raise DataError("there must be at least one text, got none")
     max_length, tokenizer = pretrained.within_positions(max_length), pretrained.tokenizer
     whole = (
-        {"add_special_tokens": False} if pretrained.language_model else {"truncation": True, "max_length": max_length}
+        {"add_special_tokens": False}
+        if pretrained.language_model
+        else {"truncation": True, "max_length": max_length}
     )
     encoded: list[list[int]] = tokenizer(list(texts), **whole)["input_ids"]
     require_known_words(tokenizer, encoded, getattr(pretrained.model.config, "vocab_size", None))
@@ -311,9 +374,14 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
         return encoded
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     joined = [token for part in encoded for token in part + end]
-    blocks = [joined[i : i + max_length] for i in range(0, len(joined) - max_length + 1, max_length)]
+    blocks = [
+        joined[i : i + max_length] for i in range(0, len(joined) - max_length + 1, max_length)
+    ]
     if not blocks:
-        raise DataError(f"texts must fill a block of {max_length} tokens, but they are {len(joined)} tokens: give more")
+        raise DataError(
+            f"texts must fill a block of {max_length} tokens, but they are {len(joined)} tokens: "
+            "give more"
+        )
     return blocks
 
 
@@ -328,7 +396,11 @@ class Batches(Sequence[Any]):
         return len(self.parts)
 
     def __getitem__(self, index: Any) -> Any:
-        return Batches(self.make, self.parts[index]) if isinstance(index, slice) else self.make(self.parts[index])
+        return (
+            Batches(self.make, self.parts[index])
+            if isinstance(index, slice)
+            else self.make(self.parts[index])
+        )
 
 
 def in_batches(
@@ -347,7 +419,10 @@ def in_batches(
 
 
 def make_batches(
-    pretrained: Pretrained, encoded: Sequence[list[int]], batch_size: int = 32, seed: int | None = None
+    pretrained: Pretrained,
+    encoded: Sequence[list[int]],
+    batch_size: int = 32,
+    seed: int | None = None,
 ) -> list[dict[str, Tensor]]:
     """Return padded batches of texts of about equal length, so that little is padding.
 

@@ -18,9 +18,15 @@ _TEXTS, _FILES = 10_000, 1_000
 def files_of(path: Path, noun: str, suffixes: Collection[str]) -> list[Path]:
     """Return a file, those in a folder that end in one of the suffixes, or the rows of a data set as files."""
     if path.is_dir():
-        return sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
+        return sorted(
+            file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file()
+        )
     # A pipe can be read once only, as texts are.
-    return [path] if path.is_file() or (noun == "texts" and path.exists()) else _rows_of(str(path), noun)
+    return (
+        [path]
+        if path.is_file() or (noun == "texts" and path.exists())
+        else _rows_of(str(path), noun)
+    )
 
 
 def _rows_of(name: str, noun: str) -> list[Path]:
@@ -29,7 +35,9 @@ def _rows_of(name: str, noun: str) -> list[Path]:
     try:
         datasets: Any = import_module("datasets")
     except ImportError as error:
-        raise DataError(f"{wanted}: correct it, or install datasets if it is the name of a data set") from error
+        raise DataError(
+            f"{wanted}: correct it, or install datasets if it is the name of a data set"
+        ) from error
     folder = Path(tempfile.mkdtemp(prefix="dynorm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (title, _, part), offline = name.partition(":"), datasets.config.HF_HUB_OFFLINE
@@ -44,7 +52,8 @@ def _rows_of(name: str, noun: str) -> list[Path]:
     # Whatever the data set, the hub or the network make it raise.
     except Exception as error:
         raise DataError(
-            f"{wanted}, and as a data set it cannot be read: {type(error).__name__}: {error!s:.300}: correct the name, "
+            f"{wanted}, and as a data set it cannot be read: {type(error).__name__}: "
+            f"{error!s:.300}: correct the name, "
             "or set HF_HUB_OFFLINE=0 where there is a network to load it from"
         ) from error
     return sorted(folder.iterdir())
@@ -53,7 +62,9 @@ def _rows_of(name: str, noun: str) -> list[Path]:
 def _content(row: dict[str, Any], noun: str) -> bytes:
     """Return the text of a row, a paragraph, or the bytes of its image or audio file."""
     kind = str if noun == "texts" else dict
-    found: Any = next((value for value in (row.get("text"), *row.values()) if isinstance(value, kind)), None)
+    found: Any = next(
+        (value for value in (row.get("text"), *row.values()) if isinstance(value, kind)), None
+    )
     if found is None:
         raise ValueError(f"a row must have {noun}, but has {', '.join(row)}")
     if noun == "texts":

@@ -31,15 +31,24 @@ class Listener:
         """Return what the model takes; where it has no window to fill, all are cut to the shortest."""
         sounds = [clip.read(self.rate) for clip in clips]
         length = getattr(self.extractor, "n_samples", min(map(len, sounds)))
-        heard = self.extractor([each[:length].numpy() for each in sounds], sampling_rate=self.rate, return_tensors="pt")
-        batch = {self.original.main_input_name: heard[self.original.main_input_name].to(self.original.dtype)}
+        heard = self.extractor(
+            [each[:length].numpy() for each in sounds], sampling_rate=self.rate, return_tensors="pt"
+        )
+        batch = {
+            self.original.main_input_name: heard[self.original.main_input_name].to(
+                self.original.dtype
+            )
+        }
         if not self.has_decoder:
             return batch
         if not set(clips) <= self._written.keys():
             self._written |= dict(zip(clips, self.write(self.original, batch), strict=True))
         ids = [torch.tensor(self._written[clip]) for clip in clips]
         mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
-        return batch | {"decoder_input_ids": pad_sequence(ids, batch_first=True), "decoder_attention_mask": mask}
+        return batch | {
+            "decoder_input_ids": pad_sequence(ids, batch_first=True),
+            "decoder_attention_mask": mask,
+        }
 
     @torch.no_grad()
     def write(self, model: Any, batch: dict[str, Tensor]) -> list[list[int]]:
@@ -50,14 +59,22 @@ class Listener:
             return likeliest
         if self.tokenizer is None:
             return [[model.config.decoder_start_token_id]] * len(batch[model.main_input_name])
-        options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": True}
+        options = {
+            "do_sample": False,
+            "num_beams": 1,
+            "num_return_sequences": 1,
+            "return_dict_in_generate": True,
+        }
         # Else Whisper begins anew after a mark of time, and returns only the sounds that have one.
         if "force_unique_generate_call" in inspect.signature(model.generate).parameters:
             options["force_unique_generate_call"] = True
         found: list[list[int]] = model.generate(**sound, **options).sequences.tolist()
         for ids in found:
             # The end, and what pads it.
-            while len(ids) > 1 and ids[-1] in (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id):
+            while len(ids) > 1 and ids[-1] in (
+                self.tokenizer.eos_token_id,
+                self.tokenizer.pad_token_id,
+            ):
                 ids.pop()
         return found
 

@@ -17,14 +17,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dynorm.errors import DataError
-from dynorm.find.recover import HALF_TOLERANCE, NotANormError, affine_of, candidate_axes, channel_axes, core, recover
+from dynorm.find.recover import (
+    HALF_TOLERANCE,
+    NotANormError,
+    affine_of,
+    candidate_axes,
+    channel_axes,
+    core,
+    recover,
+)
 from dynorm.find.tokens import plain_arithmetic
 from dynorm.site import UNIT_LENGTH, NormSite
 from dynorm.watch import arguments, call_hint, require_plain_model, site_tokens, undisturbed
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 
-_FUNCTIONS = {functional.layer_norm, functional.rms_norm, torch.layer_norm, torch.native_layer_norm, torch.rms_norm}
+_FUNCTIONS = {
+    functional.layer_norm,
+    functional.rms_norm,
+    torch.layer_norm,
+    torch.native_layer_norm,
+    torch.rms_norm,
+}
 
 
 @dataclass
@@ -35,22 +49,32 @@ class Observation:
     paths: list[str]  # all of them, the first one found first
     calls: int = 0
     problem: str | None = None  # why its calls cannot be those of a replaceable norm
-    shapes: list[tuple[int, ...]] = field(default_factory=list)  # the distinct ones of its input, in order
+    shapes: list[tuple[int, ...]] = field(
+        default_factory=list
+    )  # the distinct ones of its input, in order
     dtype: torch.dtype = torch.float32  # of its input at the first call
-    output_dtype: torch.dtype = torch.float32  # of its output, where autocast does not choose that dtype
+    output_dtype: torch.dtype = (
+        torch.float32
+    )  # of its output, where autocast does not choose that dtype
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rounded: bool = False  # input, output or autocast were of half precision
-    output_at: int = 0  # the address of its last output, to see which module's output another one passes on
+    output_at: int = (
+        0  # the address of its last output, to see which module's output another one passes on
+    )
     # Some tokens of the first call, in and out, for each group of axes that may be the channels.
     samples: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    functions: list[str] = field(default_factory=list)  # norm functions that its own forward called, one per call
+    functions: list[str] = field(
+        default_factory=list
+    )  # norm functions that its own forward called, one per call
 
     def is_light(self) -> bool:
         """Return whether every parameter could be the scale or the shift of a norm: no matrices."""
 
         def fits(p: Tensor, shape: tuple[int, ...]) -> bool:
             tail = zip(p.shape, shape[-p.ndim :], strict=False)
-            return p.numel() <= max(shape) or (p.ndim <= len(shape) and all(own in (1, size) for own, size in tail))
+            return p.numel() <= max(shape) or (
+                p.ndim <= len(shape) and all(own in (1, size) for own, size in tail)
+            )
 
         return all(fits(p, shape) for p in self.module.parameters() for shape in self.shapes[:1])
 
@@ -86,7 +110,11 @@ def _problem(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> str 
         return "other arguments: a point-wise layer takes one tensor, by position"
     if not (_is_plain(args[0]) and _is_plain(output)):
         return "not tensor to tensor: it does not take and return one floating-point tensor"
-    return None if args[0].shape == output.shape else "another shape: its output is not shaped as its input"
+    return (
+        None
+        if args[0].shape == output.shape
+        else "another shape: its output is not shaped as its input"
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -105,15 +133,19 @@ class _NormFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         seen = self.running[-1] if self.running else None
         if func in _FUNCTIONS and seen is not None:
-            seen.functions.append(("F." if func.__module__ == functional.__name__ else "torch.") + func.__name__)
+            seen.functions.append(
+                ("F." if func.__module__ == functional.__name__ else "torch.") + func.__name__
+            )
         return func(*args, **(kwargs or {}))
 
 
-def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Observation], ...]:
+def observe(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Observation], ...]:
     """Run the model once and watch each of its modules; return all, and those called, in the order they returned.
 
-    Nothing of the run stays. DataError is raised if the model raises on this input. Layers of dynorm and
-    parametrizations of weights, and the modules in them, are left out.
+    Nothing of the run stays. DataError is raised if the model raises on this input. Layers of
+    dynorm and parametrizations of weights, and the modules in them, are left out.
     """
     ours = {
         id(part)
@@ -139,9 +171,13 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             for seen in found.values():
                 hooks.enter_context(seen.module.register_forward_hook(hook, with_kwargs=True))
             for part in model.modules():
-                hooks.enter_context(part.register_forward_pre_hook(lambda m, _: running.append(found.get(id(m)))))
+                hooks.enter_context(
+                    part.register_forward_pre_hook(lambda m, _: running.append(found.get(id(m))))
+                )
                 # A parent may catch what its child raises, and go on.
-                hooks.enter_context(part.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
+                hooks.enter_context(
+                    part.register_forward_hook(lambda *_: running.pop() and None, always_call=True)
+                )
             model(*args, **kwargs)
     except Exception as error:
         raise DataError(
@@ -152,13 +188,25 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
-    (nn.modules.batchnorm._BatchNorm, "batchnorm", "batch norm: its statistics are the batch's, or fixed"),
-    (nn.modules.instancenorm._InstanceNorm, "instancenorm", "instance norm: its statistics span positions"),
+    (
+        nn.modules.batchnorm._BatchNorm,
+        "batchnorm",
+        "batch norm: its statistics are the batch's, or fixed",
+    ),
+    (
+        nn.modules.instancenorm._InstanceNorm,
+        "instancenorm",
+        "instance norm: its statistics span positions",
+    ),
     (nn.GroupNorm, "groupnorm", "group norm: its statistics span positions and groups of channels"),
-    (nn.LocalResponseNorm, "responsenorm", "local response norm: it looks at neighbouring channels only"),
+    (
+        nn.LocalResponseNorm,
+        "responsenorm",
+        "local response norm: it looks at neighbouring channels only",
+    ),
 )
-# Class names that end in norm, apart from the marks of variants: RMSNormGated does, NormedEmbedding not. A norm of
-# weights does not normalize activations.
+# Class names that end in norm, apart from the marks of variants: RMSNormGated does, NormedEmbedding
+# not. A norm of weights does not normalize activations.
 _NORM_NAME = re.compile(
     r"(?<!weight)(?<!spectral)norm(alization)?(layer|activation|perhead|gated|zero|single|final|1p|\dd|_)*$|adaln(zero|single|_)*$"
 )
@@ -169,20 +217,22 @@ _MODULE_TABLES = frozenset(nn.Module().__dict__)
 def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
     """Find the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
 
-    The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one of the same
-    shape and holds no matrices is then tried as a copy on tokens of our own. It is a norm if, for every token
-    alone, y = core(x) * weight + bias with core(x) = (x - mean) / sqrt(var + eps) or x / sqrt(mean(x^2) + eps).
-    Mode, hooks, buffers and random states of the model stay as they are.
+    The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one
+    of the same shape and holds no matrices is then tried as a copy on tokens of our own. It is a
+    norm if, for every token alone, y = core(x) * weight + bias with core(x) = (x - mean) / sqrt(var
+    + eps) or x / sqrt(mean(x^2) + eps). Mode, hooks, buffers and random states of the model stay as
+    they are.
 
     Args:
         model: Any module of plain torch; train or eval mode is kept.
-        *args: The arguments of one call of the model, or one batch, a tuple or dict of them, as the other functions
-            take; a short input will do.
+        *args: The arguments of one call of the model, or one batch, a tuple or dict of them, as the
+            other functions take; a short input will do.
         **kwargs: The same, by keyword. A cache among them grows, as in any call.
 
     Returns:
-        The norms in call order. Modules that are named norms, or are norms of torch, but cannot be replaced are
-        among them, with `refused` saying why; those never called come last. Empty for a model without norms.
+        The norms in call order. Modules that are named norms, or are norms of torch, but cannot be
+        replaced are among them, with `refused` saying why; those never called come last. Empty for
+        a model without norms.
 
     Raises:
         ArgumentError: If the model is no module.
@@ -198,7 +248,11 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
     """
     require_plain_model(model)
     # A tokenizer returns a UserDict. A class of the user's own is one argument.
-    if len(args) == 1 and not kwargs and (type(args[0]) in (tuple, dict) or isinstance(args[0], UserDict)):
+    if (
+        len(args) == 1
+        and not kwargs
+        and (type(args[0]) in (tuple, dict) or isinstance(args[0], UserDict))
+    ):
         given = arguments(model, args[0])
         # A model may take the dict or tuple itself.
         with suppress(TypeError):
@@ -226,12 +280,18 @@ class _Search:
         """Add the site of a module, unless a module inside is the norm already: inner modules return first."""
         parts = [part for part in seen.module.modules() if id(part) in self.found]
         # A part settles the matter if it is a norm, of this or another family.
-        norms = [p for p in parts if self.found[id(p)].refused is None or _family(p, by_class=True) is not None]
+        norms = [
+            p
+            for p in parts
+            if self.found[id(p)].refused is None or _family(p, by_class=True) is not None
+        ]
         if len(norms) == 1 and seen.problem == ANOTHER_TENSOR and _is_named_norm(seen.module):
             key = id(norms[0])
             # It modulates the norm inside; passing the norm's output on is no modulation.
             if seen.output_at == 0 or seen.output_at != self._outputs.get(key):
-                self._refuse(seen, f"{ANOTHER_TENSOR}; the norm inside stands at {self.found[key].path!r}")
+                self._refuse(
+                    seen, f"{ANOTHER_TENSOR}; the norm inside stands at {self.found[key].path!r}"
+                )
         # An annealed layer of ours is a norm at first, and so would be its parent.
         if norms or any(getattr(part, "_dynorm_layer", False) for part in seen.module.modules()):
             return
@@ -245,17 +305,33 @@ class _Search:
 
     def add_uncalled(self, observations: list[Observation]) -> None:
         """Add the modules named norms that were not reached, the innermost only."""
-        known = {id(p) for seen in observations if id(seen.module) in self.found for p in seen.module.modules()}
-        named = [s for s in observations if not s.calls and _is_named_norm(s.module) and id(s.module) not in known]
+        known = {
+            id(p)
+            for seen in observations
+            if id(seen.module) in self.found
+            for p in seen.module.modules()
+        }
+        named = [
+            s
+            for s in observations
+            if not s.calls and _is_named_norm(s.module) and id(s.module) not in known
+        ]
         ids = known | {id(seen.module) for seen in named}
         for seen in named:
-            if not any(id(part) in ids for part in seen.module.modules() if part is not seen.module):
+            if not any(
+                id(part) in ids for part in seen.module.modules() if part is not seen.module
+            ):
                 never = "never called by the example input; give an example that reaches it, if anything does"
                 self._refuse(seen, _family(seen.module, by_class=True) or never)
 
     def add_functions(self, observations: list[Observation]) -> None:
         """Add the modules that call a norm as a function and are none themselves: nothing stands there to replace."""
-        inside = {id(p) for seen in observations if id(seen.module) in self.found for p in seen.module.modules()}
+        inside = {
+            id(p)
+            for seen in observations
+            if id(seen.module) in self.found
+            for p in seen.module.modules()
+        }
         for seen in observations:
             if seen.functions and id(seen.module) not in inside:
                 names, count = " and ".join(sorted(set(seen.functions))), len(seen.functions)
@@ -283,7 +359,9 @@ class _Search:
                     raise NotANormError(f"two channels: {why}")
                 weight, bias = affine_of(seen.module, site)
                 _require_agreement(seen, site, weight, bias)
-                is_unit = bias is None and weight is not None and _is_unit_length(seen.module, weight)
+                is_unit = (
+                    bias is None and weight is not None and _is_unit_length(seen.module, weight)
+                )
                 return replace(site, refused=UNIT_LENGTH) if is_unit else site
             except NotANormError as error:
                 reason = _family(seen.module) or str(error)
@@ -307,13 +385,18 @@ def _sort_of(module: nn.Module) -> Iterator[Hashable]:
     """Yield all that decides how a module computes, except the values of its tensors."""
     for part in module.modules():
         yield type(part), part.training
-        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *part.named_parameters(recurse=False),
+            *part.named_buffers(recurse=False),
+        ]:
             yield name, tensor.shape, tensor.dtype
         for name in sorted(part.__dict__.keys() - _MODULE_TABLES):
             value = part.__dict__[name]
             # Equal numbers mean the same; objects may change.
             known = (int, float, str, torch.dtype, type(None))
-            is_constant = all(isinstance(v, known) for v in (value if isinstance(value, tuple) else (value,)))
+            is_constant = all(
+                isinstance(v, known) for v in (value if isinstance(value, tuple) else (value,))
+            )
             yield name, value if is_constant else id(value)
 
 
@@ -326,15 +409,22 @@ def _placed(site: NormSite, seen: Observation) -> NormSite:
         class_name=type(seen.module).__qualname__,
         calls=seen.calls,
         input_shape=seen.shapes[0] if seen.shapes else (),
-        output_dtype=None if seen.output_dtype == seen.dtype else str(seen.output_dtype).removeprefix("torch."),
+        output_dtype=None
+        if seen.output_dtype == seen.dtype
+        else str(seen.output_dtype).removeprefix("torch."),
     )
 
 
-def _require_agreement(seen: Observation, site: NormSite, weight: Tensor | None, bias: Tensor | None) -> None:
+def _require_agreement(
+    seen: Observation, site: NormSite, weight: Tensor | None, bias: Tensor | None
+) -> None:
     """Require that the whole run agrees with the formula that was recovered from a copy."""
     dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
     for shape in seen.shapes:
-        if tuple(shape[dim] if -len(shape) <= dim < len(shape) else 0 for dim in dims) != site.normalized_shape:
+        if (
+            tuple(shape[dim] if -len(shape) <= dim < len(shape) else 0 for dim in dims)
+            != site.normalized_shape
+        ):
             raise NotANormError("several widths: it is called with different numbers of channels")
     family = _family(seen.module)
     if site.weight_name is None and family is not None:
@@ -347,7 +437,9 @@ def _require_agreement(seen: Observation, site: NormSite, weight: Tensor | None,
     error, size = float((output - expected).square().sum()), float(expected.square().sum())
     # Activations that are not finite say nothing of the formula: NaN passes this comparison.
     if error > (HALF_TOLERANCE if seen.rounded else 1e-3) ** 2 * size:
-        raise NotANormError("differs in the run: the formula fits a copy, but not its output for the example")
+        raise NotANormError(
+            "differs in the run: the formula fits a copy, but not its output for the example"
+        )
 
 
 def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
@@ -366,9 +458,14 @@ def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
 def _family(module: nn.Module, by_class: bool = False) -> str | None:
     """Return the reason that names a family of norms other than LayerNorm and RMSNorm, or None."""
     name = "" if by_class else type(module).__name__.lower()
-    return next((reason for cls, part, reason in _OTHER_NORMS if isinstance(module, cls) or part in name), None)
+    return next(
+        (reason for cls, part, reason in _OTHER_NORMS if isinstance(module, cls) or part in name),
+        None,
+    )
 
 
 def _is_named_norm(module: nn.Module) -> bool:
-    is_known = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module, by_class=True) is not None
+    is_known = (
+        isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module, by_class=True) is not None
+    )
     return is_known or _NORM_NAME.search(type(module).__name__.lower()) is not None

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
-from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_arithmetic, plain_copy
+from dynorm.find.tokens import (
+    CannotProbeError,
+    TokenFunction,
+    named_tensors,
+    plain_arithmetic,
+    plain_copy,
+)
 from dynorm.site import NormSite
 
 # Relative errors that rounding may leave: in float64 a module may still compute in float32 inside.
@@ -42,8 +48,8 @@ def core(tokens: Tensor, kind: str, eps: float = 0.0) -> Tensor:
 def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the groups of axes that a module may normalize over, the likeliest first.
 
-    The last axis, axis 1, any other as long as one of the module's tensors, and trailing axes together where a tensor
-    or an attribute of the module has just these sizes.
+    The last axis, axis 1, any other as long as one of the module's tensors, and trailing axes
+    together where a tensor or an attribute of the module has just these sizes.
 
     Example:
         >>> candidate_axes(nn.LayerNorm((5, 7)), (2, 3, 5, 7))
@@ -51,26 +57,38 @@ def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int,
     """
     rank = len(shape)
     lengths = {tensor.numel() for tensor in named_tensors(module).values()}
-    single = [rank - 1, *([1] if rank > 2 else []), *(axis for axis in range(rank) if shape[axis] in lengths)]
+    single = [
+        rank - 1,
+        *([1] if rank > 2 else []),
+        *(axis for axis in range(rank) if shape[axis] in lengths),
+    ]
     groups = [(axis,) for axis in dict.fromkeys(single) if shape[axis] > 1]
     declared = set(_declared_shapes(module))
-    return groups + [tuple(range(axis, rank)) for axis in range(rank - 1) if shape[axis:] in declared]
+    return groups + [
+        tuple(range(axis, rank)) for axis in range(rank - 1) if shape[axis:] in declared
+    ]
 
 
 def _declared_shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
     yield from (tuple(parameter.shape) for parameter in module.parameters())
     for part in module.modules():
         for value in part.__dict__.values():
-            if isinstance(value, (tuple, list)) and value and all(type(size) is int for size in value):
+            if (
+                isinstance(value, (tuple, list))
+                and value
+                and all(type(size) is int for size in value)
+            ):
                 yield tuple(value)
 
 
-def recover(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> NormSite:
+def recover(
+    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> NormSite:
     """Find out which norm a module is, by trying a copy of it.
 
-    The vectors of the copy are filled with random numbers first. What then scales and shifts the channels tells which
-    tensor is the weight, and whether it is w or 1 + w, where the initial ones and zeros would tell nothing. The site
-    has no path.
+    The vectors of the copy are filled with random numbers first. What then scales and shifts the
+    channels tells which tensor is the weight, and whether it is w or 1 + w, where the initial ones
+    and zeros would tell nothing. The site has no path.
     """
     tried: list[TokenFunction] = []
     failure = CannotProbeError("it has no axis of two channels or more")
@@ -103,15 +121,19 @@ def measured_affine(given: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
 def _open(given: TokenFunction, random: bool = True) -> TokenFunction:
     """Copy a module, in the widest dtype and then the smallest shape that it takes."""
     failure, shape = CannotProbeError("nothing was tried"), given.shape
-    # Two of the first axis, even if the example had one: independence of tokens shows only between tokens. The other
-    # axes are short at first; a module may insist on their sizes.
+    # Two of the first axis, even if the example had one: independence of tokens shows only between
+    # tokens. The other axes are short at first; a module may insist on their sizes.
     pair = shape if 0 in given.axes else (2, *shape[1:])
-    small = tuple(size if axis in given.axes or axis == 0 else min(size, 3) for axis, size in enumerate(pair))
+    small = tuple(
+        size if axis in given.axes or axis == 0 else min(size, 3) for axis, size in enumerate(pair)
+    )
     for wide in dict.fromkeys([torch.float64, torch.float32, given.dtype]):
         for shape in dict.fromkeys([small, pair, given.shape]):
             try:
                 # In its own dtype the copy keeps that of each parameter, for they may differ.
-                replica = plain_copy(given.module, None if wide == given.dtype else wide, random=random)
+                replica = plain_copy(
+                    given.module, None if wide == given.dtype else wide, random=random
+                )
                 function = replace(given, module=replica, shape=shape, dtype=wide)
                 function(function.sample(1.0, seed=1))
             except CannotProbeError as error:
@@ -131,7 +153,9 @@ def _require_scale_invariance(function: TokenFunction) -> None:
     tokens = function.sample(30.0, seed=2)
     once, again, larger = function(tokens), function(tokens), function(3 * tokens)
     if not torch.equal(once.nan_to_num(), again.nan_to_num()):
-        raise NotANormError("random: two calls with one input differ, as with dropout in train mode")
+        raise NotANormError(
+            "random: two calls with one input differ, as with dropout in train mode"
+        )
     size = _size(once)
     # Written so that NaN is refused too.
     if not _size(larger - once) <= 0.05 * size:
@@ -144,14 +168,18 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt())
 
 
-def _closest(function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsnorm"), positions: int = 1) -> Formula:
+def _closest(
+    function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsnorm"), positions: int = 1
+) -> Formula:
     """Return the formula that is closest to a function, its constants repeated after so many positions.
 
-    A norm's core is odd: f(x) - f(-x) shows the weight alone and f(x) + f(-x) the bias alone. The tokens are so large
-    that no eps shows, and their squares finite in half precision.
+    A norm's core is odd: f(x) - f(-x) shows the weight alone and f(x) + f(-x) the bias alone. The
+    tokens are so large that no eps shows, and their squares finite in half precision.
     """
     count, channels = function.count, math.prod(function.sizes)
-    tokens = function.sample(30.0 if function.is_half else 1e3, 2, at_least=16 if positions == 1 else 12 * count)
+    tokens = function.sample(
+        30.0 if function.is_half else 1e3, 2, at_least=16 if positions == 1 else 12 * count
+    )
     odd, even = (part.reshape(-1, positions * channels) for part in function.odd_and_even(tokens))
     size = _size(odd + even)
     found = []
@@ -177,7 +205,9 @@ def _complete(given: TokenFunction, function: TokenFunction, formula: Formula) -
     has_bias = float(formula.bias.abs().max()) > slack
     shape, axes, sizes = given.shape, given.axes, given.sizes
     is_last = axes[-1] == len(shape) - 1
-    is_usual = is_last or (len(shape) > 3 and axes == (1,)) or sizes in set(_declared_shapes(given.module))
+    is_usual = (
+        is_last or (len(shape) > 3 and axes == (1,)) or sizes in set(_declared_shapes(given.module))
+    )
     if not (weight_name or bias_name or is_usual):
         raise NotANormError(f"unmarked axis: nothing shows that axis {axes[0]} holds the channels")
     dims = tuple(axis - len(shape) for axis in axes) if is_last else axes
@@ -197,7 +227,11 @@ def _complete(given: TokenFunction, function: TokenFunction, formula: Formula) -
 
 
 def _holder(
-    given: TokenFunction, function: TokenFunction, random: Tensor, true: Tensor, offsets: tuple[float, ...]
+    given: TokenFunction,
+    function: TokenFunction,
+    random: Tensor,
+    true: Tensor,
+    offsets: tuple[float, ...],
 ) -> tuple[str | None, float]:
     """Find the tensor that explains both the random copy's values and the true ones, and the number added to it."""
     originals, slack = named_tensors(given.module), 10 * _tolerance(function)
@@ -205,32 +239,46 @@ def _holder(
         if tensor.numel() != random.numel() or not tensor.is_floating_point():
             continue
         for offset in offsets:
-            filled, held = (t.detach().cpu().double().flatten() + offset for t in (tensor, originals[name]))
+            filled, held = (
+                t.detach().cpu().double().flatten() + offset for t in (tensor, originals[name])
+            )
             loose = slack * (1 + _size(true))
-            if torch.allclose(filled, random, 0, slack) and torch.allclose(held, true, slack, loose):
+            if torch.allclose(filled, random, 0, slack) and torch.allclose(
+                held, true, slack, loose
+            ):
                 return name, offset
     return None, 0.0
 
 
 def _eps(given: TokenFunction, function: TokenFunction, formula: Formula) -> float:
     """Measure eps, and take the number of the module, or the plain decimal, that is as near as measuring can tell."""
-    # In the module's own dtype, for eps may depend on it: torch.nn.RMSNorm(eps=None) takes the machine's. Only
-    # float16 may be too coarse to show any.
+    # In the module's own dtype, for eps may depend on it: torch.nn.RMSNorm(eps=None) takes the
+    # machine's. Only float16 may be too coarse to show any.
     own = replace(function, module=plain_copy(given.module, random=True), dtype=given.dtype)
     eps = _shown_eps(own, formula) or _shown_eps(function, formula)
-    named = [(n, v) for part in given.module.modules() for n, v in part.__dict__.items() if type(v) is float]
+    named = [
+        (n, v)
+        for part in given.module.modules()
+        for n, v in part.__dict__.items()
+        if type(v) is float
+    ]
     attributes = [value for name, value in sorted(named, key=lambda pair: "eps" not in pair[0])]
     machine = [torch.finfo(given.dtype).eps, torch.finfo(torch.float32).eps]
     allowed = 5e-2 if own.is_half else 1e-3
-    near = (value for value in [*attributes, *machine, float(f"{eps:.1e}")] if abs(value - eps) <= allowed * eps)
+    near = (
+        value
+        for value in [*attributes, *machine, float(f"{eps:.1e}")]
+        if abs(value - eps) <= allowed * eps
+    )
     return next(near, eps)
 
 
 def _shown_eps(function: TokenFunction, formula: Formula) -> float:
     """Measure the number beside the mean square in the root, from ever smaller tokens; 0.0 if they show none.
 
-    With q = |f(x)| / |weight * x| it is 1/q^2 - mean(x^2), read where it outweighs the mean square. A number outside
-    the root, or one that bounds it from below, gives the eps with the same limit for small tokens.
+    With q = |f(x)| / |weight * x| it is 1/q^2 - mean(x^2), read where it outweighs the mean square.
+    A number outside the root, or one that bounds it from below, gives the eps with the same limit
+    for small tokens.
     """
     unit = core(function.sample(1.0, seed=3), "layernorm")
     eps = 0.0
@@ -285,10 +333,11 @@ def _explain(tried: list[TokenFunction]) -> str:
 def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor | None]:
     """Return the weight and the bias that a norm applies to its normalized channels.
 
-    They are detached copies of shape `site.normalized_shape` on the module's device, None for a missing one. 1 + w
-    comes in float32 at least: layers that scale so add in float32, and rounded to bfloat16 1 + w would lose most digits
-    of a small w. A factor that no tensor holds, such as the 1/sqrt(C) of a division by the L2 norm, is measured.
-    ModelError is raised if the site was refused, or the module is not the norm that was found.
+    They are detached copies of shape `site.normalized_shape` on the module's device, None for a
+    missing one. 1 + w comes in float32 at least: layers that scale so add in float32, and rounded
+    to bfloat16 1 + w would lose most digits of a small w. A factor that no tensor holds, such as
+    the 1/sqrt(C) of a division by the L2 norm, is measured. ModelError is raised if the site was
+    refused, or the module is not the norm that was found.
     """
     if site.refused is not None:
         raise ModelError(f"the site {site.path!r} must be a norm, but was refused: {site.refused}")
@@ -303,8 +352,12 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
             with plain_arithmetic(module):
                 flat = measured_affine(given, site.kind)
         except NotANormError as error:
-            raise ModelError(f"the module at {site.path!r} must be the norm found there, but: {error}") from error
-        measured = [part.reshape(site.normalized_shape).to(like.device, like.dtype) for part in flat]
+            raise ModelError(
+                f"the module at {site.path!r} must be the norm found there, but: {error}"
+            ) from error
+        measured = [
+            part.reshape(site.normalized_shape).to(like.device, like.dtype) for part in flat
+        ]
         weight = measured[0] if site.has_weight and weight is None else weight
         bias = measured[1] if site.has_bias and bias is None else bias
     return weight, bias
@@ -321,10 +374,13 @@ def _held(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
         return None
     tensor = named_tensors(module).get(name)
     if tensor is None:
-        raise ModelError(f"the module at {site.path!r} must hold {name!r}, as when it was found, but does not")
+        raise ModelError(
+            f"the module at {site.path!r} must hold {name!r}, as when it was found, but does not"
+        )
     if tensor.numel() != torch.Size(site.normalized_shape).numel():
         raise ModelError(
-            f"the sites must be this model's, but {name!r} of {site.path!r} has shape {tuple(tensor.shape)} and not "
+            f"the sites must be this model's, but {name!r} of {site.path!r} has shape "
+            f"{tuple(tensor.shape)} and not "
             f"{site.normalized_shape}: call find_norms again"
         )
     return tensor.detach().clone().reshape(site.normalized_shape)

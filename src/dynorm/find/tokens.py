@@ -35,12 +35,15 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def plain_copy(module: nn.Module, dtype: torch.dtype | None = None, *, random: bool = False) -> nn.Module:
+def plain_copy(
+    module: nn.Module, dtype: torch.dtype | None = None, *, random: bool = False
+) -> nn.Module:
     """Copy a module to experiment on: own tensors, cast to ``dtype`` if one is given, no hooks, the rest shared.
 
-    ``copy.deepcopy`` would also copy what hooks and attributes refer to, which may be a whole model, and fails on
-    tensors that belong to a graph. With ``random`` every vector is filled with other positive numbers, so that each
-    shows by its effect; single numbers, such as a learned gain or an eps held in a buffer, keep their values.
+    ``copy.deepcopy`` would also copy what hooks and attributes refer to, which may be a whole
+    model, and fails on tensors that belong to a graph. With ``random`` every vector is filled with
+    other positive numbers, so that each shows by its effect; single numbers, such as a learned gain
+    or an eps held in a buffer, keep their values.
     """
     known: dict[int, Any] = {}
 
@@ -48,8 +51,14 @@ def plain_copy(module: nn.Module, dtype: torch.dtype | None = None, *, random: b
         if value is None or id(value) in known:
             return known.get(id(value))
         if isinstance(value, Tensor):
-            values = value.detach().to(dtype if dtype and value.is_floating_point() else value.dtype, copy=True)
-            new = nn.Parameter(values, requires_grad=False) if isinstance(value, nn.Parameter) else values
+            values = value.detach().to(
+                dtype if dtype and value.is_floating_point() else value.dtype, copy=True
+            )
+            new = (
+                nn.Parameter(values, requires_grad=False)
+                if isinstance(value, nn.Parameter)
+                else values
+            )
             known[id(value)] = new
             return new
         new = known[id(value)] = value.__class__.__new__(value.__class__)
@@ -61,14 +70,22 @@ def plain_copy(module: nn.Module, dtype: torch.dtype | None = None, *, random: b
             # A patched forward is bound to the original; the class knows the true one.
             elif name != "forward":
                 is_own = type(held) in (list, dict, set)
-                new.__dict__[name] = copied(held) if isinstance(held, Tensor) else copy.copy(held) if is_own else held
+                new.__dict__[name] = (
+                    copied(held)
+                    if isinstance(held, Tensor)
+                    else copy.copy(held)
+                    if is_own
+                    else held
+                )
         return new
 
     replica: nn.Module = copied(module)
     generator = torch.Generator().manual_seed(0)
     for tensor in named_tensors(replica).values() if random else ():
         if tensor.is_floating_point() and tensor.numel() > 1:
-            tensor.detach().copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5)
+            tensor.detach().copy_(
+                torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+            )
     return replica
 
 
@@ -99,12 +116,19 @@ class TokenFunction:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the module's output; n must be a multiple of the count."""
-        return torch.cat([self._run(part) for part in torch.split(tokens.to(self.dtype), self.count)])
+        return torch.cat(
+            [self._run(part) for part in torch.split(tokens.to(self.dtype), self.count)]
+        )
 
     def _run(self, tokens: Tensor) -> Tensor:
         others = [size for axis, size in enumerate(self.shape) if axis not in self.axes]
         last = tuple(range(-len(self.axes), 0))
-        given = tokens.reshape(*others, *self.sizes).movedim(last, self.axes).contiguous().to(self.device)
+        given = (
+            tokens.reshape(*others, *self.sizes)
+            .movedim(last, self.axes)
+            .contiguous()
+            .to(self.device)
+        )
         try:
             output = self.module(given)
         # Foreign code may raise anything; its message becomes part of the reason for a refusal.
@@ -123,8 +147,8 @@ class TokenFunction:
     def sample(self, scale: float, seed: int, at_least: int = 1) -> Tensor:
         """Return tokens for two calls, or for more until there are enough, rounded as the module will see them.
 
-        They tell formulas apart: each has its own mean, and every third an outlier. The global random state is left
-        alone.
+        They tell formulas apart: each has its own mean, and every third an outlier. The global
+        random state is left alone.
         """
         count, channels = self.count, math.prod(self.sizes)
         count *= max(2, -(-at_least // count))

@@ -42,29 +42,34 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
 
     .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
 
-    with s the layer's scale, :math:`\sigma^2` the mean square of the layer's input, and c its centre, the mean of
-    the input if the layer has one. Every function then has the slope :math:`1 / \sigma` at 0, as a norm would; with
-    the default scale sqrt(C) that is :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
+    with s the layer's scale, :math:`\sigma^2` the mean square of the layer's input, and c its
+    centre, the mean of the input if the layer has one. Every function then has the slope
+    :math:`1 / \sigma` at 0, as a norm would; with the default scale sqrt(C) that is
+    :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
     Of a layer with K witnesses the sum stays the same, and they carry a share p of it:
     :math:`\beta = (1 - p) \beta_0` and :math:`g = p \beta_0 / \langle \sum_k (x_k - c)^2 \rangle` for each of them.
-    The model is run once. Each layer is set as it is reached, so the next ones see the inputs of the new model.
-    Weights and biases stay. Under torch.distributed with an initialized group, call it on every rank, each with its own
-    share of the batch: all get the same constants.
+    The model is run once. Each layer is set as it is reached, so the next ones see the inputs of
+    the new model. Weights and biases stay. Under torch.distributed with an initialized group, call
+    it on every rank, each with its own share of the batch: all get the same constants.
 
     Args:
-        model: a model with point-wise layers, built so or converted; plain, neither compiled nor wrapped.
-        batch: a tensor, tuple or dict, for ``model(x)``, ``model(*x)`` or ``model(**x)``; its padding is left out.
-        share: how much of a token's typical sum the witnesses carry, between 0 and 1; for layers that have some.
+        model: a model with point-wise layers, built so or converted; plain, neither compiled nor
+            wrapped.
+        batch: a tensor, tuple or dict, for ``model(x)``, ``model(*x)`` or ``model(**x)``; its
+            padding is left out.
+        share: how much of a token's typical sum the witnesses carry, between 0 and 1; for layers
+            that have some.
 
     Returns:
         The constants, by path.
 
     Raises:
         ArgumentError: ``share`` is not between 0 and 1.
-        ModelError: the model has no point-wise layer, is compiled, wrapped or sharded, or another rank's layers differ.
-        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, the input of a layer
-            is not finite or all 0, or another rank failed or reached other layers. The constants are then as they were,
-            on every rank.
+        ModelError: the model has no point-wise layer, is compiled, wrapped or sharded, or another
+            rank's layers differ.
+        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, the
+            input of a layer is not finite or all 0, or another rank failed or reached other layers.
+            The constants are then as they were, on every rank.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), dynorm.DyISRU(8), nn.Linear(8, 8), dynorm.DyT(8, scale=8**0.5))
@@ -76,7 +81,10 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
         Eq. 14 for many channels of like size (closed form 5).
     """
     if not isinstance(share, (int, float)) or not 0 < share < 1:
-        raise ArgumentError(f"share must be between 0 and 1, got {share!r}: the part of the sum that witnesses carry")
+        raise ArgumentError(
+            f"share must be between 0 and 1, got {share!r}: the part of the sum that witnesses "
+            "carry"
+        )
     ranks = Ranks()
     sigma: dict[str, float] = {}
     with ranks.together():
@@ -91,19 +99,30 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
             path = paths[layer]
             if path not in sigma:
                 ranks.meet(path)
-                sigma[path] = _set_constants_(layer, watch.site_tokens(layer, args[0], masks), path, share, ranks)
+                sigma[path] = _set_constants_(
+                    layer, watch.site_tokens(layer, args[0], masks), path, share, ranks
+                )
             return layer.forward(args[0])
 
-        with watch.unchanged_on_error(paths), watch.undisturbed(model, batch), watch.hooked(paths, set_):
+        with (
+            watch.unchanged_on_error(paths),
+            watch.undisturbed(model, batch),
+            watch.hooked(paths, set_),
+        ):
             watch.call(model, batch)
             ranks.meet()
             if not sigma:
-                raise DataError("the batch must reach at least one point-wise layer, but reached none: give another")
+                raise DataError(
+                    "the batch must reach at least one point-wise layer, but reached none: give "
+                    "another"
+                )
     beta = {path: float(layers[path].beta().detach().median()) for path in layers if path in sigma}
     return InitializationReport(beta, sigma, [path for path in layers if path not in sigma])
 
 
-def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, share: float, ranks: Ranks) -> float:
+def _set_constants_(
+    layer: PointwiseNorm, x: Tensor, path: str, share: float, ranks: Ranks
+) -> float:
     """Set a layer's constants by its input, (tokens, C), and return the input's size."""
     x = x.double()
     sums = ranks.summed(torch.stack([x.new_tensor(x.numel()), x.sum(), x.square().sum()]))
@@ -111,14 +130,21 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, share: float, ra
     variance = square - mean * mean if layer.center is not None else square
     if not (count > 0 and variance > 0 and layer.scale**2 * variance < float("inf")):
         raise DataError(
-            f"a layer's input must be finite and not all the same, but that of {path!r} has mean {mean:g} and mean "
+            f"a layer's input must be finite and not all the same, but that of {path!r} has mean "
+            f"{mean:g} and mean "
             f"square {square:g} over {int(count)} values: look for an overflow or an empty batch"
         )
     beta, center = x.new_tensor([layer.scale**2 * variance, mean])
     if layer.witness_channels:
-        told = (x[:, list(layer.witness_channels)] - (mean if layer.center is not None else 0.0)).square().sum()
+        told = (
+            (x[:, list(layer.witness_channels)] - (mean if layer.center is not None else 0.0))
+            .square()
+            .sum()
+        )
         # Of witnesses that are always 0 no gain would carry anything.
-        typical = (ranks.summed(told) / (sums[0] / x.shape[1])).clamp_min(LEAST * beta / len(layer.witness_channels))
+        typical = (ranks.summed(told) / (sums[0] / x.shape[1])).clamp_min(
+            LEAST * beta / len(layer.witness_channels)
+        )
         layer.fill_gains_((share * beta / typical).expand(len(layer.witness_channels)))
         beta = (1 - share) * beta
     layer.fill_constants_(beta, center)

@@ -15,7 +15,8 @@ from dynorm.layers.base import gathered
 from dynorm.replace.specs import require_layers
 from dynorm.watch import site_tokens
 
-# A value is saturated when the function gives more than this share of its bound: beyond 3 sqrt(beta) for DyISRU.
+# A value is saturated when the function gives more than this share of its bound: beyond 3
+# sqrt(beta) for DyISRU.
 SATURATION = 0.95
 # So many tokens of a call are enough.
 _TOKENS = 256
@@ -27,7 +28,9 @@ rate"""
 
 def saturated_share(layer: PointwiseNorm, tokens: Tensor) -> Tensor:
     """Return the share of a layer's outputs (tokens, C) that lie near its bound; the linear control's is the norm's."""
-    weight, bias = (None if p is None else gathered(p.detach()).flatten() for p in (layer.weight, layer.bias))
+    weight, bias = (
+        None if p is None else gathered(p.detach()).flatten() for p in (layer.weight, layer.bias)
+    )
     bound = SATURATION * abs(layer.scale) * (1.0 if weight is None else weight.abs())
     return ((tokens if bias is None else tokens - bias).abs() > bound).float().mean()
 
@@ -36,9 +39,10 @@ class Monitor:
     """Hooks that watch the point-wise layers of a model in training, for a loop of your own or Lightning.
 
     :meth:`read` returns figures named ``figure/path``: ``saturated`` is the share of a layer's outputs beyond 95 % of
-    their bound, where gradients vanish; ``size`` the root mean square of its inputs, the scale of the stream; ``beta``
-    its constant, the channels' median, and ``drift`` the same over the first one seen; ``gradient`` the norm of its
-    constants' last gradient. Padding counts. A model that is compiled should be watched before.
+    their bound, where gradients vanish; ``size`` the root mean square of its inputs, the scale of
+    the stream; ``beta`` its constant, the channels' median, and ``drift`` the same over the first
+    one seen; ``gradient`` the norm of its constants' last gradient. Padding counts. A model that is
+    compiled should be watched before.
 
     Args:
         model: any model with point-wise layers.
@@ -63,7 +67,9 @@ class Monitor:
         self._handles: list[Any] = []
         self._clear()
         for path, layer in require_layers(model).items():
-            self._handles.append(layer.register_forward_hook(partial(self._see, path), with_kwargs=True))
+            self._handles.append(
+                layer.register_forward_hook(partial(self._see, path), with_kwargs=True)
+            )
             for place, p in enumerate(layer.constant_parameters()):
                 if p.requires_grad:
                     see: Any = partial(self._see_gradient, path, place)
@@ -109,7 +115,10 @@ class Monitor:
     def _see(self, path: str, layer: PointwiseNorm, args: Any, kwargs: Any, output: Tensor) -> None:
         if layer.training and not output.is_nested and output.numel():
             step = output.numel() // layer.channels // _TOKENS + 1
-            x, y = (site_tokens(layer, each.detach(), [])[::step] for each in (*args, *kwargs.values(), output))
+            x, y = (
+                site_tokens(layer, each.detach(), [])[::step]
+                for each in (*args, *kwargs.values(), output)
+            )
             size, beta = x.square().mean().sqrt(), gathered(layer.beta()).median()
             self._seen[path].append(torch.stack([saturated_share(layer, y), size, beta]))
 

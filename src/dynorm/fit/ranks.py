@@ -35,12 +35,15 @@ def joined(device: str) -> Iterator["Ranks"]:
 class Ranks:
     """The processes of the default group, each with its own share of the data; without a group this one alone.
 
-    Each says a word, however far it is; sums follow only when all have reached the same layer. So a rank that fails, or
-    goes another way, is seen by the others, which raise ``error`` instead of waiting.
+    Each says a word, however far it is; sums follow only when all have reached the same layer. So a
+    rank that fails, or goes another way, is seen by the others, which raise ``error`` instead of
+    waiting.
     """
 
     def __init__(
-        self, group: "torch.distributed.ProcessGroup | None" = None, error: type[DynormError] = DataError
+        self,
+        group: "torch.distributed.ProcessGroup | None" = None,
+        error: type[DynormError] = DataError,
     ) -> None:
         there = torch.distributed.is_available() and torch.distributed.is_initialized()
         backend = torch.distributed.get_backend(group) if there else ""
@@ -81,7 +84,8 @@ class Ranks:
             self._over = True
             if word != FAILED:
                 raise self._error(
-                    f"every rank must get through, but rank {found.index(FAILED)} raised an error: see its message; "
+                    f"every rank must get through, but rank {found.index(FAILED)} raised an error: "
+                    "see its message; "
                     "the model is as it was on all ranks"
                 )
         return found
@@ -94,7 +98,8 @@ class Ranks:
         self._over = True
         listed = ", ".join(f"rank {rank} {name!r}" for rank, name in list(enumerate(found))[:8])
         raise DataError(
-            f"all ranks must reach the same layers in the same order, but came to {listed}: give each rank batches "
+            f"all ranks must reach the same layers in the same order, but came to {listed}: give "
+            "each rank batches "
             "that use the same layers, or call this before the process group is initialized"
         )
 
@@ -102,13 +107,23 @@ class Ranks:
         """Check that every rank has the same layers and values; ModelError on every rank if one differs."""
         own = dict(layers)
         words = [
-            (path, type(layer).__name__, layer.config(), [(n, p.dtype, p.shape) for n, p in layer.named_parameters()])
+            (
+                path,
+                type(layer).__name__,
+                layer.config(),
+                [(n, p.dtype, p.shape) for n, p in layer.named_parameters()],
+            )
             for path, layer in own.items()
         ]
-        self.require_same(words, (p for layer in own.values() for p in layer.parameters() if not p.is_meta))
+        self.require_same(
+            words, (p for layer in own.values() for p in layer.parameters() if not p.is_meta)
+        )
 
     def require_same(
-        self, words: object, values: Iterable[Tensor] = (), what: str = "point-wise layers with the same constants"
+        self,
+        words: object,
+        values: Iterable[Tensor] = (),
+        what: str = "point-wise layers with the same constants",
     ) -> None:
         """Check that every rank has the same words and values for its layers; ModelError on every rank if not."""
         if self._over:
@@ -121,8 +136,10 @@ class Ranks:
         if odd := [rank for rank, each in enumerate(found) if each != found[0]]:
             self._over = True
             raise ModelError(
-                f"all ranks must have the same {what}, but those of rank {', '.join(map(str, odd[:8]))} differ from "
-                "rank 0's: build the model from one seed or checkpoint everywhere, and change it alike on every rank"
+                f"all ranks must have the same {what}, but those of rank "
+                f"{', '.join(map(str, odd[:8]))} differ from "
+                "rank 0's: build the model from one seed or checkpoint everywhere, and change it "
+                "alike on every rank"
             )
 
     def _exchange(self, collective: Callable[..., Any], *tensors: Any) -> None:

@@ -43,25 +43,34 @@ class RefinementReport(Plain):
 
 
 def refine_(
-    model: nn.Module, batches: Iterable[Any], *, steps: int, lr: float = 3e-3, accumulate: int = 1, bf16: bool = False
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    steps: int,
+    lr: float = 3e-3,
+    accumulate: int = 1,
+    bf16: bool = False,
 ) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.
 
     :func:`calibrate_` fits one site at a time and cannot know the cost of an error further on. Here all sites are
-    fitted at once: the loss is the mean over the sites of ``|f(x) - y|^2 / |y - mean y|^2``, where y is the norm's
-    output in the original model. Each batch is one step of Adam on the point-wise layers' parameters alone. No other
-    weight moves and no label is needed, so this is still calibration. Each step costs a forward pass of the original
-    and a forward and backward pass of the converted model.
+    fitted at once: the loss is the mean over the sites of ``|f(x) - y|^2 / |y - mean y|^2``, where
+    y is the norm's output in the original model. Each batch is one step of Adam on the point-wise
+    layers' parameters alone. No other weight moves and no label is needed, so this is still
+    calibration. Each step costs a forward pass of the original and a forward and backward pass of
+    the converted model.
 
-    Under torch.distributed with an initialized group, call it on every rank, each with its own share of the data. The
-    loss of a step is then the mean over the ranks, so all get the same constants: those of one process that
-    accumulates the ranks' batches, in turn.
+    Under torch.distributed with an initialized group, call it on every rank, each with its own
+    share of the data. The loss of a step is then the mean over the ranks, so all get the same
+    constants: those of one process that accumulates the ranks' batches, in turn.
 
     Args:
         model: a model that :func:`convert_` converted and :func:`calibrate_` calibrated.
-        batches: tensors, tuples or dicts, as for :func:`calibrate_`; gone through again when ``steps`` asks for more.
+        batches: tensors, tuples or dicts, as for :func:`calibrate_`; gone through again when
+            ``steps`` asks for more.
         steps: how many gradient steps.
-        lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a cosine.
+        lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a
+            cosine.
         accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
         bf16: run a float32 model under bfloat16 autocast; the report's errors are of that run.
 
@@ -70,10 +79,12 @@ def refine_(
 
     Raises:
         ArgumentError: ``steps`` or ``accumulate`` is no positive integer, or ``lr`` not positive.
-        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model), or one that is still
-            the norm (annealed, at t = 0), whose constants have no part in the outputs; or another rank's layers differ.
-        DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a loss that is not
-            finite; or another rank failed. The parameters are then as they were, on every rank.
+        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model),
+            or one that is still the norm (annealed, at t = 0), whose constants have no part in the
+            outputs; or another rank's layers differ.
+        DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a
+            loss that is not finite; or another rank failed. The parameters are then as they were,
+            on every rank.
 
     Warns:
         CalibrationWarning: layers have default constants.
@@ -95,12 +106,17 @@ def refine_(
         layers = list(found.values())
         if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
             raise ModelError(
-                "a layer must be point-wise for its constants to be refined, but some are annealed ones at t = 0, "
+                "a layer must be point-wise for its constants to be refined, but some are annealed "
+                "ones at t = 0, "
                 "which is the norm: convert_ to the layer they end as, or call set_anneal_ first"
             )
         ranks.require_alike(found.items())
         warn_of_defaults(model)
-        with watch.unchanged_on_error(layers), watch.undisturbed(model, evaluate=True), ExitStack() as after:
+        with (
+            watch.unchanged_on_error(layers),
+            watch.undisturbed(model, evaluate=True),
+            ExitStack() as after,
+        ):
             # Only the layers' parameters require gradients meanwhile.
             for p in model.parameters():
                 after.callback(p.requires_grad_, p.requires_grad)
@@ -110,19 +126,29 @@ def refine_(
             feed = watch.cycled(batches, steps * accumulate)
             after.enter_context(autocast(model, bf16))
             # Its own neighbours, so many at a time.
-            errors = _descend(model, layers, zip(*[feed] * accumulate, strict=True), steps, lr, ranks)
+            errors = _descend(
+                model, layers, zip(*[feed] * accumulate, strict=True), steps, lr, ranks
+            )
     return RefinementReport(steps, errors[0], errors[-1])
 
 
 def _descend(
-    model: nn.Module, layers: list[PointwiseNorm], feed: Iterable[Sequence[Any]], steps: int, lr: float, ranks: Ranks
+    model: nn.Module,
+    layers: list[PointwiseNorm],
+    feed: Iterable[Sequence[Any]],
+    steps: int,
+    lr: float,
+    ranks: Ranks,
 ) -> list[float]:
     """Take the steps of Adam, and return the root of the loss before each."""
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
     rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
     # In half precision small steps would be lost, and Adam's eps would be 0.
     masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
-    groups = [{"params": [m], "lr": lr * rates.get(p, 1.0)} for p, m in zip(parameters, masters, strict=True)]
+    groups = [
+        {"params": [m], "lr": lr * rates.get(p, 1.0)}
+        for p, m in zip(parameters, masters, strict=True)
+    ]
     optimizer = torch.optim.Adam(groups, lr=lr)
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -150,20 +176,28 @@ def _descend(
 def _gradients(model: nn.Module, parameters: list[nn.Parameter], batch: Any, step: int) -> Tensor:
     """Return the loss of a batch, of each parameter whether it has a part in it, and their gradients, one by one."""
     wanted = norm_outputs(model, batch)
-    with torch.enable_grad(), recomputing(model), recorded({layer: layer for layer in wanted}) as given:
+    with (
+        torch.enable_grad(),
+        recomputing(model),
+        recorded({layer: layer for layer in wanted}) as given,
+    ):
         watch.call(model, batch)
         loss = site_errors(wanted, given, watch.token_masks(batch)).mean()
     _require_finite("loss", loss, step)
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     reached = torch.tensor([each is not None for each in found], device=loss.device)
-    values = [torch.zeros_like(p) if each is None else each for p, each in zip(parameters, found, strict=True)]
+    values = [
+        torch.zeros_like(p) if each is None else each
+        for p, each in zip(parameters, found, strict=True)
+    ]
     return torch.cat([each.detach().flatten().to(loss.dtype) for each in (loss, reached, *values)])
 
 
 def _require_finite(what: str, value: Tensor, step: int) -> None:
     if not value.isfinite():
         raise DataError(
-            f"the {what} must be finite, but is {value.item()} in step {step}: lower lr, call calibrate_ first, or "
+            f"the {what} must be finite, but is {value.item()} in step {step}: lower lr, call "
+            "calibrate_ first, or "
             "look for NaN in the batch"
         )
 
@@ -171,7 +205,9 @@ def _require_finite(what: str, value: Tensor, step: int) -> None:
 def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
     """Return bfloat16 autocast, or else the caller's, without its cache: a weight that moves is to be cast anew."""
     kind, dtype = next(model.parameters()).device.type, torch.bfloat16 if bf16 else None
-    return torch.autocast(kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False)
+    return torch.autocast(
+        kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False
+    )
 
 
 @contextmanager
@@ -191,7 +227,8 @@ def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
 def recomputing(model: nn.Module) -> Iterator[None]:
     """Have a model's layers recomputed where activation checkpointing is enabled, though it is in eval mode.
 
-    transformers does so in training mode only. The layers alone get it, and lose it again before they drop anything.
+    transformers does so in training mode only. The layers alone get it, and lose it again before
+    they drop anything.
     """
     layers: list[Any] = [
         module
@@ -202,14 +239,18 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 
     def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
         layer.training = False
-        args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)  # a cache of keys grows once more
+        args = tuple(
+            None if hasattr(arg, "get_seq_length") else arg for arg in args
+        )  # a cache of keys grows once more
         # Reentrant, what is recorded inside would have no gradient.
         return checkpoint(forward, *args, use_reentrant=False)
 
     with ExitStack() as after:
         for layer in layers:
             after.callback(setattr, layer, "training", False)
-            after.callback(setattr, layer, "_gradient_checkpointing_func", layer._gradient_checkpointing_func)
+            after.callback(
+                setattr, layer, "_gradient_checkpointing_func", layer._gradient_checkpointing_func
+            )
             layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
         yield
 
@@ -220,18 +261,23 @@ def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
     for layer, wanted_of_layer in wanted.items():
         for whole, output in zip(wanted_of_layer, given[layer], strict=False):
             if whole.shape == output.shape:
-                y, f = watch.site_tokens(layer, whole, masks), watch.site_tokens(layer, output, masks)
+                y, f = (
+                    watch.site_tokens(layer, whole, masks),
+                    watch.site_tokens(layer, output, masks),
+                )
                 errors.append(relative_error(f, y))
     if not errors:
         raise DataError(
-            "a batch must reach at least one point-wise layer, of the original's shape, but reached none: check both"
+            "a batch must reach at least one point-wise layer, of the original's shape, but "
+            "reached none: check both"
         )
     return torch.stack(errors)
 
 
 def relative_error(f: Tensor, y: Tensor) -> Tensor:
     """Return ``|f - y|^2 / |y - mean y|^2`` of values f and the right ones y, both (tokens, C)."""
-    # A single token has no spread: a hundredth of the size stands for it. Where all is 0 no error counts.
+    # A single token has no spread: a hundredth of the size stands for it. Where all is 0 no error
+    # counts.
     size = y.square().sum()
     floor = torch.where(size > 0, (0.01 * size).clamp_min(torch.finfo(y.dtype).tiny), torch.inf)
     return (f - y).square().sum() / torch.maximum((y - y.mean(0)).square().sum(), floor)

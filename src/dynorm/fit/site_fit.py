@@ -18,17 +18,19 @@ from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
 from dynorm.replace.specs import Replaced, take_over_
 from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 
-# Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest values saturate, to
-# a thousand, where the function is a straight line.
+# Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest
+# values saturate, to a thousand, where the function is a straight line.
 _DECADES = (-1.0, 3.0)
 _PER_DECADE = 4
 # With witnesses beta is measured beside them, and less remains to be found.
 _WITNESSED_DECADES = (-1.0, 1.0)
-# Of a layer's typical sum: the least constant beside witnesses. A token whose witnesses are all small would come out of
-# the layer too large, and in a pre-norm decoder larger from layer to layer; a careful fit leaves it a constant.
+# Of a layer's typical sum: the least constant beside witnesses. A token whose witnesses are all
+# small would come out of the layer too large, and in a pre-norm decoder larger from layer to layer;
+# a careful fit leaves it a constant.
 LEAST, _CAREFUL = 1e-4, 0.3
-# Least squares shrinks outputs that it cannot predict, and site after site the shrinkage multiplies. Half of it is
-# given back, except to layers that do not repair those before them: they had better add less of what is not known.
+# Least squares shrinks outputs that it cannot predict, and site after site the shrinkage
+# multiplies. Half of it is given back, except to layers that do not repair those before them: they
+# had better add less of what is not known.
 _GIVE_BACK = 0.5
 # So many values at a time stay in the cache of a CPU core.
 _CHUNK = 1 << 18
@@ -39,8 +41,8 @@ _SIMPLEST_FIRST = [
     for kind in (LinearControl, DyISRU)
     for words in ("", " with witnesses")
 ]
-# Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after 200 steps of training;
-# at 0.08 there are 10, for 0.001 of rank correlation.
+# Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after 200
+# steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
 TOLERANCE = 0.05
 
 
@@ -52,19 +54,24 @@ def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
 class SiteFit:
     r"""Running sums from which the constants of one layer follow in closed form.
 
-    For each candidate beta of a grid and each channel, with f the layer's function without affine map and y the
-    target, the sums of f, f^2, f y, y and y^2 are kept. From them follow, per channel, the weight and bias of
-    least squares and the residual; the beta with the smallest residual wins, for all channels together or one
-    by one. The grid is centred on closed form 5 with the leave-one-out variance, ``exp(mean log(C v_i))``.
+    For each candidate beta of a grid and each channel, with f the layer's function without affine
+    map and y the target, the sums of f, f^2, f y, y and y^2 are kept. From them follow, per
+    channel, the weight and bias of least squares and the residual; the beta with the smallest
+    residual wins, for all channels together or one by one. The grid is centred on closed form 5
+    with the leave-one-out variance, ``exp(mean log(C v_i))``.
 
-    A layer that may have witnesses gets them first, from :class:`dynorm.fit.witnesses.TokenScales`. They are chosen
-    anew after 1, 2, 4, 8, ... batches, from all tokens so far; where that changes the function, the sums start anew.
+    A layer that may have witnesses gets them first, from :class:`dynorm.fit.witnesses.TokenScales`.
+    They are chosen anew after 1, 2, 4, 8, ... batches, from all tokens so far; where that changes
+    the function, the sums start anew.
 
-    Of an annealed layer only the constants are fitted, to the core of its norm. All ``ranks`` add their own tokens, at
-    the same time. A ``careful`` fit rather has outputs too small than too large, for layers whose errors add up.
+    Of an annealed layer only the constants are fitted, to the core of its norm. All ``ranks`` add
+    their own tokens, at the same time. A ``careful`` fit rather has outputs too small than too
+    large, for layers whose errors add up.
     """
 
-    def __init__(self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, *, careful: bool = False) -> None:
+    def __init__(
+        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, *, careful: bool = False
+    ) -> None:
         self.layer = layer
         self.kind, self.eps = norm.site.kind, norm.site.eps
         self.tokens = 0
@@ -72,7 +79,9 @@ class SiteFit:
         self._ranks = ranks
         self._function = layer.target if isinstance(layer, AnnealedNorm) else type(layer)
         weight = None if isinstance(layer, AnnealedNorm) else layer.weight
-        self._weight = None if weight is None else weight.detach().to(torch.float64, copy=True).flatten()
+        self._weight = (
+            None if weight is None else weight.detach().to(torch.float64, copy=True).flatten()
+        )
         self._has_bias = weight is not None and layer.bias is not None
         self._weight_sum = 0.0
         self._betas: Tensor | None = None
@@ -92,7 +101,9 @@ class SiteFit:
         Until one has a spread over its channels, nothing can be fitted and nothing is added.
         """
         if isinstance(self.layer, AnnealedNorm):
-            y = (functional.layer_norm if self.kind == "layernorm" else functional.rms_norm)(x, eps=self.eps)
+            y = (functional.layer_norm if self.kind == "layernorm" else functional.rms_norm)(
+                x, eps=self.eps
+            )
         if self._betas is None:
             self._start(x)
         if self._betas is None:
@@ -123,12 +134,19 @@ class SiteFit:
         if self._betas is None:
             return
         slope, offset, residual = self._least_squares()
-        score = residual if self.layer.per_channel else residual.sum(1, keepdim=True).expand_as(residual)
+        score = (
+            residual
+            if self.layer.per_channel
+            else residual.sum(1, keepdim=True).expand_as(residual)
+        )
         lowest, best = score.min(0)
         # The closed form's beta, where another is better by rounding alone.
         best = best.masked_fill(score[self._closed_form] <= lowest * (1 + 1e-6), self._closed_form)
         channel = torch.arange(residual.shape[1], device=residual.device)
-        beta, (weight, bias, left) = self._betas[best], (each[best, channel] for each in (slope, offset, residual))
+        beta, (weight, bias, left) = (
+            self._betas[best],
+            (each[best, channel] for each in (slope, offset, residual)),
+        )
         self._residual = float(left.sum())
         layer, shape = self.layer, self.layer.normalized_shape
         layer.fill_slope_(beta.reshape(shape) if layer.per_channel else beta[:1])
@@ -155,15 +173,19 @@ class SiteFit:
             return
         beta = own_betas(alive, self.kind, self.eps)
         # Without eps, the only channel of a token that is not 0 has a beta of 0.
-        self._typical = self._mean([beta.clamp_min(DEAD * beta.amax(1, keepdim=True)).log()]).mean().exp()
+        self._typical = (
+            self._mean([beta.clamp_min(DEAD * beta.amax(1, keepdim=True)).log()]).mean().exp()
+        )
         if self._scales is not None:
             self._scales.least = SMALL * float(self._typical)
         self._betas = self._grid(*_DECADES, x) * self._typical
-        # With witnesses 0 is the better start (measured: 0.004 of cosine): the bias takes the centre over.
+        # With witnesses 0 is the better start (measured: 0.004 of cosine): the bias takes the
+        # centre over.
         centred = layer.center is not None and self.kind == "layernorm" and self._scales is None
         center = self._mean([x]).mean() if centred else x.new_zeros(())
         layer.fill_constants_(self._betas[self._closed_form], center)
-        # As the layer's dtype holds it: the function that is fitted is the one that will be computed.
+        # As the layer's dtype holds it: the function that is fitted is the one that will be
+        # computed.
         self._center = center if layer.center is None else layer.center.flatten()[0].to(x.dtype)
 
     def _choose_(self, x: Tensor, y: Tensor) -> None:
@@ -172,28 +194,41 @@ class SiteFit:
         if self._scales is not None:
             found = self._scales.choose(self._most)
             before, self.witnesses = self.witnesses, found
-            if before is not None and (before.channels, before.gains) == (found.channels, found.gains):
+            if before is not None and (before.channels, before.gains) == (
+                found.channels,
+                found.gains,
+            ):
                 return
             layer.set_witnesses_(found.channels, found.gains)
-            # Where the witnesses tell all, the constant beside them is 0: a small one stays, for its logarithm.
+            # Where the witnesses tell all, the constant beside them is 0: a small one stays, for
+            # its logarithm.
             least = (_CAREFUL if self._careful else LEAST) * float(self._typical)
             beta = max(found.beta, least) if found.channels else float(self._typical)
             low, high = _WITNESSED_DECADES if found.channels else _DECADES
-            self._betas = self._grid(0.0 if self._careful and found.channels else low, high, x) * beta
+            self._betas = (
+                self._grid(0.0 if self._careful and found.channels else low, high, x) * beta
+            )
             layer.fill_slope_(self._betas[self._closed_form])
         elif self._updates > 1:
             return
         constant = getattr(layer, layer.constants[0])
         self._probe = self._function(
-            x.shape[1], elementwise_affine=False, scale=layer.scale, device=x.device, dtype=constant.dtype
+            x.shape[1],
+            elementwise_affine=False,
+            scale=layer.scale,
+            device=x.device,
+            dtype=constant.dtype,
         )
         if self.witnesses is not None:
             self._probe.set_witnesses_(self.witnesses.channels, self.witnesses.gains)
         # Sums of differences from the first means keep the digits that sums of squares would lose.
         self._y0 = self._mean([y])[0].to(y.dtype) * self._has_bias
         self._f0 = self._mean(self._functions(x)).to(x.dtype) * self._has_bias
-        # In the first row y and y^2, then for each candidate f, f^2 and f y: one tensor, summed over ranks at once.
-        self._sums = torch.zeros(1 + len(self._f0), 3, x.shape[1], dtype=torch.float64, device=x.device)
+        # In the first row y and y^2, then for each candidate f, f^2 and f y: one tensor, summed
+        # over ranks at once.
+        self._sums = torch.zeros(
+            1 + len(self._f0), 3, x.shape[1], dtype=torch.float64, device=x.device
+        )
         self._weight_sum = 0.0
 
     def _grid(self, low: float, high: float, like: Tensor) -> Tensor:
@@ -216,7 +251,10 @@ class SiteFit:
 
     def _mean(self, values: Iterable[Tensor]) -> Tensor:
         """Return the mean of each (tokens, C) over the tokens of all ranks: one exchange for all of them."""
-        rows = [torch.cat([each.double().sum(0), each.new_tensor([len(each)], dtype=torch.float64)]) for each in values]
+        rows = [
+            torch.cat([each.double().sum(0), each.new_tensor([len(each)], dtype=torch.float64)])
+            for each in values
+        ]
         sums = self._ranks.summed(torch.stack(rows))
         return sums[:, :-1] / sums[:, -1:]
 
@@ -236,21 +274,33 @@ class SiteFit:
         slope = torch.where(moves, cov / var_f.clamp_min(_TINY), 0.0)
         residual = (var_y - slope * cov).clamp_min(0)
         # Least squares shrank the slope by |correlation|.
-        correlation = (slope.abs() * (var_f.clamp_min(0) / var_y.clamp_min(_TINY)).sqrt()).clamp(1e-2, 1)
-        slope = torch.where(moves, slope * correlation ** -(0.0 if self._careful else _GIVE_BACK), self._weight)
+        correlation = (slope.abs() * (var_f.clamp_min(0) / var_y.clamp_min(_TINY)).sqrt()).clamp(
+            1e-2, 1
+        )
+        slope = torch.where(
+            moves, slope * correlation ** -(0.0 if self._careful else _GIVE_BACK), self._weight
+        )
         return slope, mean_y - slope * mean_f, residual
 
 
 class SiteChoice:
     """Fits of the layers that a site may get, and their errors on tokens that they were not yet fitted to.
 
-    There is only one, the layer that stands there, unless the norm was replaced by "auto". Each batch measures the
-    constants that the batches before gave, so all tokens but the first batch's are held out once, and none is lost to
-    the fit. ``tolerance`` is how far the chosen layer's error may lie above the best one, over the target's spread.
+    There is only one, the layer that stands there, unless the norm was replaced by "auto". Each
+    batch measures the constants that the batches before gave, so all tokens but the first batch's
+    are held out once, and none is lost to the fit. ``tolerance`` is how far the chosen layer's
+    error may lie above the best one, over the target's spread.
     """
 
     def __init__(
-        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, path: str, *, careful: bool, tolerance: float
+        self,
+        layer: PointwiseNorm,
+        norm: Replaced,
+        ranks: Ranks,
+        path: str,
+        *,
+        careful: bool,
+        tolerance: float,
     ) -> None:
         self.path = path
         self._place, self._norm, self._ranks, self._tolerance = layer, norm, ranks, tolerance
@@ -261,7 +311,9 @@ class SiteChoice:
                 for name, kind, witnessed in _SIMPLEST_FIRST
                 if norm.witnesses or not witnessed
             }
-        self._fits = {name: SiteFit(*each, ranks, careful=careful) for name, each in candidates.items()}
+        self._fits = {
+            name: SiteFit(*each, ranks, careful=careful) for name, each in candidates.items()
+        }
         # The simplest layer that holds so far. The errors are on held-out tokens, if there are any.
         self.name, self.fit = next(iter(self._fits.items()))
         self.errors: dict[str, float] = {}
@@ -269,7 +321,9 @@ class SiteChoice:
         self._weight_sum = 0.0
 
     @torch.no_grad()
-    def fit_(self, x: Tensor, y: Tensor, weight: float, run: Callable[[PointwiseNorm], Tensor]) -> None:
+    def fit_(
+        self, x: Tensor, y: Tensor, weight: float, run: Callable[[PointwiseNorm], Tensor]
+    ) -> None:
         """Measure all layers, as they are, on new tokens, whose outputs ``run`` returns; then fit them to these too."""
         fits = self._fits.values()
         if self.fit.tokens and len(fits) > 1:

@@ -13,21 +13,24 @@ from dynorm.fit.ranks import Ranks
 _CANDIDATES = 64
 # A further channel must lessen the error on held-out tokens by this part.
 _WORTH = 0.02
-# The power of its sum by which a large token counts more. At 1/2 the small tokens of all-MiniLM-L6-v2 lose more than
-# the large ones win; at 0 a channel that is massive on a few tokens can be missed.
+# The power of its sum by which a large token counts more. At 1/2 the small tokens of
+# all-MiniLM-L6-v2 lose more than the large ones win; at 0 a channel that is massive on a few tokens
+# can be missed.
 _LARGE = 0.2
-# A variance or a squared error below this part of the mean square is rounding, about 1e-6 of the size; a sum below this
-# part of a typical one counts as that part.
+# A variance or a squared error below this part of the mean square is rounding, about 1e-6 of the
+# size; a sum below this part of a typical one counts as that part.
 DEAD, SMALL = 1e-12, 0.25
 # So many channels are tried for the report, however many are wanted.
 _REPORTED = 4
-# Rounds for each channel in which gains that are not negative are searched, and what counts as nothing there.
+# Rounds for each channel in which gains that are not negative are searched, and what counts as
+# nothing there.
 _TURNS, _TINY_PART = 5, 1e-12
 _TINY = 1e-300
 # The gain of a fixed witness that tells nothing.
 _LEAST_GAIN = 1e-6
-# The golden ratio's multiples fall evenly between 0 and 1, whatever the length of a text: no period of theirs meets one
-# of the tokens', so the first tokens of texts, the largest of all, stand on both sides.
+# The golden ratio's multiples fall evenly between 0 and 1, whatever the length of a text: no period
+# of theirs meets one of the tokens', so the first tokens of texts, the largest of all, stand on
+# both sides.
 _GOLDEN, _HELD_OUT = 0.6180339887498949, 0.25
 
 
@@ -38,8 +41,8 @@ class Witnesses:
     channels: tuple[int, ...]  # their positions, the most telling one first
     gains: tuple[float, ...]  # the weight of each one's square
     beta: float  # the constant beside them, for the rest of the sum
-    # How much of the scale's variation over held-out tokens 0, 1, 2, ... channels explain, at most 1; of fixed channels
-    # none and all. Below 0, they tell less than a constant.
+    # How much of the scale's variation over held-out tokens 0, 1, 2, ... channels explain, at most
+    # 1; of fixed channels none and all. Below 0, they tell less than a constant.
     explained: tuple[float, ...]
 
 
@@ -48,15 +51,17 @@ class TokenScales:
 
     .. math:: \min_{\beta, g \ge 0} \sum_t S_t^{1/5} \left( \frac{\beta + \sum_k g_k u_{tk}^2}{S_t} - 1 \right)^2
 
-    with S the norm's own sum: :math:`C (\sigma^2 + \varepsilon)` of a LayerNorm, :math:`C (MS + \varepsilon)` of an
-    RMSNorm. The error is relative, for the output's is. The factor lets a large token count by its size: one that is
-    missed comes out too large, not too small, and the relative error alone hardly sees it.
+    with S the norm's own sum: :math:`C (\sigma^2 + \varepsilon)` of a LayerNorm,
+    :math:`C (MS + \varepsilon)` of an RMSNorm. The error is relative, for the output's is. The
+    factor lets a large token count by its size: one that is missed comes out too large, not too
+    small, and the relative error alone hardly sees it.
 
-    The sums are a matrix of 66 x 66 for the 64 channels whose part :math:`u_k^2 / S` varies most in the first tokens,
-    and a second one for the held-out quarter of the tokens.
+    The sums are a matrix of 66 x 66 for the 64 channels whose part :math:`u_k^2 / S` varies most in
+    the first tokens, and a second one for the held-out quarter of the tokens.
 
-    Of fixed ``channels`` only the gains are wanted. All ``ranks`` add their own tokens, at the same time. A sum below
-    ``least`` counts as that; None takes a quarter of the typical sum of this rank's first tokens.
+    Of fixed ``channels`` only the gains are wanted. All ``ranks`` add their own tokens, at the same
+    time. A sum below ``least`` counts as that; None takes a quarter of the typical sum of this
+    rank's first tokens.
     """
 
     def __init__(
@@ -80,7 +85,9 @@ class TokenScales:
     @torch.no_grad()
     def update(self, u: Tensor, first: int | None = None) -> None:
         """Add tokens (tokens, C) about their centre, the first of them number ``first`` among those of all ranks."""
-        number = (self._seen if first is None else first) + torch.arange(len(u), device=u.device).double()
+        number = (self._seen if first is None else first) + torch.arange(
+            len(u), device=u.device
+        ).double()
         self._seen += len(u)
         square = u.double().square().mean(1)
         moment = square - u.double().mean(1).square() if self._kind == "layernorm" else square
@@ -101,7 +108,9 @@ class TokenScales:
                 return
             mean, square = sums[:2] / sums[2]
             self._channels = (square - mean * mean).topk(min(_CANDIDATES, u.shape[1])).indices
-        columns = torch.cat([parts[:, self._channels.to(u.device)], 1 / total, one], 1) * total ** (_LARGE / 2)
+        columns = torch.cat([parts[:, self._channels.to(u.device)], 1 / total, one], 1) * total ** (
+            _LARGE / 2
+        )
         held_out = (number * _GOLDEN) % 1 < _HELD_OUT
         new = torch.stack([part.T @ part for part in (columns[~held_out], columns[held_out])])
         self._sums = self._sums.to(new.device) + new
@@ -134,7 +143,8 @@ class TokenScales:
             kept = chosen if wanted else kept
         # The channels are chosen; their gains may know all tokens.
         *gains, beta = _solve(whole, kept[None])[0].tolist()
-        # A gain of 0 is a channel that tells nothing beside the others: fixed ones keep a gain for its logarithm.
+        # A gain of 0 is a channel that tells nothing beside the others: fixed ones keep a gain for
+        # its logarithm.
         gains = [max(gain, _LEAST_GAIN) if self._fixed else gain for gain in gains]
         pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
         # Whoever has more channels may use fewer.
@@ -152,15 +162,19 @@ def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
     unit = torch.eye(columns.shape[1], dtype=matrix.dtype)
     matrix, least = matrix + _TINY_PART * unit, _TINY_PART * wanted.abs().amax(1)
     found, free = torch.zeros_like(wanted), torch.ones_like(wanted, dtype=torch.bool)
-    # Lawson and Hanson's active sets, of all rows at once. Go from what is found towards the best over those that are
-    # free, up to where the first would be negative, and hold that at 0; from the best set free what lessens the error
-    # most. The error never grows.
+    # Lawson and Hanson's active sets, of all rows at once. Go from what is found towards the best
+    # over those that are free, up to where the first would be negative, and hold that at 0; from
+    # the best set free what lessens the error most. The error never grows.
     for _ in range(_TURNS * columns.shape[1]):
         inner = torch.where(free[:, :, None] & free[:, None, :], matrix, unit)
         aim = torch.linalg.solve_ex(inner, wanted * free)[0]
         falls = free & (aim <= 0)
         short = falls.any(1)
-        reach = (found / (found - aim)).where(falls & (found > 0), falls.logical_not().to(found)).amin(1, keepdim=True)
+        reach = (
+            (found / (found - aim))
+            .where(falls & (found > 0), falls.logical_not().to(found))
+            .amin(1, keepdim=True)
+        )
         found = (found + reach * (aim - found)).clamp_min(0)
         free &= ~falls | (found > least[:, None])
         slope = (wanted - (matrix @ found[:, :, None])[:, :, 0]).where(~free, -torch.inf)
@@ -177,5 +191,6 @@ def _error(sums: Tensor, chosen: Tensor, weights: Tensor) -> float:
     columns = torch.cat([chosen, torch.tensor([len(sums) - 2])])
     quadratic = weights @ sums[columns[:, None], columns] @ weights
     error = quadratic - 2 * weights @ sums[columns, -1] + sums[-1, -1]
-    # Of tokens of one size rounding alone is left, and one processor would find a witness in it where another does not.
+    # Of tokens of one size rounding alone is left, and one processor would find a witness in it
+    # where another does not.
     return float((error / sums[-1, -1].clamp_min(_TINY)).clamp_min(DEAD))

@@ -32,7 +32,11 @@ def added_biases(model: nn.Module) -> list[str]:
 
 def untied(model: nn.Module) -> list[str]:
     """Return the names of the parameters that were tied to others."""
-    return [f"{path}.{name}".lstrip(".") for path, m in model.named_modules() for name in m.__dict__.get(UNTIED, ())]
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, m in model.named_modules()
+        for name in m.__dict__.get(UNTIED, ())
+    ]
 
 
 def is_changed(model: nn.Module) -> bool:
@@ -46,10 +50,15 @@ def give_bias_(model: nn.Module, path: str) -> None:
     """Give the linear layer at a path, which must be there, a bias for a state dict to fill; one that it has stays."""
     module = dict(model.named_modules(remove_duplicate=False)).get(path)
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-        raise ModelError(f"the model must have a linear layer at {path!r}, where the saved model has a bias added")
+        raise ModelError(
+            f"the model must have a linear layer at {path!r}, where the saved model has a bias "
+            "added"
+        )
     if module.bias is None:
         out = module.out_features if isinstance(module, nn.Linear) else module.out_channels
-        module.bias = nn.Parameter(module.weight.new_zeros(out), requires_grad=module.weight.requires_grad)
+        module.bias = nn.Parameter(
+            module.weight.new_zeros(out), requires_grad=module.weight.requires_grad
+        )
     module.__dict__[ADDED_BIAS] = True
 
 
@@ -97,8 +106,11 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[Values
             if write.is_new:
                 added[write.slot] = added.get(write.slot, 0) - fold.center
             else:
-                values[write.slot] = value(write.slot) - along(fold.center, write.axis, write.slot.tensor.ndim)
-    # Then the writers. A gain (LayerScale) goes into them first, for the mean is that of the scaled outputs.
+                values[write.slot] = value(write.slot) - along(
+                    fold.center, write.axis, write.slot.tensor.ndim
+                )
+    # Then the writers. A gain (LayerScale) goes into them first, for the mean is that of the scaled
+    # outputs.
     streams = dict.fromkeys(stream for fold in folds if fold.becomes_rms for stream in fold.streams)
     for slot, write in {write.slot: write for stream in streams for write in stream.writes}.items():
         if write.gain is not None:
@@ -113,17 +125,26 @@ def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[Values
         for found in {found.weight: found for found in part.reads}.values():
             values[found.weight] = found.scaled(value(found.weight), part.factor)
         # A gain takes the factor, where there is one.
-        for slot, axis in dict((w.slot, w.axis) if w.gain is None else (w.gain[1], 0) for w in part.writes).items():
+        for slot, axis in dict(
+            (w.slot, w.axis) if w.gain is None else (w.gain[1], 0) for w in part.writes
+        ).items():
             scale(slot, 1 / part.factor, axis)
     return values, added
 
 
 @contextmanager
 def applied(
-    model: nn.Module, graph: Graph, folds: Sequence[SiteFold], parts: Sequence[Part], new: tuple[Values, Values]
+    model: nn.Module,
+    graph: Graph,
+    folds: Sequence[SiteFold],
+    parts: Sequence[Part],
+    new: tuple[Values, Values],
 ) -> Iterator[None]:
     """Put new values, biases (by the weight of their layer) and layers into a model, out again on an error inside."""
-    written = [*(slot.tensor for slot in new[0]), *(tensor for fold in folds for _, tensor, _ in fold.own())]
+    written = [
+        *(slot.tensor for slot in new[0]),
+        *(tensor for fold in folds for _, tensor, _ in fold.own()),
+    ]
     config: Any = getattr(model, "config", None)
     tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
     with unchanged_on_error([*model.modules(), *([config] if tied else [])], written):
@@ -203,12 +224,18 @@ def _strip(layer: PointwiseNorm, fold: SiteFold) -> None:
 
 def _rms_for(fold: SiteFold) -> nn.Module:
     """Return the RMSNorm that takes a LayerNorm's place: its own weight and bias, unless they were folded."""
-    config = {"normalized_shape": fold.site.normalized_shape, "norm_eps": fold.site.eps, "dim": fold.site.dim}
+    config = {
+        "normalized_shape": fold.site.normalized_shape,
+        "norm_eps": fold.site.eps,
+        "dim": fold.site.dim,
+    }
     layer = LayerSpec("rmsnorm", config | {"elementwise_affine": False}).build(None, None)
     for name, tensor, offset in () if fold.is_given else fold.own():
         # A buffer becomes a parameter without a gradient: the values are the same, and saved.
         value = _parameter(tensor.detach().double() + offset, tensor)
-        layer._parameters[name] = tensor if isinstance(tensor, nn.Parameter) and not offset else value
+        layer._parameters[name] = (
+            tensor if isinstance(tensor, nn.Parameter) and not offset else value
+        )
     return layer
 
 
@@ -216,11 +243,14 @@ def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
     return nn.Parameter(value.to(like.device, like.dtype), requires_grad=like.requires_grad)
 
 
-def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any) -> nn.Module:
+def as_stock(
+    model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
+) -> nn.Module:
     r"""Return a folded transformers model in its own class, which loads where dynorm is unknown.
 
-    Where a linear layer is gone, the class's RMSNorm computes the identity: with eps = 2^80 and a weight of 2^40,
-    ``weight * x / sqrt(mean(x^2) + eps)`` is x to the last digit, which is checked. A LayerNorm cannot do so.
+    Where a linear layer is gone, the class's RMSNorm computes the identity: with eps = 2^80 and a
+    weight of 2^40, ``weight * x / sqrt(mean(x^2) + eps)`` is x to the last digit, which is checked.
+    A LayerNorm cannot do so.
 
     Args:
         model: a model of transformers in which :func:`fold_` has left no other layer of dynorm.
@@ -232,39 +262,61 @@ def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwa
         A new model, for ``save_pretrained``.
 
     Raises:
-        ModelError: a norm, a layer of dynorm or an added bias is left, the config has no eps, it is in float16, or the
-            outputs differ.
+        ModelError: a norm, a layer of dynorm or an added bias is left, the config has no eps, it is
+            in float16, or the outputs differ.
 
     Example:
         >>> as_stock(nn.Linear(2, 2))
         Traceback (most recent call last):
-        dynorm.errors.ModelError: the model must have a config with the eps of its norms, but Linear has none
+        dynorm.errors.ModelError: the model must have a config with the eps of its norms, but Linear
+        has none
 
     Reference:
-        L. Baroni et al., "Transformers Don't Need LayerNorm at Inference Time", arXiv 2507.02559, with 1e12 and 1e6.
+        L. Baroni et al., "Transformers Don't Need LayerNorm at Inference Time", arXiv 2507.02559,
+        with 1e12 and 1e6.
     """
     config: Any = copy.deepcopy(getattr(model, "config", None))
-    names = [name for name in getattr(config, "__dict__", ()) if name.endswith(("_eps", "_epsilon"))]
+    names = [
+        name for name in getattr(config, "__dict__", ()) if name.endswith(("_eps", "_epsilon"))
+    ]
     if not names:
-        raise ModelError(f"the model must have a config with the eps of its norms, but {type(model).__name__} has none")
+        raise ModelError(
+            f"the model must have a config with the eps of its norms, but {type(model).__name__} "
+            "has none"
+        )
     ours = {path: module for path, module in model.named_modules() if is_ours(module)}
-    left = [*(path for path, module in ours.items() if type(module) is not nn.Identity), *added_biases(model)]
+    left = [
+        *(path for path, module in ours.items() if type(module) is not nn.Identity),
+        *added_biases(model),
+    ]
     if left or not ours:
         what = f"not the layers or added biases {', '.join(left[:3])}" if left else "it has none"
-        raise ModelError(f"the model must have identities where linear layers were folded away, but {what}")
+        raise ModelError(
+            f"the model must have identities where linear layers were folded away, but {what}"
+        )
     like = next(model.parameters())
     if like.dtype is torch.float16:
-        raise ModelError("the model must have numbers up to 2^40, but is in float16: cast it to bfloat16 or float32")
+        raise ModelError(
+            "the model must have numbers up to 2^40, but is in float16: cast it to bfloat16 or "
+            "float32"
+        )
     before = Check(model, (args, kwargs), tolerance)
     vars(config).pop("quantization_config", None)
     vars(config).update(dict.fromkeys(names, _EPS))
     stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
     stock.load_state_dict(stock.state_dict() | model.state_dict())
-    vars(stock).update({name: copy.deepcopy(v) for name, v in vars(model).items() if name == "generation_config"})
+    vars(stock).update(
+        {name: copy.deepcopy(v) for name, v in vars(model).items() if name == "generation_config"}
+    )
     kinds = {type(stock.get_submodule(path)) for path in ours}
-    kept = [path for path, module in stock.named_modules() if type(module) in kinds and path not in ours]
+    kept = [
+        path for path, module in stock.named_modules() if type(module) in kinds and path not in ours
+    ]
     if kept:
-        raise ModelError(f"all norms of the model must be gone, as one eps is for all, but {kept[0]!r} is there still")
+        raise ModelError(
+            f"all norms of the model must be gone, as one eps is for all, but {kept[0]!r} is there "
+            "still"
+        )
     with torch.no_grad():
         for norm in map(stock.get_submodule, ours):
             weight = norm.get_parameter("weight")
@@ -274,7 +326,9 @@ def as_stock(model: nn.Module, *args: Any, tolerance: float | None = None, **kwa
     error = max(before.errors(stock))
     if not error <= before.tolerance:
         raise ModelError(
-            f"the norms of {type(model).__name__} must compute the identity with a large eps, but the outputs differ "
-            f"by {error:.1e}: a LayerNorm takes the mean out, T5 ties weights again; save such a model with dynorm.save"
+            f"the norms of {type(model).__name__} must compute the identity with a large eps, but "
+            "the outputs differ "
+            f"by {error:.1e}: a LayerNorm takes the mean out, T5 ties weights again; save such a "
+            "model with dynorm.save"
         )
     return stock

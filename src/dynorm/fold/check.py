@@ -26,8 +26,31 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _Value = TypeVar("_Value")
 # These hold no tensor that a model computes.
 _EMPTY = (
-    *(type(None), bool, int, float, complex, str, bytes, bytearray, type, range, slice, enum.Enum, re.Pattern),
-    *(np.generic, np.dtype, nn.Module, types.ModuleType, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        type,
+        range,
+        slice,
+        enum.Enum,
+        re.Pattern,
+    ),
+    *(
+        np.generic,
+        np.dtype,
+        nn.Module,
+        types.ModuleType,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    ),
     *(torch.Generator, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Stream, torch.Event),
 )
 # The flag of a class whose objects show the garbage collector all that they refer to.
@@ -59,7 +82,9 @@ class Check:
     def __init__(self, model: nn.Module, example: Inputs, tolerance: float | None = None) -> None:
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         # The narrowest.
-        self.dtype = min(dtypes, key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps), default=torch.float32)
+        self.dtype = min(
+            dtypes, key=lambda d: (torch.finfo(d).bits, -torch.finfo(d).eps), default=torch.float32
+        )
         self.inputs = [copied(example)]
         self._before = [self._of_example(model)]
         # Two fresh inputs; a model may take none but the example.
@@ -77,7 +102,12 @@ class Check:
 
     def errors(self, model: nn.Module) -> list[float]:
         """Return the largest relative error of each output now."""
-        return _largest([_errors(self._outputs(model, x), y) for x, y in zip(self.inputs, self._before, strict=True)])
+        return _largest(
+            [
+                _errors(self._outputs(model, x), y)
+                for x, y in zip(self.inputs, self._before, strict=True)
+            ]
+        )
 
     def require_same(self, model: nn.Module) -> float:
         """Return the error, if it is allowed, and, in half precision, no output's is far beyond that output's noise."""
@@ -87,12 +117,17 @@ class Check:
         if self._given is None:
             room = 2 * torch.finfo(self.dtype).eps
             pairs = itertools.zip_longest(each, self._noises, fillvalue=0.0) if self._noises else ()
-            excess = next((e for e, noise in pairs if not e <= max(_NOISE_OF_ONE * noise, room)), excess)
+            excess = next(
+                (e for e, noise in pairs if not e <= max(_NOISE_OF_ONE * noise, room)), excess
+            )
         if excess is not None:
             raise ModelError(
-                f"the folded model's outputs must be the original's to {self.tolerance:.1e}, but differ by "
-                f"{excess:.1e} on {'fresh random inputs' if self.fresh else 'the example'}; everything was put back. A "
-                "branch that the example does not take may read a norm, an operator may write into it in place, or "
+                f"the folded model's outputs must be the original's to {self.tolerance:.1e}, but "
+                "differ by "
+                f"{excess:.1e} on {'fresh random inputs' if self.fresh else 'the example'}; "
+                "everything was put back. A "
+                "branch that the example does not take may read a norm, an operator may write into "
+                "it in place, or "
                 "rounding needs a larger tolerance=; only= and skip= help to find the site"
             )
         return error
@@ -108,10 +143,14 @@ class Check:
                 f"{type(error).__name__}: {error}; check=False does without"
             ) from error
         if not any(tensor.numel() for tensor in found):
-            raise DataError("the model must return floating-point tensors to be checked, but its outputs hold none")
+            raise DataError(
+                "the model must return floating-point tensors to be checked, but its outputs hold "
+                "none"
+            )
         if not _all_comparable(found):
             raise DataError(
-                "the model's outputs must hold finite numbers to be checked, but for the example one is all NaN or "
+                "the model's outputs must hold finite numbers to be checked, but for the example "
+                "one is all NaN or "
                 "infinite: pass another example"
             )
         return found
@@ -128,10 +167,13 @@ class Check:
                 continue
             try:
                 outputs = self._outputs(model, inputs)
-            # Random numbers may be no input of this model: a token that marks an image, a range that it checks.
+            # Random numbers may be no input of this model: a token that marks an image, a range
+            # that it checks.
             except Exception:
                 continue
-            whole, whole_before = (all(bool(y.isfinite().all()) for y in ys) for ys in (outputs, self._before[0]))
+            whole, whole_before = (
+                all(bool(y.isfinite().all()) for y in ys) for ys in (outputs, self._before[0])
+            )
             if _all_comparable(outputs) and (whole or not whole_before):
                 self.inputs.append(inputs)
                 self._before.append(outputs)
@@ -141,22 +183,29 @@ class Check:
         """Take the float32 outputs for the truth, and the model's own distance from them for its noise."""
         try:
             exact = copy.deepcopy(model).float()
-            inputs = [mapped(x, lambda t: t.detach().float() if t.dtype in _HALVES else t) for x in self.inputs]
+            inputs = [
+                mapped(x, lambda t: t.detach().float() if t.dtype in _HALVES else t)
+                for x in self.inputs
+            ]
             wide = [self._outputs(exact, x) for x in inputs]
         except Exception as error:
             if tolerance is not None:
                 # The half-precision outputs stay those to compare with.
                 return
             raise ModelError(
-                "the model must have a float32 copy that runs, from which its own rounding error is measured, but that "
-                f"raised {type(error).__name__}: {error}; pass tolerance= to compare in half precision"
+                "the model must have a float32 copy that runs, from which its own rounding error "
+                "is measured, but that "
+                f"raised {type(error).__name__}: {error}; pass tolerance= to compare in half "
+                "precision"
             ) from error
         self._noises = _largest([_errors(a, b) for a, b in zip(self._before, wide, strict=True)])
         self.noise = max(self._noises)
         if tolerance is None and not self.noise <= _LARGEST_NOISE:
             raise ModelError(
-                f"the model's outputs must be within {_LARGEST_NOISE} of its float32 copy's for a check in half "
-                f"precision to mean something, but differ by {self.noise:.1e}: fold it in float32 and cast it then, or "
+                f"the model's outputs must be within {_LARGEST_NOISE} of its float32 copy's for a "
+                "check in half "
+                f"precision to mean something, but differ by {self.noise:.1e}: fold it in float32 "
+                "and cast it then, or "
                 "pass tolerance="
             )
         self._before = wide
@@ -167,15 +216,24 @@ class Check:
             torch.manual_seed(0)
             args, kwargs = copied(inputs)
             found = [tensor.detach().clone() for tensor in tensors_in(model(*args, **kwargs))]
-            # A layer that is gone gives its input on: an operator in place would write into what the caller holds.
-            given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.layout == torch.strided]
+            # A layer that is gone gives its input on: an operator in place would write into what
+            # the caller holds.
+            given = [
+                t
+                for t in (*args, *kwargs.values())
+                if isinstance(t, Tensor) and t.layout == torch.strided
+            ]
             found += [t.nan_to_num() for t in given if found and not t.is_nested]
         outputs = []
-        for tensor in (tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()):
+        for tensor in (
+            tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()
+        ):
             # Of any layout, as one dense float64 tensor.
             dense = torch.nested.to_padded_tensor(tensor, 0.0) if tensor.is_nested else tensor
             dense = dense.to_dense() if dense.layout != torch.strided else dense
-            outputs.append((torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double())
+            outputs.append(
+                (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double()
+            )
         return outputs
 
 
@@ -189,10 +247,16 @@ def _errors(given: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
         return [math.inf]
     errors = []
     for a, b in zip(given, exact, strict=True):
-        # What is infinite or no number in one must be the same in the other, else the error is infinite.
+        # What is infinite or no number in one must be the same in the other, else the error is
+        # infinite.
         finite = b.isfinite()
-        same = torch.equal(finite, a.isfinite()) and torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())
-        size, error = float(b[finite].norm()), float((a[finite] - b[finite]).norm()) if same else math.inf
+        same = torch.equal(finite, a.isfinite()) and torch.equal(
+            a[~finite].nan_to_num(), b[~finite].nan_to_num()
+        )
+        size, error = (
+            float(b[finite].norm()),
+            float((a[finite] - b[finite]).norm()) if same else math.inf,
+        )
         errors.append(error / size if size else (math.inf if error else 0.0))
     return errors
 
@@ -212,15 +276,26 @@ def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = Tr
 
     def renewed(value: Tensor) -> Tensor:
         same = value.detach().clone()
-        if value.is_nested or value.layout != torch.strided or value.is_quantized or not value.numel():
+        if (
+            value.is_nested
+            or value.layout != torch.strided
+            or value.is_quantized
+            or not value.numel()
+        ):
             return same
         if value.is_floating_point():
             return _renewed_floats(same, generator, constants).to(value.device, value.dtype)
-        low, high = (int(value.min()), int(value.max())) if integers and value.dtype in _INTEGERS else (0, 1)
+        low, high = (
+            (int(value.min()), int(value.max()))
+            if integers and value.dtype in _INTEGERS
+            else (0, 1)
+        )
         # Zeros and ones are a mask.
         if low >= 0 and high <= 1:
             return same
-        return torch.randint(low, high + 1, value.shape, generator=generator).to(value.device, value.dtype)
+        return torch.randint(low, high + 1, value.shape, generator=generator).to(
+            value.device, value.dtype
+        )
 
     return mapped(inputs, renewed)
 
@@ -232,7 +307,9 @@ def _renewed_floats(value: Tensor, generator: torch.Generator, constants: bool) 
     if not bool(wide.isfinite().all()) or (low == high and not constants):
         return value
     if low < high and low < 0:
-        return wide.mean() + wide.std() * torch.randn(wide.shape, generator=generator, dtype=torch.float64)
+        return wide.mean() + wide.std() * torch.randn(
+            wide.shape, generator=generator, dtype=torch.float64
+        )
     if low == high == 0:
         return torch.randn(wide.shape, generator=generator, dtype=torch.float64)
     # What has one sign may need it, as under a logarithm.
@@ -249,8 +326,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield torch.from_numpy(part)
         elif not isinstance(part, np.ndarray) or part.dtype.kind not in "SUmM":
             raise ModelError(
-                "the outputs must be tensors in tuples, lists, dicts, sets or plain objects, but hold a "
-                f"{type(part).__qualname__}, in which tensors cannot be seen: return one of these instead"
+                "the outputs must be tensors in tuples, lists, dicts, sets or plain objects, but "
+                "hold a "
+                f"{type(part).__qualname__}, in which tensors cannot be seen: return one of these "
+                "instead"
             )
 
 
@@ -267,7 +346,8 @@ def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
     # Classes raise what they like when they are copied.
     except Exception as error:
         raise DataError(
-            "the example must be what copy.deepcopy can copy, as the model is run several times, but that raised "
+            "the example must be what copy.deepcopy can copy, as the model is run several times, "
+            "but that raised "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -297,7 +377,10 @@ def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
     elif isinstance(value, weakref.ref):
         parts = [value()]
     # Looking into an iterator would use it up.
-    elif isinstance(value, (Tensor, np.ndarray, Iterator, memoryview)) or not type(value).__flags__ & _SHOWS_ITS_PARTS:
+    elif (
+        isinstance(value, (Tensor, np.ndarray, Iterator, memoryview))
+        or not type(value).__flags__ & _SHOWS_ITS_PARTS
+    ):
         yield value
     else:
         # In their own order first: the collector goes through lists and tuples from the end.

@@ -26,7 +26,14 @@ from dynorm.fold.check import Check, Inputs, copied, held_tensors, mapped, run, 
 from dynorm.fold.graph import Graph, Owner, Slot, leaves, packet
 from dynorm.fold.refusals import SiteFold, refused, require_model
 from dynorm.fold.report import FoldReport
-from dynorm.fold.rewrites import Part, fold_affine, fold_centers, fold_means, fold_redundant, fold_through
+from dynorm.fold.rewrites import (
+    Part,
+    fold_affine,
+    fold_centers,
+    fold_means,
+    fold_redundant,
+    fold_through,
+)
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.site import NormSite, select_sites
@@ -50,26 +57,32 @@ def fold_(
 ) -> FoldReport:
     r"""Fold the linear parts of a model's norms into its neighbours, in place; its outputs stay the same.
 
-    A norm is ``weight * core(x) + bias``, and LayerNorm's core centres first, with P = I - 11^T / C. Three rewrites:
+    A norm is ``weight * core(x) + bias``, and LayerNorm's core centres first, with P = I - 11^T /
+    C. Three rewrites:
 
-    - *affine*: into everything that reads the norm, ``W' = W diag(weight)``, ``b' = b + W bias``, if all of that is
-      linear. Weight and bias stay as ones and zeros, so that the model's own class loads it; a point-wise layer drops
-      them, and its scale.
-    - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``, if nothing but
-      LayerNorms looks at that stream; they become :class:`dynorm.layers.rmsnorm.RMSNorm`, of the same eps.
-    - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias before it. With
-      *affine*, a linear layer without witnesses goes altogether, where need be by rescaling the residual stream.
+    - *affine*: into everything that reads the norm, ``W' = W diag(weight)``, ``b' = b + W bias``,
+      if all of that is linear. Weight and bias stay as ones and zeros, so that the model's own
+      class loads it; a point-wise layer drops them, and its scale.
+    - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``,
+      if nothing but LayerNorms looks at that stream; they become
+      :class:`dynorm.layers.rmsnorm.RMSNorm`, of the same eps.
+    - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias
+      before it. With *affine*, a linear layer without witnesses goes altogether, where need be by
+      rescaling the residual stream.
 
-    These are exact. A fourth, *redundant*, takes out a norm that feeds only norms, through products: they take out each
-    token's scale themselves. It is exact up to their eps, which then meets tokens of another size.
+    These are exact. A fourth, *redundant*, takes out a norm that feeds only norms, through
+    products: they take out each token's scale themselves. It is exact up to their eps, which then
+    meets tokens of another size.
 
-    The model is traced once with ``torch.export``. A part that cannot be shown to be safe is left alone, and the report
-    says why. All new values are computed in float64 first. Then the outputs for the example and for fresh random inputs
-    are compared; if they differ, everything is put back, to the bit. Parameters stay the same objects.
+    The model is traced once with ``torch.export``. A part that cannot be shown to be safe is left
+    alone, and the report says why. All new values are computed in float64 first. Then the outputs
+    for the example and for fresh random inputs are compared; if they differ, everything is put
+    back, to the bit. Parameters stay the same objects.
 
-    Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs that show the
-    inside, such as ``output_hidden_states=True``, change if the example did not ask for them; so do tensors that a
-    forward keeps on ``self``. Axes of the example should be longer than 1: a reordering of one token is not seen.
+    Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs
+    that show the inside, such as ``output_hidden_states=True``, change if the example did not ask
+    for them; so do tensors that a forward keeps on ``self``. Axes of the example should be longer
+    than 1: a reordering of one token is not seen.
 
     Args:
         model: in eval mode; plain, neither compiled, wrapped, quantized nor sharded.
@@ -77,16 +90,17 @@ def fold_(
         affine: fold weights and biases.
         center: fold means.
         constants: fold the scales and centres of point-wise layers.
-        redundant: the largest relative change to allow where a norm goes because it feeds only norms. It bounds these
-            norms' outputs, for tokens as large as the example's, and the model's too if ``tolerance`` is None. At 0
-            none goes.
+        redundant: the largest relative change to allow where a norm goes because it feeds only
+            norms. It bounds these norms' outputs, for tokens as large as the example's, and the
+            model's too if ``tolerance`` is None. At 0 none goes.
         add_bias: give a linear layer a bias where a norm's bias needs one.
-        untie: give tied weights, as of an embedding and a head, a tensor each where a fold needs it.
+        untie: give tied weights, as of an embedding and a head, a tensor each where a fold needs
+            it.
         only: globs of the norms' paths to fold; None means all.
         skip: globs of the paths to leave alone.
         check: compare the outputs. Without, the result is only run once.
-        tolerance: the relative error to allow; by default 1e-12 in float64, 1e-5 in float32, and for half precision
-            twice the model's own error against float32, measured.
+        tolerance: the relative error to allow; by default 1e-12 in float64, 1e-5 in float32, and
+            for half precision twice the model's own error against float32, measured.
         **kwargs: the example's keyword arguments.
 
     Returns:
@@ -94,9 +108,9 @@ def fold_(
 
     Raises:
         ArgumentError: ``tolerance`` or ``redundant`` is negative, or a glob matches no site.
-        ModelError: the model has no norm, cannot be traced, is in training mode, quantized, sharded, compiled,
-            wrapped or on the meta device; its outputs are opaque, too coarse to be checked, or changed; or its code
-            raised. It is then as it was.
+        ModelError: the model has no norm, cannot be traced, is in training mode, quantized,
+            sharded, compiled, wrapped or on the meta device; its outputs are opaque, too coarse to
+            be checked, or changed; or its code raised. It is then as it was.
         DataError: the model cannot be run on the example, or gives nothing finite to compare.
 
     Example:
@@ -111,8 +125,8 @@ def fold_(
         loads where dynorm is imported: save it with dynorm.save
 
     Reference:
-        S. Ashkboos et al., "SliceGPT", arXiv 2401.15024, section 3.1, for pre-norm transformers; N. Graef et al.,
-        "FlashNorm", arXiv 2407.09577, for a norm before a norm.
+        S. Ashkboos et al., "SliceGPT", arXiv 2401.15024, section 3.1, for pre-norm transformers; N.
+        Graef et al., "FlashNorm", arXiv 2407.09577, for a norm before a norm.
     """
     if tolerance is not None:
         check_not_negative("tolerance", tolerance)
@@ -123,7 +137,12 @@ def fold_(
     with undisturbed(model, attributes=True):
         folds = _find_folds(model, *copied(example), only, skip)
     # A norm that cannot be folded is traced as it is.
-    graph = capture(model, {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}, example, untie)
+    graph = capture(
+        model,
+        {i: fold.module for i, fold in enumerate(folds) if fold.refused is None},
+        example,
+        untie,
+    )
     folds, parts = _planned(graph, folds, affine, constants, add_bias)
     if center:
         fold_means(graph, folds)
@@ -133,7 +152,10 @@ def fold_(
         fold_redundant(model, graph, folds, example, redundant)
     checked: dict[str, Any] = {}
     try:
-        if any(fold.is_given or fold.is_gone or fold.through or fold.becomes_rms or fold.center_into for fold in folds):
+        if any(
+            fold.is_given or fold.is_gone or fold.through or fold.becomes_rms or fold.center_into
+            for fold in folds
+        ):
             before = Check(model, example, tolerance) if check else None
             if before is not None and tolerance is None and any(fold.change for fold in folds):
                 before.tolerance = max(before.tolerance, redundant)
@@ -148,8 +170,10 @@ def fold_(
     # The model's code may raise anything with other modules in it.
     except Exception as problem:
         raise ModelError(
-            f"the model must compute as before when it is folded, but {type(problem).__name__} was raised: {problem}; "
-            "everything was put back. Its code may use tensors that a norm or a layer holds: only= and skip= help to "
+            f"the model must compute as before when it is folded, but {type(problem).__name__} was "
+            f"raised: {problem}; "
+            "everything was put back. Its code may use tensors that a norm or a layer holds: only= "
+            "and skip= help to "
             "find which"
         ) from problem
     rows = [fold.row(affine, center, constants) for fold in folds]
@@ -165,11 +189,16 @@ def _planned(
         found[i].calls.append(call)
     linear = {i for i, fold in enumerate(found) if affine and constants and fold.is_linear}
     # An identity gives its input on, which such a dropout would write into, in training alone.
-    in_place = any(isinstance(module, _DropoutNd) and module.inplace for module in graph.modules.values())
+    in_place = any(
+        isinstance(module, _DropoutNd) and module.inplace for module in graph.modules.values()
+    )
     goes = set() if in_place else linear
     stays = dict.fromkeys(linear - goes, "a dropout of the model works in place")
     while True:
-        folds = [replace(fold, reads=[], goes=i in goes, left_because=stays.get(i, "")) for i, fold in enumerate(found)]
+        folds = [
+            replace(fold, reads=[], goes=i in goes, left_because=stays.get(i, ""))
+            for i, fold in enumerate(found)
+        ]
         fold_affine(graph, folds, affine, constants, add_bias)
         parts = fold_through(graph, folds, add_bias)
         kept = {i: folds[i].kept or "" for i in goes if not (folds[i].is_given or folds[i].through)}
@@ -178,18 +207,28 @@ def _planned(
         goes, stays = goes - kept.keys(), stays | kept
 
 
-def _find_folds(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], only: Any, skip: Any) -> list[SiteFold]:
+def _find_folds(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], only: Any, skip: Any
+) -> list[SiteFold]:
     """Return the records of all norms, in call order, and then of all point-wise layers."""
     sites = find_norms(model, *args, **kwargs)
     for path, layer in model.named_modules():
         if path and isinstance(layer, PointwiseNorm):
-            site = NormSite(path, (), type(layer).__name__.lower(), layer.dim, layer.normalized_shape)
+            site = NormSite(
+                path, (), type(layer).__name__.lower(), layer.dim, layer.normalized_shape
+            )
             sites.append(replace(site, weight_name="weight", bias_name="bias"))
     if not sites:
-        raise ModelError("the model must have norms or point-wise layers, but none was found: nothing can be folded")
+        raise ModelError(
+            "the model must have norms or point-wise layers, but none was found: nothing can be "
+            "folded"
+        )
     chosen = {site.path for site in select_sites(sites, only, skip)}
     placed = [(site, model.get_submodule(site.path)) for site in sites]
-    return [SiteFold(site, m, site.path in chosen, site.refused or refused(site, m)) for site, m in placed]
+    return [
+        SiteFold(site, m, site.path in chosen, site.refused or refused(site, m))
+        for site, m in placed
+    ]
 
 
 @torch.library.custom_op("dynorm::fold_site", mutates_args=())
@@ -203,11 +242,14 @@ def _(x: Tensor, index: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, untie: bool) -> Graph:
+def capture(
+    model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, untie: bool
+) -> Graph:
     """Trace one call with ``torch.export``, non-strict, and make it functional; linear operators stay whole.
 
-    Nothing is computed, sizes are those of the example, and what that does not run is not in the graph. Each of the
-    ``norms`` becomes one node, ``fold_site(x, index)``. With ``untie`` each owner of a tied one may get its own.
+    Nothing is computed, sizes are those of the example, and what that does not run is not in the
+    graph. Each of the ``norms`` becomes one node, ``fold_site(x, index)``. With ``untie`` each
+    owner of a tied one may get its own.
     """
     # Brings sympy, which importing dynorm must not.
     import torch.export
@@ -220,14 +262,19 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
     apart = _overlapping(model)
     try:
         with undisturbed(model, attributes=True), _silent():
-            # Each owner holds a tensor of its own, in the same memory: the graph then shows whose use is whose.
+            # Each owner holds a tensor of its own, in the same memory: the graph then shows whose
+            # use is whose.
             for tensor, held_by in owners.items():
                 for owner in held_by[1:] if tensor not in apart else ():
                     alias, is_parameter = tensor.detach(), isinstance(tensor, nn.Parameter)
-                    owner.table[owner.name] = nn.Parameter(alias, tensor.requires_grad) if is_parameter else alias
+                    owner.table[owner.name] = (
+                        nn.Parameter(alias, tensor.requires_grad) if is_parameter else alias
+                    )
             for index, norm in norms.items():
                 # An instance attribute is found before the class's method.
-                norm.__dict__["forward"] = lambda x, index=index: torch.ops.dynorm.fold_site(x, index)
+                norm.__dict__["forward"] = lambda x, index=index: torch.ops.dynorm.fold_site(
+                    x, index
+                )
             flat = _Flat(model, example)
             program = torch.export.export(flat, tuple(flat.tensors), strict=False)
             if all(_is_functional(node) for node in program.graph.nodes):
@@ -241,17 +288,34 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
     # torch.export raises a dozen kinds of its own, and passes on whatever the model's code raises.
     except Exception as error:
         message = (str(error).strip().splitlines() or ["nothing more"])[0]
-        # The innermost line that is neither torch's nor ours; a user's folder may be called torch or dynorm too.
-        ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>", sys.base_prefix + "/lib")
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+        # The innermost line that is neither torch's nor ours; a user's folder may be called torch
+        # or dynorm too.
+        ours = (
+            str(Path(torch.__file__).parent),
+            str(Path(__file__).parents[1]),
+            "<string>",
+            sys.base_prefix + "/lib",
+        )
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
+        ]
         frames = [f for f in frames if "/site-packages/sympy/" not in f.filename]
-        where = f" at {frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})" if frames else ""
+        where = (
+            f" at {frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})"
+            if frames
+            else ""
+        )
         raise ModelError(
-            f"the model must be traceable by torch.export, but{where} it raised {type(error).__name__}: "
-            f"{message}; data-dependent control flow cannot be analysed: write it with torch.where, skip it if "
+            f"the model must be traceable by torch.export, but{where} it raised "
+            f"{type(error).__name__}: "
+            f"{message}; data-dependent control flow cannot be analysed: write it with "
+            "torch.where, skip it if "
             "torch.compiler.is_exporting(), or fold the parts of the model that have none"
         ) from error
-    names = {**program.graph_signature.inputs_to_parameters, **program.graph_signature.inputs_to_buffers}
+    names = {
+        **program.graph_signature.inputs_to_parameters,
+        **program.graph_signature.inputs_to_buffers,
+    }
     modules = dict(model.named_modules(remove_duplicate=False))
     read: dict[tuple[nn.Module, str], list[Node]] = {}
     for node in program.graph.nodes:
@@ -262,7 +326,9 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
     slots = [
         slot
         for tensor, held_by in owners.items()
-        for slot in _slots(tensor, {o: read.get((o.module, o.name), []) for o in held_by}, tensor in apart, untie)
+        for slot in _slots(
+            tensor, {o: read.get((o.module, o.name), []) for o in held_by}, tensor in apart, untie
+        )
     ]
     for slot in slots:
         # An opaque norm does not show what it does with its own parameters.
@@ -271,7 +337,9 @@ def capture(model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, u
     return Graph(modules, program.graph.nodes, slots)
 
 
-def _slots(tensor: Tensor, nodes: Mapping[Owner, list[Node]], apart: bool, untie: bool) -> list[Slot]:
+def _slots(
+    tensor: Tensor, nodes: Mapping[Owner, list[Node]], apart: bool, untie: bool
+) -> list[Slot]:
     """Return the slots of one tensor: one for each owner where it may be untied, else one for all of them."""
     # A buffer stays one tensor: only parameters are untied.
     is_buffer = any(owner.table is owner.module._buffers for owner in nodes)
@@ -300,11 +368,18 @@ def _overlapping(model: nn.Module) -> set[Tensor]:
     """Return the parameters whose memory others use too: their uses cannot be told from the graph."""
     # A module may hold tensors as plain attributes too, or in plain containers.
     known = ("_parameters", "_buffers", "_modules")
-    plain = [{name: held for name, held in vars(m).items() if name not in known} for m in model.modules()]
+    plain = [
+        {name: held for name, held in vars(m).items() if name not in known} for m in model.modules()
+    ]
     storages: dict[Any, list[Tensor]] = {}
-    for tensor in (*dict.fromkeys((*model.parameters(), *model.buffers())), *_held_plainly(plain, 6)):
+    for tensor in (
+        *dict.fromkeys((*model.parameters(), *model.buffers())),
+        *_held_plainly(plain, 6),
+    ):
         if tensor.numel():
-            storages.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(tensor)
+            storages.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(
+                tensor
+            )
     return {tensor for tensors in storages.values() if len(tensors) > 1 for tensor in tensors}
 
 
@@ -334,7 +409,12 @@ class _Flat(nn.Module):
 def _silent() -> Iterator[None]:
     """Keep torch from printing the half-traced graph of a model that cannot be traced: the error says where."""
     logger = logging.getLogger("torch")
-    with catch_warnings(action="ignore"), redirect_stdout(StringIO()), redirect_stderr(StringIO()), ExitStack() as end:
+    with (
+        catch_warnings(action="ignore"),
+        redirect_stdout(StringIO()),
+        redirect_stderr(StringIO()),
+        ExitStack() as end,
+    ):
         end.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL)
         yield

@@ -15,14 +15,21 @@ def _aten(names: str) -> frozenset[str]:
 
 
 # These take only the shape and dtype of a value.
-_SHAPE_ONLY = _aten("ones_like zeros_like full_like empty_like new_ones new_zeros new_full new_empty")
+_SHAPE_ONLY = _aten(
+    "ones_like zeros_like full_like empty_like new_ones new_zeros new_full new_empty"
+)
 # Operators that give each element on, and those that move elements about.
 _SAME = _aten("clone alias detach detach_ contiguous to _to_copy lift_fresh_copy type_as")
 _DROPOUT = _aten("dropout feature_dropout alpha_dropout")
 VIEWS = _aten("view _unsafe_view view_as reshape reshape_as flatten unflatten")
 PERMUTATIONS = _aten("transpose permute t numpy_T mT swapaxes swapdims movedim moveaxis")
-_PARTS = _aten("slice select narrow split split_with_sizes chunk unbind unsafe_split unsafe_chunk tensor_split")
-_COPIES = _aten("unsqueeze squeeze expand expand_as repeat tile flip roll repeat_interleave unfold index index_select")
+_PARTS = _aten(
+    "slice select narrow split split_with_sizes chunk unbind unsafe_split unsafe_chunk tensor_split"
+)
+_COPIES = _aten(
+    "unsqueeze squeeze expand expand_as repeat tile flip roll repeat_interleave unfold index "
+    "index_select"
+)
 _MOVES = VIEWS | PERMUTATIONS | _PARTS | _COPIES
 
 
@@ -43,7 +50,11 @@ class Owner:
     @property
     def table(self) -> dict[str, Any]:
         """Return the module's dict of parameters or of buffers that holds it."""
-        return self.module._parameters if self.name in self.module._parameters else self.module._buffers
+        return (
+            self.module._parameters
+            if self.name in self.module._parameters
+            else self.module._buffers
+        )
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}" if self.path else self.name
@@ -72,7 +83,9 @@ class Slot:
     @property
     def is_saved(self) -> bool:
         """Tell whether the state dict has it, as floating-point numbers."""
-        persistent = all(owner.name not in owner.module._non_persistent_buffers_set for owner in self.owners)
+        persistent = all(
+            owner.name not in owner.module._non_persistent_buffers_set for owner in self.owners
+        )
         return persistent and self.tensor.is_floating_point()
 
     def double(self) -> Tensor:
@@ -83,11 +96,15 @@ class Slot:
 class Graph:
     """The traced graph of a model, with all its parameters and buffers."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], nodes: Iterable[Node], slots: Sequence[Slot]
+    ) -> None:
         self.modules, self.all_slots = modules, slots
         self.slots = {node: slot for slot in slots for node in slot.nodes}
         # The calls of norms, with the index of each.
-        self.norms: dict[Node, Any] = {node: node.args[1] for node in nodes if packet(node) == "dynorm.fold_site"}
+        self.norms: dict[Node, Any] = {
+            node: node.args[1] for node in nodes if packet(node) == "dynorm.fold_site"
+        }
 
     def where(self, node: Node) -> str:
         """Name an operator and its place for a message."""
@@ -151,7 +168,9 @@ def is_same(op: Node) -> bool:
     """Tell whether an operator gives each floating-point element on."""
     if not is_tensor(op) or not op.meta["val"].is_floating_point():
         return False
-    return packet(op) in _SAME or (packet(op) in _DROPOUT and len(op.args) == 3 and op.args[2] is False)
+    return packet(op) in _SAME or (
+        packet(op) in _DROPOUT and len(op.args) == 3 and op.args[2] is False
+    )
 
 
 def is_move(node: Node, source: Node) -> bool:
@@ -185,15 +204,21 @@ def carried(node: Node, value: Node, axis: int) -> int | None:
         given = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
         dims = {d % len(shape(value)) for d in given if isinstance(d, int)}
         keep = argument(node, 2) or node.kwargs.get("keepdim")
-        return None if not dims or axis in dims else axis if keep else axis - sum(d < axis for d in dims)
+        return (
+            None
+            if not dims or axis in dims
+            else axis
+            if keep
+            else axis - sum(d < axis for d in dims)
+        )
     return moved(node, value, axis)
 
 
 def moved(node: Node, source: Node, axis: int) -> int | None:
     """Return the channel axis of ``node``, a move of ``source``; None where it is none, or does not keep it whole.
 
-    The operator is tried on a tensor that holds each element's channel, so only its effect counts: a view may merge or
-    split any axes but that of the channels, and not reorder it.
+    The operator is tried on a tensor that holds each element's channel, so only its effect counts:
+    a view may merge or split any axes but that of the channels, and not reorder it.
     """
     if not is_move(node, source):
         return None
@@ -202,13 +227,21 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
         return axis
     channels = shape(source)[axis]
     # A size or an index that depends on values cannot be tried.
-    if channels < 2 or not all(is_tensor(value) and -1 not in shape(value) for value in (*op.all_input_nodes, node)):
+    if channels < 2 or not all(
+        is_tensor(value) and -1 not in shape(value) for value in (*op.all_input_nodes, node)
+    ):
         return None
     result = moved_like(node, source, _channels(shape(source), axis))
     sizes = tuple(result.shape)
-    whole = (a for a, n in enumerate(sizes) if n == channels and torch.equal(result, _channels(sizes, a)))
+    whole = (
+        a for a, n in enumerate(sizes) if n == channels and torch.equal(result, _channels(sizes, a))
+    )
     to = next(whole, None) if result.numel() else None
-    return None if to is not None and packet(op) in VIEWS and _is_blurred(node, source, axis, to) else to
+    return (
+        None
+        if to is not None and packet(op) in VIEWS and _is_blurred(node, source, axis, to)
+        else to
+    )
 
 
 def moved_like(node: Node, source: Node, given: Tensor) -> Tensor:
@@ -230,7 +263,12 @@ def moved_like(node: Node, source: Node, given: Tensor) -> Tensor:
 def came_from(node: Node, axis: int, step: Step = moved) -> tuple[Node, int] | None:
     """Return the value that ``node`` was moved (or carried) from, and its channel axis there; None if computed."""
     sources = [arg for arg in producer(node)[0].args[:2] if is_tensor(arg)]
-    places = [(arg, a) for arg in sources for a, size in enumerate(shape(arg)) if size == shape(node)[axis]]
+    places = [
+        (arg, a)
+        for arg in sources
+        for a, size in enumerate(shape(arg))
+        if size == shape(node)[axis]
+    ]
     return next(((arg, a) for arg, a in places if step(node, arg, a) == axis), None)
 
 
@@ -269,7 +307,8 @@ def factor_of(node: Node, value: Node, axis: int) -> bool:
 def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
     """Tell whether a view keeps the channels only because an axis beside them has one index; with more it mixes them.
 
-    It does if such an axis changes sides with the channels, or if it did so by a permutation and is then merged away.
+    It does if such an axis changes sides with the channels, or if it did so by a permutation and is
+    then merged away.
     """
     sizes, views = shape(source), shape(node)
     before = views[:to].count(1) - sizes[:axis].count(1)
@@ -277,7 +316,9 @@ def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
     if before * after < 0:
         return True
     at = _before_permutations(source)
-    crossed = {i < axis for i, size in enumerate(sizes) if size == 1 and (i < axis) != (at[i] < at[axis])}
+    crossed = {
+        i < axis for i, size in enumerate(sizes) if size == 1 and (i < axis) != (at[i] < at[axis])
+    }
     return (before < 0 and True in crossed) or (after < 0 and False in crossed)
 
 
@@ -290,7 +331,9 @@ def _before_permutations(value: Node) -> list[int]:
     if part is None and is_tensor(source) and packet(op) in PERMUTATIONS:
         assert callable(op.target)
         # Of distinct sizes, so that each axis is told from the others.
-        tried = op.target(torch.empty([i + 2 for i in axes], device="meta"), *op.args[1:], **op.kwargs)
+        tried = op.target(
+            torch.empty([i + 2 for i in axes], device="meta"), *op.args[1:], **op.kwargs
+        )
         before = _before_permutations(source)
         return [before[size - 2] for size in tried.shape]
     return axes

@@ -6,11 +6,29 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from dynorm.fold.graph import Graph, Leaf, Slot, along, argument, held_at, is_tensor, made_by, packet, shape, users
+from dynorm.fold.graph import (
+    Graph,
+    Leaf,
+    Slot,
+    along,
+    argument,
+    held_at,
+    is_tensor,
+    made_by,
+    packet,
+    shape,
+    users,
+)
 
 CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
 _TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
-_PRODUCTS = ("aten.mm", "aten.matmul", "aten.bmm", "aten._grouped_mm", "transformers.grouped_mm_fallback")
+_PRODUCTS = (
+    "aten.mm",
+    "aten.matmul",
+    "aten.bmm",
+    "aten._grouped_mm",
+    "transformers.grouped_mm_fallback",
+)
 
 
 class RefusedError(Exception):
@@ -27,7 +45,9 @@ class Read:
     axis: int  # of the weight that the value's channels go along
     out: int | None  # the weight's axis of outputs; None where they have no one axis
     groups: int = 1  # of a convolution; the channels of each group go along ``axis`` then
-    bias: tuple[Leaf, Slot] | None = None  # what is added to the outputs: its use, and the parameter
+    bias: tuple[Leaf, Slot] | None = (
+        None  # what is added to the outputs: its use, and the parameter
+    )
     no_shift: str | None = None  # why a constant in the value cannot become a bias
 
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
@@ -52,7 +72,9 @@ class Write:
     leaf: Leaf  # its use
     slot: Slot
     axis: int  # of the parameter that the stream's channels go along
-    gain: tuple[Leaf, Slot] | None = None  # the parameter that scales each channel on the way (LayerScale), and its use
+    gain: tuple[Leaf, Slot] | None = (
+        None  # the parameter that scales each channel on the way (LayerScale), and its use
+    )
     is_new: bool = False  # it is a weight, whose layer is given a bias in its place
 
 
@@ -83,19 +105,33 @@ def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
     weight, no_shift = product.weight, product.no_shift
     held = held_at(graph, weight, product.contracted)
     if held is None:
-        raise RefusedError(f"read by {graph.where(node)}, whose weight is computed and no parameter")
+        raise RefusedError(
+            f"read by {graph.where(node)}, whose weight is computed and no parameter"
+        )
     slot, at = held
     out = None if product.out is None else held_at(graph, weight, product.out)
     part = weight not in graph.slots and out is not None and _is_stacked(slot, at, out[1])
     if out is None or len(shape(weight)) != product.rank or part:
-        no_shift = no_shift or f"{graph.where(node)} has several weights in one, or none for a bias to belong to"
+        no_shift = (
+            no_shift
+            or f"{graph.where(node)} has several weights in one, or none for a bias to belong to"
+        )
     bias = None
     try:
         outputs = None if product.out is None else shape(weight)[product.out]
         bias = _bias(graph, node, product.bias, outputs, product.added)
     except RefusedError as refusal:
         no_shift = no_shift or str(refusal)
-    return Read(node, (node, weight), slot, at, None if out is None else out[1], product.groups, bias, no_shift)
+    return Read(
+        node,
+        (node, weight),
+        slot,
+        at,
+        None if out is None else out[1],
+        product.groups,
+        bias,
+        no_shift,
+    )
 
 
 def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
@@ -108,14 +144,23 @@ def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
         weight, bias, from_end = argument(node, 2), argument(node, 0), -2
     elif name in _PRODUCTS and node.args[0] is value and axis == rank - 1:
         weight, from_end = argument(node, 1), -2
-    elif name in _PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0) and "grouped" not in name:
+    elif (
+        name in _PRODUCTS
+        and node.args[1] is value
+        and axis == max(rank - 2, 0)
+        and "grouped" not in name
+    ):
         weight, from_end = argument(node, 0), -1
     else:
         raise RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
     if not is_tensor(weight) or sum(arg is weight for arg in node.args) != 1:
-        raise RefusedError(f"read by {graph.where(node)}, whose weight is no tensor, or its bias too")
+        raise RefusedError(
+            f"read by {graph.where(node)}, whose weight is no tensor, or its bias too"
+        )
     size = len(shape(weight))
-    contracted, out = (0, None) if size == 1 else (size + from_end, size - 2 if from_end == -1 else size - 1)
+    contracted, out = (
+        (0, None) if size == 1 else (size + from_end, size - 2 if from_end == -1 else size - 1)
+    )
     # The outputs of a weight on the left do not come last: a vector added to them is no bias.
     return _Product(weight, contracted, out, bias, added=weight is not node.args[0])
 
@@ -123,7 +168,9 @@ def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
 def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
     weight, transposed = argument(node, 1), packet(node) in _TRANSPOSED
     if not is_tensor(weight) or len(shape(weight)) != rank or axis != 1:
-        raise RefusedError(f"read by {graph.where(node)}, which does not take the channels at axis 1")
+        raise RefusedError(
+            f"read by {graph.where(node)}, which does not take the channels at axis 1"
+        )
     groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
     padding = argument(node, 4) or 0
     no_shift = None
@@ -135,12 +182,17 @@ def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
         no_shift = f"{graph.where(node)} pads with zeros: at its borders a bias would be another"
     contracted, out = (0, 1) if transposed else (1, 0)
     if groups != 1 and weight not in graph.slots:
-        raise RefusedError(f"read by {graph.where(node)}, whose weight is computed and no parameter")
+        raise RefusedError(
+            f"read by {graph.where(node)}, whose weight is computed and no parameter"
+        )
     return _Product(weight, contracted, out, argument(node, 2), rank, groups, no_shift)
 
 
 def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
-    (inputs, arrow, output), operands = str(node.args[0]).replace(" ", "").partition("->"), argument(node, 1)
+    (inputs, arrow, output), operands = (
+        str(node.args[0]).replace(" ", "").partition("->"),
+        argument(node, 1),
+    )
     refusal = RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
     if "." in inputs or not arrow or len(operands) != 2 or not all(map(is_tensor, operands)):
         raise refusal
@@ -149,20 +201,33 @@ def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
     if channel in output or names.count(channel) != 1 or letters[mine].count(channel) != 1:
         raise refusal
     if shape(weight)[names.index(channel)] != shape(value)[axis]:
-        raise RefusedError(f"read by {graph.where(node)}, which repeats one weight over the channels")
+        raise RefusedError(
+            f"read by {graph.where(node)}, which repeats one weight over the channels"
+        )
     outs = [i for i, letter in enumerate(names) if letter != channel]
-    is_last = len(outs) == 1 and names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]])
+    is_last = (
+        len(outs) == 1 and names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]])
+    )
     # A sum over tokens would add a constant up as well.
     is_whole = all(letter in output for letter in letters[mine] if letter != channel)
-    return _Product(weight, names.index(channel), outs[0] if is_last and is_whole else None, added=True)
+    return _Product(
+        weight, names.index(channel), outs[0] if is_last and is_whole else None, added=True
+    )
 
 
-def _bias(graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool) -> tuple[Leaf, Slot] | None:
+def _bias(
+    graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool
+) -> tuple[Leaf, Slot] | None:
     """Find the bias of an operator: its argument, or, where its outputs come last, a parameter added to them."""
     user = node
     if not is_tensor(bias):
         takers = list(users(node)) if added else []
-        if len(takers) != 1 or packet(takers[0]) != "aten.add" or takers[0].kwargs or len(takers[0].args) != 2:
+        if (
+            len(takers) != 1
+            or packet(takers[0]) != "aten.add"
+            or takers[0].kwargs
+            or len(takers[0].args) != 2
+        ):
             return None
         user = takers[0]
         bias = next((a for a in user.args if a is not node), None)
@@ -205,7 +270,11 @@ def writes(graph: Graph, op: Node, axis: int) -> list[Write]:
     found = []
     for part, at in (pair for pair in parts if pair[0] is not None):
         held = held_at(graph, part, at)
-        if held is None or shape(part)[at] != shape(op)[axis] or sum(arg is part for arg in op.args) != 1:
+        if (
+            held is None
+            or shape(part)[at] != shape(op)[axis]
+            or sum(arg is part for arg in op.args) != 1
+        ):
             return []
         found.append(Write((op, part), *held))
     return found
@@ -217,7 +286,11 @@ def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
     if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
         return []
     for gain, value in (inputs, inputs[::-1]):
-        held = held_at(graph, gain, len(shape(gain)) - from_end) if len(shape(gain)) >= from_end else None
+        held = (
+            held_at(graph, gain, len(shape(gain)) - from_end)
+            if len(shape(gain)) >= from_end
+            else None
+        )
         if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
             continue
         made = made_by(value, axis)

@@ -11,7 +11,13 @@ from torch.fx import Node
 
 from dynorm.errors import ModelError
 from dynorm.find.recover import core
-from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_arithmetic, plain_copy
+from dynorm.find.tokens import (
+    CannotProbeError,
+    TokenFunction,
+    named_tensors,
+    plain_arithmetic,
+    plain_copy,
+)
 from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.graph import Graph, Leaf, Slot, paths_of, shape, width
 from dynorm.fold.operators import Read, RefusedError, Write
@@ -42,26 +48,36 @@ class Stream:
         for write in self.writes:
             slot = write.slot
             if narrowest < slot.tensor.dtype.itemsize:
-                raise RefusedError(f"{slot.name} writes into it, and it is rounded to fewer digits than that has")
+                raise RefusedError(
+                    f"{slot.name} writes into it, and it is rounded to fewer digits than that has"
+                )
             if slot.fixed is not None:
                 raise RefusedError(f"{slot.name} writes into it: {slot.fixed}")
             if not slot.is_saved:
                 raise RefusedError(f"{slot.name} writes into it, and is not saved with the model")
-            # A parameter that is itself a value of the stream, as learned positions are: its uses were followed.
+            # A parameter that is itself a value of the stream, as learned positions are: its uses
+            # were followed.
             for leaf in () if write.leaf[0] is write.leaf[1] else slot.leaves:
                 other = of_leaf.get(leaf)
                 if other is None or other.axis != write.axis:
                     use = graph.where(leaf[0])
-                    raise RefusedError(f"{slot.name} writes into it, and is also used by {use}{slot.hint}")
+                    raise RefusedError(
+                        f"{slot.name} writes into it, and is also used by {use}{slot.hint}"
+                    )
                 if (other.gain and other.gain[1]) is not (write.gain and write.gain[1]):
                     how = f"several times, not always scaled by the same gain{slot.hint}"
                     raise RefusedError(f"{slot.name} writes into it {how}")
             if write.gain is not None:
                 gain = write.gain[1]
                 if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= gains:
-                    raise RefusedError(f"{gain.name} scales what is written into it, and is used elsewhere too")
+                    raise RefusedError(
+                        f"{gain.name} scales what is written into it, and is used elsewhere too"
+                    )
                 if not gain.is_saved:
-                    raise RefusedError(f"{gain.name} scales what is written into it, and is not saved with the model")
+                    raise RefusedError(
+                        f"{gain.name} scales what is written into it, and is not saved with the "
+                        "model"
+                    )
 
 
 @dataclass(eq=False)
@@ -74,31 +90,47 @@ class SiteFold:
     refused: str | None = None  # why nothing of it can be folded
     calls: list[Node] = field(default_factory=list)  # its nodes in the graph
     with_affine: bool = False  # its weight and bias are to go too, and not its scale alone
-    factor: Tensor | None = None  # the part of weight and scale that goes into the readers; None for 1
+    factor: Tensor | None = (
+        None  # the part of weight and scale that goes into the readers; None for 1
+    )
     shift: Tensor | None = None  # the part of the bias that does; None for 0
     reads: list[Read] = field(default_factory=list)  # everything that reads it
     kept: str | None = None  # why factor and shift stay
     streams: list[Stream] = field(default_factory=list)  # those that a LayerNorm is called on
-    center: Tensor | None = None  # the learned centre of a point-wise layer, where it is to be folded
+    center: Tensor | None = (
+        None  # the learned centre of a point-wise layer, where it is to be folded
+    )
     center_into: Write | None = None  # the bias, or the table, that takes the centre
     center_kept: str | None = None  # why the centre stays
     goes: bool = False  # a linear layer without witnesses: all of it is its weight and its bias
     through: bool = False  # it goes because the stream that it reads and writes is rescaled
     left: Tensor | None = None  # the part of such a layer's weight that must stay, and why
     left_because: str = ""
-    redundant: Rewrite = field(default_factory=lambda: Rewrite(OFF))  # whether it goes because it feeds norms only
+    redundant: Rewrite = field(
+        default_factory=lambda: Rewrite(OFF)
+    )  # whether it goes because it feeds norms only
     change: float = 0.0  # the most that the outputs of these change then, relative
 
     def __post_init__(self) -> None:
         """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
         own = [] if self.refused else self.own()
-        values = {name: t.detach().to("cpu", torch.float64).flatten() + offset for name, t, offset in own}
+        values = {
+            name: t.detach().to("cpu", torch.float64).flatten() + offset for name, t, offset in own
+        }
         self.weight, self.bias = values.get("weight"), values.get("bias")
-        self.scale = self.module.scale if isinstance(self.module, PointwiseNorm) and not self.refused else 1.0
+        self.scale = (
+            self.module.scale
+            if isinstance(self.module, PointwiseNorm) and not self.refused
+            else 1.0
+        )
         if self.goes:
             assert isinstance(self.module, LinearControl)
-            slope = self.scale * (-0.5 * self.module.log_beta.detach().to("cpu", torch.float64)).exp()
-            self.weight = slope.expand(self.site.normalized_shape) * (1 if self.weight is None else self.weight)
+            slope = (
+                self.scale * (-0.5 * self.module.log_beta.detach().to("cpu", torch.float64)).exp()
+            )
+            self.weight = slope.expand(self.site.normalized_shape) * (
+                1 if self.weight is None else self.weight
+            )
             if self.module.center is not None:
                 moved = self.weight * self.module.center.detach().to("cpu", torch.float64)
                 self.bias = (0 if self.bias is None else self.bias) - moved
@@ -118,7 +150,11 @@ class SiteFold:
     def is_linear(self) -> bool:
         """Tell whether it is a product and a sum per channel, and nothing else, and may go."""
         layer = self.module
-        is_linear = type(layer) is LinearControl and not layer.witness_channels and layer.output_dtype is None
+        is_linear = (
+            type(layer) is LinearControl
+            and not layer.witness_channels
+            and layer.output_dtype is None
+        )
         return is_linear and self.chosen and self.refused is None
 
     @property
@@ -145,7 +181,10 @@ class SiteFold:
     def own(self, copy: nn.Module | None = None) -> Iterator[tuple[str, Tensor, float]]:
         """Yield "weight" and "bias", where it or its copy has one, each with the tensor and the number added to it."""
         site, tensors = self.site, named_tensors(copy or self.module)
-        for name, held, added in (("weight", site.weight_name, site.weight_offset), ("bias", site.bias_name, 0.0)):
+        for name, held, added in (
+            ("weight", site.weight_name, site.weight_offset),
+            ("bias", site.bias_name, 0.0),
+        ):
             if held in tensors:
                 yield name, tensors[held], added
 
@@ -154,7 +193,10 @@ class SiteFold:
         for _, tensor, _ in self.own():
             slots = [slot for slot in graph.all_slots if slot.tensor is tensor]
             if not slots[0].is_saved:
-                raise RefusedError(f"{slots[0].name} is not saved with the model: it would come back when it is loaded")
+                raise RefusedError(
+                    f"{slots[0].name} is not saved with the model: it would come back when it is "
+                    "loaded"
+                )
             if len(slots) > 1 or len(slots[0].owners) > 1 or slots[0].leaves or slots[0].is_shared:
                 raise RefusedError(f"{slots[0].name} is used elsewhere too")
 
@@ -162,17 +204,27 @@ class SiteFold:
         """Tell whether it is its neutral form, or an RMSNorm ``as_rms``, times weight plus bias, to the last digits."""
         rank = len(self.site.input_shape)
         axis = self.axis(rank)
-        sizes = tuple(self.site.normalized_shape[0] if place == axis else 2 for place in range(rank))
-        device = next((t.device for t in (*self.module.parameters(), *self.module.buffers())), torch.device("cpu"))
+        sizes = tuple(
+            self.site.normalized_shape[0] if place == axis else 2 for place in range(rank)
+        )
+        device = next(
+            (t.device for t in (*self.module.parameters(), *self.module.buffers())),
+            torch.device("cpu"),
+        )
         try:
             with plain_arithmetic(self.module), Wide():
                 copies = (plain_copy(self.module, torch.float64) for _ in range(2))
-                norm, neutral = (TokenFunction(copied, sizes, (axis,), torch.float64, device) for copied in copies)
+                norm, neutral = (
+                    TokenFunction(copied, sizes, (axis,), torch.float64, device)
+                    for copied in copies
+                )
                 for name, tensor, offset in self.own(neutral.module):
                     tensor.fill_((name == "weight") - offset)
                 for scale in _SCALES:
                     tokens = norm.sample(scale, seed=0)
-                    expected = core(tokens, "layernorm", self.site.eps) if as_rms else neutral(tokens)
+                    expected = (
+                        core(tokens, "layernorm", self.site.eps) if as_rms else neutral(tokens)
+                    )
                     expected = expected if self.weight is None else expected * self.weight
                     expected = expected if self.bias is None else expected + self.bias
                     if not relative_error([norm(tokens)], [expected]) <= _EXACT:
@@ -185,16 +237,29 @@ class SiteFold:
     def row(self, affine: bool, means: bool, constants: bool) -> FoldedSite:
         """Return the row of the report, given which rewrites the caller wanted."""
         constants = constants and isinstance(self.module, PointwiseNorm)
-        rows = ((affine, self._affine_row), (means, self._mean_row), (constants, self._constants_row))
-        given, mean, constant = (row() if wanted and self.chosen else Rewrite(OFF) for wanted, row in rows)
+        rows = (
+            (affine, self._affine_row),
+            (means, self._mean_row),
+            (constants, self._constants_row),
+        )
+        given, mean, constant = (
+            row() if wanted and self.chosen else Rewrite(OFF) for wanted, row in rows
+        )
         channels = math.prod(self.site.normalized_shape)
         elements = sum(math.prod(shape(call)) for call in self.calls)
-        removed = (self.weight is not None) + (self.bias is not None) if given.state == FOLDED else 0
+        removed = (
+            (self.weight is not None) + (self.bias is not None) if given.state == FOLDED else 0
+        )
         removed += self.center_into is not None and not self.through
         # Taking the mean out is a sum and a difference.
         # What is gone took squares, their sum, and a product.
-        operations = elements * (removed + 2 * self.becomes_rms + 3 * (self.redundant.state == FOLDED))
-        kind, becomes = self.site.kind or self.site.class_name, "RMSNorm" if self.becomes_rms else ""
+        operations = elements * (
+            removed + 2 * self.becomes_rms + 3 * (self.redundant.state == FOLDED)
+        )
+        kind, becomes = (
+            self.site.kind or self.site.class_name,
+            "RMSNorm" if self.becomes_rms else "",
+        )
         becomes = "Identity" if self.is_gone else becomes
         numbers = (channels * removed, operations, becomes, self.redundant, self.change)
         return FoldedSite(self.path, kind, channels, given, mean, constant, *numbers)
@@ -203,7 +268,11 @@ class SiteFold:
         empty = self.weight is None and self.bias is None
         if self.through:
             left = f"a factor per channel stays: {self.left_because}"
-            return Rewrite(FOLDED, ("the stream",)) if self.left is None else Rewrite(REFUSED, reason=left)
+            return (
+                Rewrite(FOLDED, ("the stream",))
+                if self.left is None
+                else Rewrite(REFUSED, reason=left)
+            )
         if self.kept is not None:
             nothing = empty and self.refused is None and not isinstance(self.module, PointwiseNorm)
             return Rewrite(NOTHING) if nothing else Rewrite(REFUSED, reason=self.kept)
@@ -222,7 +291,11 @@ class SiteFold:
     def _constants_row(self) -> Rewrite:
         into = self._readers() if self.scale != 1 and self.is_given else ()
         into += () if self.center_into is None or self.through else (self.center_into.slot.name,)
-        stays = f"its slope stays: {self.left_because}" if self.left_because and not self.through else None
+        stays = (
+            f"its slope stays: {self.left_because}"
+            if self.left_because and not self.through
+            else None
+        )
         if into or self.is_gone:
             return Rewrite(FOLDED if into else NOTHING, into, stays)
         reason = self.center_kept or stays or (None if self.scale == 1 else self.kept)
@@ -242,21 +315,30 @@ def require_model(model: nn.Module) -> None:
     training = next((path for path, module in model.named_modules() if module.training), None)
     if training is not None:
         place = f"{training!r} is" if training else "it is"
-        raise ModelError(f"the model must be in eval mode, but {place} in training mode: call model.eval()")
+        raise ModelError(
+            f"the model must be in eval mode, but {place} in training mode: call model.eval()"
+        )
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise ModelError("the model's weights must be plain numbers, but it is quantized: fold it first, then quantize")
+        raise ModelError(
+            "the model's weights must be plain numbers, but it is quantized: fold it first, then "
+            "quantize"
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         whole = type(tensor) in _PLAIN and type(tensor.data) in _PLAIN and not tensor.is_quantized
         if not whole or (tensor.is_floating_point() and tensor.element_size() < 2):
             inner = type(tensor.data).__name__
             kind = f"of {tensor.dtype}" if inner in ("Tensor", "Parameter") else f"a {inner}"
             raise ModelError(
-                f"the model's weights must be plain numbers, but {name!r} is {kind}: fold the model before it "
+                f"the model's weights must be plain numbers, but {name!r} is {kind}: fold the "
+                "model before it "
                 "is quantized or sharded"
             )
     for path, module in model.named_modules():
         if ".quantized" in type(module).__module__:
-            raise ModelError(f"the model's weights must be plain numbers, but {path!r} is quantized: fold it before")
+            raise ModelError(
+                f"the model's weights must be plain numbers, but {path!r} is quantized: fold it "
+                "before"
+            )
 
 
 def refused(site: NormSite, module: nn.Module) -> str | None:
@@ -298,10 +380,18 @@ def require_free(graph: Graph, reads: Sequence[Read], uses: Mapping[Leaf, Read])
     for found in reads:
         slot = found.weight
         if slot.fixed is not None or not slot.is_saved:
-            raise RefusedError(slot.fixed or f"{slot.name}, which reads it, is no parameter of floating point")
+            raise RefusedError(
+                slot.fixed or f"{slot.name}, which reads it, is no parameter of floating point"
+            )
         for leaf in slot.leaves:
-            if leaf not in uses or (uses[leaf].axis, uses[leaf].groups) != (found.axis, found.groups):
-                raise RefusedError(f"{slot.name}, which reads it, is also used by {graph.where(leaf[0])}{slot.hint}")
+            if leaf not in uses or (uses[leaf].axis, uses[leaf].groups) != (
+                found.axis,
+                found.groups,
+            ):
+                raise RefusedError(
+                    f"{slot.name}, which reads it, is also used by "
+                    f"{graph.where(leaf[0])}{slot.hint}"
+                )
 
 
 def _require_bias(graph: Graph, fold: SiteFold, found: Read, uses: Uses, add_bias: bool) -> None:
@@ -309,7 +399,9 @@ def _require_bias(graph: Graph, fold: SiteFold, found: Read, uses: Uses, add_bia
     slot = found.weight
     # A bias added to the layer would reach the use that has one of its own too.
     if any((uses[leaf][1].bias is None) != (found.bias is None) for leaf in slot.leaves):
-        raise RefusedError(f"{slot.name}, which reads it, has a bias in one use and none in another")
+        raise RefusedError(
+            f"{slot.name}, which reads it, has a bias in one use and none in another"
+        )
     if found.no_shift is not None:
         raise RefusedError(f"its bias cannot be folded: {found.no_shift}")
     if found.bias is None:
@@ -320,7 +412,9 @@ def _require_bias(graph: Graph, fold: SiteFold, found: Read, uses: Uses, add_bia
     bias = found.bias[1]
     if bias.fixed is not None or bias.tensor is slot.tensor:
         raise RefusedError(bias.fixed or f"{bias.name} is a weight too")
-    mine = {other.bias[0] for other in fold.reads if other.bias is not None and other.weight is slot}
+    mine = {
+        other.bias[0] for other in fold.reads if other.bias is not None and other.weight is slot
+    }
     for leaf in bias.leaves - mine:
         raise RefusedError(f"{bias.name} is also used by {graph.where(leaf[0])}")
 
@@ -331,14 +425,21 @@ def require_new_bias(graph: Graph, slot: Slot, node: Node) -> None:
     # Code that takes the weight without calling the layer would not add its bias.
     called = len(slot.owners) == 1 and owner in map(graph.modules.get, paths_of(node))
     if not called or not _takes_bias(owner):
-        raise RefusedError(f"no bias can be added to {slot.name}: it is not the weight of one linear layer")
+        raise RefusedError(
+            f"no bias can be added to {slot.name}: it is not the weight of one linear layer"
+        )
 
 
 def _takes_bias(module: nn.Module) -> bool:
     """Tell whether a module lacks a bias, and would add one: a convolution of torch's own, or a linear layer."""
     if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
         return False
-    if type(module).forward in (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+    if type(module).forward in (
+        nn.Linear.forward,
+        nn.Conv1d.forward,
+        nn.Conv2d.forward,
+        nn.Conv3d.forward,
+    ):
         return True
     if not isinstance(module, nn.Linear):
         return False

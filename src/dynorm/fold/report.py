@@ -50,7 +50,8 @@ class FoldedSite(Plain):
         operations_removed: operations on numbers that one call of the example no longer takes.
         becomes: the class that stands there now.
         redundant: the whole norm, where it feeds only norms, which ``into`` names.
-        change: the largest relative change of their outputs by that, for tokens as large as the example's.
+        change: the largest relative change of their outputs by that, for tokens as large as the
+            example's.
     """
 
     path: str
@@ -74,11 +75,14 @@ class FoldReport(Plain):
         sites: the norms and point-wise layers, in call order.
         added_biases: the modules that got a bias.
         untied: the parameters that were tied to others before.
-        error: the largest relative error of the outputs on fresh inputs and the example, or None if not checked.
+        error: the largest relative error of the outputs on fresh inputs and the example, or None if
+            not checked.
         tolerance: the error that was allowed.
         noise: of a half-precision model, its own error against float32.
-        loads_with: "stock" if the model's own class loads the weights with the same result, else "dynorm".
-        fresh: on how many inputs beside the example that was; 0 if the model takes no other, or was not checked.
+        loads_with: "stock" if the model's own class loads the weights with the same result, else
+            "dynorm".
+        fresh: on how many inputs beside the example that was; 0 if the model takes no other, or was
+            not checked.
 
     Example:
         >>> print(FoldReport([], [], []))
@@ -110,7 +114,10 @@ class FoldReport(Plain):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON knows."""
-        sums = {"parameters_removed": self.parameters_removed, "operations_removed": self.operations_removed}
+        sums = {
+            "parameters_removed": self.parameters_removed,
+            "operations_removed": self.operations_removed,
+        }
         return super().to_dict() | sums
 
     def table(self) -> Table:
@@ -118,9 +125,14 @@ class FoldReport(Plain):
         reasons: dict[str, int] = {}
         rows = []
         for site in self.sites:
-            cells = [site.path, f"{site.kind}({site.channels})" + (f" -> {site.becomes}" if site.becomes else "")]
+            cells = [
+                site.path,
+                f"{site.kind}({site.channels})" + (f" -> {site.becomes}" if site.becomes else ""),
+            ]
             for rewrite in (getattr(site, name) for name in self._wanted()):
-                number = reasons.setdefault(rewrite.reason, len(reasons) + 1) if rewrite.reason else None
+                number = (
+                    reasons.setdefault(rewrite.reason, len(reasons) + 1) if rewrite.reason else None
+                )
                 known = {NOTHING: "-", OFF: "-"}.get(rewrite.state, rewrite.state)
                 cells.append(known if number is None else f"{known} ({number})")
             rows.append(cells)
@@ -130,18 +142,29 @@ class FoldReport(Plain):
         if self.untied:
             notes.append(f"untied: {', '.join(self.untied)}")
         if self.error is not None:
-            where = "on fresh inputs" if self.fresh else "on the example alone, as the model takes no other,"
+            where = (
+                "on fresh inputs"
+                if self.fresh
+                else "on the example alone, as the model takes no other,"
+            )
             notes.append(f"relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
         if changes := [site.change for site in self.sites if site.redundant.state == FOLDED]:
-            notes.append(f"gone before other norms: {len(changes)}; those change by at most {max(changes):.1e}")
+            notes.append(
+                f"gone before other norms: {len(changes)}; those change by at most "
+                f"{max(changes):.1e}"
+            )
         if self.sites and self.loads_with == "dynorm":
             notes.append("loads where dynorm is imported: save it with dynorm.save")
-        of = {name: f"{self.count(name)} of {self.count(name) + self.count(name, REFUSED)}" for name in _REWRITES}
+        of = {
+            name: f"{self.count(name)} of {self.count(name) + self.count(name, REFUSED)}"
+            for name in _REWRITES
+        }
         linear = [site.becomes == "Identity" for site in self.sites if site.kind == "linearcontrol"]
         title = f"{sum(linear)} of {len(linear)} linear layers gone; " if linear else ""
         title += (
             f"{of['affine']} affine maps folded, {of['center']} means; "
-            f"{self.parameters_removed:,} parameters and {self.operations_removed:,} operations less"
+            f"{self.parameters_removed:,} parameters and {self.operations_removed:,} operations "
+            "less"
         )
         return Table(["site", "norm", *self._wanted()], rows, notes, title)
 
@@ -150,4 +173,8 @@ class FoldReport(Plain):
         return str(self.table())
 
     def _wanted(self) -> list[str]:
-        return [name for name in _REWRITES if any(getattr(site, name).state != OFF for site in self.sites)]
+        return [
+            name
+            for name in _REWRITES
+            if any(getattr(site, name).state != OFF for site in self.sites)
+        ]

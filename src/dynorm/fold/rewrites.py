@@ -6,13 +6,15 @@
 
 (c) ``fold_centers``: the centre of a point-wise layer into the one operator that feeds it.
 
-(d) ``fold_through``: linear layers, y = a x + b, whose output is the stream too. Every value v of the stream is kept as
-v / d: the readers multiply by d, the writers divide by it, and the layer is the identity where d after it is a times d
-before it. b - a c goes into a bias before the layer, as b / a - c. Each d follows from the last one.
+(d) ``fold_through``: linear layers, y = a x + b, whose output is the stream too. Every value v of
+the stream is kept as v / d: the readers multiply by d, the writers divide by it, and the layer is
+the identity where d after it is a times d before it. b - a c goes into a bias before the layer, as
+b / a - c. Each d follows from the last one.
 
-(e) ``fold_redundant``: a norm that feeds nothing but norms goes altogether. In norm_2(W norm_1(x)), norm_1 divides a
-token by s, s^2 = mean(x^2) + eps_1. Without it the outputs of norm_2 are sqrt((m + eps_2) / (m + eps_2 / s^2)) times
-what they were, where m is the mean square of its inputs before: furthest from 1 for the smallest m and the ends of s.
+(e) ``fold_redundant``: a norm that feeds nothing but norms goes altogether. In norm_2(W norm_1(x)),
+norm_1 divides a token by s, s^2 = mean(x^2) + eps_1. Without it the outputs of norm_2 are sqrt((m +
+eps_2) / (m + eps_2 / s^2)) times what they were, where m is the mean square of its inputs before:
+furthest from 1 for the smallest m and the ends of s.
 """
 
 import math
@@ -54,7 +56,9 @@ _ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
 _SUMS = {"aten.add", "aten.sub", "aten.rsub"}
 
 
-def fold_affine(graph: Graph, folds: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool) -> None:
+def fold_affine(
+    graph: Graph, folds: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool
+) -> None:
     """Decide for each norm whether its weight and bias can go into everything that reads it, each a product."""
     for fold in folds:
         try:
@@ -70,8 +74,15 @@ def fold_affine(graph: Graph, folds: Sequence[SiteFold], affine: bool, constants
             fold.kept = str(refusal)
     # A weight that several norms share changes for all of them or for none.
     given = [fold for fold in folds if fold.is_given]
-    shared = [(fold, uses[leaf][0]) for fold in given for found in fold.reads for leaf in found.weight.leaves]
-    while torn := next((pair for pair in shared if pair[0].is_given and not pair[1].is_given), None):
+    shared = [
+        (fold, uses[leaf][0])
+        for fold in given
+        for found in fold.reads
+        for leaf in found.weight.leaves
+    ]
+    while torn := next(
+        (pair for pair in shared if pair[0].is_given and not pair[1].is_given), None
+    ):
         torn[0].kept = f"a reader is shared with {torn[1].path}, which cannot be folded"
 
 
@@ -108,7 +119,10 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
                 raise RefusedError(f"its channels are split or reordered by {graph.where(user)}")
             found = read(graph, user, value, axis)
             if narrowest < min(whole, found.weight.tensor.dtype.itemsize):
-                raise RefusedError(f"rounded to fewer digits than the weight has before {graph.where(user)} reads it")
+                raise RefusedError(
+                    f"rounded to fewer digits than the weight has before {graph.where(user)} reads "
+                    "it"
+                )
             fold.reads += [found] * (found not in fold.reads)
     if not fold.chosen:
         raise RefusedError("not chosen")
@@ -123,10 +137,14 @@ def fold_means(graph: Graph, folds: Sequence[SiteFold]) -> None:
     known: list[Walk] = []
     layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
     for fold in layernorms:
-        streams = [Walk.of(call.all_input_nodes[0], fold, known, graph, folds) for call in fold.calls]
+        streams = [
+            Walk.of(call.all_input_nodes[0], fold, known, graph, folds) for call in fold.calls
+        ]
         fold.streams += dict.fromkeys(streams)
     for fold in layernorms:
-        if any(stream.refused is None for stream in fold.streams) and not fold.is_exact(as_rms=True):
+        if any(stream.refused is None for stream in fold.streams) and not fold.is_exact(
+            as_rms=True
+        ):
             for stream in fold.streams:
                 stream.refused = stream.refused or f"{fold.path} is no LayerNorm to the last digits"
 
@@ -142,7 +160,9 @@ class Walk(Stream):
     returned: ClassVar = ", with its mean"
 
     @classmethod
-    def of(cls, value: Node, fold: SiteFold, known: list[Self], graph: Graph, folds: Sequence[SiteFold]) -> Self:
+    def of(
+        cls, value: Node, fold: SiteFold, known: list[Self], graph: Graph, folds: Sequence[SiteFold]
+    ) -> Self:
         """Return the stream that a site's value belongs to: one that is known, or it is found now."""
         if not any(value in stream.values for stream in known):
             known.append(cls(graph=graph, folds=folds))
@@ -177,10 +197,14 @@ class Walk(Stream):
             parts: Any = op.args[:2] if packet(op) in _SUMS else op.args[0]
             for part in parts:
                 if not is_tensor(part):
-                    raise RefusedError(f"written by {graph.where(op)}, which adds a number to all channels")
+                    raise RefusedError(
+                        f"written by {graph.where(op)}, which adds a number to all channels"
+                    )
                 at = len(shape(part)) - len(shape(value)) + axis
                 if at < 0 or shape(part)[at] != shape(value)[axis]:
-                    raise RefusedError(f"written by {graph.where(op)}, in parts or one number for all channels")
+                    raise RefusedError(
+                        f"written by {graph.where(op)}, in parts or one number for all channels"
+                    )
                 self.todo.append((part, at))
         elif source := came_from(value, axis, carried):
             self.todo.append(source)
@@ -217,7 +241,10 @@ class Walk(Stream):
 
     def _norm_writes(self, norm: SiteFold, along: bool) -> None:
         """Refuse a norm that writes into the stream, or take note of it; ``along`` tells whether over its channels."""
-        raise RefusedError(f"written by the norm {norm.path}, whose weight and bias give it a mean again (post-norm)")
+        raise RefusedError(
+            f"written by the norm {norm.path}, whose weight and bias give it a mean again "
+            "(post-norm)"
+        )
 
     def _norm_reads(self, norm: SiteFold, along: bool) -> None:
         """Refuse a norm that reads the stream, or take note of it."""
@@ -232,7 +259,9 @@ class Walk(Stream):
 def fold_centers(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> None:
     """Decide for each point-wise layer with a learned centre whether the bias before it can take it."""
     for fold in folds:
-        center = fold.module.center if isinstance(fold.module, PointwiseNorm) and not fold.goes else None
+        center = (
+            fold.module.center if isinstance(fold.module, PointwiseNorm) and not fold.goes else None
+        )
         if center is None or not fold.chosen or not fold.calls:
             continue
         fold.center = center.detach().to("cpu", torch.float64).expand(fold.site.normalized_shape)
@@ -257,19 +286,36 @@ def bias_before(graph: Graph, fold: SiteFold, add_bias: bool) -> Write:
         op, axis = made
         if packet(op) == "aten.add" and not op.kwargs and op.args[0] is not op.args[1]:
             # One number for all channels has no room for a centre.
-            places = [(p, axis - len(shape(op)) + len(shape(p))) for p in op.args[:2] if is_tensor(p)]
-            todo += [(part, at) for part, at in places if at >= 0 and shape(part)[at] == shape(op)[axis]]
+            places = [
+                (p, axis - len(shape(op)) + len(shape(p))) for p in op.args[:2] if is_tensor(p)
+            ]
+            todo += [
+                (part, at) for part, at in places if at >= 0 and shape(part)[at] == shape(op)[axis]
+            ]
             continue
         biased = packet(op) in ("aten.linear", "aten.addmm", "aten.embedding", *CONVOLUTIONS)
-        bias = argument(op, 0 if packet(op) in ("aten.addmm", "aten.embedding") else 2) if biased else None
+        bias = (
+            argument(op, 0 if packet(op) in ("aten.addmm", "aten.embedding") else 2)
+            if biased
+            else None
+        )
         written = writes(graph, op, axis) if biased else []
         if op in graph.slots:
-            bias, written = op, [Write(leaf, graph.slots[op], axis) for leaf in graph.slots[op].leaves]
-        found = next((write for write in written if op in graph.slots or bias in (None, write.leaf[1])), None)
+            bias, written = (
+                op,
+                [Write(leaf, graph.slots[op], axis) for leaf in graph.slots[op].leaves],
+            )
+        found = next(
+            (write for write in written if op in graph.slots or bias in (None, write.leaf[1])), None
+        )
         if found is None or (bias is None and not add_bias):
             hint = "" if found is None else ": pass add_bias=True"
             refusals.append(f"fed by {graph.where(op)}, which has no bias to take its centre{hint}")
-        elif found.slot.fixed is not None or found.slot.leaves != {found.leaf} or not found.slot.is_saved:
+        elif (
+            found.slot.fixed is not None
+            or found.slot.leaves != {found.leaf}
+            or not found.slot.is_saved
+        ):
             refusals.append(found.slot.fixed or f"{found.slot.name} is used elsewhere too")
         elif bias is not None:
             return found
@@ -284,10 +330,16 @@ class Part(Walk):
     """A stream between two linear layers: its values are ``factor`` times those of the folded model."""
 
     reads: list[Read] = field(default_factory=list)
-    norms: list[SiteFold] = field(default_factory=list)  # those that write into it with a weight and a bias
-    takers: list[SiteFold] = field(default_factory=list)  # linear layers that give all they are to their readers
+    norms: list[SiteFold] = field(
+        default_factory=list
+    )  # those that write into it with a weight and a bias
+    takers: list[SiteFold] = field(
+        default_factory=list
+    )  # linear layers that give all they are to their readers
     factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
-    group: list["Part"] = field(default_factory=list)  # the parts that change with it: one side of every layer between
+    group: list["Part"] = field(
+        default_factory=list
+    )  # the parts that change with it: one side of every layer between
     not_linear: ClassVar = "is not linear"
     returned: ClassVar = ""
 
@@ -297,7 +349,9 @@ class Part(Walk):
     def _norm_writes(self, norm: SiteFold, along: bool) -> None:
         is_plain = isinstance(norm.module, PointwiseNorm) or norm.is_exact()
         if not along or norm.weight is None or norm.is_given or not norm.chosen or not is_plain:
-            raise RefusedError(f"written by the norm {norm.path}, which has no weight of its own to take a factor")
+            raise RefusedError(
+                f"written by the norm {norm.path}, which has no weight of its own to take a factor"
+            )
         if not norm.through:
             norm.require_own(self.graph)
             self.norms += [norm] * (norm not in self.norms)
@@ -315,9 +369,14 @@ class Part(Walk):
         super()._require()
         require_free(self.graph, self.reads, {found.leaf: found for found in self.reads})
         for norm in (*self.norms, *self.takers):
-            if any((call if norm in self.norms else call.args[0]) not in self.values for call in norm.calls):
+            if any(
+                (call if norm in self.norms else call.args[0]) not in self.values
+                for call in norm.calls
+            ):
                 raise RefusedError(f"{norm.path} is called on other values too")
-            if any(found.weight.leaves - {other.leaf for other in norm.reads} for found in norm.reads):
+            if any(
+                found.weight.leaves - {other.leaf for other in norm.reads} for found in norm.reads
+            ):
                 raise RefusedError(f"a reader of {norm.path} reads another norm too")
 
 
@@ -328,12 +387,16 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
             assert fold.weight is not None
             try:
                 if zeros := (fold.weight == 0).nonzero().flatten().tolist():
-                    raise RefusedError(f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes")
+                    raise RefusedError(
+                        f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes"
+                    )
                 if len(fold.calls) != 1:
                     raise RefusedError("the layer is called several times")
                 # With the sign of a centre.
                 fold.center = None if fold.bias is None else -fold.bias / fold.weight
-                fold.center_into = None if fold.center is None else bias_before(graph, fold, add_bias)
+                fold.center_into = (
+                    None if fold.center is None else bias_before(graph, fold, add_bias)
+                )
                 fold.through = True
             except RefusedError as refusal:
                 fold.kept = f"{fold.kept}; {refusal}"
@@ -343,9 +406,15 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
         ends = (fold.calls[0].all_input_nodes[0], fold.calls[0])
         before, after = (Part.of(value, fold, parts, graph, folds) for value in ends)
         ratio = fold.weight * before.factor / after.factor
-        pins = [next((part.refused for part in end.group if part.refused), None) for end in (before, after)]
+        pins = [
+            next((part.refused for part in end.group if part.refused), None)
+            for end in (before, after)
+        ]
         if before.group is after.group or None not in pins:
-            fold.left, fold.left_because = ratio, "; ".join(dict.fromkeys(filter(None, pins))) or "it comes round"
+            fold.left, fold.left_because = (
+                ratio,
+                "; ".join(dict.fromkeys(filter(None, pins))) or "it comes round",
+            )
             continue
         for part in after.group if pins[1] is None else before.group:
             part.factor = part.factor * ratio if pins[1] is None else part.factor / ratio
@@ -359,7 +428,9 @@ def fold_through(graph: Graph, folds: Sequence[SiteFold], add_bias: bool) -> lis
     return [part for part in parts if not bool((part.factor == 1).all())]
 
 
-def fold_redundant(model: nn.Module, graph: Graph, folds: Sequence[SiteFold], example: Inputs, accepted: float) -> None:
+def fold_redundant(
+    model: nn.Module, graph: Graph, folds: Sequence[SiteFold], example: Inputs, accepted: float
+) -> None:
     """Decide for each norm whether it feeds norms only, whose outputs change by no more than is accepted."""
     squares = _mean_squares(model, folds, example)
     # In the order of their calls: of norms in a row the first goes, and the next one has to stay.
@@ -367,10 +438,16 @@ def fold_redundant(model: nn.Module, graph: Graph, folds: Sequence[SiteFold], ex
     for fold in (fold for fold in folds if fold.chosen and fold.site.kind in _NORMS):
         try:
             fed = _fed(graph, folds, fold)
-            if not fed or fold in needed or any(norm.redundant.state == FOLDED or norm is fold for norm in fed):
+            if (
+                not fed
+                or fold in needed
+                or any(norm.redundant.state == FOLDED or norm is fold for norm in fed)
+            ):
                 raise RefusedError("it, or a norm beside it in a row, goes")
             ends = [square(squares[fold.module]) + fold.site.eps for square in (min, max)]
-            pairs = [(min(squares[norm.module]), norm.site.eps, end) for norm in fed for end in ends]
+            pairs = [
+                (min(squares[norm.module]), norm.site.eps, end) for norm in fed for end in ends
+            ]
             change = max(abs(math.sqrt((m + eps) / (m + eps / s)) - 1) for m, eps, s in pairs)
             if change > accepted:
                 raise RefusedError(f"an eps after it would change outputs by up to {change:.1e}")
@@ -393,7 +470,10 @@ def _fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFo
     # Each value with the number of each element's token, and whether a product has read the norm.
     numbers = [torch.arange(math.prod(shape(call))).view(shape(call)) for call in fold.calls]
     tokens = [n.amin(fold.axis(n.ndim), keepdim=True).expand(n.shape) for n in numbers]
-    todo, found = list(zip(fold.calls, tokens, [False] * len(tokens), strict=True)), list[SiteFold]()
+    todo, found = (
+        list(zip(fold.calls, tokens, [False] * len(tokens), strict=True)),
+        list[SiteFold](),
+    )
     while todo:
         value, token, is_read = todo.pop(0)
         for user in users(value):
@@ -403,9 +483,18 @@ def _fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFo
             # A move by an index, another tensor, may bring other tokens.
             if is_move(user, value) and op.all_input_nodes == [value] and -1 not in shape(user):
                 todo.append((user, moved_like(user, value, token), is_read))
-            elif norm and norm.site.kind in _NORMS and torch.equal(token, token.roll(1, norm.axis(token.ndim))):
+            elif (
+                norm
+                and norm.site.kind in _NORMS
+                and torch.equal(token, token.roll(1, norm.axis(token.ndim)))
+            ):
                 found += [norm] * (norm not in found)
-            elif reader and packet(op) in _PRODUCTS and not reader.bias and shape(user)[:-1] == shape(value)[:-1]:
+            elif (
+                reader
+                and packet(op) in _PRODUCTS
+                and not reader.bias
+                and shape(user)[:-1] == shape(value)[:-1]
+            ):
                 todo.append((user, token[..., :1].expand(shape(user)), True))
             else:
                 with_bias = " with its bias" if reader and reader.bias else ""
@@ -413,14 +502,24 @@ def _fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFo
     return found
 
 
-def _mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -> dict[nn.Module, list[float]]:
+def _mean_squares(
+    model: nn.Module, folds: Sequence[SiteFold], example: Inputs
+) -> dict[nn.Module, list[float]]:
     """Return the mean squares of the tokens that norms take, a LayerNorm's about their means; none of a token of 0."""
-    sites = {fold.module: fold.site for fold in folds if fold.refused is None and fold.site.kind in _NORMS}
+    sites = {
+        fold.module: fold.site
+        for fold in folds
+        if fold.refused is None and fold.site.kind in _NORMS
+    }
     found: dict[nn.Module, list[float]] = {module: [] for module in sites}
 
     def take(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
         tokens = site_tokens(sites[module], args[0].detach().double(), [])
-        squares = tokens.var(-1, correction=0) if sites[module].kind == "layernorm" else tokens.square().mean(-1)
+        squares = (
+            tokens.var(-1, correction=0)
+            if sites[module].kind == "layernorm"
+            else tokens.square().mean(-1)
+        )
         found[module] += squares[squares > 0].tolist()
 
     with hooked(sites, take):

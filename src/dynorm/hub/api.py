@@ -23,21 +23,23 @@ MODELING = "transformers.modeling_utils"
 def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Save a converted model: weights, point-wise layers and where they stand; never a pickle.
 
-    A transformers model is written as ``save_pretrained`` writes it, with its layers named in config.json. Once
-    dynorm is imported, any ``from_pretrained`` loads it, with another head too. Any other model is written as
-    ``model.safetensors`` and ``dynorm.json``. The directory appears whole or not at all: if the process is killed or
-    the disk is full, the old one stands as it was. Shared tensors stay shared. Buffers that are not persistent are not
-    saved, nor are the original norms: a loaded model cannot be restored.
+    A transformers model is written as ``save_pretrained`` writes it, with its layers named in
+    config.json. Once dynorm is imported, any ``from_pretrained`` loads it, with another head too.
+    Any other model is written as ``model.safetensors`` and ``dynorm.json``. The directory appears
+    whole or not at all: if the process is killed or the disk is full, the old one stands as it was.
+    Shared tensors stay shared. Buffers that are not persistent are not saved, nor are the original
+    norms: a loaded model cannot be restored.
 
     Args:
         model: a model with point-wise layers; it is not changed.
         directory: where to; its parent must exist.
-        overwrite: replace a saved model that is there. Other files beside it, as a tokenizer's, are kept.
+        overwrite: replace a saved model that is there. Other files beside it, as a tokenizer's, are
+            kept.
 
     Raises:
         ArgumentError: ``model`` is no module.
-        ModelError: it has no point-wise layer, is compiled, wrapped or on the meta device, is quantized too, or
-            holds state that is no tensor.
+        ModelError: it has no point-wise layer, is compiled, wrapped or on the meta device, is
+            quantized too, or holds state that is no tensor.
         StorageError: the directory exists, or cannot be written.
 
     Warns:
@@ -68,26 +70,31 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
 def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Load what :func:`save` wrote, in eval mode: the tensors are those of the saved model, bit for bit.
 
-    The outputs are too, if both models have their tensors where torch puts them. A model that came from
-    transformers' ``from_pretrained`` has not, and torch may round its products with a single vector differently.
+    The outputs are too, if both models have their tensors where torch puts them. A model that came
+    from transformers' ``from_pretrained`` has not, and torch may round its products with a single
+    vector differently.
 
-    A transformers model needs nothing else, and comes in the class that config.json names, on the CPU. For any
-    other one, build the model as it was before its conversion and pass it: its norms are replaced, and its tensors
-    filled, in the dtypes that were saved and on the device where they are. No code is imported that a file names.
+    A transformers model needs nothing else, and comes in the class that config.json names, on the
+    CPU. For any other one, build the model as it was before its conversion and pass it: its norms
+    are replaced, and its tensors filled, in the dtypes that were saved and on the device where they
+    are. No code is imported that a file names.
 
     Args:
         directory: a local directory.
-        model: for a plain torch model, an unconverted instance of its class, changed in place; meta tensors
-            become tensors on the CPU. Its parameters keep their ``requires_grad``, a point-wise layer that of its norm.
+        model: for a plain torch model, an unconverted instance of its class, changed in place; meta
+            tensors become tensors on the CPU. Its parameters keep their ``requires_grad``, a
+            point-wise layer that of its norm.
 
     Returns:
         The model; for a plain torch model, the one that was passed.
 
     Raises:
         ArgumentError: a model is needed, or one is given where config.json names it.
-        ModelError: the model is of another class than the saved one, or has no module where a layer stands.
-        StorageError: a file is missing, truncated or malformed, or the tensors are not those of the model: the
-            message names the missing, unexpected or misshapen ones. A model that was passed is as it was.
+        ModelError: the model is of another class than the saved one, or has no module where a layer
+            stands.
+        StorageError: a file is missing, truncated or malformed, or the tensors are not those of the
+            model: the message names the missing, unexpected or misshapen ones. A model that was
+            passed is as it was.
 
     Example:
         >>> import tempfile, torch, dynorm
@@ -104,7 +111,9 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise StorageError(f"{folder} must be a directory, but is none: for a name on a hub, use from_pretrained")
+        raise StorageError(
+            f"{folder} must be a directory, but is none: for a name on a hub, use from_pretrained"
+        )
     before = folder.stat()
     try:
         return _read(folder, model)
@@ -119,9 +128,13 @@ def _read(folder: Path, model: nn.Module | None) -> nn.Module:
     if (folder / CONFIG).exists():
         return read_plain(folder, model)
     if not (folder / _TRANSFORMERS_CONFIG).exists():
-        raise StorageError(f"{folder} must be a saved model, but has neither {CONFIG} nor {_TRANSFORMERS_CONFIG}")
+        raise StorageError(
+            f"{folder} must be a saved model, but has neither {CONFIG} nor {_TRANSFORMERS_CONFIG}"
+        )
     if model is not None:
-        raise ArgumentError(f"no model must be given for {folder}: its {_TRANSFORMERS_CONFIG} names the class")
+        raise ArgumentError(
+            f"no model must be given for {folder}: its {_TRANSFORMERS_CONFIG} names the class"
+        )
     loaded: nn.Module = _with_transformers().read_transformers(folder)
     return loaded
 
@@ -129,12 +142,14 @@ def _read(folder: Path, model: nn.Module | None) -> nn.Module:
 def register_with_transformers(modeling: ModuleType) -> None:
     """Make ``from_pretrained`` and ``save_pretrained`` know converted models; called when transformers is there."""
     try:
-        # The module registers itself when it is imported, for its own import may be the first of transformers.
+        # The module registers itself when it is imported, for its own import may be the first of
+        # transformers.
         _with_transformers()
     # Importing transformers must go on, whatever another version of it lacks.
     except Exception as error:
         warnings.warn(
-            f"dynorm is unknown to this transformers, so from_pretrained will not load converted models: {error}",
+            "dynorm is unknown to this transformers, so from_pretrained will not load converted "
+            f"models: {error}",
             stacklevel=2,
         )
 
@@ -143,4 +158,6 @@ def _with_transformers() -> ModuleType:
     try:
         return importlib.import_module("dynorm.hub.transformers")
     except ImportError as error:
-        raise StorageError(f"transformers 5 must be installed, but {error}: pip install 'transformers>=5'") from error
+        raise StorageError(
+            f"transformers 5 must be installed, but {error}: pip install 'transformers>=5'"
+        ) from error

@@ -16,7 +16,8 @@ from dynorm.fold.apply import added_biases, is_changed, untied
 from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 
 FORMAT_VERSION = 1
-# Elements of all layers together: no model has as many, and a damaged size must not fill the memory.
+# Elements of all layers together: no model has as many, and a damaged size must not fill the
+# memory.
 _MOST_ELEMENTS = 1 << 28
 
 
@@ -36,21 +37,26 @@ def contents_of(model: nn.Module) -> Contents:
     layers = dynorm_layers(model)
     if not (layers or changed):
         raise ModelError(
-            "the model must have point-wise layers, but has none: call dynorm.convert_(model, sites). (One whose fold "
+            "the model must have point-wise layers, but has none: call dynorm.convert_(model, "
+            "sites). (One whose fold "
             "changed only values is of its own class: save it with that class's own means.)"
         )
     if "" in layers:
-        raise ModelError("the model must hold its point-wise layers, but is one itself: wrap it in nn.Sequential")
+        raise ModelError(
+            "the model must hold its point-wise layers, but is one itself: wrap it in nn.Sequential"
+        )
     for path, layer in layers.items():
         if type(layer) not in NAMES:
             raise ModelError(
-                f"the layer {path!r} must be one of dynorm's ({', '.join(LAYERS)}), but is a {type(layer).__name__}: "
+                f"the layer {path!r} must be one of dynorm's ({', '.join(LAYERS)}), but is a "
+                f"{type(layer).__name__}: "
                 "save such a model with torch's own means"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__module__.startswith("torchao."):
             raise ModelError(
-                f"the model must be converted or quantized to be saved, but {name!r} is a {type(parameter).__name__}: "
+                f"the model must be converted or quantized to be saved, but {name!r} is a "
+                f"{type(parameter).__name__}: "
                 "save it before quantizing, and quantize what was loaded"
             )
     return changes
@@ -59,7 +65,9 @@ def contents_of(model: nn.Module) -> Contents:
 def read_layers(values: object, where: str, *, allow_none: bool = False) -> list[LayerSpec]:
     """Read specs, each kind built once on the meta device to see that it can be; StorageError where one cannot."""
     if not isinstance(values, (list, tuple)) or not (values or allow_none):
-        raise StorageError(f"the layers in {where} must be a list with at least one entry, got {values!s:.80}")
+        raise StorageError(
+            f"the layers in {where} must be a list with at least one entry, got {values!s:.80}"
+        )
     specs: list[LayerSpec] = []
     seen: set[str] = set()
     elements, sizes = 0, dict[str, int]()
@@ -70,7 +78,10 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
             if not entry["paths"] and not entry.get("outside"):
                 raise ArgumentError("a layer needs at least one path")
             if again := seen.intersection(entry["paths"]):
-                raise ArgumentError(f"a layer needs paths of its own, but {listed(again)} stands in another entry too")
+                raise ArgumentError(
+                    f"a layer needs paths of its own, but {listed(again)} stands in another entry "
+                    "too"
+                )
             seen.update(entry["paths"])
             spec = LayerSpec.from_dict(entry)
             # Few layers of a model differ in more than their paths.
@@ -78,7 +89,9 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
                 sizes[kind] = sum(p.numel() for p in spec.build("meta", None).parameters())
             elements += sizes[kind]
             if elements > _MOST_ELEMENTS:
-                raise ArgumentError(f"the layers may have {_MOST_ELEMENTS:,} parameters together, got {elements:,}")
+                raise ArgumentError(
+                    f"the layers may have {_MOST_ELEMENTS:,} parameters together, got {elements:,}"
+                )
         # A config may hold anything: whatever a constructor says of it is the reason.
         except (ArgumentError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise StorageError(f"{where}, layer {i}: {error}") from error
@@ -116,8 +129,12 @@ def require_version(values: Mapping[str, Any], where: str) -> None:
     """Refuse a file that was written in a format that is not known here."""
     version = values.get("format_version")
     if version != FORMAT_VERSION:
-        written = f", written by dynorm {values['dynorm_version']}" if "dynorm_version" in values else ""
-        raise StorageError(f"the format_version of {where} must be {FORMAT_VERSION}, got {version!r}{written}")
+        written = (
+            f", written by dynorm {values['dynorm_version']}" if "dynorm_version" in values else ""
+        )
+        raise StorageError(
+            f"the format_version of {where} must be {FORMAT_VERSION}, got {version!r}{written}"
+        )
 
 
 def checksum(values: object) -> str:
@@ -129,38 +146,55 @@ def require_checksum(values: Mapping[str, Any], where: str) -> None:
     """Refuse a JSON object that was changed since, by its own checksum: those of earlier versions hold none."""
     rest = {key: value for key, value in values.items() if key != "sha256"}
     if values.get("sha256") not in (None, checksum(rest)):
-        raise StorageError(f"{where} must be as dynorm wrote it, but was changed since: save the model again")
+        raise StorageError(
+            f"{where} must be as dynorm wrote it, but was changed since: save the model again"
+        )
 
 
 def weights_entry(path: Path) -> dict[str, Any]:
     """Return the size and checksum by which a load knows the weights as its own."""
     with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "size": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def require_weights(path: Path, expected: object, where: object) -> None:
     """Refuse a file of weights that is not the one whose size and checksum were saved."""
     if not isinstance(expected, Mapping) or not {"size", "sha256"} <= expected.keys():
-        raise StorageError(f"the weights in {where} must have a size and a sha256, got {expected!r}")
+        raise StorageError(
+            f"the weights in {where} must have a size and a sha256, got {expected!r}"
+        )
     try:
         found = weights_entry(path)
     except OSError as error:
         raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
     if found["size"] != expected["size"]:
         raise StorageError(
-            f"{path} must have {expected['size']} bytes, got {found['size']}: it is truncated, or not its own"
+            f"{path} must have {expected['size']} bytes, got {found['size']}: it is truncated, or "
+            "not its own"
         )
     if found["sha256"] != expected["sha256"]:
-        raise StorageError(f"{path} must have the sha256 that {where} names, but has not: it was changed since")
+        raise StorageError(
+            f"{path} must have the sha256 that {where} names, but has not: it was changed since"
+        )
 
 
-def require_witnesses(model: nn.Module, tensors: Mapping[str, Tensor], where: object, config: str) -> None:
+def require_witnesses(
+    model: nn.Module, tensors: Mapping[str, Tensor], where: object, config: str
+) -> None:
     """Refuse tensors that name other witnesses than the layers' configs do; meta tensors name none."""
     for path, layer in dynorm_layers(model).items():
         name = f"{path}.witnesses"
-        if layer.witnesses is not None and not tensors[name].is_meta and not layer.has_witnesses(tensors[name]):
+        if (
+            layer.witnesses is not None
+            and not tensors[name].is_meta
+            and not layer.has_witnesses(tensors[name])
+        ):
             raise StorageError(
-                f"{name!r} in {where} must be the channels that {config} names, {list(layer.witness_channels)}, "
+                f"{name!r} in {where} must be the channels that {config} names, "
+                f"{list(layer.witness_channels)}, "
                 f"got {tensors[name].tolist()}"
             )
 

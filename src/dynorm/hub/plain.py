@@ -78,7 +78,8 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             raise ModelError(
-                f"the model's state must be dense tensors, but {name!r} is a {type(tensor).__name__}: "
+                f"the model's state must be dense tensors, but {name!r} is a "
+                f"{type(tensor).__name__}: "
                 "it could only be pickled, which dynorm does not do"
             )
         # Empty tensors have no place in memory to know them by.
@@ -89,27 +90,41 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
             continue
         storage = tensor.untyped_storage()
         # safetensors refuses views, even of memory that nothing else uses.
-        whole = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in storages
+        whole = (
+            storage.nbytes() == tensor.numel() * tensor.element_size()
+            and storage.data_ptr() not in storages
+        )
         storages.add(storage.data_ptr())
-        tensors[name] = tensor.detach().contiguous() if whole else tensor.detach().clone().contiguous()
+        tensors[name] = (
+            tensor.detach().contiguous() if whole else tensor.detach().clone().contiguous()
+        )
     return tensors, aliases
 
 
 def _require_class(model: nn.Module | None, saved: object, folder: Path) -> nn.Module:
     if not isinstance(saved, str) or ":" not in saved:
-        raise StorageError(f"the model_class in {folder / CONFIG} must be 'module:class', got {saved!r}")
+        raise StorageError(
+            f"the model_class in {folder / CONFIG} must be 'module:class', got {saved!r}"
+        )
     if model is None:
         raise ArgumentError(
-            f"a model must be given to load {folder} into, for dynorm imports no code that a file names: build a "
-            f"{saved.replace(':', '.')} as it was before its conversion, and call dynorm.load(directory, model)"
+            f"a model must be given to load {folder} into, for dynorm imports no code that a file "
+            "names: build a "
+            f"{saved.replace(':', '.')} as it was before its conversion, and call "
+            "dynorm.load(directory, model)"
         )
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    (module, name), own_module, own_name = saved.split(":", 1), type(model).__module__, type(model).__qualname__
+    (module, name), own_module, own_name = (
+        saved.split(":", 1),
+        type(model).__module__,
+        type(model).__qualname__,
+    )
     # A class may be saved by the script that defines it and be imported from there later.
     if name != own_name or (module != own_module and "__main__" not in (module, own_module)):
         raise ModelError(
-            f"the model must be of the class that was saved, {saved.replace(':', '.')}, got a {own_module}.{own_name}"
+            f"the model must be of the class that was saved, {saved.replace(':', '.')}, got a "
+            f"{own_module}.{own_name}"
         )
     return model
 
@@ -126,13 +141,18 @@ def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
         raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
     for alias, name in aliases.items():
         if not isinstance(name, str) or name not in tensors:
-            raise StorageError(f"{alias!r} must share a tensor of {path}, but {name!r} is not there")
+            raise StorageError(
+                f"{alias!r} must share a tensor of {path}, but {name!r} is not there"
+            )
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
 def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     own = model.state_dict(keep_vars=True)
-    for names, what in ((own.keys() - tensors.keys(), "lacks"), (tensors.keys() - own.keys(), "has beyond them")):
+    for names, what in (
+        (own.keys() - tensors.keys(), "lacks"),
+        (tensors.keys() - own.keys(), "has beyond them"),
+    ):
         if names:
             raise StorageError(
                 f"{folder / WEIGHTS} must hold the tensors of {type(model).__name__}, "
@@ -142,13 +162,17 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
     for name, tensor in own.items():
         found, place = tensors[name], f"{name!r} in {folder / WEIGHTS}"
         if tensor.shape != found.shape:
-            raise StorageError(f"{place} must have the model's shape {tuple(tensor.shape)}, got {tuple(found.shape)}")
+            raise StorageError(
+                f"{place} must have the model's shape {tuple(tensor.shape)}, got "
+                f"{tuple(found.shape)}"
+            )
         if tensor.is_floating_point() and not found.is_floating_point():
             raise StorageError(f"{place} must be of a dtype like {tensor.dtype}, got {found.dtype}")
         other = first.setdefault(id(tensor), name)
         if found is not tensors[other]:
             raise ModelError(
-                f"{other!r} and {name!r} must be two tensors as in the saved model, but {type(model).__name__} "
+                f"{other!r} and {name!r} must be two tensors as in the saved model, but "
+                f"{type(model).__name__} "
                 "shares them: untie them before loading"
             )
     contents.require_witnesses(model, tensors, folder / WEIGHTS, CONFIG)
@@ -157,7 +181,8 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.is_meta:
                 raise ModelError(
-                    f"the buffer {'.'.join(filter(None, (path, name)))!r} must hold values, but is on the meta "
+                    f"the buffer {'.'.join(filter(None, (path, name)))!r} must hold values, but is "
+                    "on the meta "
                     "device and in no checkpoint: build the model on a real device"
                 )
 
@@ -173,12 +198,17 @@ def _fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             if tensor.is_meta:
                 # It has no place of its own: the CPU serves.
                 real = torch.empty_like(tensor, device="cpu")
-                own[key] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+                own[key] = (
+                    nn.Parameter(real, tensor.requires_grad)
+                    if isinstance(tensor, nn.Parameter)
+                    else real
+                )
             own[key].data = own[key].data.to(source.dtype)
         if own[key] is not tensor:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, own[key])
-    # With the metadata of state_dict, without which modules take the tensors for those of an old version.
+    # With the metadata of state_dict, without which modules take the tensors for those of an old
+    # version.
     state = model.state_dict()
     state.update(tensors)
     model.load_state_dict(state)

@@ -18,7 +18,8 @@ from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, apply_specs_, dynorm_layers
 
 METHOD = "dynorm"
-# Key and value in config.json that transformers alone takes for a bad file name, which its error quotes.
+# Key and value in config.json that transformers alone takes for a bad file name, which its error
+# quotes.
 BARRIER = "transformers_weights"
 ADVICE = "import dynorm before you load this model: its norms are replaced by layers that only dynorm (pip) knows"
 # Of torch's own allocations on the CPU, in bytes.
@@ -34,7 +35,8 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        # One dict per layer: that of its spec, with ``outside``, and ``dtypes`` of parameters that are not the model's.
+        # One dict per layer: that of its spec, with ``outside``, and ``dtypes`` of parameters that
+        # are not the model's.
         layers: Any = (),
         model_dtype: str | None = None,
         format_version: int | None = None,  # of this dict
@@ -51,26 +53,40 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.dynorm_version = dynorm_version
         self.model_dtype = model_dtype
         self.layers = layers
-        self.biases, self.biases_outside = (list(b) if isinstance(b, tuple) else b for b in (biases, biases_outside))
-        if not (contents.is_list_of_str(self.biases) and contents.is_list_of_str(self.biases_outside)):
-            raise StorageError(f"the biases in the quantization_config must be paths, got {biases!s:.80}")
+        self.biases, self.biases_outside = (
+            list(b) if isinstance(b, tuple) else b for b in (biases, biases_outside)
+        )
+        if not (
+            contents.is_list_of_str(self.biases) and contents.is_list_of_str(self.biases_outside)
+        ):
+            raise StorageError(
+                f"the biases in the quantization_config must be paths, got {biases!s:.80}"
+            )
         contents.require_version(vars(self), "the quantization_config")
         self.specs()
         self.weights = weights
         self.layers_sha256 = contents.checksum([list(layers), self.biases, self.biases_outside])
         if layers_sha256 not in (None, self.layers_sha256):
-            raise StorageError("the layers in the quantization_config must be as dynorm wrote them, but were changed")
+            raise StorageError(
+                "the layers in the quantization_config must be as dynorm wrote them, but were "
+                "changed"
+            )
 
     def specs(self) -> list[tuple[LayerSpec, list[str], dict[str, str]]]:
         """Return each layer's spec, its paths outside of the base model, and its parameters' own dtypes."""
         where = "the quantization_config"
-        specs = contents.read_layers(self.layers, where, allow_none=bool(self.biases or self.biases_outside))
+        specs = contents.read_layers(
+            self.layers, where, allow_none=bool(self.biases or self.biases_outside)
+        )
         found = []
         for spec, entry in zip(specs, self.layers, strict=True):
             outside, dtypes = entry.get("outside", []), entry.get("dtypes", {})
             known = isinstance(dtypes, dict) and all(_dtype(name) for name in dtypes.values())
             if not contents.is_list_of_str(outside) or not known:
-                raise StorageError(f"{where}: outside must be a list, dtypes name dtypes; got {outside!r}, {dtypes!r}")
+                raise StorageError(
+                    f"{where}: outside must be a list, dtypes name dtypes; got {outside!r}, "
+                    f"{dtypes!r}"
+                )
             found.append((spec, outside, dtypes))
         return found
 
@@ -78,7 +94,8 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
 class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
     """The quantizer that puts the layers into a model while ``from_pretrained`` builds it on the meta device."""
 
-    # Without it transformers would quantize an unconverted model on the fly; now it says that this cannot be done.
+    # Without it transformers would quantize an unconverted model on the fly; now it says that this
+    # cannot be done.
     requires_calibration = True
     # The layers are ordinary parameters of plain torch, which train without adapters.
     is_trainable = is_qat_trainable = is_compileable = True
@@ -102,12 +119,18 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         for file in map(Path, checkpoint_files or ()):
             if isinstance(config.weights, Mapping) and file.name in config.weights:
                 contents.require_weights(file, config.weights[file.name], "the quantization_config")
-        layers = [(spec, _places(model, spec.paths, outside), dtypes) for spec, outside, dtypes in config.specs()]
-        found = [(replace(spec, paths=tuple(paths)), dtypes) for spec, paths, dtypes in layers if paths]
+        layers = [
+            (spec, _places(model, spec.paths, outside), dtypes)
+            for spec, outside, dtypes in config.specs()
+        ]
+        found = [
+            (replace(spec, paths=tuple(paths)), dtypes) for spec, paths, dtypes in layers if paths
+        ]
         if config.layers and not found:
             saved = ", ".join(model.config.architectures or []) or "unknown"
             raise ModelError(
-                f"the saved layers must have a place in {type(model).__name__}, but none has: load the class that was "
+                f"the saved layers must have a place in {type(model).__name__}, but none has: load "
+                "the class that was "
                 f"saved ({saved}), its base model, or another head on that"
             )
         specs = [spec for spec, _ in found]
@@ -122,7 +145,9 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         _stand_in_(model)
         tied = model.all_tied_weights_keys | aliases_of(model, specs)
-        model.all_tied_weights_keys = {a: b for a, b in tied.items() if {a, b} <= self._shapes.keys()}
+        model.all_tied_weights_keys = {
+            a: b for a, b in tied.items() if {a, b} <= self._shapes.keys()
+        }
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -130,12 +155,13 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
             for name in _AFFINE:
                 vars(layer).pop(name, None)
         _require_loaded(model, self._shapes)
-        # transformers leaves tensors in the mapped file, at any address, where a product with a vector is rounded
-        # otherwise: move them to where torch would have put them.
+        # transformers leaves tensors in the mapped file, at any address, where a product with a
+        # vector is rounded otherwise: move them to where torch would have put them.
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
                 tensor.data = tensor.data.clone()
-        # From here on nothing is special about the model: no `.half()` that raises, no Trainer that wants adapters.
+        # From here on nothing is special about the model: no `.half()` that raises, no Trainer that
+        # wants adapters.
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False
         # The model may change before it is written again.
@@ -176,7 +202,9 @@ def _places(model: Any, paths: Iterable[str], outside: Iterable[str]) -> list[st
         # Some base models are known to their heads by the prefix that others give to their base.
         choices = ((prefix, path), ("", path.removeprefix(f"{model.base_model_prefix}.")))
         # Nowhere in a model that lacks the whole branch, as a decoder.
-        found += [start + rest for start, rest in choices if start + rest.split(".")[0] in known][:1]
+        found += [start + rest for start, rest in choices if start + rest.split(".")[0] in known][
+            :1
+        ]
     # A base model has nothing outside of itself, even under the same name.
     return found + [path for path in outside if prefix and path in known]
 
@@ -184,7 +212,8 @@ def _places(model: Any, paths: Iterable[str], outside: Iterable[str]) -> list[st
 def _stand_in_(model: nn.Module) -> None:
     """Give layers without a weight or bias an empty one, for as long as the model is being loaded.
 
-    A model may initialise the weight of a norm without checking that there is one: Falcon-Mamba does.
+    A model may initialise the weight of a norm without checking that there is one: Falcon-Mamba
+    does.
     """
     for layer in dynorm_layers(model).values():
         for name in _AFFINE:
@@ -202,10 +231,12 @@ def _require_loaded(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
         shape = shapes.get(name, tensor.shape)
         if tensor.shape != shape:
             raise StorageError(
-                f"the tensors in the checkpoint must be the model's, but have in another shape {name}: "
+                "the tensors in the checkpoint must be the model's, but have in another shape "
+                f"{name}: "
                 f"{tuple(tensor.shape)} instead of {tuple(shape)}"
             )
-    # transformers marks the tensors that it read. Those that it had to invent, and only warns of, are not marked.
+    # transformers marks the tensors that it read. Those that it had to invent, and only warns of,
+    # are not marked.
     missing = [
         f"{path}.{name}"
         for path, layer in model.named_modules()
@@ -215,7 +246,8 @@ def _require_loaded(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
     ]
     if missing:
         raise StorageError(
-            "the parameters of the point-wise layers must be in the checkpoint, in their shape, but it lacks "
+            "the parameters of the point-wise layers must be in the checkpoint, in their shape, "
+            "but it lacks "
             f"{contents.listed(missing)}"
         )
     contents.require_witnesses(model, model.state_dict(), "the checkpoint", "config.json")

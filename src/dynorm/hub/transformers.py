@@ -1,7 +1,8 @@
 """transformers models: config.json names the layers, and ``from_pretrained`` puts them in again.
 
-To transformers, dynorm is a quantization method: the one extension point that changes modules before the weights
-are loaded. Afterwards the model is an ordinary one, which may be cast, trained and saved as any other.
+To transformers, dynorm is a quantization method: the one extension point that changes modules
+before the weights are loaded. Afterwards the model is an ordinary one, which may be cast, trained
+and saved as any other.
 """
 
 import inspect
@@ -24,7 +25,15 @@ from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.fold.apply import is_changed
 from dynorm.hub import contents
-from dynorm.hub.quantizer import ADVICE, BARRIER, METHOD, DynormConfig, DynormQuantizer, aliases_of, base_prefix
+from dynorm.hub.quantizer import (
+    ADVICE,
+    BARRIER,
+    METHOD,
+    DynormConfig,
+    DynormQuantizer,
+    aliases_of,
+    base_prefix,
+)
 from dynorm.replace.specs import dynorm_layers, replaced_by
 
 CONFIG = "config.json"
@@ -40,8 +49,11 @@ def register() -> None:
     auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
     auto.register_quantization_config(METHOD)(DynormConfig)
     auto.register_quantizer(METHOD)(DynormQuantizer)
-    # transformers has no hook for this, and without the layers' names a load would put norms in their place.
-    save_pretrained = getattr(PreTrainedModel.save_pretrained, "_without_dynorm", PreTrainedModel.save_pretrained)
+    # transformers has no hook for this, and without the layers' names a load would put norms in
+    # their place.
+    save_pretrained = getattr(
+        PreTrainedModel.save_pretrained, "_without_dynorm", PreTrainedModel.save_pretrained
+    )
 
     @wraps(save_pretrained)
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +71,9 @@ def register() -> None:
     from_pretrained = getattr(bound, "_without_dynorm", bound.__func__)
 
     @wraps(from_pretrained)
-    def checked_from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def checked_from_pretrained(
+        cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
         model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
         _require_no_leftovers(model, info["unexpected_keys"])
         return (model, info) if output_loading_info else model
@@ -71,14 +85,23 @@ def register() -> None:
 def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
     """Refuse a norm that took the place of a layer: the config was another folder's, and does not name the layers."""
     constants = {name for layer in LAYERS.values() for name in layer.constants}
-    places = {place for place, _, name in (key.rpartition(".") for key in unexpected) if name in constants}
-    norms = [f".{path}" for path, m in model.named_modules() if places and "norm" in type(m).__name__.lower()]
+    places = {
+        place for place, _, name in (key.rpartition(".") for key in unexpected) if name in constants
+    }
+    norms = [
+        f".{path}"
+        for path, m in model.named_modules()
+        if places and "norm" in type(m).__name__.lower()
+    ]
     # A head has a prefix that its base has not.
-    lost = [p for p in places if any(f".{p}".endswith(norm) or norm.endswith(f".{p}") for norm in norms)]
+    lost = [
+        p for p in places if any(f".{p}".endswith(norm) or norm.endswith(f".{p}") for norm in norms)
+    ]
     if lost:
         raise StorageError(
             "the config must name the point-wise layers of the checkpoint, but it leaves norms at "
-            f"{contents.listed(lost)}: load without config=, or with the config that stands beside the weights"
+            f"{contents.listed(lost)}: load without config=, or with the config that stands beside "
+            "the weights"
         )
 
 
@@ -86,13 +109,24 @@ def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
 def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
     """Let the model's config name its contents, for as long as it is written."""
     config = getattr(model.config, "quantization_config", None)
-    method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
+    method = (
+        config.get("quant_method")
+        if isinstance(config, Mapping)
+        else getattr(config, "quant_method", None)
+    )
     method = getattr(method, "value", method)
     if method not in (None, METHOD):
         if any(replaced_by(layer) is not None for layer in dynorm_layers(model).values()):
-            raise ModelError(f"the model must be converted or quantized, but is both ({method}): config.json names one")
+            raise ModelError(
+                f"the model must be converted or quantized, but is both ({method}): config.json "
+                "names one"
+            )
         changes = None
-    shared = [model.get_submodule(spec.paths[0]) for spec in changes.layers if spec.paths[1:]] if changes else []
+    shared = (
+        [model.get_submodule(spec.paths[0]) for spec in changes.layers if spec.paths[1:]]
+        if changes
+        else []
+    )
     with ExitStack() as stack:
         stack.enter_context(_put_back(model.config, "quantization_config"))
         stack.enter_context(_put_back(model.config, "to_json_file"))
@@ -104,8 +138,11 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
             # A dict, as in a file: transformers cannot load with a config that holds the object.
             model.config.quantization_config = _config_of(model, changes).to_dict()
             vars(model.config)["to_json_file"] = partial(_write_with_barrier, model.config)
-            # transformers writes a tensor of two names only if the model declares one of them to be tied.
-            aliases = {f"^{re.escape(a)}$": name for a, name in aliases_of(model, changes.layers).items()}
+            # transformers writes a tensor of two names only if the model declares one of them to be
+            # tied.
+            aliases = {
+                f"^{re.escape(a)}$": name for a, name in aliases_of(model, changes.layers).items()
+            }
             if aliases:
                 model._tied_weights_keys = dict(model._tied_weights_keys or {}) | aliases
         elif method == METHOD:
@@ -142,15 +179,20 @@ def read_transformers(folder: Path) -> nn.Module:
     config = contents.read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
-        raise StorageError(f"{folder / CONFIG} must name dynorm's layers, but does not: use from_pretrained for it")
+        raise StorageError(
+            f"{folder / CONFIG} must name dynorm's layers, but does not: use from_pretrained for it"
+        )
     DynormConfig(**quantization)
     names = config.get("architectures")
     if not contents.is_list_of_str(names) or len(names) != 1:
-        raise StorageError(f"the architectures in {folder / CONFIG} must name one class, got {names!r}")
+        raise StorageError(
+            f"the architectures in {folder / CONFIG} must name one class, got {names!r}"
+        )
     cls = getattr(transformers, names[0], None)
     if not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
         raise ModelError(
-            f"the class of the model must be one of transformers' to be found by its name, but {names[0]} is not: "
+            "the class of the model must be one of transformers' to be found by its name, but "
+            f"{names[0]} is not: "
             f"call {names[0]}.from_pretrained({str(folder)!r})"
         )
     # The checksum stands in a part of what it is of.
@@ -162,12 +204,19 @@ def read_transformers(folder: Path) -> nn.Module:
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with contents.readable(f"{folder} must hold a {cls.__name__}"):
         model, info = cls.from_pretrained(folder, dtype="auto", **options)  # type: ignore[attr-defined]
-    kinds = {"missing": "lack", "unexpected": "have beyond them", "mismatched": "have in another shape"}
+    kinds = {
+        "missing": "lack",
+        "unexpected": "have beyond them",
+        "mismatched": "have in another shape",
+    }
     for kind, what in kinds.items():
-        found = [name if isinstance(name, str) else name[0] for name in info.get(f"{kind}_keys") or ()]
+        found = [
+            name if isinstance(name, str) else name[0] for name in info.get(f"{kind}_keys") or ()
+        ]
         if found:
             raise StorageError(
-                f"the weights in {folder} must be the tensors of {cls.__name__}, but {what} {contents.listed(found)}"
+                f"the weights in {folder} must be the tensors of {cls.__name__}, but {what} "
+                f"{contents.listed(found)}"
             )
     assert isinstance(model, nn.Module)
     return model
@@ -189,11 +238,23 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
         entry = spec.to_dict() | {
             "paths": inside,
             "outside": outside,
-            "dtypes": {name: str(p.dtype).removeprefix("torch.") for name, p in parameters if p.dtype != model.dtype},
+            "dtypes": {
+                name: str(p.dtype).removeprefix("torch.")
+                for name, p in parameters
+                if p.dtype != model.dtype
+            },
         }
-        entries.append({key: value for key, value in entry.items() if value or key in ("layer", "paths", "config")})
+        entries.append(
+            {
+                key: value
+                for key, value in entry.items()
+                if value or key in ("layer", "paths", "config")
+            }
+        )
     versions = contents.FORMAT_VERSION, __version__
-    return DynormConfig(entries, str(model.dtype).removeprefix("torch."), *versions, *split(changes.biases))
+    return DynormConfig(
+        entries, str(model.dtype).removeprefix("torch."), *versions, *split(changes.biases)
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -203,7 +264,9 @@ def _weight_files(folder: Path) -> list[Path]:
         return [found] if found else []
     shards = contents.read_json(found).get("weight_map")
     if not isinstance(shards, dict) or not contents.is_list_of_str(list(shards.values())):
-        raise StorageError(f"the weight_map in {found} must name a file per tensor, got {json.dumps(shards):.80}")
+        raise StorageError(
+            f"the weight_map in {found} must name a file per tensor, got {json.dumps(shards):.80}"
+        )
     return sorted({folder / Path(name).name for name in shards.values()})
 
 
@@ -218,7 +281,9 @@ def require_whole_weights(folder: Path) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise StorageError(f"{file} must be a whole safetensors file, but {error}: it is cut or damaged") from error
+            raise StorageError(
+                f"{file} must be a whole safetensors file, but {error}: it is cut or damaged"
+            ) from error
 
 
 @contextmanager

@@ -3,4 +3,14 @@
 from dynorm.kernels._dispatch import backend, pointwise, traced
 from dynorm.kernels._form import DERF, DYISRU, DYT, LINEAR, Form, Parameters
 
-__all__ = ["DERF", "DYISRU", "DYT", "LINEAR", "Form", "Parameters", "backend", "pointwise", "traced"]
+__all__ = [
+    "DERF",
+    "DYISRU",
+    "DYT",
+    "LINEAR",
+    "Form",
+    "Parameters",
+    "backend",
+    "pointwise",
+    "traced",
+]

@@ -1,13 +1,15 @@
 """The family on a CPU: plain functions over raw tensors that call the C++ kernels; no autograd inside.
 
-``y = weight * scale * f(x - center) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant + u^2)``, 1 DyT
-``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x is contiguous and seen as (outer,
-channels, inner). With witnesses each row has its own constant: ``constant + T`` for DyISRU, and for the others
-``constant / sqrt(1 + ratio constant^2 T)``, where T is the sum of ``exp(log_gain_k) u_k^2`` over them.
+``y = weight * scale * f(x - center) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant
++ u^2)``, 1 DyT ``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x
+is contiguous and seen as (outer, channels, inner). With witnesses each row has its own constant:
+``constant + T`` for DyISRU, and for the others ``constant / sqrt(1 + ratio constant^2 T)``, where T
+is the sum of ``exp(log_gain_k) u_k^2`` over them.
 
-The sums of the parameters' gradients are taken in pieces that depend on the shape alone: in float32 for at most 128
-rows (4096 elements of a run) and in float64 beyond; a piece's sums are rounded to float32 once (not for float64 x), and
-added in float64, in order. They are the same for any number of threads.
+The sums of the parameters' gradients are taken in pieces that depend on the shape alone: in float32
+for at most 128 rows (4096 elements of a run) and in float64 beyond; a piece's sums are rounded to
+float32 once (not for float64 x), and added in float64, in order. They are the same for any number
+of threads.
 """
 
 import ctypes
@@ -58,7 +60,8 @@ def gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of x and of the parameters, each of its own dtype and shape; None where not needed.
 
-    ``grad``, that of y, is contiguous, of x's shape and dtype; ``needed`` speaks of x and of each parameter.
+    ``grad``, that of y, is contiguous, of x's shape and dtype; ``needed`` speaks of x and of each
+    parameter.
     """
     found = [
         torch.empty_like(t) if t is not None and need else None
@@ -66,7 +69,12 @@ def gradients(
     ]
     numbers = [_numbers(gradient) for gradient in found]
     # The bias has no part in any gradient, so that it need not be read.
-    given = (*_problem(form, x, (*parameters[:4], None)), grad.data_ptr(), numbers[0][0], *chain(*numbers[1:6]))
+    given = (
+        *_problem(form, x, (*parameters[:4], None)),
+        grad.data_ptr(),
+        numbers[0][0],
+        *chain(*numbers[1:6]),
+    )
     _native().backward(*given, *_told(form, parameters), *chain(*numbers[6:]))
     return found
 
@@ -82,14 +90,16 @@ def serve(
 ) -> Tensor | Literal[True] | None:
     """Return y, or True where a gradient is wanted; None where these tensors do not fit, or something watches.
 
-    C++ checks all of that: a small input's arithmetic takes less time than to ask ten things of its tensors in Python.
-    ``shape`` has the sizes of the last axes of x; the rest is as in :class:`Form`. A torch without a DLPack exchange
-    interface gives None too.
+    C++ checks all of that: a small input's arithmetic takes less time than to ask ten things of its
+    tensors in Python. ``shape`` has the sizes of the last axes of x; the rest is as in
+    :class:`Form`. A torch without a DLPack exchange interface gives None too.
     """
     if (native := _native()) is None:
         return None
     told = (witnesses, parameters[5]) if len(parameters) > 5 else ()
-    y: Tensor | Literal[True] | None = native.serve(x, *parameters[:5], function, logarithmic, scale, shape, *told)
+    y: Tensor | Literal[True] | None = native.serve(
+        x, *parameters[:5], function, logarithmic, scale, shape, *told
+    )
     return y
 
 
@@ -98,13 +108,16 @@ def serve_gradients(
 ) -> tuple[Tensor | None, ...] | None:
     """Return what autograd's backward does: None for the form, and the gradients as :func:`gradients` has them.
 
-    ``inputs`` are x, its channels last, and the parameters; ``needed`` speaks of the form too. As of :func:`serve`,
-    there is None alone where the tensors do not fit, or a gradient of the gradient is wanted.
+    ``inputs`` are x, its channels last, and the parameters; ``needed`` speaks of the form too. As
+    of :func:`serve`, there is None alone where the tensors do not fit, or a gradient of the
+    gradient is wanted.
     """
     if (native := _native()) is None:
         return None
     told = (form.witnesses,) if form.witnesses else ()
-    found: tuple[Tensor | None, ...] | None = native.serve_gradients(grad, inputs, needed, *form[:4], *told)
+    found: tuple[Tensor | None, ...] | None = native.serve_gradients(
+        grad, inputs, needed, *form[:4], *told
+    )
     return found
 
 
@@ -112,7 +125,15 @@ def _problem(form: Form, x: Tensor, parameters: Sequence[Tensor | None]) -> list
     """Return a call as the C++ side takes it (``read_problem`` in csrc/module.cpp)."""
     function, logarithmic, scale, channels, inner, _ = form
     sizes = (x.numel(), channels, inner)
-    return [function, logarithmic, DTYPES[x.dtype], *sizes, scale, x.data_ptr(), *chain(*map(_numbers, parameters))]
+    return [
+        function,
+        logarithmic,
+        DTYPES[x.dtype],
+        *sizes,
+        scale,
+        x.data_ptr(),
+        *chain(*map(_numbers, parameters)),
+    ]
 
 
 def _told(form: Form, parameters: Parameters) -> tuple[Any, ...]:
@@ -124,7 +145,9 @@ def _numbers(parameter: Tensor | None) -> tuple[int, int]:
     """Return a parameter as the C++ side takes it: its address, and a code for its dtype and size."""
     if parameter is None:
         return 0, 0
-    return parameter.data_ptr(), DTYPES[parameter.dtype] | (_PER_CHANNEL if parameter.numel() > 1 else 0)
+    return parameter.data_ptr(), DTYPES[parameter.dtype] | (
+        _PER_CHANNEL if parameter.numel() > 1 else 0
+    )
 
 
 @lru_cache(maxsize=1)
@@ -147,14 +170,23 @@ def _native() -> Any:
     native.set_parallel_for(_parallel_for())
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is not None:
-        known = (Tensor, Parameter, torch.empty_like, torch.is_grad_enabled, "requires_grad", Tensor.is_neg)
+        known = (
+            Tensor,
+            Parameter,
+            torch.empty_like,
+            torch.is_grad_enabled,
+            "requires_grad",
+            Tensor.is_neg,
+        )
         native.set_torch(exchange, *known, WATCHERS, forward_ad, "_current_level")
     return native
 
 
 def _parallel_for() -> int:
     """Return the address of ``torch_parallel_for``, torch's own pool in its C interface; 0 where it is not found."""
-    library = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
+    library = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(
+        sys.platform, "libtorch_cpu.so"
+    )
     path = Path(torch.__file__).parent / "lib" / library
     try:
         # It is loaded already, so this only finds it.

@@ -1,8 +1,9 @@
 """Which kernel serves a layer's call in eager mode, and its gradients.
 
-``y = weight * scale * f(x - center) + bias``, with f of ``_form.FUNCTIONS``. :func:`pointwise` is what the layers call:
-straight to the kernel, because a trip through torch's dispatcher costs more than a small input's arithmetic. Where no
-kernel serves, the plain definition in ``dynorm.functional`` does, and it gives second derivatives everywhere.
+``y = weight * scale * f(x - center) + bias``, with f of ``_form.FUNCTIONS``. :func:`pointwise` is
+what the layers call: straight to the kernel, because a trip through torch's dispatcher costs more
+than a small input's arithmetic. Where no kernel serves, the plain definition in
+``dynorm.functional`` does, and it gives second derivatives everywhere.
 """
 
 import logging
@@ -36,8 +37,10 @@ def backend(device: torch.device | str = "cpu") -> str:
         device: a device or its type.
 
     Returns:
-        "cpu-avx512", "cpu-avx2" or "cpu-portable" for the C++ kernels, "triton" for the GPU's, "torch" for the plain
-        definition: where the kernels are not built, not supported, or switched off with ``DYNORM_KERNELS=0``.
+        "cpu-avx512", "cpu-avx2" or "cpu-portable" for the C++ kernels, "triton" for the GPU's,
+        "torch" for the plain
+        definition: where the kernels are not built, not supported, or switched off with
+            ``DYNORM_KERNELS=0``.
 
     Raises:
         ArgumentError: torch knows no such device.
@@ -52,7 +55,9 @@ def backend(device: torch.device | str = "cpu") -> str:
         kind = torch.device(device).type
     # A TypeError where it is no device at all.
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device must be one that torch knows, as 'cpu' or 'cuda', got {device!r}") from error
+        raise ArgumentError(
+            f"device must be one that torch knows, as 'cpu' or 'cuda', got {device!r}"
+        ) from error
     return serving(kind) if ENABLED else "torch"
 
 
@@ -68,18 +73,21 @@ def pointwise(
 ) -> Tensor | None:
     """Return y, of the shape and dtype of x, by a kernel; None where the plain definition has to serve.
 
-    That is under a tracer, a transform or a mode, for subclasses of Tensor, layouts with no kernel, more witnesses than
-    kernels take, and for whatever the definition refuses. The sizes of x at ``dim``, an axis or several, are ``shape``,
-    over which witnesses are counted. The parameters are :data:`Parameters`; the rest is as in :class:`Form`. An x on
-    another device than its parameters is an ArgumentError.
+    That is under a tracer, a transform or a mode, for subclasses of Tensor, layouts with no kernel,
+    more witnesses than kernels take, and for whatever the definition refuses. The sizes of x at
+    ``dim``, an axis or several, are ``shape``, over which witnesses are counted. The parameters are
+    :data:`Parameters`; the rest is as in :class:`Form`. An x on another device than its parameters is an ArgumentError.
     """
     if not ENABLED or torch.compiler.is_compiling():
         return None
     if witnesses and len(witnesses) > (_cpu.most_witnesses() if x.is_cpu else MOST_WITNESSES):
         return None
     last = dim == -1 or (not isinstance(dim, int) and dim == tuple(range(-len(dim), 0)))
-    # The way of nearly every call: all checks in one call to C++, which takes less time than two checks in Python.
-    found = _cpu.serve(x, parameters, function, logarithmic, scale, shape, witnesses) if last else None
+    # The way of nearly every call: all checks in one call to C++, which takes less time than two
+    # checks in Python.
+    found = (
+        _cpu.serve(x, parameters, function, logarithmic, scale, shape, witnesses) if last else None
+    )
     if found is not None and found is not True:
         serving("cpu")
         return found
@@ -96,7 +104,8 @@ def pointwise(
     if not isinstance(dim, int):
         return None
     moved = x.movedim(dim, -1)
-    # In torch's channels_last layout the channels come last in memory, whatever their axis: nothing to copy.
+    # In torch's channels_last layout the channels come last in memory, whatever their axis: nothing
+    # to copy.
     if moved.is_contiguous():
         form = _form(function, logarithmic, scale, shape[0], 1, witnesses)
         return call(form, moved, *parameters).movedim(-1, dim)
@@ -109,8 +118,9 @@ def pointwise(
 def traced(*tensors: Tensor) -> bool:
     """Say whether something watches operations one by one, so that the plain definition must be what it sees.
 
-    That is torch.compile, torch.export and torch.jit.trace; vmap, grad and the other transforms of torch.func;
-    forward-mode AD; modes, such as FakeTensorMode; and subclasses of Tensor, such as DTensor.
+    That is torch.compile, torch.export and torch.jit.trace; vmap, grad and the other transforms of
+    torch.func; forward-mode AD; modes, such as FakeTensorMode; and subclasses of Tensor, such as
+    DTensor.
     """
     return (
         watched()
@@ -141,7 +151,9 @@ def _fit(x: Tensor, parameters: Parameters, shape: tuple[int, ...], witnesses: i
         if size != (shape if place < 5 else (witnesses,)) and (place > 2 or size != (1,)):
             return None
         if p.device != device:
-            raise ArgumentError(f"x and the parameters must be on one device, got {device} and {p.device}: move one")
+            raise ArgumentError(
+                f"x and the parameters must be on one device, got {device} and {p.device}: move one"
+            )
         gradient = gradient or p.requires_grad
     return gradient and torch.is_grad_enabled()
 
@@ -153,8 +165,8 @@ _form = lru_cache(maxsize=1024)(Form)
 class _Pointwise(torch.autograd.Function):
     """The kernels with their gradients.
 
-    Only x and the parameters are saved. The function is cheap, memory is not: computing f anew takes less time than
-    reading a saved result back.
+    Only x and the parameters are saved. The function is cheap, memory is not: computing f anew
+    takes less time than reading a saved result back.
     """
 
     @staticmethod
@@ -163,7 +175,9 @@ class _Pointwise(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         if form.inner == 1:
             shape = (form.channels,)
-            y = _cpu.serve(x, parameters, form.function, form.logarithmic, form.scale, shape, form.witnesses)
+            y = _cpu.serve(
+                x, parameters, form.function, form.logarithmic, form.scale, shape, form.witnesses
+            )
             if isinstance(y, Tensor):
                 return y
         return _compute(form, x, *parameters)
@@ -177,7 +191,8 @@ class _Pointwise(torch.autograd.Function):
                 return found
         x, *parameters = inputs
         given = (x, tuple(parameters), needed[1:])
-        # A second derivative is wanted, or something watches; is_grads_batched brings tensors without memory.
+        # A second derivative is wanted, or something watches; is_grads_batched brings tensors
+        # without memory.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)
         if torch.is_grad_enabled() or batched or traced(grad, x):
             return (None, *_plain_gradients(ctx.form, grad, *given))
@@ -203,7 +218,9 @@ def plain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
     """Return y by the definition, with x seen as (outer, channels, inner)."""
     flat: Any = [None if p is None else p.reshape(-1) for p in parameters]
     witnesses = torch.tensor(form.witnesses, device=x.device) if form.witnesses else None
-    return form.definition(x.reshape(-1, form.channels, form.inner), flat, 1, witnesses).reshape(x.shape)
+    return form.definition(x.reshape(-1, form.channels, form.inner), flat, 1, witnesses).reshape(
+        x.shape
+    )
 
 
 def _plain_gradients(
@@ -215,8 +232,13 @@ def _plain_gradients(
     with torch.enable_grad():
         wanted = [t for t, need in zip(tensors, needed, strict=True) if need and t is not None]
         y = plain(form, x, parameters)
-        found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again, materialize_grads=True))
-    return [next(found) if need and t is not None else None for t, need in zip(tensors, needed, strict=True)]
+        found = iter(
+            torch.autograd.grad(y, wanted, grad, create_graph=again, materialize_grads=True)
+        )
+    return [
+        next(found) if need and t is not None else None
+        for t, need in zip(tensors, needed, strict=True)
+    ]
 
 
 @lru_cache
@@ -231,7 +253,8 @@ def serving(device: str) -> str:
         found = "triton" if _triton.available() else "torch"
     if (device, found) == ("cpu", "torch"):
         _log.warning(
-            "the CPU kernels are not there, so plain torch computes the point-wise layers, several times slower: "
+            "the CPU kernels are not there, so plain torch computes the point-wise layers, several "
+            "times slower: "
             "install g++, then run python -m dynorm.kernels._build"
         )
     elif device in ("cpu", "cuda"):

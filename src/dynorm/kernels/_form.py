@@ -16,8 +16,9 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "linear": functional.linear,
 }
 DYISRU, DYT, DERF, LINEAR = range(len(FUNCTIONS))
-# Constant, shift, center, weight and bias: the first three of one element or one per channel, the last two per channel.
-# A form with witnesses has a sixth, the logarithms of their gains, of one element per witness; None for gains of 1.
+# Constant, shift, center, weight and bias: the first three of one element or one per channel, the
+# last two per channel. A form with witnesses has a sixth, the logarithms of their gains, of one
+# element per witness; None for gains of 1.
 Parameters = (
     tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     | tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -28,11 +29,15 @@ class Form(NamedTuple):
     """All of a call but its tensors; the channel of flat element i of x is ``(i // inner) % channels``."""
 
     function: int  # one of DYISRU, DYT, DERF and LINEAR
-    logarithmic: bool  # the constant is stored as log(beta); the linear slope is then 1 / sqrt(beta)
+    logarithmic: (
+        bool  # the constant is stored as log(beta); the linear slope is then 1 / sqrt(beta)
+    )
     scale: float  # the layer's fixed factor
     channels: int
     inner: int  # elements from one channel to the next, 1 where channels come last
-    witnesses: tuple[int, ...] = ()  # whose squares are added to beta, token by token; only where ``inner`` is 1
+    witnesses: tuple[
+        int, ...
+    ] = ()  # whose squares are added to beta, token by token; only where ``inner`` is 1
 
     def constant(self, stored: Tensor) -> Tensor:
         """Return the constant in at least float32, not its logarithm."""
@@ -41,11 +46,24 @@ class Form(NamedTuple):
             return value
         return (-0.5 * value).exp() if self.function == LINEAR else value.exp()
 
-    def definition(self, x: Tensor, parameters: Parameters, dim: Axes = -1, witnesses: Tensor | None = None) -> Tensor:
+    def definition(
+        self, x: Tensor, parameters: Parameters, dim: Axes = -1, witnesses: Tensor | None = None
+    ) -> Tensor:
         """Return y by the definition, with the channels at ``dim``; the sixth parameter is of ``witnesses``."""
         stored, shift, center, weight, bias, *told = parameters
-        constants = [self.constant(stored)] + ([shift] if self.function == DERF and shift is not None else [])
-        options: dict[str, Any] = {"weight": weight, "bias": bias, "center": center, "scale": self.scale, "dim": dim}
+        constants = [self.constant(stored)] + (
+            [shift] if self.function == DERF and shift is not None else []
+        )
+        options: dict[str, Any] = {
+            "weight": weight,
+            "bias": bias,
+            "center": center,
+            "scale": self.scale,
+            "dim": dim,
+        }
         if told:
-            options |= {"witnesses": witnesses, "gain": None if told[0] is None else upcast(told[0]).exp()}
+            options |= {
+                "witnesses": witnesses,
+                "gain": None if told[0] is None else upcast(told[0]).exp(),
+            }
         return list(FUNCTIONS.values())[self.function](x, *constants, **options)

@@ -1,7 +1,7 @@
 """The functions of the family in Triton: DyISRU, tanh, erf and the linear map, with their derivatives.
 
-All are written so that they run on a GPU and in Triton's interpreter, in float32 or float64. ``FUNCTION`` is 0 for
-DyISRU, 1 for DyT, 2 for Derf, 3 for the linear map.
+All are written so that they run on a GPU and in Triton's interpreter, in float32 or float64.
+``FUNCTION`` is 0 for DyISRU, 1 for DyT, 2 for Derf, 3 for the linear map.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -16,7 +16,14 @@ RATIO_OF_DERF = tl.constexpr(1.2732395447351628)
 
 
 @triton.jit
-def parameter(pointer, channel, inside, PER_CHANNEL: tl.constexpr, COMPUTE: tl.constexpr, NONE: tl.constexpr = 0.0):
+def parameter(
+    pointer,
+    channel,
+    inside,
+    PER_CHANNEL: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NONE: tl.constexpr = 0.0,
+):
     """Load a parameter for the channels of a tile, or the one number that all of them share; ``NONE`` for None."""
     if pointer is None:
         loaded = tl.full([], NONE, COMPUTE)
@@ -106,7 +113,8 @@ def of_rows(
         if log_gain_ptr is not None:
             term = term * tl.exp(tl.load(log_gain_ptr + i).to(COMPUTE))
         if FUNCTION == 0:
-            # By where: a product with 0 would make NaN of infinity, a difference lose the others' digits.
+            # By where: a product with 0 would make NaN of infinity, a difference lose the others'
+            # digits.
             term = tl.where(channel == k, 0.0, term)
         told = told + term
     if FUNCTION == 0:
@@ -145,15 +153,18 @@ def tanh(z, NARROW: tl.constexpr):
     if z.dtype == tl.float64:
         # (1 - decay) to full precision, after Kahan: what exp rounded away, log gives back.
         logarithm = tl.log(decay)
-        grown = tl.where(decay == 1.0, 2.0, (decay - 1.0) * 2.0 / tl.where(decay == 1.0, 1.0, logarithm))
+        grown = tl.where(
+            decay == 1.0, 2.0, (decay - 1.0) * 2.0 / tl.where(decay == 1.0, 1.0, logarithm)
+        )
         near = z * grown * inverse
     else:
         s = z * z
         if NARROW:
             p = -0.3333333333333333 + s * 0.13333333333333333
         else:
-            # The best polynomial to 0.9: within 1.1e-9 of tanh, a fiftieth of float32's rounding. Beyond, what the
-            # GPU's exp2 lacks in digits no longer reaches the second unit of the result.
+            # The best polynomial to 0.9: within 1.1e-9 of tanh, a fiftieth of float32's rounding.
+            # Beyond, what the GPU's exp2 lacks in digits no longer reaches the second unit of the
+            # result.
             p = -0.0004554592596832663
             p = p * s + 0.002582665765658021
             p = p * s - 0.008264541625976562
@@ -162,15 +173,17 @@ def tanh(z, NARROW: tl.constexpr):
             p = p * s + 0.13332977890968323
             p = p * s - 0.33333322405815125
         near = z * (1.0 + s * p)
-    return tl.where(magnitude < (0.1 if NARROW else 0.9), near, far), 4.0 * decay * inverse * inverse
+    return tl.where(
+        magnitude < (0.1 if NARROW else 0.9), near, far
+    ), 4.0 * decay * inverse * inverse
 
 
 @triton.jit
 def inverse_root(d, constant):
     """Compute ``1 / sqrt(constant + d**2)`` in float32 to half an ulp, so that DyISRU is right to one.
 
-    A step of Newton's from the fast inverse root, with what rounding took from the square put back. This takes half as
-    many instructions as the precise square root and division.
+    A step of Newton's from the fast inverse root, with what rounding took from the square put back.
+    This takes half as many instructions as the precise square root and division.
     """
     square = tl.fma(d, d, constant)
     product = d * d
@@ -178,7 +191,11 @@ def inverse_root(d, constant):
     lost = tl.fma(d, d, -product) + ((constant - (square - virtual)) + (product - virtual))
     inverse = tl.rsqrt(square)
     root = square * inverse
-    rest = tl.fma(-root, inverse, 1.0) - inverse * tl.fma(square, inverse, -root) - inverse * (inverse * lost)
+    rest = (
+        tl.fma(-root, inverse, 1.0)
+        - inverse * tl.fma(square, inverse, -root)
+        - inverse * (inverse * lost)
+    )
     return tl.fma(0.5 * inverse, rest, inverse)
 
 
@@ -196,4 +213,6 @@ def clamped(u):
 @triton.jit
 def limit(u):
     """Half the root of the largest number, as in ``functional``: 2**63 in float32, 2**511 in float64."""
-    return tl.full([], 6.703903964971298e153 if u.dtype == tl.float64 else 9.223372036854776e18, u.dtype)
+    return tl.full(
+        [], 6.703903964971298e153 if u.dtype == tl.float64 else 9.223372036854776e18, u.dtype
+    )

@@ -1,7 +1,8 @@
 """The family as two Triton kernels, forward and backward; the function is a compile-time choice.
 
-Channels last, a tile is tokens x channels; channels first, it is channels x positions. Either way the channel varies
-along one axis only: parameters are loaded once a tile, and nothing is divided per element.
+Channels last, a tile is tokens x channels; channels first, it is channels x positions. Either way
+the channel varies along one axis only: parameters are loaded once a tile, and nothing is divided
+per element.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -11,7 +12,15 @@ along one axis only: parameters are loaded once a tile, and nothing is divided p
 import triton
 import triton.language as tl
 
-from dynorm.kernels._triton_functions import by_told, clamped, derivatives, limit, of_rows, parameter, value
+from dynorm.kernels._triton_functions import (
+    by_told,
+    clamped,
+    derivatives,
+    limit,
+    of_rows,
+    parameter,
+    value,
+)
 
 
 @triton.jit
@@ -40,7 +49,8 @@ def forward_kernel(
 ):
     """Compute one tile of ``y = weight * scale * f(x - center) + bias``.
 
-    x is a matrix of ``rows`` x ``columns``: tokens x channels, or (samples and channels) x positions.
+    x is a matrix of ``rows`` x ``columns``: tokens x channels, or (samples and channels) x
+    positions.
     """
     BLOCK_ROWS: tl.constexpr = ELEMENTS // BLOCK_COLUMNS
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -54,7 +64,10 @@ def forward_kernel(
     if CHANNELS_LAST:
         channel, inside = column, column < columns
     else:
-        channel, inside = ((first % channels).to(tl.int32) + tl.arange(0, BLOCK_ROWS)[:, None]) % channels, row < rows
+        channel, inside = (
+            ((first % channels).to(tl.int32) + tl.arange(0, BLOCK_ROWS)[:, None]) % channels,
+            row < rows,
+        )
 
     # 64 bits: an input may have more than 2**31 elements.
     offset = row * columns + column
@@ -107,8 +120,9 @@ def backward_kernel(
 
     A program keeps to its channels, so that parameters are loaded once and sums stay in registers.
 
-    The sums go to ``partial[chunk, kind, channel]``; the kinds are constant, shift, center, weight and bias. With
-    witnesses the gradient by T of these channels goes to ``rows[block, token]``: the rest is :func:`witness_kernel`'s.
+    The sums go to ``partial[chunk, kind, channel]``; the kinds are constant, shift, center, weight
+    and bias. With witnesses the gradient by T of these channels goes to ``rows[block, token]``: the
+    rest is :func:`witness_kernel`'s.
     """
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
@@ -124,7 +138,8 @@ def backward_kernel(
     shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
     gain = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
 
-    # One accumulator per element of the tile, added up after the last step: no exchange between threads on the way.
+    # One accumulator per element of the tile, added up after the last step: no exchange between
+    # threads on the way.
     sum_constant = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
     sum_shift = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
     sum_slope = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
@@ -147,10 +162,22 @@ def backward_kernel(
         # Anew from x, for f was not saved.
         if WITNESSES > 0:
             of_row, root = of_rows(
-                *(constant, x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
+                *(
+                    constant,
+                    x_ptr,
+                    token,
+                    outer,
+                    channels,
+                    channel,
+                    center_ptr,
+                    witness_ptr,
+                    log_gain_ptr,
+                ),
                 *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
             )
-            f, slope, by_constant, by_shift = derivatives(clamped(u), of_row, shift, FUNCTION, NARROW)
+            f, slope, by_constant, by_shift = derivatives(
+                clamped(u), of_row, shift, FUNCTION, NARROW
+            )
             slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
             by_row = grad * (gain * by_told(by_constant, of_row, FUNCTION))
             if FUNCTION == 0:
@@ -163,7 +190,9 @@ def backward_kernel(
         else:
             f, slope, by_constant, by_shift = derivatives(u, constant, shift, FUNCTION, NARROW)
         if grad_x_ptr is not None:
-            tl.store(grad_x_ptr + offset, (grad * (gain * slope)).to(grad_x_ptr.dtype.element_ty), mask)
+            tl.store(
+                grad_x_ptr + offset, (grad * (gain * slope)).to(grad_x_ptr.dtype.element_ty), mask
+            )
         if partial_ptr is not None:
             sum_constant += grad * by_constant
             sum_grad += grad
@@ -174,7 +203,8 @@ def backward_kernel(
             if weight_ptr is not None:
                 sum_value += grad * f
 
-    # Partial sums and a second kernel rather than atomics, whose order, and so whose rounding, differs in every run.
+    # Partial sums and a second kernel rather than atomics, whose order, and so whose rounding,
+    # differs in every run.
     if partial_ptr is not None:
         valid = channel_list < channels
         target = partial_ptr + chunk * 5 * channels + channel_list
@@ -220,7 +250,8 @@ def witness_kernel(
 ):
     """Give the witnesses' channels what all others of their token send them by way of T, and the gains their gradients.
 
-    The sums go to ``partial[chunk, kind, witness]``; the kinds are the gains' logarithms, and what the centres get.
+    The sums go to ``partial[chunk, kind, witness]``; the kinds are the gains' logarithms, and what
+    the centres get.
     """
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
@@ -230,7 +261,9 @@ def witness_kernel(
     channel = tl.load(witness_ptr + place, inside, other=0)
     constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
     shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
-    factor = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
+    factor = tl.full([], scale, COMPUTE) * parameter(
+        weight_ptr, channel, inside, True, COMPUTE, 1.0
+    )
     gain = tl.where(inside, tl.full([], 1.0, COMPUTE), 0.0)
     if log_gain_ptr is not None:
         gain = gain * tl.exp(tl.load(log_gain_ptr + place, inside, other=0.0).to(COMPUTE))
@@ -245,7 +278,17 @@ def witness_kernel(
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
         u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
         of_row, _ = of_rows(
-            *(constant, x_ptr, token, outer, channels, channel, center_ptr, witness_ptr, log_gain_ptr),
+            *(
+                constant,
+                x_ptr,
+                token,
+                outer,
+                channels,
+                channel,
+                center_ptr,
+                witness_ptr,
+                log_gain_ptr,
+            ),
             *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
         )
         bounded = clamped(u)
@@ -264,7 +307,11 @@ def witness_kernel(
         seen = tl.where(tl.abs(u) <= limit(u), 2.0 * half, 0.0)
         if grad_x_ptr is not None:
             slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
-            tl.store(grad_x_ptr + offset, (grad * (factor * slope) + seen).to(grad_x_ptr.dtype.element_ty), mask)
+            tl.store(
+                grad_x_ptr + offset,
+                (grad * (factor * slope) + seen).to(grad_x_ptr.dtype.element_ty),
+                mask,
+            )
         sum_gain += tl.where(mask, half * bounded, 0.0)
         sum_center += tl.where(mask, seen, 0.0)
     target = partial_ptr + chunk * 2 * WITNESSES + tl.arange(0, BLOCK_WITNESSES)
@@ -290,7 +337,12 @@ def reduce_kernel(
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channel < channels
     total = tl.zeros([BLOCK_CHUNKS, BLOCK_CHANNELS], sums_ptr.dtype.element_ty)
-    wanted = (kind == 0) | ((kind == 1) & WITH_SHIFT) | ((kind == 2) & WITH_CENTER) | ((kind == 3) & WITH_WEIGHT)
+    wanted = (
+        (kind == 0)
+        | ((kind == 1) & WITH_SHIFT)
+        | ((kind == 2) & WITH_CENTER)
+        | ((kind == 3) & WITH_WEIGHT)
+    )
     if wanted | (kind == 4):
         for first in range(0, chunks, BLOCK_CHUNKS):
             chunk = (first + tl.arange(0, BLOCK_CHUNKS)[:, None]).to(tl.int64)

@@ -10,4 +10,13 @@ from dynorm.layers.linear import LinearControl
 
 ELN = DyISRU  # the name in the first version of the paper
 
-__all__ = ["ELN", "AnnealedNorm", "Derf", "DyISRU", "DyT", "LinearControl", "PointwiseNorm", "param_groups"]
+__all__ = [
+    "ELN",
+    "AnnealedNorm",
+    "Derf",
+    "DyISRU",
+    "DyT",
+    "LinearControl",
+    "PointwiseNorm",
+    "param_groups",
+]

@@ -25,23 +25,26 @@ class AnnealedNorm(PointwiseNorm):
 
     .. math:: y = (1 - t)\,\mathrm{norm}(x) + t\,f(x)
 
-    At t = 0 the norm is computed as torch computes it, and the constants of f have no part in it; at t = 1 nothing is
-    reduced over channels. The result is linear in t, and so are its gradients. A direct write to the buffer
-    ``t`` takes effect at the next call, or, in a compiled model, when :attr:`position` is read next.
+    At t = 0 the norm is computed as torch computes it, and the constants of f have no part in it;
+    at t = 1 nothing is reduced over channels. The result is linear in t, and so are its gradients.
+    A direct write to the buffer ``t`` takes effect at the next call, or, in a compiled model, when
+    :attr:`position` is read next.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for
+            ``nn.LayerNorm``.
         *args: as for the point-wise layer that it ends as; so are shapes and dtypes.
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: the number that this norm adds to the variance, or to the mean square.
         t: how far it is annealed, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
-        place: where it comes in the order of calls, for a schedule that anneals one layer after another.
-        **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C - 1), or sqrt(C)
-            for "rmsnorm".
+        place: where it comes in the order of calls, for a schedule that anneals one layer after
+            another.
+        **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C
+            - 1), or sqrt(C) for "rmsnorm".
 
     Raises:
-        ArgumentError: ``kind`` is unknown, ``norm_eps`` is negative, ``t`` is outside [0, 1], or another argument is
-            outside its domain.
+        ArgumentError: ``kind`` is unknown, ``norm_eps`` is negative, ``t`` is outside [0, 1], or
+            another argument is outside its domain.
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0, 6.0]])
@@ -53,8 +56,8 @@ class AnnealedNorm(PointwiseNorm):
         True
 
     Reference:
-        Closed forms 2 to 4: with constants from the rest of the token DyISRU is the norm, so the two ends
-        differ in the constants alone.
+        Closed forms 2 to 4: with constants from the rest of the token DyISRU is the norm, so the
+        two ends differ in the constants alone.
     """
 
     target: ClassVar[type[PointwiseNorm]]
@@ -96,8 +99,8 @@ class AnnealedNorm(PointwiseNorm):
 
         Args:
             t: a number from 0 to 1.
-            blend: compute both ends even at 0 and 1, so that layers which move one after another all have one graph for
-                ``torch.compile``.
+            blend: compute both ends even at 0 and 1, so that layers which move one after another
+                all have one graph for ``torch.compile``.
 
         Raises:
             ArgumentError: ``t`` is outside [0, 1].
@@ -132,7 +135,12 @@ class AnnealedNorm(PointwiseNorm):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        own = {"kind": self.kind, "norm_eps": self.norm_eps, "t": self.position, "place": self.place}
+        own = {
+            "kind": self.kind,
+            "norm_eps": self.norm_eps,
+            "t": self.position,
+            "place": self.place,
+        }
         return super().config() | own
 
     def extra_repr(self) -> str:
@@ -156,8 +164,12 @@ class AnnealedNorm(PointwiseNorm):
         """Let the constants have a gradient, 0, in training: DistributedDataParallel waits for one of each."""
         if not (self.training and torch.is_grad_enabled()):
             return y
-        # Not a product with 0, which would be NaN for an infinite constant, or one whose sum overflows.
-        nothing = (p.masked_fill(torch.ones_like(p, dtype=torch.bool), 0.0).sum() for p in self.constant_parameters())
+        # Not a product with 0, which would be NaN for an infinite constant, or one whose sum
+        # overflows.
+        nothing = (
+            p.masked_fill(torch.ones_like(p, dtype=torch.bool), 0.0).sum()
+            for p in self.constant_parameters()
+        )
         return y + torch.stack(list(nothing)).sum().to(y.dtype)
 
     def _default_scale(self) -> float:
@@ -189,7 +201,10 @@ class AnnealedNorm(PointwiseNorm):
         t = state_dict.get(f"{prefix}t")
         if isinstance(t, Tensor) and not t.is_meta and not 0 <= _read(t) <= 1:
             errors: list[str] = args[-1]
-            errors.append(f"{prefix}t must be from 0 (the norm) to 1 (point-wise), got {_read(t)}: the file is damaged")
+            errors.append(
+                f"{prefix}t must be from 0 (the norm) to 1 (point-wise), got {_read(t)}: the file "
+                "is damaged"
+            )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
         if t is not None and not self.t.is_meta:

@@ -32,26 +32,31 @@ class PointwiseNorm(nn.Module):
     :meth:`pointwise`; everything else is here. Parameters are never
     0-dimensional: a constant has shape ``(1,)``, or ``normalized_shape`` with ``per_channel=True``.
 
-    With witnesses K the constant of a token is ``beta + sum over k in K of gain_k * (x_k - center_k)^2``: the layer
-    reads these few channels of the token too, and is no longer a function of one channel. Their gains are learned as
-    ``log_gain``. Without witnesses the layer has neither.
+    With witnesses K the constant of a token is ``beta + sum over k in K of gain_k * (x_k -
+    center_k)^2``: the layer reads these few channels of the token too, and is no longer a function
+    of one channel. Their gains are learned as ``log_gain``. Without witnesses the layer has
+    neither.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes; this argument and all but
-            those below are explained at :class:`dynorm.DyISRU`.
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes; this
+            argument and all but those below are explained at :class:`dynorm.DyISRU`.
         scale: the fixed factor in front; the value that the function tends to.
         dim: with several sizes, their axes (the last ones by default).
-        output_dtype: the name of the dtype to return, such as "float32"; None returns that of the input.
+        output_dtype: the name of the dtype to return, such as "float32"; None returns that of the
+            input.
         device: where the parameters live; ``"meta"`` makes none.
 
     Raises:
-        ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale`` is 0 or not finite,
-            a witness is out of range or named twice, or ``dtype`` is not floating point.
+        ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale``
+            is 0 or not finite, a witness is out of range or named twice, or ``dtype`` is not
+            floating point.
     """
 
     _dynorm_layer: ClassVar[bool] = True
     kernel: ClassVar[int]
-    constant_from: ClassVar[Callable[..., Tensor]]  # the first constant, for a slope of 1 / sqrt(beta) at 0
+    constant_from: ClassVar[
+        Callable[..., Tensor]
+    ]  # the first constant, for a slope of 1 / sqrt(beta) at 0
     constants: ClassVar[tuple[str, ...]] = ()
     # The constructor's arguments that a subclass adds, each also an attribute.
     own_arguments: ClassVar[tuple[str, ...]] = ()
@@ -80,9 +85,16 @@ class PointwiseNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.output_dtype = None if output_dtype is None else getattr(torch, str(output_dtype), None)
-        for name, given, known in (("dtype", dtype, dtype), ("output_dtype", output_dtype, self.output_dtype)):
-            if given is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        self.output_dtype = (
+            None if output_dtype is None else getattr(torch, str(output_dtype), None)
+        )
+        for name, given, known in (
+            ("dtype", dtype, dtype),
+            ("output_dtype", output_dtype, self.output_dtype),
+        ):
+            if given is not None and not (
+                isinstance(known, torch.dtype) and known.is_floating_point
+            ):
                 raise ArgumentError(f"{name} must be a real floating point dtype, got {given}")
         self.normalized_shape = check_shape(normalized_shape)
         self.dim = check_dim(dim, self.normalized_shape)
@@ -104,16 +116,20 @@ class PointwiseNorm(nn.Module):
         self.register_parameter("center", empty(constant_shape) if center else None)
         channels = check_witnesses(witnesses, self.channels)
         self._register_witnesses(channels, empty((len(channels),)) if channels else None)
-        self.register_parameter("weight", empty(self.normalized_shape) if elementwise_affine else None)
-        self.register_parameter("bias", empty(self.normalized_shape) if elementwise_affine and bias else None)
+        self.register_parameter(
+            "weight", empty(self.normalized_shape) if elementwise_affine else None
+        )
+        self.register_parameter(
+            "bias", empty(self.normalized_shape) if elementwise_affine and bias else None
+        )
         self.reset_parameters()
 
     @property
     def eps(self) -> float:
         """Not a number: there is nothing to keep from zero, beta is positive by construction.
 
-        ``nn.TransformerEncoderLayer`` takes its fused LayerNorm path in eval mode only when ``norm1.eps ==
-        norm2.eps``; NaN equals nothing, so the layer is really called.
+        ``nn.TransformerEncoderLayer`` takes its fused LayerNorm path in eval mode only when
+        ``norm1.eps == norm2.eps``; NaN equals nothing, so the layer is really called.
         """
         return math.nan
 
@@ -132,36 +148,47 @@ class PointwiseNorm(nn.Module):
         """Apply the function to every element of ``x``.
 
         Args:
-            x: any floating dtype, with ``normalized_shape`` at ``dim``; nested tensors too, where ``dim`` is negative.
+            x: any floating dtype, with ``normalized_shape`` at ``dim``; nested tensors too, where
+                ``dim`` is negative.
 
         Returns:
-            The shape and dtype of ``x`` (or ``output_dtype``), contiguous where the channels come last; computed in at
-            least float32.
+            The shape and dtype of ``x`` (or ``output_dtype``), contiguous where the channels come
+            last; computed in at least float32.
 
         Raises:
-            ArgumentError: ``x`` is no floating point tensor, or its sizes at ``dim`` are not ``normalized_shape``.
+            ArgumentError: ``x`` is no floating point tensor, or its sizes at ``dim`` are not
+                ``normalized_shape``.
         """
         if not isinstance(x, Tensor):
             return self._forward_symbol(x)
-        # nn.TransformerEncoder nests a padded batch in eval mode; the jagged layout broadcasts as any other tensor.
+        # nn.TransformerEncoder nests a padded batch in eval mode; the jagged layout broadcasts as
+        # any other tensor.
         if x.is_nested and x.layout == torch.strided:
             if max(self._dims) >= 0:
-                raise ArgumentError(f"dim must be negative for a nested tensor, got {self.dim}: count it from the end")
+                raise ArgumentError(
+                    f"dim must be negative for a nested tensor, got {self.dim}: count it from the "
+                    "end"
+                )
             return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
         if x.is_nested and self.witness_channels:
             jagged: Any = x
-            return torch.nested.nested_tensor_from_jagged(self.forward(jagged.values()), jagged.offsets())
+            return torch.nested.nested_tensor_from_jagged(
+                self.forward(jagged.values()), jagged.offsets()
+            )
         if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
             sizes = tuple(x.shape[d] for d in self._dims if -x.ndim <= d < x.ndim)
             if sizes != self.normalized_shape:
                 raise ArgumentError(
-                    f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got {sizes} in shape "
+                    f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got "
+                    f"{sizes} in shape "
                     f"{tuple(x.shape)}: pass the dim that holds the channels"
                 )
         if self.output_dtype is None:
             y = self.pointwise(x)
         else:
-            y = self.pointwise(x.to(torch.promote_types(x.dtype, self.output_dtype))).to(self.output_dtype)
+            y = self.pointwise(x.to(torch.promote_types(x.dtype, self.output_dtype))).to(
+                self.output_dtype
+            )
         # As nn.LayerNorm's: what follows may ask for a view.
         return y.contiguous() if self.dim == -1 or self._dims[-1] == -1 else y
 
@@ -174,15 +201,30 @@ class PointwiseNorm(nn.Module):
             shift, gain = own[others[0]] if others else None, own["log_gain"]
         except KeyError:
             # A parametrization keeps a parameter elsewhere.
-            constant, center, weight, bias = getattr(self, first), self.center, self.weight, self.bias
+            constant, center, weight, bias = (
+                getattr(self, first),
+                self.center,
+                self.weight,
+                self.bias,
+            )
             shift, gain = getattr(self, others[0]) if others else None, self.log_gain
         assert constant is not None
         parameters: kernels.Parameters = (constant, shift, center, weight, bias)
         if self.witness_channels:
             parameters = (constant, shift, center, weight, bias, gain)
-        given = (self.scale, self.normalized_shape, self.dim, first == "log_beta", self.witness_channels)
+        given = (
+            self.scale,
+            self.normalized_shape,
+            self.dim,
+            first == "log_beta",
+            self.witness_channels,
+        )
         y = kernels.pointwise(self.kernel, x, parameters, *given)
-        return self.form(self.scale).definition(x, parameters, self.dim, self.witnesses) if y is None else y
+        return (
+            self.form(self.scale).definition(x, parameters, self.dim, self.witnesses)
+            if y is None
+            else y
+        )
 
     @classmethod
     def form(cls, scale: float) -> kernels.Form:
@@ -230,7 +272,8 @@ class PointwiseNorm(nn.Module):
         """Set the first constant so that ``f`` has slope ``1 / sqrt(beta)`` at 0: one scale for all functions.
 
         Args:
-            beta: DyISRU's constant, positive; a number or a tensor that broadcasts to the constant's shape.
+            beta: DyISRU's constant, positive; a number or a tensor that broadcasts to the
+                constant's shape.
 
         Raises:
             ArgumentError: ``beta`` is not positive and finite, or does not broadcast.
@@ -241,7 +284,8 @@ class PointwiseNorm(nn.Module):
         trailing = zip(reversed(value.shape), reversed(constant.shape), strict=False)
         if value.ndim > constant.ndim or any(n not in (1, m) for n, m in trailing):
             raise ArgumentError(
-                f"beta must broadcast to the constant's shape {tuple(constant.shape)}, got shape {tuple(value.shape)}"
+                f"beta must broadcast to the constant's shape {tuple(constant.shape)}, got shape "
+                f"{tuple(value.shape)}"
             )
         if not value.is_meta and not bool((value.isfinite() & (value > 0)).all()):
             raise ArgumentError(f"beta must be positive and finite, got {beta}")
@@ -264,7 +308,9 @@ class PointwiseNorm(nn.Module):
         if self.center is not None:
             _store_(self.center, center)
 
-    def set_witnesses_(self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None) -> None:
+    def set_witnesses_(
+        self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None
+    ) -> None:
         """Name the witnesses anew; an empty sequence makes the layer a function of one channel again.
 
         ``log_gain`` becomes a new parameter: give it to the optimizer afterwards.
@@ -274,29 +320,44 @@ class PointwiseNorm(nn.Module):
             gains: the weight of each one's square, 1 by default.
 
         Raises:
-            ArgumentError: a witness is out of range or named twice, or the gains are not as many positive numbers.
+            ArgumentError: a witness is out of range or named twice, or the gains are not as many
+                positive numbers.
         """
         channels = check_witnesses(witnesses, self.channels)
         if not isinstance(gains, Iterable | None):
             raise ArgumentError(f"gains must be a list, one for each witness, got {gains!r}")
-        values = [1.0] * len(channels) if gains is None else [check_positive("gains", gain) for gain in gains]
+        values = (
+            [1.0] * len(channels)
+            if gains is None
+            else [check_positive("gains", gain) for gain in gains]
+        )
         if len(values) != len(channels):
-            raise ArgumentError(f"each witness must have a gain, got {len(values)} gains for {len(channels)} witnesses")
+            raise ArgumentError(
+                f"each witness must have a gain, got {len(values)} gains for {len(channels)} "
+                "witnesses"
+            )
         like = getattr(self, self.constants[0])
         gain = torch.tensor(values, dtype=torch.float64).log().to(like.device, like.dtype)
-        self._register_witnesses(channels, nn.Parameter(gain, like.requires_grad) if channels else None)
+        self._register_witnesses(
+            channels, nn.Parameter(gain, like.requires_grad) if channels else None
+        )
 
     def _register_witnesses(self, channels: tuple[int, ...], log_gain: nn.Parameter | None) -> None:
         self.witness_channels = channels
         self.register_parameter("log_gain", log_gain)
         # In the state dict, so that a checkpoint says which channels its gains belong to.
-        self.register_buffer("witnesses", None if log_gain is None else torch.tensor(channels, device=log_gain.device))
+        self.register_buffer(
+            "witnesses",
+            None if log_gain is None else torch.tensor(channels, device=log_gain.device),
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # From the meta device, to_empty brings any numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:
-            own = self.witnesses.to_local() if hasattr(self.witnesses, "to_local") else self.witnesses
+            own = (
+                self.witnesses.to_local() if hasattr(self.witnesses, "to_local") else self.witnesses
+            )
             own.copy_(torch.tensor(self.witness_channels))
         return self
 
@@ -306,7 +367,8 @@ class PointwiseNorm(nn.Module):
         if known and not self.has_witnesses(found):
             errors: list[str] = args[-1]
             errors.append(
-                f"{prefix}witnesses must be the layer's, {list(self.witness_channels)}, got {found.tolist()}: build "
+                f"{prefix}witnesses must be the layer's, {list(self.witness_channels)}, got "
+                f"{found.tolist()}: build "
                 "the layer with the witnesses of the checkpoint"
             )
             return
@@ -323,8 +385,8 @@ class PointwiseNorm(nn.Module):
     def constant_rates(self) -> dict[nn.Parameter, float]:
         """Return what to multiply the learning rate of each constant by: its size, for one that scales x.
 
-        A step of log_beta changes beta in proportion; a step of alpha must do so too, or an alpha of 0.003 and one
-        of 3 could not share a rate.
+        A step of log_beta changes beta in proportion; a step of alpha must do so too, or an alpha
+        of 0.003 and one of 3 could not share a rate.
         """
         found = dict.fromkeys(self.constant_parameters(), 1.0)
         for name in self.relative_constants:
@@ -341,7 +403,10 @@ class PointwiseNorm(nn.Module):
 
     def _initial_constants(self) -> dict[str, float]:
         """Return the first values of the constants: the constructor's arguments, in the same order."""
-        return {name: getattr(self, first) for name, first in zip(self.constants, self.own_arguments, strict=True)}
+        return {
+            name: getattr(self, first)
+            for name, first in zip(self.constants, self.own_arguments, strict=True)
+        }
 
     def _forward_symbol(self, x: Any) -> Any:
         """Let ``torch.fx.symbolic_trace`` record one call of the layer, as it does for torch's own; refuse all else."""
@@ -350,7 +415,9 @@ class PointwiseNorm(nn.Module):
         tracer: Any = x.tracer
         path = tracer.path_of_module(self)
         if not path:
-            raise ArgumentError("symbolic_trace records a layer as one call, got the layer itself: trace its model")
+            raise ArgumentError(
+                "symbolic_trace records a layer as one call, got the layer itself: trace its model"
+            )
         return tracer.create_proxy("call_module", path, (x,), {})
 
     def _default_scale(self) -> float:
@@ -424,7 +491,8 @@ class AlphaNorm(PointwiseNorm):
 def _store_(parameter: Tensor, value: Tensor) -> None:
     """Write a value that broadcasts to a parameter into it; of a sharded one, this rank's part.
 
-    What its dtype cannot hold becomes the largest number that it can: an infinite alpha would make NaN of 0.
+    What its dtype cannot hold becomes the largest number that it can: an infinite alpha would make
+    NaN of 0.
     """
     largest = torch.finfo(parameter.dtype).max
     value = value.to(parameter.dtype).clamp(-largest, largest)

@@ -16,7 +16,8 @@ class Derf(AlphaNorm):
 
     The published checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
 
-    Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these; ``scale`` is 1 by default.
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these; ``scale`` is 1 by
+    default.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes.
@@ -24,7 +25,8 @@ class Derf(AlphaNorm):
         shift_init: the first shift; 0 as published.
 
     Raises:
-        ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init`` or ``shift_init``, is outside its domain.
+        ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init`` or ``shift_init``, is
+            outside its domain.
 
     Example:
         >>> import torch

@@ -7,27 +7,32 @@ from dynorm.layers.base import LogBetaNorm
 class DyISRU(LogBetaNorm):
     r"""Dynamic inverse square root unit: ``y = weight * scale * u / sqrt(beta + u^2) + bias``, ``u = x - center``.
 
-    With beta the sum of squares of the other channels this is RMSNorm, exactly; with leave-one-out mean and
-    variance it is LayerNorm. Here beta is learned instead, as ``log_beta``: positive by construction.
+    With beta the sum of squares of the other channels this is RMSNorm, exactly; with leave-one-out
+    mean and variance it is LayerNorm. Here beta is learned instead, as ``log_beta``: positive by
+    construction.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for ``nn.LayerNorm``.
+        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for
+            ``nn.LayerNorm``.
         beta_init: the first beta, positive; C by default, right for inputs of unit variance.
         elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
         bias: learn ``bias``; only with ``elementwise_affine``.
         per_channel: one beta (and centre) per channel instead of one for all.
-        center: learn a centre c, subtracted from x first (eq. 13 with a learned constant for the mean).
-        scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq. 15 has
-            sqrt(C - 1), LayerNorm's bound; ``convert_`` sets whichever the replaced norm has.
-        witnesses: the positions of the channels that tell a token's scale, or a number N for the first N: beta becomes
-            ``beta + sum of gain_k * u_k^2`` over the witnesses k other than the channel itself. All channels with gain
-            1 make RMSNorm; none, eq. 15.
+        center: learn a centre c, subtracted from x first (eq. 13 with a learned constant for the
+            mean).
+        scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq.
+            15 has sqrt(C - 1), LayerNorm's bound; ``convert_`` sets whichever the replaced norm
+            has.
+        witnesses: the positions of the channels that tell a token's scale, or a number N for the
+            first N: beta becomes ``beta + sum of gain_k * u_k^2`` over the witnesses k other than
+            the channel itself. All channels with gain 1 make RMSNorm; none, eq. 15.
         dim: the channel axis, -1 or any other (1 for channels-first).
         device: where the parameters live.
         dtype: the parameters' dtype.
 
     Shape:
-        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least float32.
+        input and output ``(*, C)``, or C at ``dim``; any floating dtype, computed in at least
+        float32.
 
     Raises:
         ArgumentError: a size, ``dim``, ``scale``, ``dtype`` or ``beta_init`` is outside its domain.
@@ -39,8 +44,8 @@ class DyISRU(LogBetaNorm):
         tensor([ 0.0000,  1.4142,  1.9996, -1.9996])
 
     Reference:
-        F. Stollenwerk, "The Mathematical Relationship Between Layer Normalization and Dynamic Activation
-        Functions", arXiv 2503.21708, eq. 13 and 15.
+        F. Stollenwerk, "The Mathematical Relationship Between Layer Normalization and Dynamic
+        Activation Functions", arXiv 2503.21708, eq. 13 and 15.
     """
 
     kernel = kernels.DYISRU

@@ -7,8 +7,8 @@ from dynorm.layers.base import AlphaNorm
 class DyT(AlphaNorm):
     r"""Dynamic tanh: ``y = weight * scale * tanh(alpha * (x - center)) + bias``.
 
-    ``scale`` is 1 as published; sqrt(C - 1) makes it scaled DyT, LayerNorm with its slope factor F(x) held
-    constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
+    ``scale`` is 1 as published; sqrt(C - 1) makes it scaled DyT, LayerNorm with its slope factor
+    F(x) held constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
 
     Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these.
 
@@ -26,7 +26,8 @@ class DyT(AlphaNorm):
         tensor([ 0.0000,  0.4621,  0.7616, -1.0000])
 
     Reference:
-        J. Zhu et al., "Transformers without Normalization", arXiv 2503.10622; arXiv 2503.21708, eq. 4 and 11.
+        J. Zhu et al., "Transformers without Normalization", arXiv 2503.10622; arXiv 2503.21708, eq.
+        4 and 11.
     """
 
     kernel = kernels.DYT

@@ -14,8 +14,8 @@ from dynorm.errors import ArgumentError
 class RMSNorm(nn.Module):
     r"""Root mean square normalization: ``y = weight * x / sqrt(mean(x^2) + eps) + bias``.
 
-    ``nn.RMSNorm`` has no bias, its channels come last, and ``nn.TransformerEncoderLayer`` would read its parameters
-    as those of a LayerNorm; this layer is for all places of a folded model.
+    ``nn.RMSNorm`` has no bias, its channels come last, and ``nn.TransformerEncoderLayer`` would
+    read its parameters as those of a LayerNorm; this layer is for all places of a folded model.
 
     Args:
         normalized_shape: the size C of the channel axis.
@@ -76,9 +76,13 @@ class RMSNorm(nn.Module):
         Raises:
             ArgumentError: ``x`` has another size at ``dim``.
         """
-        if x.ndim <= (self.dim if self.dim >= 0 else -self.dim - 1) or x.shape[self.dim] != self.normalized_shape[0]:
+        if (
+            x.ndim <= (self.dim if self.dim >= 0 else -self.dim - 1)
+            or x.shape[self.dim] != self.normalized_shape[0]
+        ):
             raise ArgumentError(
-                f"x must have {self.normalized_shape[0]} channels at dim {self.dim}, got {tuple(x.shape)}"
+                f"x must have {self.normalized_shape[0]} channels at dim {self.dim}, got "
+                f"{tuple(x.shape)}"
             )
         if self.dim not in (-1, x.ndim - 1):
             return functional.rms_norm(x, self.weight, self.bias, self.norm_eps, self.dim)

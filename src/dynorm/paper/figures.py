@@ -51,7 +51,8 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
         drawing, size = FIGURES[name]
         figure = Figure(figsize=size, layout="constrained")
         drawing(figure, reproduction)
-        # Once is enough, and takes as long as drawing: else every file would compute the layout anew.
+        # Once is enough, and takes as long as drawing: else every file would compute the layout
+        # anew.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
     return figure
@@ -60,12 +61,16 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
 def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
     """Return a figure as the bytes of a png or svg file, the same in every run; ``dpi`` is for a png."""
     if format not in FORMATS:
-        raise ArgumentError(f"format must be one of {', '.join(FORMATS)}, got {format!r}: give one of those")
+        raise ArgumentError(
+            f"format must be one of {', '.join(FORMATS)}, got {format!r}: give one of those"
+        )
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
     with rc_context(fname=_STYLE):
-        figure.savefig(buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None)
+        figure.savefig(
+            buffer, format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None
+        )
     return buffer.getvalue()
 
 
@@ -73,16 +78,28 @@ def check_figures(names: Sequence[str], *, with_study: bool) -> None:
     """Refuse the name of a figure that does not exist, or that needs the study where there will be none."""
     for name in names:
         if name not in FIGURES:
-            raise ArgumentError(f"a figure must be one of {', '.join(FIGURES)}, got {name!r}: give one of those")
+            raise ArgumentError(
+                f"a figure must be one of {', '.join(FIGURES)}, got {name!r}: give one of those"
+            )
         if name == "fig5" and not with_study:
             raise ArgumentError(
-                "fig5 shows the study over many samples, but a seed means one sample alone: leave out the seed"
+                "fig5 shows the study over many samples, but a seed means one sample alone: leave "
+                "out the seed"
             )
 
 
 def _draw_circles(axes: Axes, x: Array, y: Array, label: str) -> None:
     """Draw channels that are no outliers."""
-    axes.plot(x, y, "o", markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=0.7, markersize=4, label=label)
+    axes.plot(
+        x,
+        y,
+        "o",
+        markerfacecolor="none",
+        markeredgecolor=GREY,
+        markeredgewidth=0.7,
+        markersize=4,
+        label=label,
+    )
 
 
 def _draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
@@ -90,7 +107,9 @@ def _draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
     from matplotlib import colormaps
 
     shades = colormaps["viridis"](np.linspace(0.0, 0.9, STEPS))[:step]
-    label = {1: "outlier, $S = 1$", 2: "outliers, $S = 1, 2$"}.get(step, f"outliers, $S = 1, \\ldots, {step}$")
+    label = {1: "outlier, $S = 1$", 2: "outliers, $S = 1, 2$"}.get(
+        step, f"outliers, $S = 1, \\ldots, {step}$"
+    )
     x, y = simulation.outliers[:step], simulation.outputs[:step]
     axes.scatter(x, y, c=shades, s=30, zorder=3, edgecolors="white", linewidths=0.5, label=label)
 
@@ -110,7 +129,9 @@ def _padded(x: Array, y: Array) -> tuple[tuple[float, float], tuple[float, float
 def _label_decades(axis: Axis) -> None:
     """Write the powers of ten of a logarithmic axis as plain text, which is drawn in a tenth of the time."""
     superscripts = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-    axis.set_major_formatter(lambda value, _: "10" + str(round(math.log10(value))).translate(superscripts))
+    axis.set_major_formatter(
+        lambda value, _: "10" + str(round(math.log10(value))).translate(superscripts)
+    )
     axis.set_minor_formatter("")
 
 
@@ -136,7 +157,9 @@ def _draw_samples(figure: Figure, reproduction: Reproduction) -> None:
     simulation = reproduction.simulation
     near = _padded(simulation.tokens[:3], simulation.normalized[:3])
     far = _padded(simulation.tokens, simulation.normalized)
-    for axes, step, letter in zip(figure.subplots(2, 2).flat, (0, 1, 2, STEPS), "abcd", strict=True):
+    for axes, step, letter in zip(
+        figure.subplots(2, 2).flat, (0, 1, 2, STEPS), "abcd", strict=True
+    ):
         _draw_step(axes, reproduction, step)
         axes.set_title(f"({letter})  $S = {step}$", loc="left")
         x_range, y_range = far if step == STEPS else near
@@ -153,7 +176,9 @@ def _draw_step(axes: Axes, reproduction: Reproduction, step: int) -> None:
     first = simulation.normalized[0]
     slope = (first[-1] - first[0]) / (simulation.tokens[0, -1] - simulation.tokens[0, 0])
     start = simulation.tokens[0, 0], first[0]
-    axes.axline(start, slope=slope, color=GREY, linewidth=1, linestyle=":", label="slope at $S = 0$")
+    axes.axline(
+        start, slope=slope, color=GREY, linewidth=1, linestyle=":", label="slope at $S = 0$"
+    )
     _draw_circles(axes, x[:-1], y[:-1], "other channels")
     if step > 1:
         curve = np.linspace(simulation.outliers[0], simulation.outliers[step - 1], 200)
@@ -169,14 +194,26 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
     (low, high), y_range = _padded(simulation.tokens, simulation.normalized)
     x = np.linspace(low, high, 400)
     top.axhline(bound, **_BOUND, label=r"bound $\sqrt{C - 1}$")
-    _draw_circles(top, simulation.tokens[-1, :-1], simulation.normalized[-1, :-1], f"other channels, $S = {STEPS}$")
+    _draw_circles(
+        top,
+        simulation.tokens[-1, :-1],
+        simulation.normalized[-1, :-1],
+        f"other channels, $S = {STEPS}$",
+    )
     bottom.axhline(0, color=GREY, linewidth=0.8)
     for name in ("DyT", "DyISRU"):
         fit = reproduction.fits[name]
         label = rf"{name}, $\{fit.constant} = {fit.value:.4g}$"
         top.plot(x, fit.function(x), color=COLORS[name], label=label)
         mean = with_mean(name, fit.mean_absolute_residual)
-        bottom.plot(simulation.outliers, fit.residuals, linewidth=1, markersize=4.5, label=mean, **_LINES[name])
+        bottom.plot(
+            simulation.outliers,
+            fit.residuals,
+            linewidth=1,
+            markersize=4.5,
+            label=mean,
+            **_LINES[name],
+        )
     _draw_outliers(top, simulation, STEPS)
     top.set(ylabel="$y$", xlim=(low, high), ylim=(y_range[0], max(y_range[1], bound * 1.06)))
     top.legend(loc="lower right")
@@ -190,7 +227,9 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
 def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
     """Draw the size of every residual on one scale, down to the closed form's, which is rounding."""
     simulation, axes, floor = reproduction.simulation, figure.add_subplot(), 1e-17
-    axes.axhspan(floor / 50, float(np.spacing(simulation.outputs.max())), color="#EDEDED", linewidth=0)
+    axes.axhspan(
+        floor / 50, float(np.spacing(simulation.outputs.max())), color="#EDEDED", linewidth=0
+    )
     for name in ("linear", "Derf", "DyT", "DyISRU", CLOSED):
         sizes = np.abs(reproduction.fits[name].residuals)
         mean, y = with_mean(name, float(sizes.mean())), np.maximum(sizes, floor)
@@ -201,7 +240,12 @@ def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
     _label_decades(axes.yaxis)
     note = "last digit of float64; a residual of 0 is drawn at $10^{-17}$"
     axes.annotate(note, (0.015, 0.012), xycoords="axes fraction", fontsize=8, color="#505050")
-    axes.legend(title="mean absolute residual", alignment="left", loc="center left", bbox_to_anchor=(0.0, 0.5))
+    axes.legend(
+        title="mean absolute residual",
+        alignment="left",
+        loc="center left",
+        bbox_to_anchor=(0.0, 0.5),
+    )
 
 
 def _draw_study(figure: Figure, reproduction: Reproduction) -> None:
@@ -216,7 +260,11 @@ def _draw_study(figure: Figure, reproduction: Reproduction) -> None:
     samples.set_title(f"(a)  {len(base.seeds):,} samples, {channels}, {sigma}", loc="left")
     panels = (
         ("channels", "channels $C$", f"(b)  over $C$, {sigma}: median, 5 to 95 %"),
-        ("sigma", rf"$\sigma$ (a step of the outlier is {STEP:g})", rf"(c)  over $\sigma$, {channels}"),
+        (
+            "sigma",
+            rf"$\sigma$ (a step of the outlier is {STEP:g})",
+            rf"(c)  over $\sigma$, {channels}",
+        ),
         ("mean", r"mean $\mu / \sigma$", rf"(d)  over $\mu$, {channels}, {sigma}"),
     )
     for axes, (quantity, label, title) in zip(others, panels, strict=True):
@@ -259,7 +307,12 @@ def _draw_axis(axes: Axes, studies: Sequence[Study], place: str) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.1)
     small: dict[str, Any] = {"fontsize": 7.5, "color": COLORS["DyT"]}
-    above: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+    above: dict[str, Any] = {
+        "xytext": (0, 2),
+        "textcoords": "offset points",
+        "ha": "center",
+        "va": "bottom",
+    }
     for x, share in wins:
         axes.annotate(f"{100 * share:.3g}%", (x, high), **above, **small)
     if wins:

@@ -31,7 +31,8 @@ class Study:
     sigma: float
     mean: float
     seeds: NDArray[np.int64]
-    # Samples left out because x_o is not positive after the first step: no function through 0 can be fitted.
+    # Samples left out because x_o is not positive after the first step: no function through 0 can
+    # be fitted.
     skipped: int
     residuals: dict[str, Array]  # mean absolute residuals of DyT, Derf, DyISRU and linear
     betas: Array  # DyISRU's fitted beta
@@ -103,11 +104,16 @@ class Generality:
     """A setting, and what changes when C, sigma or the mean does, the rest being held."""
 
     base: Study
-    axes: Mapping[str, tuple[Study, ...]]  # by the quantity that varies in them: channels, sigma and mean
+    axes: Mapping[
+        str, tuple[Study, ...]
+    ]  # by the quantity that varies in them: channels, sigma and mean
 
     def to_dict(self) -> dict[str, Any]:
         """Return every study as plain numbers."""
-        over = {f"over_{axis}": [study.to_dict() for study in studies] for axis, studies in self.axes.items()}
+        over = {
+            f"over_{axis}": [study.to_dict() for study in studies]
+            for axis, studies in self.axes.items()
+        }
         return {"base": self.base.to_dict(), **over}
 
 
@@ -120,7 +126,8 @@ def study_all(
 ) -> Generality:
     """Repeat the simulation and the fits over many samples, over C, over sigma and over the mean.
 
-    What a study does not vary is that of the base setting. ``track`` wraps the list of settings, for a progress bar.
+    What a study does not vary is that of the base setting. ``track`` wraps the list of settings,
+    for a progress bar.
     """
     settings = settings_of(channels, sigma)
     wanted = list(dict.fromkeys(setting for axis in settings.values() for setting in axis))
@@ -144,8 +151,8 @@ def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float,
 def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: int = 1000) -> Study:
     """Repeat the simulation and the fits of section 4 over many samples.
 
-    The seeds are 1, 2, ..., so that each sample can be looked at alone. C is at least 3: with 2, LayerNorm's output is
-    1 or -1 whatever x is.
+    The seeds are 1, 2, ..., so that each sample can be looked at alone. C is at least 3: with 2,
+    LayerNorm's output is 1 or -1 whatever x is.
     """
     check_settings(channels, sigma, mean, seed=samples)
     if samples < 1:
@@ -157,14 +164,20 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
     fitted = x[:, 0] > 0
     if not fitted.any():
         raise ArgumentError(
-            f"the outlier must be positive after its first step of {STEP:g} in one sample at least, but is in none of "
-            f"{samples} with C={channels}, sigma={sigma} and mean={mean}: take a smaller sigma or a larger mean"
+            f"the outlier must be positive after its first step of {STEP:g} in one sample at "
+            "least, but is in none of "
+            f"{samples} with C={channels}, sigma={sigma} and mean={mean}: take a smaller sigma or "
+            "a larger mean"
         )
     x, y, centers, betas = x[fitted], y[fitted], centers[fitted], betas[fitted]
-    inputs, center, beta = (torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None]))
+    inputs, center, beta = (
+        torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None])
+    )
     constants = {name: fit_many(name, x, y, channels) for name in FITTED}
     residuals = {
-        name: np.abs(outputs_of(name, inputs, torch.from_numpy(found)[:, None], channels).numpy() - y).mean(-1)
+        name: np.abs(
+            outputs_of(name, inputs, torch.from_numpy(found)[:, None], channels).numpy() - y
+        ).mean(-1)
         for name, found in constants.items()
     }
     closed = dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy() - y
@@ -172,7 +185,9 @@ def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: i
     return Study(channels, sigma, mean, seeds[fitted], samples - len(x), *found)
 
 
-def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]) -> tuple[Array, Array, Array, Array]:
+def _outliers(
+    channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]
+) -> tuple[Array, Array, Array, Array]:
     """Return the raised outliers, LayerNorm's outputs at them, and the mean and C times the variance of the others."""
     generator, x = np.random.RandomState(), np.empty((len(seeds), channels))
     for row, seed in zip(x, seeds.tolist(), strict=True):
@@ -203,7 +218,10 @@ class Reproduction:
 
 
 def reproduce(
-    channels: int = 100, sigma: float = 2.0, seed: int = PAPER_SEED, generality: Generality | None = None
+    channels: int = 100,
+    sigma: float = 2.0,
+    seed: int = PAPER_SEED,
+    generality: Generality | None = None,
 ) -> Reproduction:
     """Simulate, fit and compare with the closed form (section 4, eq. 16 to 19); ``generality`` is to be shown along."""
     simulation = simulate(channels, sigma, seed=seed)

@@ -21,8 +21,9 @@ _LARGEST = 1e100
 class Simulation:
     """One token in several versions, each with a larger outlier, before and after LayerNorm.
 
-    Row S of ``tokens`` is the sample, sorted, with ``STEP * S`` added to its last and largest element; row 0 is the
-    sample itself. ``normalized`` holds LayerNorm of each row without eps. Both have the shape (STEPS + 1, channels).
+    Row S of ``tokens`` is the sample, sorted, with ``STEP * S`` added to its last and largest
+    element; row 0 is the sample itself. ``normalized`` holds LayerNorm of each row without eps.
+    Both have the shape (STEPS + 1, channels).
     """
 
     channels: int
@@ -43,19 +44,23 @@ class Simulation:
         return self.normalized[1:, -1]
 
 
-def simulate(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, seed: int = 1) -> Simulation:
+def simulate(
+    channels: int = 100, sigma: float = 2.0, mean: float = 0.0, seed: int = 1
+) -> Simulation:
     r"""Draw a token, push its largest element away in equal steps, and normalise every version.
 
     .. math:: x \sim \mathcal{N}(\mathrm{mean}, \sigma^2), \quad x_o \to x_o + 5 S, \quad S = 0, \dots, 9
 
-    The defaults are the paper's (eq. 16 and 17), the seed, of NumPy's legacy generator, that of its figures. LayerNorm
-    ignores scale and offset, so only C, sigma and the seed matter to its outputs.
+    The defaults are the paper's (eq. 16 and 17), the seed, of NumPy's legacy generator, that of its
+    figures. LayerNorm ignores scale and offset, so only C, sigma and the seed matter to its
+    outputs.
     """
     check_settings(channels, sigma, mean, seed)
     sample = np.sort(mean + sigma * np.random.RandomState(seed).randn(channels))
     if sample[0] == sample[-1]:
         raise ArgumentError(
-            f"the values of a sample must differ, got {channels} times {sample[0]}: LayerNorm would divide by 0; "
+            f"the values of a sample must differ, got {channels} times {sample[0]}: LayerNorm "
+            "would divide by 0; "
             "give a sample with some spread"
         )
     tokens = raised(sample)
@@ -63,7 +68,8 @@ def simulate(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, seed: i
     if not np.isfinite(normalized).all():
         raise ArgumentError(
             "the variance must be within the range of float64, which it is not with "
-            f"sigma={sigma} and mean={mean}: choose another unit of x, on which LayerNorm does not depend"
+            f"sigma={sigma} and mean={mean}: choose another unit of x, on which LayerNorm does not "
+            "depend"
         )
     return Simulation(channels, float(sigma), float(mean), seed, tokens, normalized)
 
@@ -83,10 +89,16 @@ def channel_betas(simulation: Simulation) -> Array:
 def check_settings(channels: int, sigma: float, mean: float, seed: int) -> None:
     """Refuse what no sample can be drawn from."""
     if channels < 2:
-        raise ArgumentError(f"channels must be at least 2 to have a variance, got {channels}: give more")
+        raise ArgumentError(
+            f"channels must be at least 2 to have a variance, got {channels}: give more"
+        )
     if not 0 < sigma < _LARGEST:
-        raise ArgumentError(f"sigma must be positive and less than {_LARGEST:g}, got {sigma}: the paper's is 2")
+        raise ArgumentError(
+            f"sigma must be positive and less than {_LARGEST:g}, got {sigma}: the paper's is 2"
+        )
     if not abs(mean) < _LARGEST:
-        raise ArgumentError(f"mean must be between -{_LARGEST:g} and {_LARGEST:g}, got {mean}: the paper's is 0")
+        raise ArgumentError(
+            f"mean must be between -{_LARGEST:g} and {_LARGEST:g}, got {mean}: the paper's is 0"
+        )
     if not 0 <= seed < 2**32:
         raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}: the paper's is 1")

@@ -39,10 +39,16 @@ def document(reproduction: Reproduction) -> dict[str, Any]:
         "fits": functions,
         "closed_form": closed,
         "channel_betas": channel_betas(simulation).tolist(),
-        "paper": {name: {"constant": text, "mean_absolute_residual": mean} for name, (text, mean) in PAPER.items()},
+        "paper": {
+            name: {"constant": text, "mean_absolute_residual": mean}
+            for name, (text, mean) in PAPER.items()
+        },
     }
     if reproduction.generality is not None:
-        found["generality"] = {**reproduction.generality.to_dict(), "verdict": verdict(reproduction.generality)}
+        found["generality"] = {
+            **reproduction.generality.to_dict(),
+            "verdict": verdict(reproduction.generality),
+        }
     return found
 
 
@@ -56,7 +62,17 @@ def outliers_csv(reproduction: Reproduction) -> str:
         rows += [[*named, s, *map(float, row)] for s, row in enumerate(numbers, start=1)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    header = ["function", "constant", "value", "mean_absolute_residual", "S", "x", "layer_norm", "output", "residual"]
+    header = [
+        "function",
+        "constant",
+        "value",
+        "mean_absolute_residual",
+        "S",
+        "x",
+        "layer_norm",
+        "output",
+        "residual",
+    ]
     writer.writerows([header, *rows])
     return text.getvalue()
 
@@ -65,27 +81,34 @@ def printed(reproduction: Reproduction) -> Iterator[str]:
     """Yield what the terminal shows, part by part."""
     simulation = reproduction.simulation
     title = f"C = {simulation.channels}, sigma = {simulation.sigma:g}, mean {simulation.mean:g}, seed {simulation.seed}"
-    means = Column("mean |residual|", lambda value: f"{value:.6g}" if value > 1e-9 else f"{value:.2g}")
+    means = Column(
+        "mean |residual|", lambda value: f"{value:.6g}" if value > 1e-9 else f"{value:.2g}"
+    )
     # The paper gives figures for one setting only.
     paper = PAPER if (simulation.channels, simulation.sigma) == (100, 2.0) else {}
     rows = []
     for fit in reproduction.fits.values():
         named = f"{fit.constant} = C v_o" if fit.name == CLOSED else fit.constant
         printed_value, printed_mean = paper.get(fit.name, ("", ""))
-        rows.append((fit.name, named, fit.value, printed_value, fit.mean_absolute_residual, printed_mean))
+        rows.append(
+            (fit.name, named, fit.value, printed_value, fit.mean_absolute_residual, printed_mean)
+        )
     yield f"{Table(['function', 'constant', Column('value', '.8g'), 'paper', means, 'paper'], rows, title=title)}\n"
     x, y, columns = (
         simulation.outliers,
         simulation.outputs,
         {fit.name: fit.residuals for fit in reproduction.fits.values()},
     )
-    yield _outlier_table("outputs", x, {"LayerNorm": y} | {name: r + y for name, r in columns.items()}, ".4f")
+    yield _outlier_table(
+        "outputs", x, {"LayerNorm": y} | {name: r + y for name, r in columns.items()}, ".4f"
+    )
     yield _outlier_table("residuals (function - LayerNorm)", x, columns, ".2g")
     betas = " or ".join(dict.fromkeys(f"{beta:.6g}" for beta in channel_betas(simulation)))
     closed = reproduction.fits[CLOSED]
     yield (
         f"The closed form needs no fit: its centre is m_o = {closed.center:.4g}, its beta "
-        f"C v_o = {closed.value:.6g}. Eq. 14's beta of the outlier's channel is {betas} at every step.\n"
+        f"C v_o = {closed.value:.6g}. Eq. 14's beta of the outlier's channel is {betas} at every "
+        "step.\n"
     )
     if reproduction.generality is not None:
         yield _generality_table(reproduction.generality)
@@ -93,7 +116,11 @@ def printed(reproduction: Reproduction) -> Iterator[str]:
 
 
 def _outlier_table(title: str, x: Array, columns: Mapping[str, Array], form: str) -> str:
-    head: list[str | Column] = ["S", Column("x_o", ".2f"), *(Column(name, form) for name in columns)]
+    head: list[str | Column] = [
+        "S",
+        Column("x_o", ".2f"),
+        *(Column(name, form) for name in columns),
+    ]
     rows = list(zip(range(1, len(x) + 1), x, *columns.values(), strict=True))
     return f"{Table(head, rows, title=title)}\n"
 
@@ -103,9 +130,21 @@ def _generality_table(generality: Generality) -> str:
     others = ((axis, study) for axis, studies in generality.axes.items() for study in studies)
     for axis, study in [("base", generality.base), *others]:
         values = {"channels": f"C {study.channels}", "sigma": f"sigma {study.sigma:g}"}
-        named = values.get(axis, f"mean {study.offset:g} sigma") if axis != "base" else ", ".join(values.values())
-        rows.append((named, *(value for name in names for value in sorted(study.middle(name))), study.dyt_wins))
-    columns = [Column(share, ".2g", group=name) for name in names for share in ("5 %", "50 %", "95 %")]
+        named = (
+            values.get(axis, f"mean {study.offset:g} sigma")
+            if axis != "base"
+            else ", ".join(values.values())
+        )
+        rows.append(
+            (
+                named,
+                *(value for name in names for value in sorted(study.middle(name))),
+                study.dyt_wins,
+            )
+        )
+    columns = [
+        Column(share, ".2g", group=name) for name in names for share in ("5 %", "50 %", "95 %")
+    ]
     title = f"mean |residual| over {len(generality.base.seeds):,} samples per setting: quantiles"
     wins = Column("DyT wins", lambda share: f"{100 * share:.3g}%")
     return f"{Table(['setting', *columns, wins], rows, title=title)}\n"
@@ -116,8 +155,15 @@ def verdict(generality: Generality) -> str:
 
     It is plain text in one line; every number comes from the study.
     """
-    base, every = generality.base, [study for studies in generality.axes.values() for study in studies]
-    correlation = np.corrcoef(np.abs(base.centers), base.residuals["DyISRU"])[0, 1] if len(base.seeds) > 2 else 0.0
+    base, every = (
+        generality.base,
+        [study for studies in generality.axes.values() for study in studies],
+    )
+    correlation = (
+        np.corrcoef(np.abs(base.centers), base.residuals["DyISRU"])[0, 1]
+        if len(base.seeds) > 2
+        else 0.0
+    )
     text = rendered(
         "generality.txt",
         generality=generality,
@@ -126,7 +172,9 @@ def verdict(generality: Generality) -> str:
         correlation=correlation,
         largest=max(study.closed_residuals.max() for study in every),
         # The base setting is on every axis, and counts once.
-        skipped=sum({(study.channels, study.sigma, study.mean): study.skipped for study in every}.values()),
+        skipped=sum(
+            {(study.channels, study.sigma, study.mean): study.skipped for study in every}.values()
+        ),
     )
     return " ".join(text.split())
 
@@ -138,7 +186,11 @@ def _bounds(generality: Generality) -> tuple[str, str] | None:
         return list(takewhile(lambda study: not study.lost, studies))
 
     sigmas, means = kept(generality.axes["sigma"]), generality.axes["mean"]
-    if generality.base.lost or any(study.lost for study in generality.axes["channels"]) or not sigmas:
+    if (
+        generality.base.lost
+        or any(study.lost for study in generality.axes["channels"])
+        or not sigmas
+    ):
         return None
     left = kept(study for study in reversed(means) if study.mean <= 0)[-1]
     right = kept(study for study in means if study.mean >= 0)[-1]

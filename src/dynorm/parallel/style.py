@@ -1,6 +1,7 @@
 """``PointwiseParallel``: a point-wise layer in a plan of ``parallelize_module``, beside torch's own styles.
 
-Parameters of which every rank has a copy must be equal at the start, and their gradients are summed over the ranks.
+Parameters of which every rank has a copy must be equal at the start, and their gradients are summed
+over the ranks.
 """
 
 from functools import partial
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dynorm.errors import ArgumentError, ModelError
@@ -23,24 +32,28 @@ from dynorm.replace.specs import dynorm_layers
 class PointwiseParallel(ParallelStyle):
     """Shard a point-wise layer as its input is: over channels, sequence or batch, with no collective of its own.
 
-    A layer with witnesses whose channels are sharded has one all-reduce each way, of a number per witness and token.
+    A layer with witnesses whose channels are sharded has one all-reduce each way, of a number per
+    witness and token.
 
-    With the channels sharded, ``weight``, ``bias`` and constants of one value per channel are sharded too; constants of
-    one value for all are replicated, and their gradients are sums over the ranks, left as ``Partial`` (see
-    :func:`reduce_gradients_`). The scale stays that of all channels. The fused kernels compute each rank's shard;
-    under ``torch.compile`` the definition is traced as ever.
+    With the channels sharded, ``weight``, ``bias`` and constants of one value per channel are
+    sharded too; constants of one value for all are replicated, and their gradients are sums over
+    the ranks, left as ``Partial`` (see :func:`reduce_gradients_`). The scale stays that of all
+    channels. The fused kernels compute each rank's shard; under ``torch.compile`` the definition is
+    traced as ever.
 
     Args:
-        input_layouts: how the input is sharded: a plain tensor is taken to be this rank's shard of it, a DTensor is
-            redistributed to it where it is not. ``Shard(-1)``, the channels, by default.
-        output_layouts: how the output shall be; as the input when None. ``Replicate()`` gathers once for several
-            ``ColwiseParallel`` that take the same input.
+        input_layouts: how the input is sharded: a plain tensor is taken to be this rank's shard of
+            it, a DTensor is redistributed to it where it is not. ``Shard(-1)``, the channels, by
+            default.
+        output_layouts: how the output shall be; as the input when None. ``Replicate()`` gathers
+            once for several ``ColwiseParallel`` that take the same input.
         use_local_output: return this rank's shard as a plain tensor.
 
     Raises:
-        ArgumentError: when it is applied: to a mesh of several dimensions, or the ranks do not divide the channels.
-        ModelError: when it is applied, on every rank: the module is no point-wise layer, is sharded already, is
-            annealed where the channels are sharded, or another rank's constants differ.
+        ArgumentError: when it is applied: to a mesh of several dimensions, or the ranks do not
+            divide the channels.
+        ModelError: when it is applied, on every rank: the module is no point-wise layer, is sharded
+            already, is annealed where the channels are sharded, or another rank's constants differ.
 
     Example:
         >>> from torch.distributed.tensor import init_device_mesh
@@ -60,8 +73,9 @@ class PointwiseParallel(ParallelStyle):
         >>> torch.distributed.destroy_process_group()
 
     Reference:
-        Beside ``torch.distributed.tensor.parallel.SequenceParallel``, which shards the sequence and replicates all
-        parameters: a norm with statistics cannot have its channels sharded without a reduction per token.
+        Beside ``torch.distributed.tensor.parallel.SequenceParallel``, which shards the sequence and
+        replicates all parameters: a norm with statistics cannot have its channels sharded without a
+        reduction per token.
     """
 
     def __init__(
@@ -76,7 +90,10 @@ class PointwiseParallel(ParallelStyle):
         self.output_layouts = self.input_layouts if output_layouts is None else output_layouts
         self.use_local_output = use_local_output
         if self.input_layouts.is_partial():
-            raise ArgumentError("input_layouts must be Shard or Replicate, got Partial: f of a sum is not the sum of f")
+            raise ArgumentError(
+                "input_layouts must be Shard or Replicate, got Partial: f of a sum is not the sum "
+                "of f"
+            )
 
     def __repr__(self) -> str:
         layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
@@ -96,8 +113,11 @@ class PointwiseParallel(ParallelStyle):
             partial(_prepare_output, self.output_layouts, self.use_local_output),
         )
         if module.witness_channels:
-            # The same everywhere: a plain tensor, where distribute_module makes DTensors of all buffers.
-            module.register_buffer("witnesses", torch.tensor(module.witness_channels, device=device_mesh.device_type))
+            # The same everywhere: a plain tensor, where distribute_module makes DTensors of all
+            # buffers.
+            module.register_buffer(
+                "witnesses", torch.tensor(module.witness_channels, device=device_mesh.device_type)
+            )
         # Its norm is whole and cannot come back.
         module.__dict__.pop("replaced", None)
         # On the instance: the class is what saving and folding know the layer by.
@@ -108,13 +128,18 @@ class PointwiseParallel(ParallelStyle):
         """Return the axis of ``normalized_shape`` that is sharded, if one is."""
         if not isinstance(module, PointwiseNorm):
             raise ModelError(
-                f"PointwiseParallel must stand at a point-wise layer, got {type(module).__name__}: convert the model "
+                f"PointwiseParallel must stand at a point-wise layer, got {type(module).__name__}: "
+                "convert the model "
                 "first, or use SequenceParallel for a norm"
             )
         if mesh.ndim != 1:
-            raise ArgumentError(f"the mesh must have one dimension, got {mesh.ndim}: pass mesh['tp'], say")
+            raise ArgumentError(
+                f"the mesh must have one dimension, got {mesh.ndim}: pass mesh['tp'], say"
+            )
         if any(isinstance(p, DTensor) for p in module.parameters()):
-            raise ModelError("the layer must not be sharded yet, but its parameters are DTensors: name it once")
+            raise ModelError(
+                "the layer must not be sharded yet, but its parameters are DTensors: name it once"
+            )
         dims = (module.dim,) if isinstance(module.dim, int) else module.dim
         if not isinstance(self.input_layouts, Shard) or self.input_layouts.dim not in dims:
             return None
@@ -124,14 +149,18 @@ class PointwiseParallel(ParallelStyle):
         return axis
 
 
-def _shard_parameters(name: str, module: nn.Module, mesh: DeviceMesh, *, axis: int | None, source: int | None) -> None:
+def _shard_parameters(
+    name: str, module: nn.Module, mesh: DeviceMesh, *, axis: int | None, source: int | None
+) -> None:
     # distribute_module comes by every submodule; a parametrization would be one.
     if not isinstance(module, PointwiseNorm):
         return
     for key, p in list(module._parameters.items()):
         if p is None:
             continue
-        placement = Shard(axis) if axis is not None and is_channelwise(key, p, module) else Replicate()
+        placement = (
+            Shard(axis) if axis is not None and is_channelwise(key, p, module) else Replicate()
+        )
         whole = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=source)
         module.register_parameter(key, nn.Parameter(whole, requires_grad=p.requires_grad))
 
@@ -146,7 +175,9 @@ def _prepare_input(layout: Placement, module: nn.Module, inputs: Any, mesh: Devi
     return (x if x.placements == wanted else x.redistribute(placements=wanted), *inputs[1:])
 
 
-def _prepare_output(layout: Placement, local: bool, module: nn.Module, y: Any, mesh: DeviceMesh) -> Any:
+def _prepare_output(
+    layout: Placement, local: bool, module: nn.Module, y: Any, mesh: DeviceMesh
+) -> Any:
     wanted = (Shard(layout.dim % y.ndim),) if isinstance(layout, Shard) else (layout,)
     y = y if y.placements == wanted else y.redistribute(placements=wanted)
     return y.to_local() if local else y
@@ -157,7 +188,8 @@ def _pointwise(layer: PointwiseNorm, x: Tensor) -> Tensor:
     if isinstance(x, DTensor) and not torch.compiler.is_compiling():
         return on_shards(layer, x)
     if isinstance(x, DTensor) and layer.witness_channels:
-        # The definition would send whole activations for a few channels: the graph breaks here instead.
+        # The definition would send whole activations for a few channels: the graph breaks here
+        # instead.
         uncompiled: Any = torch.compiler.disable(on_shards)  # type: ignore[no-untyped-call]
         return cast("Tensor", uncompiled(layer, x))
     return type(layer).pointwise(layer, x)
@@ -166,11 +198,13 @@ def _pointwise(layer: PointwiseNorm, x: Tensor) -> Tensor:
 def require_equal_ranks(model: nn.Module, group: ProcessGroup | None = None) -> None:
     """Check that every rank has the same point-wise layers, with the same constants, weights and biases.
 
-    Ranks that were converted or calibrated apart differ without a sign: each computes with its own constants. Call it
-    on every rank; 8 bytes are exchanged. :class:`PointwiseParallel` calls it for each layer that it shards.
+    Ranks that were converted or calibrated apart differ without a sign: each computes with its own
+    constants. Call it on every rank; 8 bytes are exchanged. :class:`PointwiseParallel` calls it for
+    each layer that it shards.
 
     Args:
-        model: before it is sharded or wrapped; on the meta device only paths and shapes are compared.
+        model: before it is sharded or wrapped; on the meta device only paths and shapes are
+            compared.
         group: the processes; the default group when None.
 
     Raises:
@@ -188,15 +222,17 @@ def require_equal_ranks(model: nn.Module, group: ProcessGroup | None = None) -> 
 def reduce_gradients_(model: nn.Module) -> int:
     """Sum the gradients of the point-wise layers' replicated parameters over the ranks, in place, all at once.
 
-    After the backward pass they are ``Partial``: each rank has what its own shard contributed. An optimizer makes the
-    sum of each one by itself, every time that it reads it. Call this between ``backward`` and the optimizer (and before
-    clipping), after the last batch of an accumulation, and there is one all-reduce of a few numbers for all layers.
+    After the backward pass they are ``Partial``: each rank has what its own shard contributed. An
+    optimizer makes the sum of each one by itself, every time that it reads it. Call this between
+    ``backward`` and the optimizer (and before clipping), after the last batch of an accumulation,
+    and there is one all-reduce of a few numbers for all layers.
 
     Args:
         model: with layers that :class:`PointwiseParallel` sharded.
 
     Returns:
-        How many all-reduces there were: one for each dtype, device and dimension of a mesh that had sums to make.
+        How many all-reduces there were: one for each dtype, device and dimension of a mesh that had
+        sums to make.
 
     Example:
         >>> reduce_gradients_(nn.Sequential(dynorm.DyISRU(8)))  # nothing is sharded
@@ -213,13 +249,16 @@ def reduce_gradients_(model: nn.Module) -> int:
                 key = (gradient.device_mesh, position, gradient.dtype, gradient.device)
                 waiting.setdefault(key, []).append(p)
     for (mesh, position, *_), members in waiting.items():
-        # Looked at anew: a gradient may be partial in several dimensions of the mesh, and one is done at a time.
+        # Looked at anew: a gradient may be partial in several dimensions of the mesh, and one is
+        # done at a time.
         before: list[Any] = [p.grad for p in members]
         flat = torch.cat([gradient.to_local().reshape(-1) for gradient in before])
         torch.distributed.all_reduce(flat, group=mesh.get_group(position))
         parts = torch.split(flat, [gradient.to_local().numel() for gradient in before])
         for p, part, gradient in zip(members, parts, before, strict=True):
-            placements = [Replicate() if k == position else each for k, each in enumerate(gradient.placements)]
+            placements = [
+                Replicate() if k == position else each for k, each in enumerate(gradient.placements)
+            ]
             local = part.reshape(gradient.to_local().shape)
             sizes = {"shape": gradient.shape, "stride": gradient.stride()}
             p.grad = DTensor.from_local(local, mesh, placements, run_check=False, **sizes)

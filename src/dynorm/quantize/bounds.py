@@ -22,7 +22,8 @@ def output_bounds(layer: PointwiseNorm, *, sigmas: float | None = None) -> Tenso
 
     .. math:: |y_c| \le |\mathrm{scale}\, w_c| + |b_c|
 
-    Arguments, dtype and errors are those of :func:`output_range`; the shape is ``normalized_shape``.
+    Arguments, dtype and errors are those of :func:`output_range`; the shape is
+    ``normalized_shape``.
 
     Example:
         >>> output_bounds(dynorm.DyISRU(4))
@@ -37,22 +38,26 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
 
     .. math:: b - |\mathrm{scale}\, w| \le y \le b + |\mathrm{scale}\, w|
 
-    With ``sigmas`` k, of inputs at most k standard deviations from the centre: where beta is C times the variance of
-    the site, as theory sets it, these are inputs of :math:`|x - c| \le k \sqrt{\beta / C}`, and DyISRU gives at most
-    :math:`\mathrm{scale}\, z / \sqrt{1 + z^2}, z = k / \sqrt{C}`. Whatever lies beyond is clipped by the quantizer.
-    ``calibrate_`` and training move beta away from that, up to a thousandfold where a straight line fits best. With
-    witnesses beta is the token's own, and so is the deviation; the bound for any input is the same as without.
+    With ``sigmas`` k, of inputs at most k standard deviations from the centre: where beta is C
+    times the variance of the site, as theory sets it, these are inputs of
+    :math:`|x - c| \le k \sqrt{\beta / C}`, and DyISRU gives at most
+    :math:`\mathrm{scale}\, z / \sqrt{1 + z^2}, z = k / \sqrt{C}`. Whatever lies beyond is clipped by
+    the quantizer.
+    ``calibrate_`` and training move beta away from that, up to a thousandfold where a straight line
+    fits best. With witnesses beta is the token's own, and so is the deviation; the bound for any
+    input is the same as without.
 
     Args:
-        layer: a DyISRU, DyT or Derf, or, with ``sigmas``, a LinearControl; an annealed one at t = 1.
+        layer: a DyISRU, DyT or Derf, or, with ``sigmas``, a LinearControl; an annealed one at t =
+            1.
         sigmas: how far inputs go; None for any input.
 
     Returns:
         Two tensors of ``normalized_shape``, in at least float32.
 
     Raises:
-        ArgumentError: ``layer`` is no point-wise layer, has no bound, or is annealed to t < 1; ``sigmas`` is
-            not positive.
+        ArgumentError: ``layer`` is no point-wise layer, has no bound, or is annealed to t < 1;
+            ``sigmas`` is not positive.
 
     Example:
         >>> layer = dynorm.DyISRU(100)
@@ -62,13 +67,16 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         [-3.714, 3.714]
 
     Reference:
-        arXiv 2503.21708, eq. 15: DyISRU's bound, sqrt(C - 1), is the largest value that LayerNorm itself can give.
+        arXiv 2503.21708, eq. 15: DyISRU's bound, sqrt(C - 1), is the largest value that LayerNorm
+        itself can give.
     """
     require_function(layer)
     if sigmas is not None:
         check_positive("sigmas", sigmas)
     with torch.no_grad():
-        weight = torch.ones(layer.normalized_shape) if layer.weight is None else upcast(layer.weight)
+        weight = (
+            torch.ones(layer.normalized_shape) if layer.weight is None else upcast(layer.weight)
+        )
         bias = torch.zeros_like(weight) if layer.bias is None else upcast(layer.bias)
         edges = [layer.scale * weight * edge + bias for edge in _edges(layer, sigmas)]
         return torch.minimum(*edges), torch.maximum(*edges)
@@ -78,11 +86,13 @@ def require_function(layer: nn.Module) -> None:
     """Check that a module is a point-wise layer, and not on its way from a norm."""
     if not isinstance(layer, PointwiseNorm):
         raise ArgumentError(
-            f"layer must be a point-wise layer of dynorm, got {type(layer).__name__}: pass a converted one"
+            f"layer must be a point-wise layer of dynorm, got {type(layer).__name__}: pass a "
+            "converted one"
         )
     if isinstance(layer, AnnealedNorm) and layer.position < 1:
         raise ArgumentError(
-            f"an annealed layer must stand at t = 1, but is at {layer.position:g}: call finalize_ first"
+            f"an annealed layer must stand at t = 1, but is at {layer.position:g}: call finalize_ "
+            "first"
         )
 
 
@@ -91,8 +101,8 @@ def observed_ranges(
 ) -> dict[str, Range]:
     """Return the least and largest value that each channel of each point-wise layer gave, for :func:`quantize_`.
 
-    The model runs in eval mode and is left as it was. Padding is left out, as in ``calibrate_``. A layer that no batch
-    reaches is left out.
+    The model runs in eval mode and is left as it was. Padding is left out, as in ``calibrate_``. A
+    layer that no batch reaches is left out.
 
     Args:
         model: a converted model.
@@ -103,9 +113,10 @@ def observed_ranges(
         By the layer's path, two tensors of shape (C,) in at least float32.
 
     Raises:
-        ModelError: the model has no point-wise layer, or none at a path of ``inputs_of``, or is wrapped or compiled.
-        DataError: a batch is of the wrong kind, the model cannot run it, a layer gives what is not finite, or no layer
-            is reached at all.
+        ModelError: the model has no point-wise layer, or none at a path of ``inputs_of``, or is
+            wrapped or compiled.
+        DataError: a batch is of the wrong kind, the model cannot run it, a layer gives what is not
+            finite, or no layer is reached at all.
 
     Example:
         >>> model = nn.Sequential(dynorm.DyISRU(4), nn.Linear(4, 4))
@@ -124,7 +135,9 @@ def observed_ranges(
     for batch in watch.iterate(batches):
         masks = watch.token_masks(batch)
 
-        def widen(layer: nn.Module, args: Any, kwargs: Any, output: Tensor, masks: list[Tensor] = masks) -> None:
+        def widen(
+            layer: nn.Module, args: Any, kwargs: Any, output: Tensor, masks: list[Tensor] = masks
+        ) -> None:
             value = output if inputs_of is None else (*args, *kwargs.values())[0]
             site = layer if isinstance(layer, PointwiseNorm) else NormSite(watched[layer])
             tokens, path = upcast(watch.site_tokens(site, value, masks)), watched[layer]
@@ -134,10 +147,15 @@ def observed_ranges(
                 before = found.get(path, (low, high))
                 found[path] = low.minimum(before[0]), high.maximum(before[1])
 
-        with watch.undisturbed(model, batch, evaluate=True), watch.hooked(watched, widen, with_kwargs=True):
+        with (
+            watch.undisturbed(model, batch, evaluate=True),
+            watch.hooked(watched, widen, with_kwargs=True),
+        ):
             watch.call(model, batch)
     if not found:
-        raise DataError("the batches must reach at least one of the layers, but reached none: give others")
+        raise DataError(
+            "the batches must reach at least one of the layers, but reached none: give others"
+        )
     return found
 
 
@@ -147,8 +165,8 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
     Args:
         low: least values.
         high: largest values, of the same shape.
-        symmetric: zero point 0 and steps of ``max(|low|, |high|) / 127``; else of ``(high - low) / 255``, the range
-            widened to hold 0, which is then exact.
+        symmetric: zero point 0 and steps of ``max(|low|, |high|) / 127``; else of ``(high - low) /
+            255``, the range widened to hold 0, which is then exact.
 
     Returns:
         Scales in the dtype of ``low`` and zero points in int8, of its shape.
@@ -160,8 +178,13 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
         >>> static_scale(torch.tensor(-1.0), torch.tensor(4.1), symmetric=False)
         (tensor(0.0200), tensor(-78, dtype=torch.int8))
     """
-    if low.shape != high.shape or not bool(((low <= high) & low.isfinite() & high.isfinite()).all()):
-        raise ArgumentError("low must not exceed high, both finite and of one shape: pass the result of output_range")
+    if low.shape != high.shape or not bool(
+        ((low <= high) & low.isfinite() & high.isfinite()).all()
+    ):
+        raise ArgumentError(
+            "low must not exceed high, both finite and of one shape: pass the result of "
+            "output_range"
+        )
     least = torch.finfo(torch.float32).eps
     if symmetric:
         scale = (torch.maximum(low.abs(), high.abs()) / 127).clamp(min=least)
@@ -186,5 +209,7 @@ def _edges(layer: PointwiseNorm, sigmas: float | None) -> tuple[float | Tensor, 
     elif isinstance(layer, LinearControl) and sigmas is not None:
         edge = z
     else:
-        raise ArgumentError(f"{type(layer).__name__} has no bound: pass sigmas, or convert to dyisru, dyt or derf")
+        raise ArgumentError(
+            f"{type(layer).__name__} has no bound: pass sigmas, or convert to dyisru, dyt or derf"
+        )
     return -edge, edge

@@ -18,7 +18,17 @@ from dynorm.watch import require_plain_model
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Questions about a tensor that say nothing of its values.
-_HARMLESS = {"__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_contiguous", "__len__", "get_device"}
+_HARMLESS = {
+    "__get__",
+    "size",
+    "dim",
+    "stride",
+    "numel",
+    "is_floating_point",
+    "is_contiguous",
+    "__len__",
+    "get_device",
+}
 
 
 @dataclass(frozen=True)
@@ -29,9 +39,11 @@ class Reader:
         linear: the path of the linear layer.
         layer: the path of the point-wise layer; None where it reads none.
         ndim: how many dimensions its input has; 0 where that varies.
-        alone: only such linear layers read it, so that scales per channel can be folded into them and the layer.
+        alone: only such linear layers read it, so that scales per channel can be folded into them
+            and the layer.
         refused: why no point-wise layer tells the linear layer's scale; None if one does.
-        peers: the paths of all linear layers that read it, this one among them; a fold needs them all.
+        peers: the paths of all linear layers that read it, this one among them; a fold needs them
+            all.
     """
 
     linear: str
@@ -45,9 +57,9 @@ class Reader:
 def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
     """Find the linear layers of a model, and which read a point-wise layer's output, by running the model once.
 
-    A linear layer is an ``nn.Linear`` or a ``Conv1D`` of transformers. It reads a point-wise layer when the very tensor
-    that one returned is the other's input. Where it reads something else, or tensors of several numbers of dimensions,
-    :attr:`Reader.refused` says so.
+    A linear layer is an ``nn.Linear`` or a ``Conv1D`` of transformers. It reads a point-wise layer
+    when the very tensor that one returned is the other's input. Where it reads something else, or
+    tensors of several numbers of dimensions, :attr:`Reader.refused` says so.
 
     Args:
         model: a converted model in eval mode.
@@ -58,8 +70,8 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
         One reader per linear layer that was called, in the order of the model's modules.
 
     Raises:
-        ModelError: nothing is converted, no linear layer reads a point-wise one, or the model is in training mode,
-            compiled, wrapped or on meta.
+        ModelError: nothing is converted, no linear layer reads a point-wise one, or the model is in
+            training mode, compiled, wrapped or on meta.
 
     Example:
         >>> model = nn.Sequential(dynorm.DyISRU(8), nn.Linear(8, 4)).eval()
@@ -83,17 +95,30 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
     watch.others |= watch.sources(list(result.values()) if isinstance(result, Mapping) else result)
     reads = {path: [*watch.reads[path]] for path in linears.values() if path in watch.reads}
     if not any(layer is not None for read in reads.values() for layer, _ in read):
-        raise ModelError("a linear layer must read a point-wise layer's output, but none does: convert more norms")
+        raise ModelError(
+            "a linear layer must read a point-wise layer's output, but none does: convert more "
+            "norms"
+        )
     refused = {path: _refusal(read) for path, read in reads.items()}
     # A layer that a refused one reads cannot be changed either.
-    watch.others |= {layer for path, read in reads.items() if refused[path] for layer, _ in read if layer is not None}
+    watch.others |= {
+        layer
+        for path, read in reads.items()
+        if refused[path]
+        for layer, _ in read
+        if layer is not None
+    }
     found = []
     for path, read in reads.items():
         layer = next((layer for layer, _ in read if layer is not None), None)
         ndims = {ndim for _, ndim in read}
-        peers = tuple(peer for peer, others in reads.items() if layer is not None and layer in dict(others))
+        peers = tuple(
+            peer for peer, others in reads.items() if layer is not None and layer in dict(others)
+        )
         alone = layer is not None and layer not in watch.others
-        found.append(Reader(path, layer, ndims.pop() if len(ndims) == 1 else 0, alone, refused[path], peers))
+        found.append(
+            Reader(path, layer, ndims.pop() if len(ndims) == 1 else 0, alone, refused[path], peers)
+        )
     return found
 
 
@@ -103,7 +128,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Tell whether a module is GPT-2's linear layer, whose weight lies the other way."""
-    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return (type(module).__module__, type(module).__name__) == (
+        "transformers.pytorch_utils",
+        "Conv1D",
+    )
 
 
 class _Watch(TorchFunctionMode):
@@ -114,7 +142,8 @@ class _Watch(TorchFunctionMode):
         self.layers, self.linears = layers, linears
         # Tensors are kept alive, so that an id stays theirs.
         self.outputs: dict[int, tuple[Tensor, str]] = {}
-        # For each linear layer: the point-wise layers it reads, if any, and the numbers of dimensions, in order.
+        # For each linear layer: the point-wise layers it reads, if any, and the numbers of
+        # dimensions, in order.
         self.reads: dict[str, dict[tuple[str | None, int], None]] = {}
         self.others: set[str] = set()
         self.entered: Tensor | None = None  # what the linear layer that runs now has been given
@@ -147,7 +176,10 @@ class _Watch(TorchFunctionMode):
 
 def _refusal(read: list[tuple[str | None, int]]) -> str | None:
     """Say why one static scale does not serve all that a linear layer reads; None if it does."""
-    sources, ndims = list(dict.fromkeys(layer for layer, _ in read)), sorted({ndim for _, ndim in read})
+    sources, ndims = (
+        list(dict.fromkeys(layer for layer, _ in read)),
+        sorted({ndim for _, ndim in read}),
+    )
     if sources == [None]:
         return "it reads no point-wise layer"
     if None in sources:
@@ -170,37 +202,50 @@ def quantize_(
 ) -> list[Reader]:
     """Give linear layers torchao's static int8 quantization, with scales that the layers before them know.
 
-    Weights become int8 with one scale per row. Activations become int8 with one scale, or one per channel, which is
-    multiplied into the columns of the weight, and divided out of the point-wise layer's own weight and bias, or,
-    where something that is not among ``readers`` reads its output too, of the linear layer's input. A ``Conv1D``
-    becomes the ``nn.Linear`` that it equals.
+    Weights become int8 with one scale per row. Activations become int8 with one scale, or one per
+    channel, which is multiplied into the columns of the weight, and divided out of the point-wise
+    layer's own weight and bias, or, where something that is not among ``readers`` reads its output
+    too, of the linear layer's input. A ``Conv1D`` becomes the ``nn.Linear`` that it equals.
 
     Args:
         model: the converted model, changed in place.
-        readers: the result of :func:`find_readers`, or some of it. Refused ones are left alone, unless ``ranges`` has
-            the linear layer's own path.
-        sigmas: clip beyond so many standard deviations, as for :func:`output_range`; None for the bound itself.
+        readers: the result of :func:`find_readers`, or some of it. Refused ones are left alone,
+            unless ``ranges`` has the linear layer's own path.
+        sigmas: clip beyond so many standard deviations, as for :func:`output_range`; None for the
+            bound itself.
         symmetric: as for :func:`static_scale`.
-        per_channel: a scale for each channel; symmetric only. A number from 0 to 1 raises these scales to that power,
-            so that weights and activations share the differences between channels. True is 1.
-        ranges: least and largest values that were seen, by path of the linear layer or else of the point-wise layer
-            that it reads, instead of the bound; see :func:`observed_ranges`.
+        per_channel: a scale for each channel; symmetric only. A number from 0 to 1 raises these
+            scales to that power, so that weights and activations share the differences between
+            channels. True is 1.
+        ranges: least and largest values that were seen, by path of the linear layer or else of the
+            point-wise layer that it reads, instead of the bound; see :func:`observed_ranges`.
 
     Returns:
         The readers that are now quantized.
 
     Raises:
-        ArgumentError: ``per_channel`` without ``symmetric`` or beyond 1, no range for a layer, a linear layer in
-            float64, torchao is missing, or as for :func:`output_range`.
-        ModelError: there is nothing to quantize, something is quantized already, or the paths are not this model's.
+        ArgumentError: ``per_channel`` without ``symmetric`` or beyond 1, no range for a layer, a
+            linear layer in float64, torchao is missing, or as for :func:`output_range`.
+        ModelError: there is nothing to quantize, something is quantized already, or the paths are
+            not this model's.
     """
     if not (hasattr(per_channel, "__float__") and 0 <= per_channel <= 1):
-        raise ArgumentError(f"per_channel must be True, False or a power from 0 to 1, got {per_channel!r}")
+        raise ArgumentError(
+            f"per_channel must be True, False or a power from 0 to 1, got {per_channel!r}"
+        )
     if per_channel and not symmetric:
-        raise ArgumentError("scales per channel must be symmetric: one zero point serves all channels of a product")
-    clear = [r for r in dict.fromkeys(readers) if r.refused is None or (r.ndim and r.linear in (ranges or ()))]
+        raise ArgumentError(
+            "scales per channel must be symmetric: one zero point serves all channels of a product"
+        )
+    clear = [
+        r
+        for r in dict.fromkeys(readers)
+        if r.refused is None or (r.ndim and r.linear in (ranges or ()))
+    ]
     if not clear:
-        raise ModelError("there must be a linear layer to quantize, got none: pass the result of find_readers")
+        raise ModelError(
+            "there must be a linear layer to quantize, got none: pass the result of find_readers"
+        )
     require_library("torchao", "quantize_", "quantize")
     from torchao.quantization import FqnToConfig
     from torchao.quantization import quantize_ as torchao_quantize_
@@ -216,8 +261,14 @@ def quantize_(
     folded = _foldable(model, steps)
     _multiply_scales_in_(model, steps, folded)
     # What arrives is in steps already, which the channel of the widest range has most of.
-    ends = {reader: ((scale / steps.get(reader, 1)).max(), zero) for reader, (scale, zero) in scales.items()}
-    configs = {r.linear: _config(scale, None if symmetric else zero, r.ndim) for r, (scale, zero) in ends.items()}
+    ends = {
+        reader: ((scale / steps.get(reader, 1)).max(), zero)
+        for reader, (scale, zero) in scales.items()
+    }
+    configs = {
+        r.linear: _config(scale, None if symmetric else zero, r.ndim)
+        for r, (scale, zero) in ends.items()
+    }
     torchao_quantize_(model, FqnToConfig(configs), filter_fn=None)
     for reader, step in steps.items():
         if reader.layer not in folded:
@@ -233,7 +284,11 @@ def _foldable(model: nn.Module, steps: Mapping[Reader, Tensor]) -> set[str | Non
         peers = {other.linear: each for other, each in steps.items() if other.layer == reader.layer}
         complete = reader.alone and peers.keys() >= {*reader.peers, reader.linear}
         if complete and all(torch.equal(step, each) for each in peers.values()):
-            found |= {reader.layer} if model.get_submodule(str(reader.layer)).weight is not None else set()
+            found |= (
+                {reader.layer}
+                if model.get_submodule(str(reader.layer)).weight is not None
+                else set()
+            )
     return found
 
 
@@ -245,12 +300,19 @@ def _replace_conv1d_(model: nn.Module, path: str) -> None:
         linear = nn.Linear(1, 1).train(module.training)
         linear.in_features, linear.out_features = module.weight.shape
         linear.weight, linear.bias = nn.Parameter(module.weight.T.contiguous()), module.bias
-        for place in [name for name, each in model.named_modules(remove_duplicate=False) if each is module]:
+        for place in [
+            name for name, each in model.named_modules(remove_duplicate=False) if each is module
+        ]:
             model.set_submodule(place, linear)
 
 
 def _config(scale: Tensor, zero: Tensor | None, ndim: int) -> Any:
-    from torchao.quantization import Int8StaticActivationInt8WeightConfig, MappingType, PerRow, PerTensor
+    from torchao.quantization import (
+        Int8StaticActivationInt8WeightConfig,
+        MappingType,
+        PerRow,
+        PerTensor,
+    )
 
     shape = (1,) * ndim
     return Int8StaticActivationInt8WeightConfig(
@@ -264,7 +326,11 @@ def _config(scale: Tensor, zero: Tensor | None, ndim: int) -> Any:
 
 
 def _range(
-    model: nn.Module, reader: Reader, sigmas: float | None, ranges: Mapping[str, Range] | None, per_channel: bool
+    model: nn.Module,
+    reader: Reader,
+    sigmas: float | None,
+    ranges: Mapping[str, Range] | None,
+    per_channel: bool,
 ) -> Range:
     """Return the range of a linear layer's input, having checked the two layers."""
     own = ranges is not None and reader.linear in ranges
@@ -272,36 +338,58 @@ def _range(
         linear = model.get_submodule(reader.linear)
         layer = None if reader.layer is None else model.get_submodule(reader.layer)
     except AttributeError as error:
-        raise ModelError(f"readers must be of this model, but: {error}: call find_readers on it") from error
+        raise ModelError(
+            f"readers must be of this model, but: {error}: call find_readers on it"
+        ) from error
     if not _is_linear(linear) or not (isinstance(layer, PointwiseNorm) or (own and layer is None)):
-        raise ModelError(f"{reader.linear} must be an nn.Linear that reads a point-wise layer: call find_readers anew")
+        raise ModelError(
+            f"{reader.linear} must be an nn.Linear that reads a point-wise layer: call "
+            "find_readers anew"
+        )
     if type(linear.weight) is not nn.Parameter:
-        raise ModelError(f"{reader.linear} must hold a plain weight, got {type(linear.weight).__name__}: quantize once")
+        raise ModelError(
+            f"{reader.linear} must hold a plain weight, got {type(linear.weight).__name__}: "
+            "quantize once"
+        )
     if linear.weight.dtype not in _DTYPES:
         raise ArgumentError(
-            f"{reader.linear} must be in float32, bfloat16 or float16 for torchao, got {linear.weight.dtype}: cast it"
+            f"{reader.linear} must be in float32, bfloat16 or float16 for torchao, got "
+            f"{linear.weight.dtype}: cast it"
         )
     if per_channel and layer is not None and (len(layer.normalized_shape) > 1 or layer.dim != -1):
-        raise ArgumentError(f"{reader.layer} must have channels last for one scale per channel, got dim {layer.dim}")
+        raise ArgumentError(
+            f"{reader.layer} must have channels last for one scale per channel, got dim {layer.dim}"
+        )
     if ranges is None:
         assert layer is not None
         return output_range(layer, sigmas=sigmas)
     if not own and reader.layer not in ranges:
-        raise ArgumentError(f"ranges must hold the layer {reader.layer}, got {', '.join(ranges) or 'none'}")
+        raise ArgumentError(
+            f"ranges must hold the layer {reader.layer}, got {', '.join(ranges) or 'none'}"
+        )
     low, high = ranges[reader.linear if own else str(reader.layer)]
     channels = linear.weight.shape[0 if _is_conv1d(linear) else 1]
     if low.shape not in ((), (channels,)):
-        raise ArgumentError(f"the range for {reader.linear} must be two numbers or ({channels},), got {(*low.shape,)}")
+        raise ArgumentError(
+            f"the range for {reader.linear} must be two numbers or ({channels},), got "
+            f"{(*low.shape,)}"
+        )
     return low, high
 
 
 @torch.no_grad()
-def _multiply_scales_in_(model: nn.Module, scales: Mapping[Reader, Tensor], folded: set[str | None]) -> None:
+def _multiply_scales_in_(
+    model: nn.Module, scales: Mapping[Reader, Tensor], folded: set[str | None]
+) -> None:
     """Multiply the scales into the linear layers that read them, and out of the layer where nothing else reads it."""
     for reader, scale in scales.items():
         linear: Any = model.get_submodule(reader.linear)
-        linear.weight = nn.Parameter(linear.weight * scale.to(linear.weight.dtype), requires_grad=False)
-    for path, scale in {reader.layer: scale for reader, scale in scales.items() if reader.layer in folded}.items():
+        linear.weight = nn.Parameter(
+            linear.weight * scale.to(linear.weight.dtype), requires_grad=False
+        )
+    for path, scale in {
+        reader.layer: scale for reader, scale in scales.items() if reader.layer in folded
+    }.items():
         layer: Any = model.get_submodule(str(path))
         for parameter in (layer.weight, layer.bias):
             if parameter is not None:

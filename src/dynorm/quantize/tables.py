@@ -14,24 +14,28 @@ class Int8Table(nn.Module):
 
     .. math:: q_y = T[q_x], \qquad T[q] = \mathrm{quantize}(f(\mathrm{dequantize}(q)))
 
-    It equals the layer between a dequantization and a quantization, bit for bit. A floating point input is quantized
-    first and the result dequantized, so that ``model.set_submodule(path, table)`` puts it in the layer's place. Where
-    all channels agree in their parameters and ranges, the table has 256 bytes, else 256 for each channel;
-    :func:`dynorm.fold_` takes weight and bias out of a layer.
+    It equals the layer between a dequantization and a quantization, bit for bit. A floating point
+    input is quantized first and the result dequantized, so that ``model.set_submodule(path,
+    table)`` puts it in the layer's place. Where all channels agree in their parameters and ranges,
+    the table has 256 bytes, else 256 for each channel; :func:`dynorm.fold_` takes weight and bias
+    out of a layer.
 
     Args:
-        layer: a point-wise layer without witnesses, which would make an output depend on several inputs.
-        inputs: the least and the largest input: tensors of one number, or of ``normalized_shape`` for one scale per
-            channel. :func:`observed_ranges` with ``inputs_of`` measures them.
-        outputs: the same of the output; None takes the bound over all channels, from :func:`output_range`.
+        layer: a point-wise layer without witnesses, which would make an output depend on several
+            inputs.
+        inputs: the least and the largest input: tensors of one number, or of ``normalized_shape``
+            for one scale per channel. :func:`observed_ranges` with ``inputs_of`` measures them.
+        outputs: the same of the output; None takes the bound over all channels, from
+            :func:`output_range`.
         symmetric: as for :func:`static_scale`.
 
     Shape:
         input and output are those of the layer.
 
     Raises:
-        ArgumentError: ``layer`` is none of dynorm's, has witnesses, is annealed to t < 1, or has no bound where
-            ``outputs`` is None; a range is empty, not finite, or of another number of channels.
+        ArgumentError: ``layer`` is none of dynorm's, has witnesses, is annealed to t < 1, or has no
+            bound where ``outputs`` is None; a range is empty, not finite, or of another number of
+            channels.
 
     Example:
         >>> layer = dynorm.DyISRU(4, elementwise_affine=False)
@@ -50,13 +54,19 @@ class Int8Table(nn.Module):
     output_zero: Tensor
 
     def __init__(
-        self, layer: PointwiseNorm, inputs: Range, outputs: Range | None = None, *, symmetric: bool = True
+        self,
+        layer: PointwiseNorm,
+        inputs: Range,
+        outputs: Range | None = None,
+        *,
+        symmetric: bool = True,
     ) -> None:
         super().__init__()
         require_function(layer)
         if layer.witness_channels:
             raise ArgumentError(
-                f"layer must have no witnesses, got {layer.witness_channels}: no table of one number holds a function "
+                f"layer must have no witnesses, got {layer.witness_channels}: no table of one "
+                "number holds a function "
                 "of several; keep the layer, or convert with witnesses=0"
             )
         self.shape = shape = layer.normalized_shape
@@ -67,16 +77,28 @@ class Int8Table(nn.Module):
             outputs = low.min(), high.max()
         for name, (low, high) in (("input", inputs), ("output", outputs)):
             if low.shape not in ((), shape):
-                raise ArgumentError(f"a range must be two numbers or of {shape}, got {tuple(low.shape)}")
-            scale, zero = static_scale(low.detach().float().cpu(), high.detach().float().cpu(), symmetric=symmetric)
+                raise ArgumentError(
+                    f"a range must be two numbers or of {shape}, got {tuple(low.shape)}"
+                )
+            scale, zero = static_scale(
+                low.detach().float().cpu(), high.detach().float().cpu(), symmetric=symmetric
+            )
             self.register_buffer(f"{name}_scale", scale)
             self.register_buffer(f"{name}_zero", zero)
         # Axes between, for a layer may count its own from the front.
-        codes = torch.arange(-128.0, 128.0).reshape(256, *[1] * max(map(abs, self.dims)), *[1] * len(shape))
-        x = ((codes - self.input_zero) * self.input_scale).expand(*codes.shape[: -len(shape)], *shape)
+        codes = torch.arange(-128.0, 128.0).reshape(
+            256, *[1] * max(map(abs, self.dims)), *[1] * len(shape)
+        )
+        x = ((codes - self.input_zero) * self.input_scale).expand(
+            *codes.shape[: -len(shape)], *shape
+        )
         device = next(layer.parameters()).device
         with torch.no_grad():
-            y = layer(x.movedim(self.last, self.dims).to(device)).movedim(self.dims, self.last).cpu()
+            y = (
+                layer(x.movedim(self.last, self.dims).to(device))
+                .movedim(self.dims, self.last)
+                .cpu()
+            )
         table = _quantize(y, self.output_scale, self.output_zero).reshape(256, -1).T.contiguous()
         table = table[:1] if bool((table == table[:1]).all()) else table
         self.register_buffer("table", table.flatten())
@@ -89,17 +111,24 @@ class Int8Table(nn.Module):
         """Look up each element: int8 for int8, or the input's own dtype.
 
         Raises:
-            ArgumentError: ``x`` is neither int8 nor floating point, or its sizes are not the layer's.
+            ArgumentError: ``x`` is neither int8 nor floating point, or its sizes are not the
+                layer's.
         """
         sizes = tuple(x.shape[d] for d in self.dims if -x.ndim <= d < x.ndim)
         if sizes != self.shape:
-            raise ArgumentError(f"x must have {self.shape} at dim {self.dims}, got {sizes}: give the layer's input")
+            raise ArgumentError(
+                f"x must have {self.shape} at dim {self.dims}, got {sizes}: give the layer's input"
+            )
         codes = x.movedim(self.dims, self.last)
         if x.dtype == torch.int8:
             return self.table[codes.long() + self.first].movedim(self.last, self.dims)
         check_floating("x", x, "give int8, or convert it")
         codes = self.table[_quantize(codes, self.input_scale, self.input_zero).long() + self.first]
-        return ((codes - self.output_zero.float()) * self.output_scale).movedim(self.last, self.dims).to(x.dtype)
+        return (
+            ((codes - self.output_zero.float()) * self.output_scale)
+            .movedim(self.last, self.dims)
+            .to(x.dtype)
+        )
 
 
 def _quantize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

@@ -21,7 +21,17 @@ from dynorm.watch import require_plain_model
 
 Globs = str | Iterable[str] | None
 Target = (
-    Literal["dyisru", "dyt", "derf", "linear", "annealed", "annealed_dyt", "annealed_derf", "annealed_linear", "auto"]
+    Literal[
+        "dyisru",
+        "dyt",
+        "derf",
+        "linear",
+        "annealed",
+        "annealed_dyt",
+        "annealed_derf",
+        "annealed_linear",
+        "auto",
+    ]
     | type[PointwiseNorm]
 )
 
@@ -51,8 +61,14 @@ class ConversionReport(Plain):
     def __str__(self) -> str:
         """Return the report as a table."""
         count = len(self.converted)
-        rows = [(s.path, f"{s.kind}({', '.join(map(str, s.normalized_shape))})", self.to) for s in self.converted]
-        kept = [f"{site.path or 'the model'}: {site.class_name} kept, {site.refused}" for site in self.refused]
+        rows = [
+            (s.path, f"{s.kind}({', '.join(map(str, s.normalized_shape))})", self.to)
+            for s in self.converted
+        ]
+        kept = [
+            f"{site.path or 'the model'}: {site.class_name} kept, {site.refused}"
+            for site in self.refused
+        ]
         title = f"{count} norm{'s' * (count != 1)} replaced by {self.to}, {len(kept)} left alone"
         return str(Table(("site", "norm", "layer"), rows, kept, title))
 
@@ -71,33 +87,38 @@ def convert_(
 ) -> ConversionReport:
     """Replace norms by point-wise layers, in place.
 
-    Weight, bias, dtype, device, ``requires_grad``, train or eval, hooks, path, order and sharing stay as they were.
-    The constants are defaults until :func:`calibrate_` sets them. All layers are built before the first is put
-    in, so an error leaves the model as it was. :func:`restore_` undoes the conversion.
+    Weight, bias, dtype, device, ``requires_grad``, train or eval, hooks, path, order and sharing
+    stay as they were. The constants are defaults until :func:`calibrate_` sets them. All layers are
+    built before the first is put in, so an error leaves the model as it was. :func:`restore_`
+    undoes the conversion.
 
     Args:
         model: any module; plain, neither compiled nor wrapped.
         sites: the result of :func:`find_norms` on this very model.
-        to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed" (towards DyISRU),
-            "annealed_dyt", "annealed_derf", "annealed_linear": the norm still, until :func:`set_anneal_` moves it.
-            The layer's class does as well. With "auto", :func:`calibrate_` gives each site the simplest of "linear" and
-            "dyisru", without witnesses or with them, that holds; until then it is a DyISRU.
-        only: globs of the paths to convert; None means all. A head of unit length must be given by its whole path.
+        to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed"
+            (towards DyISRU), "annealed_dyt", "annealed_derf", "annealed_linear": the norm still,
+            until :func:`set_anneal_` moves it. The layer's class does as well. With "auto",
+            :func:`calibrate_` gives each site the simplest of "linear" and "dyisru", without witnesses
+            or with them, that holds; until then it is a DyISRU.
+        only: globs of the paths to convert; None means all. A head of unit length must be given by
+            its whole path.
         skip: globs of the paths to leave alone.
         filter_fn: called with each remaining site; False leaves it alone.
         per_channel: one constant per channel instead of one per layer.
         center: give each layer a centre.
-        witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is point-wise until
-            then; or the positions of the channels themselves, the same for every layer. 0 keeps the pure function.
+        witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is
+            point-wise until then; or the positions of the channels themselves, the same for every
+            layer. 0 keeps the pure function.
 
     Returns:
         A report with one row per site. Refused sites are left alone and listed.
 
     Raises:
-        ArgumentError: ``to`` is unknown, a glob matches no site, ``filter_fn`` is no function, or a layer cannot
-            have these witnesses.
-        ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or on the meta
-            device, or the sites are another model's; or a norm scales by 1 + w with a w that another module uses.
+        ArgumentError: ``to`` is unknown, a glob matches no site, ``filter_fn`` is no function, or a
+            layer cannot have these witnesses.
+        ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or
+            on the meta device, or the sites are another model's; or a norm scales by 1 + w with a w
+            that another module uses.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -112,35 +133,51 @@ def convert_(
     """
     kind = layer_class(to)
     most = int(witnesses) if isinstance(witnesses, Integral) else 0
-    if most < 0 or isinstance(witnesses, bool) or (to == AUTO and not isinstance(witnesses, Integral)):
+    if (
+        most < 0
+        or isinstance(witnesses, bool)
+        or (to == AUTO and not isinstance(witnesses, Integral))
+    ):
         positions = "" if to == AUTO else ", or their positions"
-        raise ArgumentError(f"witnesses must be a number of channels, 0 or more{positions}, got {witnesses!r}")
+        raise ArgumentError(
+            f"witnesses must be a number of channels, 0 or more{positions}, got {witnesses!r}"
+        )
     require_plain_model(model)
     listed = isinstance(sites, Sequence) and not isinstance(sites, str)
     if not listed or not all(isinstance(site, NormSite) for site in sites):
         raise ArgumentError(
             "sites must be a list of NormSite, got "
-            f"{sites!r:.60}: call dynorm.convert_(model, dynorm.find_norms(model, batch), to='dyisru')"
+            f"{sites!r:.60}: call dynorm.convert_(model, dynorm.find_norms(model, batch), "
+            "to='dyisru')"
         )
     if not sites:
         raise ModelError(
-            "the model must have norms, but those it had are converted already: call dynorm.restore_(model) first"
+            "the model must have norms, but those it had are converted already: call "
+            "dynorm.restore_(model) first"
             if any(isinstance(module, PointwiseNorm) for module in model.modules())
-            else "the model must have norms, but find_norms saw none: check that the example input reaches them, or "
+            else "the model must have norms, but find_norms saw none: check that the example input "
+            "reaches them, or "
             "print dynorm.find_norms(model, ...)"
         )
     only = only if only is None else as_globs(only)
     chosen = select_sites(sites, only, skip, filter_fn)
     paths = set(only or ())
     chosen = [
-        replace(site, refused=None) if site.refused == UNIT_LENGTH and paths & {site.path, *site.aliases} else site
+        replace(site, refused=None)
+        if site.refused == UNIT_LENGTH and paths & {site.path, *site.aliases}
+        else site
         for site in chosen
     ]
     willing = [site for site in chosen if site.refused is None]
     refused = [site for site in chosen if site.refused is not None]
     if not willing:
-        reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in chosen) or "the filter left none"
-        raise ModelError(f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})")
+        reasons = (
+            "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in chosen)
+            or "the filter left none"
+        )
+        raise ModelError(
+            f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})"
+        )
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -170,7 +207,8 @@ def restore_(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ModelError: the model has no point-wise layer, or one whose original is not known (a loaded model).
+        ModelError: the model has no point-wise layer, or one whose original is not known (a loaded
+            model).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -180,11 +218,15 @@ def restore_(model: nn.Module) -> nn.Module:
     """
     layers = specs.dynorm_layers(model)
     if not layers:
-        raise ModelError("the model must be converted, but it has no point-wise layer: there is nothing to restore")
+        raise ModelError(
+            "the model must be converted, but it has no point-wise layer: there is nothing to "
+            "restore"
+        )
     ours = {path: m for path, m in model.named_modules() if path in layers or specs.is_ours(m)}
     if lost := [path for path, module in ours.items() if specs.replaced_by(module) is None]:
         raise ModelError(
-            f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the model was loaded, "
+            f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the "
+            "model was loaded, "
             "folded, or built with these layers; load the original model instead"
         )
     norms = {layer: specs.original_(layer).train(layer.training) for layer in layers.values()}
@@ -200,26 +242,39 @@ def restore_(model: nn.Module) -> nn.Module:
 
 def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
     if not site.path:
-        raise ModelError("a norm must have a parent to be replaced in, but the model is the norm itself: wrap it first")
+        raise ModelError(
+            "a norm must have a parent to be replaced in, but the model is the norm itself: wrap "
+            "it first"
+        )
     module = modules.get(site.path)
     if module is None:
-        raise ModelError(f"the sites must be this model's, but it has no {site.path!r}: call find_norms again")
+        raise ModelError(
+            f"the sites must be this model's, but it has no {site.path!r}: call find_norms again"
+        )
     if isinstance(module, PointwiseNorm):
-        raise ModelError(f"{site.path!r} must be a norm, but is converted already: call dynorm.restore_(model) first")
+        raise ModelError(
+            f"{site.path!r} must be a norm, but is converted already: call dynorm.restore_(model) "
+            "first"
+        )
     if type(module).__qualname__ != site.class_name:
         raise ModelError(
-            f"the sites must be this model's, but {site.path!r} is a {type(module).__qualname__} and not a "
+            f"the sites must be this model's, but {site.path!r} is a {type(module).__qualname__} "
+            "and not a "
             f"{site.class_name}: call find_norms again"
         )
     if "forward" in module.__dict__:
         raise ModelError(
-            f"{site.path!r} must keep its class's forward, but an instance attribute stands for it (accelerate's "
-            "device hooks do so): remove it first, with accelerate.hooks.remove_hook_from_submodules(model)"
+            f"{site.path!r} must keep its class's forward, but an instance attribute stands for it "
+            "(accelerate's "
+            "device hooks do so): remove it first, with "
+            "accelerate.hooks.remove_hook_from_submodules(model)"
         )
     return module
 
 
-def _options(site: NormSite, kind: type[PointwiseNorm], *, per_channel: bool, center: bool) -> dict[str, Any]:
+def _options(
+    site: NormSite, kind: type[PointwiseNorm], *, per_channel: bool, center: bool
+) -> dict[str, Any]:
     """Return the arguments of the layer that a site becomes: its shape, axis and affine map, and its norm's bound."""
     channels = math.prod(site.normalized_shape)
     options: dict[str, Any] = {
@@ -228,7 +283,8 @@ def _options(site: NormSite, kind: type[PointwiseNorm], *, per_channel: bool, ce
         "bias": site.has_bias,
         "per_channel": per_channel,
         "center": center,
-        # No value of a norm is larger: closed form 2 (eq. 13) for LayerNorm, closed form 3 for RMSNorm.
+        # No value of a norm is larger: closed form 2 (eq. 13) for LayerNorm, closed form 3 for
+        # RMSNorm.
         "scale": math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1)),
         "dim": site.dim,
     }
@@ -239,11 +295,15 @@ def _options(site: NormSite, kind: type[PointwiseNorm], *, per_channel: bool, ce
     return options
 
 
-def _fill_(layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[Tensor, nn.Parameter]) -> None:
+def _fill_(
+    layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[Tensor, nn.Parameter]
+) -> None:
     """Give a layer the norm's weight and bias, in their own dtypes; tensors that norms shared stay shared."""
     trained = [p.requires_grad for p in norm.parameters()]
     layer.requires_grad_(any(trained) or not trained)
-    for (name, source), value in zip(_sources(norm, site).items(), affine_of(norm, site), strict=True):
+    for (name, source), value in zip(
+        _sources(norm, site).items(), affine_of(norm, site), strict=True
+    ):
         own = getattr(layer, name)
         if own is None or value is None:
             continue
@@ -251,14 +311,19 @@ def _fill_(layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[T
             own.data.copy_(value)
             continue
         if source not in copies:
-            copies[source] = nn.Parameter(value.to(source.dtype), requires_grad=source.requires_grad)
+            copies[source] = nn.Parameter(
+                value.to(source.dtype), requires_grad=source.requires_grad
+            )
         setattr(layer, name, copies[source])
 
 
 def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
     """Return the tensors that hold a norm's weight and bias."""
     tensors = named_tensors(norm)
-    return {"weight": tensors.get(site.weight_name or ""), "bias": tensors.get(site.bias_name or "")}
+    return {
+        "weight": tensors.get(site.weight_name or ""),
+        "bias": tensors.get(site.bias_name or ""),
+    }
 
 
 def _require_own(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tensor]) -> None:
@@ -268,6 +333,7 @@ def _require_own(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tens
         for name, parameter in module._parameters.items():
             if parameter in changed and module not in inside:
                 raise ModelError(
-                    f"a norm that scales by 1 + w must have w for itself, but {f'{path}.{name}'.lstrip('.')!r} is the "
+                    "a norm that scales by 1 + w must have w for itself, but "
+                    f"{f'{path}.{name}'.lstrip('.')!r} is the "
                     "same parameter: untie them, or leave the norm alone with skip="
                 )

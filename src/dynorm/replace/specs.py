@@ -46,7 +46,9 @@ class LayerSpec(Plain):
         try:
             spec = LayerSpec(values["layer"], dict(values["config"]), tuple(values["paths"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"a layer needs the keys layer, paths and config, got {values!r}") from error
+            raise ArgumentError(
+                f"a layer needs the keys layer, paths and config, got {values!r}"
+            ) from error
         spec.layer_class()
         return spec
 
@@ -62,7 +64,9 @@ class LayerSpec(Plain):
         try:
             return self.layer_class()(**self.config, device=device, dtype=dtype)
         except TypeError as error:
-            raise ArgumentError(f"{self.layer} cannot be built from {dict(self.config)!r}: {error}") from error
+            raise ArgumentError(
+                f"{self.layer} cannot be built from {dict(self.config)!r}: {error}"
+            ) from error
 
 
 def identity() -> nn.Identity:
@@ -81,7 +85,9 @@ def is_ours(module: nn.Module) -> bool:
 def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
     """Return the point-wise layers of a model by their first path, each once, in module order."""
     check_module(model)
-    return {path: module for path, module in model.named_modules() if isinstance(module, PointwiseNorm)}
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, PointwiseNorm)
+    }
 
 
 def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, PointwiseNorm]:
@@ -89,19 +95,24 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
     layers = dynorm_layers(model)
     if not layers:
         raise ModelError(
-            "the model must have point-wise layers, but has none: call dynorm.convert_(model, sites) first, or build "
+            "the model must have point-wise layers, but has none: call dynorm.convert_(model, "
+            "sites) first, or build "
             "it with dynorm.DyISRU"
         )
     for path, layer in layers.items():
         if with_norms and replaced_by(layer) is None:
             raise ModelError(
-                f"the layer {path!r} must have replaced a norm to be compared with it, but it was loaded or built so: "
-                "convert the original again, and calibrate, refine and measure before saving; distill_ takes a teacher"
+                f"the layer {path!r} must have replaced a norm to be compared with it, but it was "
+                "loaded or built so: "
+                "convert the original again, and calibrate, refine and measure before saving; "
+                "distill_ takes a teacher"
             )
     return layers
 
 
-def norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str) -> dict[PointwiseNorm, nn.Module]:
+def norms_of(
+    original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str
+) -> dict[PointwiseNorm, nn.Module]:
     """Return what stands in the original where each layer does now; ModelError where it is no norm any more."""
     check_module(original, name)
     modules = dict(original.named_modules(remove_duplicate=False))
@@ -112,7 +123,10 @@ def norms_of(original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str
         if isinstance(modules[path], (PointwiseNorm, nn.Identity)):
             raise ModelError(f"{must} its {path!r} is converted already, or folded away")
         if layer.weight is None and any(True for _ in modules[path].parameters()):
-            raise ModelError(f"the layer {path!r} must have its norm's weight to be compared with it: fold afterwards")
+            raise ModelError(
+                f"the layer {path!r} must have its norm's weight to be compared with it: fold "
+                "afterwards"
+            )
     return {layer: modules[path] for path, layer in layers.items()}
 
 
@@ -122,11 +136,15 @@ def warn_of_defaults(model: nn.Module) -> None:
     for path, layer in dynorm_layers(model).items():
         if replaced_by(layer) is not None and not isinstance(layer, AnnealedNorm):
             own = getattr(layer, layer.constants[0])
-            fresh = getattr(type(layer)(**layer.config(), device=own.device, dtype=own.dtype), layer.constants[0])
+            fresh = getattr(
+                type(layer)(**layer.config(), device=own.device, dtype=own.dtype),
+                layer.constants[0],
+            )
             left += [path] if torch.equal(own, fresh) else []
     if left:
         warnings.warn(
-            f"{len(left)} point-wise layers have default constants, far from their norms (the first is {left[0]}): "
+            f"{len(left)} point-wise layers have default constants, far from their norms (the "
+            f"first is {left[0]}): "
             "call dynorm.calibrate_(model, batches) first",
             CalibrationWarning,
             stacklevel=3,
@@ -174,7 +192,8 @@ def swap_(model: nn.Module, new: Mapping[Any, Any]) -> None:
             for name, child in vars(parent)[kind].items():
                 if child is not None and child in new:
                     vars(parent)[kind][name] = new[child]
-    # nn.TransformerEncoder packs padded batches into nested tensors, which only the fused layers know.
+    # nn.TransformerEncoder packs padded batches into nested tensors, which only the fused layers
+    # know.
     for encoder in (m for m in model.modules() if isinstance(m, nn.TransformerEncoder)):
         if not any(is_ours(m) or isinstance(m, PointwiseNorm) for m in encoder.modules()):
             encoder.use_nested_tensor = encoder.__dict__.pop(_NESTED, encoder.use_nested_tensor)
@@ -190,7 +209,10 @@ def specs_of(model: nn.Module) -> list[LayerSpec]:
         if is_ours(module):
             paths.setdefault(module, []).append(path)
     configs = {layer: {} if isinstance(layer, nn.Identity) else layer.config() for layer in paths}
-    return [LayerSpec(_NAMES[type(layer)], configs[layer], tuple(found)) for layer, found in paths.items()]
+    return [
+        LayerSpec(_NAMES[type(layer)], configs[layer], tuple(found))
+        for layer, found in paths.items()
+    ]
 
 
 def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:
@@ -200,8 +222,10 @@ def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:
     for spec in specs:
         if lost := [path for path in spec.paths if path not in modules]:
             raise ModelError(
-                f"the model must have a norm at {lost[0]!r}, where the saved model has a {spec.layer} layer, but "
-                f"{type(model).__name__} has no such module: load it into the class of model that was saved"
+                f"the model must have a norm at {lost[0]!r}, where the saved model has a "
+                f"{spec.layer} layer, but "
+                f"{type(model).__name__} has no such module: load it into the class of model that "
+                "was saved"
             )
         first = modules[spec.paths[0]]
         like = tensor_like(first, model)
@@ -214,4 +238,6 @@ def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
     """Return a tensor whose device and dtype suit a layer in place of ``module``: its own, or the model's first."""
     tensors = (t for m in (module, model) for t in (*m.parameters(), *m.buffers()))
     # One byte is a weight quantized to float8: no dtype to compute in.
-    return next((t for t in tensors if t.is_floating_point() and t.element_size() > 1), torch.empty(0))
+    return next(
+        (t for t in tensors if t.is_floating_point() and t.element_size() > 1), torch.empty(0)
+    )

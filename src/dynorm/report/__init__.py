@@ -5,4 +5,12 @@ from dynorm.report.inspection import inspect_norms
 from dynorm.report.output import OutputReport
 from dynorm.report.records import InspectedSite, InspectionReport, ModelReport, SiteReport
 
-__all__ = ["InspectedSite", "InspectionReport", "ModelReport", "OutputReport", "SiteReport", "inspect_norms", "measure"]
+__all__ = [
+    "InspectedSite",
+    "InspectionReport",
+    "ModelReport",
+    "OutputReport",
+    "SiteReport",
+    "inspect_norms",
+    "measure",
+]

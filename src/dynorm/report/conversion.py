@@ -35,23 +35,26 @@ def measure(
 ) -> ModelReport:
     """Measure what a converted model lost, on batches that its constants were not fitted on.
 
-    Each batch is run through the original and through the converted model, once each; a batch of ``fit_on`` through the
-    original alone. Everything is summed as it goes by, so memory is that of one batch, plus histograms of
-    0.3 MB per site; of an encoder the sentence embeddings are kept. Padding is left out as in :func:`calibrate_`. The
-    models are run in eval mode, without gradient; they, their buffers and random states are afterwards as they were.
+    Each batch is run through the original and through the converted model, once each; a batch of
+    ``fit_on`` through the original alone. Everything is summed as it goes by, so memory is that of
+    one batch, plus histograms of 0.3 MB per site; of an encoder the sentence embeddings are kept.
+    Padding is left out as in :func:`calibrate_`. The models are run in eval mode, without gradient;
+    they, their buffers and random states are afterwards as they were.
 
     Args:
         model: a model that :func:`convert_` converted, with its final constants.
         batches: held-out tensors, tuples or dicts, as for :func:`calibrate_`; read once.
-        output: finds the tensor to compare in the model's output. None takes its ``logits``, else its
-            ``last_hidden_state``, else its first tensor. A ``last_hidden_state`` (B, T, D), or any such tensor with a
-            mask in the batch, is compared as sentence embeddings, or where the batch has ``pixel_values`` by its class
-            token, pooled or first; logits of each of ``input_ids``, where no token changes the logits before it, as a
-            language model's; all else as one vector a sample.
-        original: the untouched model, where training has changed other weights too; None takes the same model with
-            its original norms.
-        fit_on: batches to fit the functions of :class:`SiteReport` on, before their errors are measured on
-            ``batches``. None fits them on the first half of each batch's tokens and measures on the second.
+        output: finds the tensor to compare in the model's output. None takes its ``logits``, else
+            its ``last_hidden_state``, else its first tensor. A ``last_hidden_state`` (B, T, D), or
+            any such tensor with a mask in the batch, is compared as sentence embeddings, or where
+            the batch has ``pixel_values`` by its class token, pooled or first; logits of each of
+            ``input_ids``, where no token changes the logits before it, as a language model's; all
+            else as one vector a sample.
+        original: the untouched model, where training has changed other weights too; None takes the
+            same model with its original norms.
+        fit_on: batches to fit the functions of :class:`SiteReport` on, before their errors are
+            measured on ``batches``. None fits them on the first half of each batch's tokens and
+            measures on the second.
         seed: of the sampled points.
         points: how many points to sample for the picture of a site.
         meta: facts to show beside the figures, such as recipe and seeds.
@@ -61,10 +64,10 @@ def measure(
 
     Raises:
         ArgumentError: ``points`` is not positive.
-        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model), or ``original`` lacks
-            its norms.
-        DataError: there is no batch, one is of the wrong kind, the models cannot run it, no layer is reached, or
-            an activation or output is not finite (the message names the site).
+        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model),
+            or ``original`` lacks its norms.
+        DataError: there is no batch, one is of the wrong kind, the models cannot run it, no layer
+            is reached, or an activation or output is not finite (the message names the site).
 
     Warns:
         CalibrationWarning: layers have default constants.
@@ -94,7 +97,12 @@ def compare(model: nn.Module, original: nn.Module, batches: Iterable[Any]) -> Ou
     with watch.undisturbed(model, evaluate=True), watch.undisturbed(original, evaluate=True):
         for batch in watch.iterate(batches):
             before = watch.call(original, batch)
-            found.add(batch, before, watch.call(model, batch), lambda changed: watch.call(original, changed))
+            found.add(
+                batch,
+                before,
+                watch.call(model, batch),
+                lambda changed: watch.call(original, changed),
+            )
     return found.report()
 
 
@@ -102,13 +110,26 @@ class _Measurement:
     """The original and the converted model, run one after the other with their norms and layers watched."""
 
     def __init__(
-        self, model: nn.Module, original: nn.Module | None, comparison: OutputComparison, seed: int, points: int
+        self,
+        model: nn.Module,
+        original: nn.Module | None,
+        comparison: OutputComparison,
+        seed: int,
+        points: int,
     ) -> None:
         layers = require_layers(model, with_norms=True)
-        self.model, self.original, self.comparison = model, model if original is None else original, comparison
+        self.model, self.original, self.comparison = (
+            model,
+            model if original is None else original,
+            comparison,
+        )
         self.sites = {layer: _Site(path, layer, seed, points) for path, layer in layers.items()}
         # Without the original each layer runs its own norm.
-        norms = {each: each for each in self.sites} if original is None else norms_of(original, layers, "original")
+        norms = (
+            {each: each for each in self.sites}
+            if original is None
+            else norms_of(original, layers, "original")
+        )
         self.norms = {norm: layer for layer, norm in norms.items()}
 
     def add(self, batch: Any, share: float) -> None:
@@ -186,7 +207,10 @@ class _Site(SiteStats):
         # A large token counts by the root of its sum; the layer's weight may take any factor over.
         root, part, one = wanted.sqrt(), told / wanted, 1 / wanted
         self._told += torch.stack(
-            [root.sum(), *((root * a * b).sum() for a, b in ((part, 1), (part, part), (one, 1), (one, one)))]
+            [
+                root.sum(),
+                *((root * a * b).sum() for a, b in ((part, 1), (part, part), (one, 1), (one, one))),
+            ]
         )
         self._drawn.add(told.cpu(), wanted.cpu(), (wanted / wanted.mean()).sqrt().cpu())
 
@@ -194,7 +218,9 @@ class _Site(SiteStats):
         """Return the row."""
         layer, fit = self.layer, self.fit()
         whole, told, square, one, one_square = self._told.tolist()
-        constant, left = (1 - a * a / (b * whole) if b else 1.0 for a, b in ((one, one_square), (told, square)))
+        constant, left = (
+            1 - a * a / (b * whole) if b else 1.0 for a, b in ((one, one_square), (told, square))
+        )
         # Of the outputs' mean square about their channel's mean.
         y, yy = self._sums / max(self._compared, 1)
         spread = float((yy - y * y).sum()) * self._compared
@@ -206,7 +232,9 @@ class _Site(SiteStats):
             center=None if layer.center is None else float(layer.center.detach().median()),
             saturated=self.saturated / self.seen if self.seen else None,
             witnesses=layer.witness_channels,
-            gains=() if layer.log_gain is None else tuple(layer.log_gain.detach().double().exp().tolist()),
+            gains=()
+            if layer.log_gain is None
+            else tuple(layer.log_gain.detach().double().exp().tolist()),
             told=max(1 - left / constant, 0.0) if constant > 0 else 0.0,
             why=self.why,
             sums=self._drawn.points(),

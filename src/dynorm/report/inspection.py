@@ -16,7 +16,16 @@ from dynorm.fit.calibrate import run_norms
 from dynorm.fit.site_fit import own_betas
 from dynorm.report.records import InspectedSite, InspectionReport
 from dynorm.report.sizes import TokenSizes
-from dynorm.report.stats import FUNCTIONS, OutlierFit, Reservoir, SiteStats, core_fit, normalized, parted, reached
+from dynorm.report.stats import (
+    FUNCTIONS,
+    OutlierFit,
+    Reservoir,
+    SiteStats,
+    core_fit,
+    normalized,
+    parted,
+    reached,
+)
 from dynorm.site import NormSite
 
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
@@ -36,17 +45,19 @@ def inspect_norms(
 ) -> InspectionReport:
     """Repeat the paper's section 4 at every norm of a model, on its own activations; the model is not changed.
 
-    Of every token the channel farthest from the mean is its outlier. DyT, DyISRU and a straight line, with one constant
-    per site, are fitted by least squares on the outliers of some tokens and measured on those of others; beside it the
-    same on all channels. The report also says whether the model has massive activations: which tokens are the largest,
-    in which channel, and how much of the tokens' sizes one, two and four channels tell. Memory is that of one batch
-    plus a fixed amount per site. The model runs in eval mode, without gradient; it, its buffers and random states are
-    afterwards as they were.
+    Of every token the channel farthest from the mean is its outlier. DyT, DyISRU and a straight
+    line, with one constant per site, are fitted by least squares on the outliers of some tokens and
+    measured on those of others; beside it the same on all channels. The report also says whether
+    the model has massive activations: which tokens are the largest, in which channel, and how much
+    of the tokens' sizes one, two and four channels tell. Memory is that of one batch plus a fixed
+    amount per site. The model runs in eval mode, without gradient; it, its buffers and random
+    states are afterwards as they were.
 
     Args:
         model: any model with LayerNorms or RMSNorms.
         batches: tensors, tuples or dicts, as for :func:`calibrate_`; read once.
-        sites: all or some of those that :func:`find_norms` returned; None finds them with the first batch.
+        sites: all or some of those that :func:`find_norms` returned; None finds them with the first
+            batch.
         fit_on: as for :func:`measure`.
         seed: of the samples.
         points: how many points to keep for the picture of a site.
@@ -59,8 +70,8 @@ def inspect_norms(
     Raises:
         ArgumentError: ``points`` is not positive.
         ModelError: the model has no norm that is left (it may be converted already).
-        DataError: there is no batch, one is of the wrong kind, the model cannot run it, it reaches no norm, or an
-            activation is not finite.
+        DataError: there is no batch, one is of the wrong kind, the model cannot run it, it reaches
+            no norm, or an activation is not finite.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -82,7 +93,12 @@ def inspect_norms(
     with watch.undisturbed(model, evaluate=True):
         for batch, share in parted(remaining, fit_on):
             count += share < 1
-            run_norms(model, watched, batch, lambda norm, x, _, b=batch, s=share: watched[norm].see(x, b, s))
+            run_norms(
+                model,
+                watched,
+                batch,
+                lambda norm, x, _, b=batch, s=share: watched[norm].see(x, b, s),
+            )
     return InspectionReport(
         model=type(model).__name__,
         sites=[site.report(decode) for site in reached(watched.values(), "norm")],
@@ -110,18 +126,28 @@ class _Site(SiteStats):
         core, figures = self.fit(), self.figures()
         if decode is not None:
             sizes: TokenSizes = figures["sizes"]
-            named = (replace(t, token=decode(t.token)) if isinstance(t.token, int) else t for t in sizes.tokens)
+            named = (
+                replace(t, token=decode(t.token)) if isinstance(t.token, int) else t
+                for t in sizes.tokens
+            )
             figures["sizes"] = replace(sizes, tokens=tuple(named))
-        return InspectedSite(**figures, outliers=self.outliers.fit(core.scale, core.center), core=core)
+        return InspectedSite(
+            **figures, outliers=self.outliers.fit(core.scale, core.center), core=core
+        )
 
 
-def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int, points: int) -> dict[nn.Module, _Site]:
-    usable = [site for site in sites if site.refused is None and math.prod(site.normalized_shape) > 1]
+def _watched(
+    model: nn.Module, sites: Sequence[NormSite], seed: int, points: int
+) -> dict[nn.Module, _Site]:
+    usable = [
+        site for site in sites if site.refused is None and math.prod(site.normalized_shape) > 1
+    ]
     if not usable:
         reasons = "; ".join(f"{site.path}: {site.refused}" for site in sites[:3] if site.refused)
         raise ModelError(
             "the model must have a LayerNorm or RMSNorm to inspect, but has none"
-            f"{f' ({reasons})' if reasons else ''}: a converted model has lost its norms, inspect the original"
+            f"{f' ({reasons})' if reasons else ''}: a converted model has lost its norms, inspect "
+            "the original"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     if missing := [site.path for site in usable if site.path not in modules]:
@@ -147,20 +173,30 @@ class Outliers:
         self._add(self._fitted, x[:fitted])
         beta = self._add(self._held_out, x[fitted:])
         log_beta = beta.clamp_min(torch.finfo(beta.dtype).tiny).log()
-        self._logs += torch.stack([torch.ones_like(log_beta).sum(), log_beta.sum(), log_beta.square().sum()]).cpu()
+        self._logs += torch.stack(
+            [torch.ones_like(log_beta).sum(), log_beta.sum(), log_beta.square().sum()]
+        ).cpu()
 
     def fit(self, scale: float, center: float) -> OutlierFit:
         """Fit each function by least squares and measure it; where one half has no tokens, on the other.
 
-        The scale is the bound of the functions; the centre the site's mean where the norm centres, else 0.
+        The scale is the bound of the functions; the centre the site's mean where the norm centres,
+        else 0.
         """
         fitted, held_out = self._fitted or self._held_out, self._held_out or self._fitted
         x, y = torch.tensor(fitted.points(), dtype=torch.float64)
-        start = float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12)) * scale**2
+        start = (
+            float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12))
+            * scale**2
+        )
         fit = core_fit(fitted, held_out, center, scale, start)
         x, y = torch.tensor(held_out.points(), dtype=torch.float64)
         residuals = {
-            name: float((f(x, torch.tensor(fit.betas[name], dtype=torch.float64), center, scale) - y).abs().mean())
+            name: float(
+                (f(x, torch.tensor(fit.betas[name], dtype=torch.float64), center, scale) - y)
+                .abs()
+                .mean()
+            )
             for name, f in FUNCTIONS.items()
         }
         _, mean, square = (self._logs / self._logs[0].clamp_min(1)).tolist()
@@ -175,10 +211,18 @@ class Outliers:
         sigma, core, _ = normalized(self.site, x)
         place = core.abs().argmax(-1, keepdim=True)
         y = core.gather(-1, place)[:, 0]
-        outlier, beta = (each.gather(-1, place) for each in (x, own_betas(x, self.site.kind, self.site.eps)))
+        outlier, beta = (
+            each.gather(-1, place) for each in (x, own_betas(x, self.site.kind, self.site.eps))
+        )
         middle = theory.leave_one_out_mean(x).gather(-1, place) if centred else None
-        exact = functional.dyisru_general(outlier, beta, middle, scale=math.sqrt(x.shape[-1] - centred))
+        exact = functional.dyisru_general(
+            outlier, beta, middle, scale=math.sqrt(x.shape[-1] - centred)
+        )
         gap = (exact[:, 0] - y)[sigma > torch.finfo(x.dtype).tiny]
-        self._exact = max([self._exact, *gap.abs().amax(0, keepdim=True).tolist()]) if len(gap) else self._exact
+        self._exact = (
+            max([self._exact, *gap.abs().amax(0, keepdim=True).tolist()])
+            if len(gap)
+            else self._exact
+        )
         kept.add(outlier.cpu(), y.cpu(), torch.ones(len(y), dtype=torch.float64))
         return beta[:, 0]

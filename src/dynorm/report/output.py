@@ -14,7 +14,8 @@ from dynorm.watch import token_masks
 
 Kind = Literal["encoder", "language", "tensor"]
 
-# All pairs of so many samples are two million, which takes a second; of more samples an even choice is taken.
+# All pairs of so many samples are two million, which takes a second; of more samples an even choice
+# is taken.
 _MOST_PAIRED = 2000
 # How far rounding may move the logits before an exchanged token, relative to the largest logit.
 _CAUSAL_TOLERANCE = 1e-5
@@ -25,26 +26,31 @@ class OutputReport:
     """The output of a converted model beside the original's; None where a figure does not apply.
 
     Args:
-        kind: "encoder" (samples are compared by their L2-normalized embeddings: the mean over a text's tokens, or the
-            class token of an image), "language" (by their logits, and as next-token predictors) or "tensor" (by their
-            flattened outputs, padding left out).
+        kind: "encoder" (samples are compared by their L2-normalized embeddings: the mean over a
+            text's tokens, or the class token of an image), "language" (by their logits, and as
+            next-token predictors) or "tensor" (by their flattened outputs, padding left out).
         samples: how many were compared.
         cosine_mean: mean cosine of a sample's two outputs.
         cosine_min: the worst.
         cosine_p05: the 5th percentile.
         cosine_median: the median.
-        spearman: rank correlation of the similarities of all pairs of samples, of at most 2,000 samples.
+        spearman: rank correlation of the similarities of all pairs of samples, of at most 2,000
+            samples.
         tokens: how many tokens were predicted.
         loss_original: mean next-token cross-entropy of the original, in nats.
         loss_now: the same of the converted model.
         loss_difference: the latter less the former.
-        kl: mean Kullback-Leibler divergence of the converted model's prediction from the original's, in nats per token.
+        kl: mean Kullback-Leibler divergence of the converted model's prediction from the
+            original's, in nats per token.
         accuracy_original: how often the original's likeliest next token is the right one.
         accuracy_now: the same of the converted model.
         agreement: how often both have the same likeliest token, or class.
-        error: of a "tensor", the distance to the original's over their spread; 1 is as bad as a constant.
-        worst: the place of the sample with the least cosine, counted from 0; samples of padding alone do not count.
-        neighbours: how often a sample's nearest neighbour, among 2,000 at most, is the same in both models.
+        error: of a "tensor", the distance to the original's over their spread; 1 is as bad as a
+            constant.
+        worst: the place of the sample with the least cosine, counted from 0; samples of padding
+            alone do not count.
+        neighbours: how often a sample's nearest neighbour, among 2,000 at most, is the same in both
+            models.
     """
 
     kind: Kind
@@ -74,7 +80,9 @@ class OutputComparison:
     """
 
     def __init__(self, pick: Callable[[Any], Tensor] | None = None) -> None:
-        self._named_tensor = output_tensor if pick is None else lambda output, _: (None, _floating(pick(output)))
+        self._named_tensor = (
+            output_tensor if pick is None else lambda output, _: (None, _floating(pick(output)))
+        )
         self.kind: Kind | None = None
         self.batches = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -86,17 +94,25 @@ class OutputComparison:
 
     def add(self, batch: Any, original: Any, now: Any, run_again: Callable[[Any], Any]) -> None:
         """Add a batch with both outputs; the original is run again once, on a batch in which a token was exchanged."""
-        (name, first), (_, second) = (self._named_tensor(output, batch) for output in (original, now))
+        (name, first), (_, second) = (
+            self._named_tensor(output, batch) for output in (original, now)
+        )
         second = second.to(first.device)
         if first.shape != second.shape:
             shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
-            raise DataError(f"both models must give outputs of one shape, got {shapes}: is `original` the same model?")
+            raise DataError(
+                f"both models must give outputs of one shape, got {shapes}: is `original` the same "
+                "model?"
+            )
         if self.kind is None:
             self.kind = self._kind(batch, name, first, run_again)
         a, b = (sample_vectors(t, batch, pooled=self.kind == "encoder") for t in (first, second))
         for vectors, which in ((a, "original"), (b, "converted")):
             if not vectors.isfinite().all():
-                raise DataError(f"outputs must be finite, but the {which} model gave NaN or inf: look for an overflow")
+                raise DataError(
+                    f"outputs must be finite, but the {which} model gave NaN or inf: look for an "
+                    "overflow"
+                )
         self.batches += 1
         # The same zeros have no direction, and nothing was lost.
         self._cosines.append(cosine_similarity(a, b, dim=1).where((a != b).any(1), 1.0).cpu())
@@ -130,21 +146,44 @@ class OutputComparison:
             if spread > 1e-12 * yy.sum():
                 figures["error"] = float((distance.sum() / spread).sqrt())
         if self._tokens:
-            names = ("loss_original", "loss_now", "kl", "accuracy_original", "accuracy_now", "agreement")
+            names = (
+                "loss_original",
+                "loss_now",
+                "kl",
+                "accuracy_original",
+                "accuracy_now",
+                "agreement",
+            )
             figures |= dict(zip(names, (self._predicted / self._tokens).tolist(), strict=True))
-            figures |= {"tokens": self._tokens, "loss_difference": figures["loss_now"] - figures["loss_original"]}
-        return OutputReport(kind, len(cosines), float(cosines.mean()), float(least), low, median, **figures)
+            figures |= {
+                "tokens": self._tokens,
+                "loss_difference": figures["loss_now"] - figures["loss_original"],
+            }
+        return OutputReport(
+            kind, len(cosines), float(cosines.mean()), float(least), low, median, **figures
+        )
 
-    def _kind(self, batch: Any, name: str | None, tensor: Tensor, run_again: Callable[[Any], Any]) -> Kind:
+    def _kind(
+        self, batch: Any, name: str | None, tensor: Tensor, run_again: Callable[[Any], Any]
+    ) -> Kind:
         if name == "logits":
             ids: Any = batch.get(_predicted_ids(batch)) if isinstance(batch, Mapping) else None
-            fits = isinstance(ids, Tensor) and ids.ndim == 2 and tensor.ndim == 3 and ids.shape == tensor.shape[:2]
-            return "language" if fits and self._is_causal(batch, ids, tensor, run_again) else "tensor"
+            fits = (
+                isinstance(ids, Tensor)
+                and ids.ndim == 2
+                and tensor.ndim == 3
+                and ids.shape == tensor.shape[:2]
+            )
+            return (
+                "language" if fits and self._is_causal(batch, ids, tensor, run_again) else "tensor"
+            )
         is_masked = any(mask.shape == tensor.shape[:2] for mask in token_masks(batch))
         is_tokens = tensor.ndim == 3 and (name == "last_hidden_state" or is_masked)
         return "encoder" if name == "class_token" or is_tokens else "tensor"
 
-    def _is_causal(self, batch: Any, ids: Tensor, logits: Tensor, run_again: Callable[[Any], Any]) -> bool:
+    def _is_causal(
+        self, batch: Any, ids: Tensor, logits: Tensor, run_again: Callable[[Any], Any]
+    ) -> bool:
         """Return whether another last token leaves the logits before it as they were."""
         place = torch.arange(ids.shape[1], device=ids.device)
         last = (_valid(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
@@ -174,7 +213,9 @@ class OutputComparison:
 def spearman(a: Tensor, b: Tensor) -> float | None:
     """Return Spearman's rank correlation, ties with their average rank; None where one of the two does not vary."""
     if a.numel() != b.numel():
-        raise ArgumentError(f"a and b must hold equally many values, got {a.numel()} and {b.numel()}")
+        raise ArgumentError(
+            f"a and b must hold equally many values, got {a.numel()} and {b.numel()}"
+        )
     if a.numel() < 2:
         return None
     found = float(torch.corrcoef(torch.stack([average_ranks(a), average_ranks(b)]))[0, 1])
@@ -191,8 +232,9 @@ def average_ranks(values: Tensor) -> Tensor:
 def pairs_alike(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
     """Compare the similarities of all pairs of rows in two embeddings (N, D) of the same samples, of length 1.
 
-    Return Spearman's correlation of the similarities, and how often a sample has the same nearest neighbour in both, as
-    a share. None for fewer than 3 rows; of more than 2,000, an even choice of 2,000 is compared.
+    Return Spearman's correlation of the similarities, and how often a sample has the same nearest
+    neighbour in both, as a share. None for fewer than 3 rows; of more than 2,000, an even choice of
+    2,000 is compared.
     """
     if len(a) < 3:
         return None, None
@@ -207,10 +249,15 @@ def pairs_alike(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
 def output_tensor(output: Any, batch: Any = None) -> tuple[str | None, Tensor]:
     """Return the tensor of a model's output that is compared, with its name.
 
-    It is the "logits", else of a ``batch`` of images the "class_token", else the "last_hidden_state", or first tensor.
+    It is the "logits", else of a ``batch`` of images the "class_token", else the
+    "last_hidden_state", or first tensor.
     """
     names = ("logits", "pooler_output", "last_hidden_state")
-    known = output if isinstance(output, Mapping) else {name: getattr(output, name, None) for name in names}
+    known = (
+        output
+        if isinstance(output, Mapping)
+        else {name: getattr(output, name, None) for name in names}
+    )
     logits, pooled, hidden = map(known.get, names)
     pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
     token = None
@@ -230,7 +277,9 @@ def output_tensor(output: Any, batch: Any = None) -> tuple[str | None, Tensor]:
 def _floating(tensor: Any) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise DataError(f"the output must hold a floating point tensor to compare, got {got}: pass output=")
+        raise DataError(
+            f"the output must hold a floating point tensor to compare, got {got}: pass output="
+        )
     return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor
 
 

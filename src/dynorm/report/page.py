@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from matplotlib.axes import Axes
 
-# Colours that stand for the page's own, which differ by day and night; matplotlib only knows fixed ones.
+# Colours that stand for the page's own, which differ by day and night; matplotlib only knows fixed
+# ones.
 _USES = (*FAMILY, "soft", "edge", "point", "bar", "outlier")
 _OF_THE_PAGE = {use: f"#0101{place:02x}" for place, use in enumerate(_USES, start=1)}
 _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
@@ -35,16 +36,27 @@ def environment() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     from markupsafe import Markup
 
-    options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    options: dict[str, Any] = {
+        "undefined": StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
     found = Environment(loader=PackageLoader("dynorm"), autoescape=select_autoescape(), **options)
-    found.globals |= {"css_colors": css_colors, "picture": lambda *parts: Markup(svg_picture(*parts))}
+    found.globals |= {
+        "css_colors": css_colors,
+        "picture": lambda *parts: Markup(svg_picture(*parts)),
+    }
     found.filters |= {
         # A path may break after its dots and underscores.
-        "breakable": lambda path: Markup(escape(str(path)).replace(".", ".<wbr>").replace("_", "_<wbr>")),
+        "breakable": lambda path: Markup(
+            escape(str(path)).replace(".", ".<wbr>").replace("_", "_<wbr>")
+        ),
         "digits": digits,
         "json": partial(json.dumps, ensure_ascii=False),
         "percent": "{:.1%}".format,
-        "named": lambda values: " · ".join(f"{FAMILY[name].title} {values[name]:.3f}" for name in FUNCTIONS),
+        "named": lambda values: " · ".join(
+            f"{FAMILY[name].title} {values[name]:.3f}" for name in FUNCTIONS
+        ),
         "plain": plain,
         "wins": wins,
         "table": lambda table: Markup(table_html(table)),
@@ -74,19 +86,27 @@ def table_html(table: Table) -> str:
     for row in table.rows:
         cells = list(zip(columns, row, strict=True))
         # The least value of each group is marked as best.
-        best = {c.group: min(v for d, v in cells if d.group == c.group) for c, _ in cells if c.group}
+        best = {
+            c.group: min(v for d, v in cells if d.group == c.group) for c, _ in cells if c.group
+        }
         rows.append([(c.text(v), bool(c.group) and v == best[c.group]) for c, v in cells])
     groups = [(name, len(list(part))) for name, part in groupby(column.group for column in columns)]
     return rendered("table.html", columns=columns, groups=groups, rows=rows, notes=table.notes)
 
 
 def svg_picture(
-    name: str, words: str, fit: CoreFit, sample: Picture, outliers: Points | None = None, sums: Points | None = None
+    name: str,
+    words: str,
+    fit: CoreFit,
+    sample: Picture,
+    outliers: Points | None = None,
+    sums: Points | None = None,
 ) -> str:
     """Return the picture that :func:`draw` makes as an ``<svg>`` element whose colours are the page's variables.
 
-    The ``name`` tells its parts from those of other pictures in the page, and ``words`` tell it to a reader who cannot
-    see it. ``sums`` are of some tokens the layer's sum and the norm's own, for a second picture below.
+    The ``name`` tells its parts from those of other pictures in the page, and ``words`` tell it to
+    a reader who cannot see it. ``sums`` are of some tokens the layer's sum and the norm's own, for
+    a second picture below.
     """
     require_library("matplotlib", "an HTML report", "plots")
     import matplotlib
@@ -94,7 +114,9 @@ def svg_picture(
 
     buffer = io.StringIO()
     # The salt makes the ids of this picture differ from those of the others in the page.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify": False}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify": False}
+    ):
         count = 1 + (sums is not None)
         figure = Figure(figsize=(4.4, 3.1 * count), layout="constrained")
         draw(figure.add_subplot(count, 1, 1), fit, sample, outliers, _OF_THE_PAGE)
@@ -111,11 +133,13 @@ def svg_picture(
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(words)}"', 1)
 
 
-def draw(axes: "Axes", fit: CoreFit, sample: Picture, outliers: Points | None, colors: Mapping[str, str]) -> None:
+def draw(
+    axes: "Axes", fit: CoreFit, sample: Picture, outliers: Points | None, colors: Mapping[str, str]
+) -> None:
     """Draw points first, then bounds and curves, error bars or outliers on top; x is counted from the centre.
 
-    ``outliers`` are x and y of the points that the curves were fitted on, where these are outliers alone; ``colors``
-    are by use: a function's name, "soft", "edge", "point", "bar" and "outlier".
+    ``outliers`` are x and y of the points that the curves were fitted on, where these are outliers
+    alone; ``colors`` are by use: a function's name, "soft", "edge", "point", "bar" and "outlier".
     """
     knee = PICTURE_KNEE * sample.sigma
     x = [x - fit.center for x in sample.x]
@@ -134,14 +158,20 @@ def draw(axes: "Axes", fit: CoreFit, sample: Picture, outliers: Points | None, c
     curve = knee * torch.linspace(low, high, 121, dtype=torch.float64).sinh()
     for name, function in FUNCTIONS.items():
         y = function(curve, torch.tensor(fit.betas[name], dtype=torch.float64), 0.0, fit.scale)
-        axes.plot(curve.tolist(), y.tolist(), color=colors[name], linewidth=1.5, linestyle=_STYLES[name])
+        axes.plot(
+            curve.tolist(), y.tolist(), color=colors[name], linewidth=1.5, linestyle=_STYLES[name]
+        )
     if outliers is None:
-        places, means, stds = ([getattr(b, name) for b in sample.bins] for name in ("x", "mean", "std"))
+        places, means, stds = (
+            [getattr(b, name) for b in sample.bins] for name in ("x", "mean", "std")
+        )
         places = [place - fit.center for place in places]
         axes.errorbar(places, means, stds, fmt="none", ecolor=colors["bar"], elinewidth=1.1)
 
 
-def draw_sums(axes: "Axes", told: list[float], sums: list[float], colors: Mapping[str, str]) -> None:
+def draw_sums(
+    axes: "Axes", told: list[float], sums: list[float], colors: Mapping[str, str]
+) -> None:
     """Draw the norm's sum of each token against what tells it, beside the best constant; both axes logarithmic."""
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -150,11 +180,26 @@ def draw_sums(axes: "Axes", told: list[float], sums: list[float], colors: Mappin
     for axis, values in ((axes.xaxis, told + sums), (axes.yaxis, sums)):
         span = math.log10(max(values) / min(values))
         # Decades alone where there are many, else round numbers between them.
-        steps = next((s for limit, s in ((0.7, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (3, (1, 3))) if span < limit), (1,))
+        steps = next(
+            (
+                s
+                for limit, s in ((0.7, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (3, (1, 3)))
+                if span < limit
+            ),
+            (1,),
+        )
         axis.set_major_locator(LogLocator(subs=steps, numticks=20))
-        axis.set_major_formatter(lambda tick, _: f"{tick:,.0f}" if 1 <= tick < 1e6 else f"{tick:.0e}")
+        axis.set_major_formatter(
+            lambda tick, _: f"{tick:,.0f}" if 1 <= tick < 1e6 else f"{tick:.0e}"
+        )
         axis.set_minor_locator(NullLocator())
-    _draw_dots(axes, [math.exp(fmean(map(math.log, sums)))] * len(sums), sums, colors["point"], 1e-4 * min(sums))
+    _draw_dots(
+        axes,
+        [math.exp(fmean(map(math.log, sums)))] * len(sums),
+        sums,
+        colors["point"],
+        1e-4 * min(sums),
+    )
     ends = min(sums), max(sums)
     axes.plot(ends, ends, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
     _draw_dots(axes, told, sums, colors["outlier"], 1e-4 * min(sums))
@@ -168,10 +213,15 @@ def _frame(axes: "Axes", x_label: str, y_label: str, colors: Mapping[str, str]) 
         spine.set_color(colors["edge"])
 
 
-def _draw_dots(axes: "Axes", x: list[float], y: list[float], color: str, size: float = 1e-4) -> None:
-    # A dot is a line of next to no length (of none, a PNG would not show it): one path for all is a fifth of as many
-    # markers.
-    dots = [[end for v in values for end in (v, v + length, math.nan)] for values, length in ((x, 0.0), (y, size))]
+def _draw_dots(
+    axes: "Axes", x: list[float], y: list[float], color: str, size: float = 1e-4
+) -> None:
+    # A dot is a line of next to no length (of none, a PNG would not show it): one path for all is a
+    # fifth of as many markers.
+    dots = [
+        [end for v in values for end in (v, v + length, math.nan)]
+        for values, length in ((x, 0.0), (y, size))
+    ]
     axes.plot(*dots, color=color, linewidth=3, solid_capstyle="round")
 
 

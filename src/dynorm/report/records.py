@@ -43,13 +43,16 @@ class MeasuredSite:
         kind: the norm: "layernorm" or "rmsnorm".
         channels: C.
         tokens: how many tokens the norm saw, padding not counted.
-        outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, sqrt(C - 1) at most (for
-            an RMSNorm ``|x|`` in the token's rms, sqrt(C) at most).
-        outlier_site: the largest ``|x - mean|`` in typical sigmas, the geometric mean over the site's tokens; no bound.
-        sigma_spread: standard deviation of the natural logarithm of the tokens' sigma (an RMSNorm's rms): 0 if all are
-            alike, and then a constant serves as well as the norm; 0.5 if they commonly differ by a factor of 1.6.
+        outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, sqrt(C -
+            1) at most (for an RMSNorm ``|x|`` in the token's rms, sqrt(C) at most).
+        outlier_site: the largest ``|x - mean|`` in typical sigmas, the geometric mean over the
+            site's tokens; no bound.
+        sigma_spread: standard deviation of the natural logarithm of the tokens' sigma (an RMSNorm's
+            rms): 0 if all are alike, and then a constant serves as well as the norm; 0.5 if they
+            commonly differ by a factor of 1.6.
         sigma_range: the 99th percentile of sigma over the 1st.
-        sizes: the largest tokens, and how much of the sizes' variation any 0, 1, 2 and 4 channels could tell.
+        sizes: the largest tokens, and how much of the sizes' variation any 0, 1, 2 and 4 channels
+            could tell.
         picture: the points and bars of its picture.
     """
 
@@ -67,7 +70,10 @@ class MeasuredSite:
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values, without the sampled points."""
         drawn = ("picture", "sums", "points")
-        return asdict(self, dict_factory=lambda pairs: {name: value for name, value in pairs if name not in drawn})
+        return asdict(
+            self,
+            dict_factory=lambda pairs: {name: value for name, value in pairs if name not in drawn},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -92,12 +98,21 @@ class Report:
         notes = [f"{path}  not reached" for path in self.unreached]
         notes += [f"{path}  left out: {reason}" for path, reason in refused.items()]
         known = tomllib.loads(files(__package__).joinpath("columns.toml").read_text("utf-8"))
-        kept = [each for each in known[self._template] if not (need := each.pop("only_with", "")) or self.has(need)]
+        kept = [
+            each
+            for each in known[self._template]
+            if not (need := each.pop("only_with", "")) or self.has(need)
+        ]
         compiled = environment().compile_expression
         values = [compiled(f"site.{each.pop('value')}", undefined_to_none=False) for each in kept]
-        columns = [Column(**each | {"form": _FORMS.get(form := each.get("form", ""), form)}) for each in kept]
+        columns = [
+            Column(**each | {"form": _FORMS.get(form := each.get("form", ""), form)})
+            for each in kept
+        ]
         title = rendered(f"{self._template}.txt", report=self).rstrip()
-        return Table(columns, [[value(site=site) for value in values] for site in self.sites], notes, title)
+        return Table(
+            columns, [[value(site=site) for value in values] for site in self.sites], notes, title
+        )
 
     def to_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that needs no other file, whole or not at all.
@@ -158,21 +173,23 @@ class SiteReport(MeasuredSite):
 
     Args:
         layer: the layer there now: "dyisru", "dyt", "derf" or "linear".
-        error_linear: the relative error ``|y - f| / |y|`` of ``f = scale / sqrt(beta) (x - c)`` over all held-out
-            tokens and channels, with one beta and the centre c fitted on other tokens.
+        error_linear: the relative error ``|y - f| / |y|`` of ``f = scale / sqrt(beta) (x - c)``
+            over all held-out tokens and channels, with one beta and the centre c fitted on other
+            tokens.
         error_dyt: the same of ``scale tanh((x - c) / sqrt(beta))``.
         error_dyisru: the same of ``scale (x - c) / sqrt(beta + (x - c)^2)``.
-        error_now: the error of the layer in the converted model against the norm in the original: root of the squared
-            distance of their outputs over that of the norm's from their channel's mean. 1 is as bad as a constant.
-            None where the two cannot be paired.
-        beta: the layer's constant, as the inverse square of its slope (the channels' median where there are many).
+        error_now: the error of the layer in the converted model against the norm in the original:
+            root of the squared distance of their outputs over that of the norm's from their
+            channel's mean. 1 is as bad as a constant. None where the two cannot be paired.
+        beta: the layer's constant, as the inverse square of its slope (the channels' median where
+            there are many).
         center: its centre (the median likewise), or None.
-        saturated: share of the values that the converted layer takes beyond 95 % of its bound; of the linear control,
-            which has none, beyond 95 % of the norm's.
+        saturated: share of the values that the converted layer takes beyond 95 % of its bound; of
+            the linear control, which has none, beyond 95 % of the norm's.
         witnesses: the layer's witness channels; empty for a function of one channel.
         gains: the weight of each one's square.
-        told: how much of the variation of the tokens' sums over a constant the layer's own ``beta + sum g u^2`` tells,
-            up to a factor; 0 without witnesses, 1 is all.
+        told: how much of the variation of the tokens' sums over a constant the layer's own ``beta +
+            sum g u^2`` tells, up to a factor; 0 without witnesses, 1 is all.
         why: why ``to="auto"`` chose the layer; empty where it was given.
         sums: ``beta + sum g u^2`` and the norm's own sum, of some of the tokens.
         fit: the constants that the three errors of the core belong to.
@@ -213,7 +230,8 @@ class Continuation:
     prompt: str  # the tokens that both were given, or the audio file
     original: str  # the original's continuation or transcript
     now: str  # the converted model's
-    same: float  # the share of places with the same token; of a transcript one minus the word error rate
+    # the share of places with the same token; of a transcript one minus the word error rate
+    same: float
     length: int = 1  # the original's words, by which transcripts count
 
 
@@ -226,8 +244,8 @@ class ModelReport(Report):
         sites: the replaced norms, in call order.
         output: the model's output beside the original's.
         batches: how many batches were measured.
-        continuations: held-out texts, as ``dynorm convert`` has a language model and its original go on with them, or
-            audio files, as both write them down.
+        continuations: held-out texts, as ``dynorm convert`` has a language model and its original
+            go on with them, or audio files, as both write them down.
         unreached: paths of the layers that no batch reached.
         meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
     """
@@ -241,7 +259,9 @@ class ModelReport(Report):
     def same(self) -> float | None:
         """Return the share of equal tokens over all continuations, or one minus the word error rate of transcripts."""
         found = self.continuations
-        return fmean((each.same for each in found), [each.length for each in found]) if found else None
+        return (
+            fmean((each.same for each in found), [each.length for each in found]) if found else None
+        )
 
     def verdict(self) -> str:
         """Return in a few sentences what was lost, which sample lost most, and what to do next."""
@@ -261,11 +281,13 @@ class ModelReport(Report):
 class InspectedSite(MeasuredSite):
     """One norm and its outliers; an outlier is the channel of a token that is farthest from the mean (an RMSNorm's: 0).
 
-    Functions are named "linear", "dyt" (scaled) and "dyisru"; each has one constant per site, fitted on some tokens and
-    measured on others. These fields stand besides those of :class:`dynorm.report.records.MeasuredSite`.
+    Functions are named "linear", "dyt" (scaled) and "dyisru"; each has one constant per site,
+    fitted on some tokens and measured on others. These fields stand besides those of
+    :class:`dynorm.report.records.MeasuredSite`.
 
     Args:
-        outliers: how well the functions, fitted on outliers alone, describe outliers, as section 4.2 asks.
+        outliers: how well the functions, fitted on outliers alone, describe outliers, as section
+            4.2 asks.
         core: how well they describe all channels when fitted on all.
     """
 
@@ -342,7 +364,9 @@ class InspectionReport(Report):
 
     def findings(self) -> str:
         """Return the sentences that follow from the figures alone."""
-        span = tuple(math.exp(f(site.outliers.beta_spread for site in self.sites)) for f in (min, max))
+        span = tuple(
+            math.exp(f(site.outliers.beta_spread for site in self.sites)) for f in (min, max)
+        )
         titles = {name: FAMILY[name].title for name in FUNCTIONS}
         return _paragraph("findings.txt", found=self.summary(), titles=titles, span=span)
 

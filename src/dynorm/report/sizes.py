@@ -14,7 +14,8 @@ from dynorm.watch import token_masks, valid_tokens
 # So many channels are tried at most.
 _MOST = 4
 _LARGEST = 5
-# Where one channel makes a token this many times as large as the median one, its activation is called massive.
+# Where one channel makes a token this many times as large as the median one, its activation is
+# called massive.
 _MASSIVE = 3.0
 
 
@@ -25,8 +26,12 @@ class LargeToken:
     size: float  # its sigma (an RMSNorm's rms) over the median token's
     channel: int  # its largest channel
     share: float  # the part of its sum of squares that this channel holds
-    position: int | None = None  # its place in the text, from 0 on; None where the batch does not tell
-    token: str | int | None = None  # its text, or its number where no tokenizer is known; None likewise
+    position: int | None = (
+        None  # its place in the text, from 0 on; None where the batch does not tell
+    )
+    token: str | int | None = (
+        None  # its text, or its number where no tokenizer is known; None likewise
+    )
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ class TokenSizes:
     channels: tuple[int, ...]  # those that tell the sizes best, the best first
     gains: tuple[float, ...]  # the weight of each one's square
     beta: float  # the constant beside them
-    # How much of the sizes' variation 0, 1, 2 and 4 channels explain, on tokens that they were not chosen by; 1 is all,
-    # 0 no more than a constant does.
+    # How much of the sizes' variation 0, 1, 2 and 4 channels explain, on tokens that they were not
+    # chosen by; 1 is all, 0 no more than a constant does.
     explained: dict[int, float]
 
     @property
@@ -54,7 +59,10 @@ class TokenSizes:
     def places(self) -> str:
         """Return the largest tokens in words, each once: text or number, and position."""
         named = {
-            " ".join([repr(t.token)] * (t.token is not None) + [f"at {t.position}"] * (t.position is not None)): None
+            " ".join(
+                [repr(t.token)] * (t.token is not None)
+                + [f"at {t.position}"] * (t.position is not None)
+            ): None
             for t in self.tokens
         }
         return ", ".join(filter(None, named)) or "unknown"
@@ -82,10 +90,15 @@ class SizeStats:
         share, channel = (squares / squares.sum(1, keepdim=True).clamp_min(1e-300)).max(1)
         columns = (column.tolist() for column in (sigma[rows], channel, share))
         places_of = ((None if each < 0 else each for each in known[i]) for i in chosen.values())
-        new = [LargeToken(*figures, *place) for *figures, place in zip(*columns, places_of, strict=True)]
+        new = [
+            LargeToken(*figures, *place)
+            for *figures, place in zip(*columns, places_of, strict=True)
+        ]
         both = sorted([*self._largest, *new], key=lambda token: token.size)
         named = {token if token.token is None else token.token: token for token in both}
-        self._largest = sorted(named.values(), key=lambda token: token.size, reverse=True)[:_LARGEST]
+        self._largest = sorted(named.values(), key=lambda token: token.size, reverse=True)[
+            :_LARGEST
+        ]
 
     def report(self, median: float) -> TokenSizes:
         """Return the record, with the median sigma of the site."""
@@ -99,12 +112,19 @@ class SizeStats:
 def token_places(site: NormSite, x: Tensor, batch: Any) -> Tensor | None:
     """Return position and vocabulary number of each token of :func:`dynorm.watch.site_tokens`, (tokens, 2), -1 if none.
 
-    None where the batch has neither ``input_ids`` nor a mask of the shape of ``x`` without its channels.
+    None where the batch has neither ``input_ids`` nor a mask of the shape of ``x`` without its
+    channels.
     """
     dims = (site.dim,) if isinstance(site.dim, int) else tuple(site.dim)
     masks = token_masks(batch)
-    ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) and "decoder_input_ids" not in batch else None
-    rest = tuple(size for axis, size in enumerate(x.shape) if axis not in {d % x.ndim for d in dims})
+    ids: Any = (
+        batch.get("input_ids")
+        if isinstance(batch, Mapping) and "decoder_input_ids" not in batch
+        else None
+    )
+    rest = tuple(
+        size for axis, size in enumerate(x.shape) if axis not in {d % x.ndim for d in dims}
+    )
     like: Tensor | None = ids if isinstance(ids, Tensor) else next(iter(masks), None)
     if like is None or like.ndim != 2 or rest not in (like.shape, (like.numel(),)):
         return None
@@ -112,5 +132,8 @@ def token_places(site: NormSite, x: Tensor, batch: Any) -> Tensor | None:
     # Padding on the left does not count.
     position = mask.long().cumsum(1) - 1
     known = torch.full_like(position, -1) if like is not ids else like.long().to(position.device)
-    places, valid = torch.stack([position.flatten(), known.flatten()], 1), valid_tokens(x.shape, dims, masks)
+    places, valid = (
+        torch.stack([position.flatten(), known.flatten()], 1),
+        valid_tokens(x.shape, dims, masks),
+    )
     return places if valid is None else places[valid.to(places.device)]

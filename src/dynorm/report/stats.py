@@ -15,8 +15,8 @@ from dynorm.report.sizes import SizeStats, token_places
 from dynorm.site import NormSite
 from dynorm.watch import iterate, require_finite, site_tokens, token_masks
 
-# Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003 sigma wide at the
-# origin, 1.6 % of u far from it. They end at a billion sigmas.
+# Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003
+# sigma wide at the origin, 1.6 % of u far from it. They end at a billion sigmas.
 _PER_OCTAVE = 44
 _KNEE = 8.0
 _HALF = 33 * _PER_OCTAVE
@@ -49,7 +49,9 @@ class Bin:
 class Picture:
     """The points and bars of a site's picture, all of held-out tokens."""
 
-    x: list[float]  # sampled inputs of the norm, sorted; those far from the centre are drawn more often
+    x: list[
+        float
+    ]  # sampled inputs of the norm, sorted; those far from the centre are drawn more often
     y: list[float]  # the norm's core at each
     bins: list[Bin]  # from all held-out values
     sigma: float  # the typical sigma of the site, the unit of its axis
@@ -61,7 +63,9 @@ class CoreFit:
 
     scale: float  # the bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm
     center: float  # the mean of the activations where the norm centres, else 0
-    betas: dict[str, float]  # each one's constant of least squares: the inverse square of its slope at 0 over ``scale``
+    betas: dict[
+        str, float
+    ]  # each one's constant of least squares: the inverse square of its slope at 0 over ``scale``
     errors: dict[str, float]  # the relative error of each on the held-out tokens
 
 
@@ -72,7 +76,9 @@ class OutlierFit:
     fit: CoreFit  # the curves; their errors are relative, ``|y - f| / |y|``
     residuals: dict[str, float]  # mean absolute residual ``|f - y|`` of each, in units of the core
     beta: float  # geometric mean of the constants of which each outlier would need its own
-    beta_spread: float  # standard deviation of their natural logarithm: 0 if one constant serves all
+    beta_spread: (
+        float  # standard deviation of their natural logarithm: 0 if one constant serves all
+    )
     exact: float  # the largest ``|f - y|`` of DyISRU with these own constants
     points: tuple[list[float], list[float]]  # x and y of some of the outliers that were measured on
 
@@ -80,14 +86,15 @@ class OutlierFit:
 class Histogram:
     r"""Pairs (x, y) binned by x, from which the distance of y from any smooth function of x follows.
 
-    A bin keeps its count and the sums of u, u^2, y, y^2 and u y, with ``u = (x - origin) / unit``. For a function f it
-    stands for two points at one standard deviation from its mean, with y on its regression line:
+    A bin keeps its count and the sums of u, u^2, y, y^2 and u y, with ``u = (x - origin) / unit``.
+    For a function f it stands for two points at one standard deviation from its mean, with y on its
+    regression line:
 
     .. math:: \sum (y - f)^2 = \sum y^2 - 2 \sum_\pm \tfrac n2 (\bar y \pm \tfrac{\mathrm{cov}(u, y)}{s})
         f(\bar u \pm s) + \sum_\pm \tfrac n2 f(\bar u \pm s)^2
 
-    This is exact for a straight line, and right to the third order of a bin's width otherwise. The bins are finest at
-    the origin; the unit is the typical size of ``x - origin``.
+    This is exact for a straight line, and right to the third order of a bin's width otherwise. The
+    bins are finest at the origin; the unit is the typical size of ``x - origin``.
     """
 
     def __init__(self, origin: float, unit: float, device: torch.device | str = "cpu") -> None:
@@ -107,7 +114,9 @@ class Histogram:
         rough = u.float()
         index = (torch.log2(1 + _KNEE * rough.abs()) * _PER_OCTAVE).round().clamp_max(_HALF)
         place = (index * rough.sign()).long() + _HALF
-        for row, value in zip(self._sums, (torch.ones_like(u), u, u * u, y, y * y, u * y), strict=True):
+        for row, value in zip(
+            self._sums, (torch.ones_like(u), u, u * u, y, y * y, u * y), strict=True
+        ):
             row.scatter_add_(0, place, value)
 
     def mean(self) -> float:
@@ -134,18 +143,23 @@ class Histogram:
         place = torch.asinh(u / n / PICTURE_KNEE)
         low, high = place.min(), place.max()
         index = ((place - low) / (high - low).clamp_min(1e-12) * most).long().clamp_max(most - 1)
-        count, x, mean, square = (torch.bincount(index, weights=v, minlength=most) for v in (n, u, y, yy))
+        count, x, mean, square = (
+            torch.bincount(index, weights=v, minlength=most) for v in (n, u, y, yy)
+        )
         full = count >= least
         count, x, mean, square = (v[full] for v in (count, x, mean, square))
         std = (square / count - (mean / count) ** 2).clamp_min(0).sqrt()
         columns = (self.origin + self.unit * x / count, mean / count, std, count)
-        return [Bin(a, b, c, int(d)) for a, b, c, d in zip(*(v.tolist() for v in columns), strict=True)]
+        return [
+            Bin(a, b, c, int(d)) for a, b, c, d in zip(*(v.tolist() for v in columns), strict=True)
+        ]
 
 
 class Reservoir:
     """A sample without replacement of fixed size, in which x far from the origin is drawn more often.
 
-    Each pair gets the key ``log(random) / weight``; the largest keys stay (Efraimidis and Spirakis, 2006).
+    Each pair gets the key ``log(random) / weight``; the largest keys stay (Efraimidis and Spirakis,
+    2006).
     """
 
     def __init__(self, size: int, seed: int, device: torch.device | str = "cpu") -> None:
@@ -179,10 +193,17 @@ class Reservoir:
 
 
 def core_fit(
-    fitted: Histogram | Reservoir, held_out: Histogram | Reservoir, center: float, scale: float, start: float
+    fitted: Histogram | Reservoir,
+    held_out: Histogram | Reservoir,
+    center: float,
+    scale: float,
+    start: float,
 ) -> CoreFit:
     """Fit the functions to some values, their betas looked for about ``start``, and measure their errors on others."""
-    best = {name: _best_beta(partial(fitted.error, name, center=center, scale=scale), start) for name in FUNCTIONS}
+    best = {
+        name: _best_beta(partial(fitted.error, name, center=center, scale=scale), start)
+        for name in FUNCTIONS
+    }
     errors = {name: float(held_out.error(name, beta, center, scale)) for name, beta in best.items()}
     return CoreFit(scale, center, {name: float(beta) for name, beta in best.items()}, errors)
 
@@ -215,7 +236,8 @@ class SiteStats:
     def see(self, x: Tensor, batch: Any, share: float) -> Tensor:
         """Add an input of the norm, and return its tokens (tokens, C) without padding.
 
-        The functions are fitted on so large a share of them, and measured on the others; 1 adds to nothing else.
+        The functions are fitted on so large a share of them, and measured on the others; 1 adds to
+        nothing else.
         """
         tokens = self.tokens_of(x, batch)
         if not len(tokens):
@@ -226,7 +248,9 @@ class SiteStats:
         places = token_places(self.site, x, batch)
         places = torch.full((len(tokens), 2), -1) if places is None else places
         for kept, part in ((self.fitted, slice(split)), (self.held_out, slice(split, None))):
-            for some, known in zip(*(torch.split(each[part], size) for each in (tokens, places)), strict=True):
+            for some, known in zip(
+                *(torch.split(each[part], size) for each in (tokens, places)), strict=True
+            ):
                 if len(some):
                     self._add(some, known, kept, share)
         return tokens
@@ -243,7 +267,9 @@ class SiteStats:
         unit = float(normalized(self.site, x)[0].double().log().mean().exp())
         self.fitted, self.held_out = (Histogram(origin, unit, x.device) for _ in range(2))
         self.sample = Reservoir(self._points, self._seed, x.device)
-        self._sigmas = torch.zeros(2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device)
+        self._sigmas = torch.zeros(
+            2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device
+        )
 
     def _add(self, x: Tensor, places: Tensor, kept: Histogram, share: float) -> None:
         sigma, y, deviation = normalized(self.site, x)
@@ -256,7 +282,9 @@ class SiteStats:
         self._log_sum += float(log_sigma.sum())
         self._log_square_sum += float(log_sigma.square().sum())
         index = ((log_sigma / math.log(2) + _OCTAVES) * _SIGMAS_PER_OCTAVE).long()
-        self._sigmas += torch.bincount(index.clamp(0, len(self._sigmas) - 1), minlength=len(self._sigmas))
+        self._sigmas += torch.bincount(
+            index.clamp(0, len(self._sigmas) - 1), minlength=len(self._sigmas)
+        )
         self._peak = max(self._peak, float(deviation.abs().max()))
         self._core_peak = max(self._core_peak, float(y.abs().max()))
         if kept is self.held_out:
@@ -282,7 +310,9 @@ class SiteStats:
             "sigma_spread": math.sqrt(max(self._log_square_sum / self.tokens - mean * mean, 0.0)),
             "sigma_range": self._quantile(0.99) / self._quantile(0.01),
             "sizes": self._sizes.report(self._quantile(0.5)),
-            "picture": Picture(*self.sample.points(), self.held_out.bins(_BARS, _LEAST_VALUES), typical),
+            "picture": Picture(
+                *self.sample.points(), self.held_out.bins(_BARS, _LEAST_VALUES), typical
+            ),
         }
 
     def _quantile(self, q: float) -> float:
@@ -303,7 +333,10 @@ def reached(sites: Iterable[Stats], what: str) -> list[Stats]:
     """Return the sites that tokens have reached, in call order; DataError where there is none."""
     found = sorted((site for site in sites if site.tokens), key=lambda site: site.site.order)
     if not found:
-        raise DataError(f"the batches must reach at least one {what}, but reached none: give batches that use them")
+        raise DataError(
+            f"the batches must reach at least one {what}, but reached none: give batches that use "
+            "them"
+        )
     return found
 
 

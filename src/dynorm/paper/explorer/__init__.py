@@ -17,8 +17,9 @@ SCRIPTS = tuple(f"{name}.js" for name in _NAMES.split())
 def build_page() -> str:
     """Return the explorer as one self-contained HTML page, which loads nothing and works from a file.
 
-    It shows, for one token with a movable outlier, LayerNorm beside scaled DyT, Derf and DyISRU, with the fits and
-    the residuals of the paper's section 4, the derivative, and the annealing between both (closed form 4).
+    It shows, for one token with a movable outlier, LayerNorm beside scaled DyT, Derf and DyISRU,
+    with the fits and the residuals of the paper's section 4, the derivative, and the annealing
+    between both (closed form 4).
     """
     return Template(_read("page.html")).substitute(
         version=__version__,

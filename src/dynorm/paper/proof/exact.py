@@ -1,10 +1,10 @@
 """Decide whether a step is proven: by exact algebra, for every number of channels, never by how close numbers are.
 
-sympy reads a formula with its own symbolic sums and derivatives. Channel i sees of its token only x_i, C and the
-sums A and B of the other channels and of their squares; the statement "reduction" proves so. In their place come
-C = n + 1, the mean m and the variance v of the others, and e = x_i - m, which reach every token: n > 0, v >= 0, any
-m, any e. In these all roots are of positive things, and two formulas are equal where the numerator of their
-difference is the zero polynomial.
+sympy reads a formula with its own symbolic sums and derivatives. Channel i sees of its token only
+x_i, C and the sums A and B of the other channels and of their squares; the statement "reduction"
+proves so. In their place come C = n + 1, the mean m and the variance v of the others, and e = x_i -
+m, which reach every token: n > 0, v >= 0, any m, any e. In these all roots are of positive things,
+and two formulas are equal where the numerator of their difference is the zero polynomial.
 """
 
 import random
@@ -44,7 +44,8 @@ _V = sp.Dummy("v", nonnegative=True)
 _EVERY_TOKEN = {_X_I: _M + _E, _C: _N + 1}
 _OTHERS = (_N, _N * _M, _N * (_V + _M**2))  # sums of 1, of the other channels and of their squares
 
-# The same with gains as weights: their sum, and the weighted mean and variance of the other channels.
+# The same with gains as weights: their sum, and the weighted mean and variance of the other
+# channels.
 _G, _VG = (sp.Dummy(name, nonnegative=True) for name in ("g", "w"))
 _MG, _X = (sp.Dummy(name, real=True) for name in "qx")
 _WEIGHED = (_G, _G * _MG, _G * (_VG + _MG**2))
@@ -54,7 +55,8 @@ class NotReducibleError(DynormError):
     """A formula is outside the rules of algebra here; what rests on it stays undecided."""
 
 
-# sympy gives up with a NotImplementedError, and with a ValueError or TypeError where a value is not a number.
+# sympy gives up with a NotImplementedError, and with a ValueError or TypeError where a value is not
+# a number.
 _GIVES_UP = (NotReducibleError, NotImplementedError, ValueError, TypeError, ZeroDivisionError)
 
 
@@ -62,14 +64,19 @@ _GIVES_UP = (NotReducibleError, NotImplementedError, ValueError, TypeError, Zero
 class Verdict:
     """What algebra says of a step."""
 
-    outcome: Outcome  # "false" where a token was found for which the step does not hold; "undecided" is no proof
+    # "false" where a token was found for which the step does not hold; "undecided" is no proof
+    outcome: Outcome
     difference: Expr = ""  # of both sides; or words, where there is none, and nothing when proven
 
     @cached_property
     def remains(self) -> str:
         """What is left of the difference, as text; to work it out takes longer than to refute a step."""
         try:
-            left = self.difference if isinstance(self.difference, str) else sp.factor(remainder(self.difference))
+            left = (
+                self.difference
+                if isinstance(self.difference, str)
+                else sp.factor(remainder(self.difference))
+            )
         except _GIVES_UP:
             left = self.difference
         # sympy marks the names of dummies by an underscore.
@@ -81,7 +88,9 @@ def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
     try:
         reading = _Exact(statement)
         difference = reading.read(step.left) - reading.read(step.right)
-        return _by_sums(difference) if step.by_sums else _by_channel(difference, step.relation, seed)
+        return (
+            _by_sums(difference) if step.by_sums else _by_channel(difference, step.relation, seed)
+        )
     except _GIVES_UP as error:
         return Verdict("undecided", f"sympy could not decide it: {error or type(error).__name__}")
 
@@ -112,7 +121,9 @@ class _Exact(Reading):
 
     def total(self, name: str, body: Callable[[], Expr]) -> Expr:
         place, term = _PLACES[SUMS[name]], body()
-        return sp.Sum(term, (place, 1, _C)) - (term.subs(place, _PLACES["i"]) if name == "others" else 0)
+        return sp.Sum(term, (place, 1, _C)) - (
+            term.subs(place, _PLACES["i"]) if name == "others" else 0
+        )
 
     def diff(self, body: Callable[[], Expr], variable: str) -> Expr:
         # What is held changes the meaning of the definitions that use it.
@@ -148,7 +159,9 @@ def _reduced_sum(total: Expr) -> Expr:
             alone += coefficient * (other + weight.subs(place, _PLACES["i"]) * _X_I**degree)
             coefficients.append(coefficient)
     if body != 0 or any(coefficient.has(place) for coefficient in coefficients):
-        raise NotReducibleError(f"{total} is no mean or variance: only those are seen by one channel")
+        raise NotReducibleError(
+            f"{total} is no mean or variance: only those are seen by one channel"
+        )
     return alone
 
 
@@ -159,8 +172,13 @@ def _by_channel(difference: Expr, relation: str, seed: int) -> Verdict:
     values = _values(difference, seed)
     if relation == "!=":
         differs = any(value.is_real and abs(value) > _NOISE for value in values)
-        return Verdict("proven") if differs else Verdict("undecided", "no token tells both sides apart")
-    # One token refutes nearly all that is false, in a fraction of the time of algebra. What is not real is not 0.
+        return (
+            Verdict("proven")
+            if differs
+            else Verdict("undecided", "no token tells both sides apart")
+        )
+    # One token refutes nearly all that is false, in a fraction of the time of algebra. What is not
+    # real is not 0.
     if relation == "=" and any(abs(value) > _NOISE for value in islice(values, 1)):
         return Verdict("false", difference)
     rest = remainder(difference)
@@ -180,16 +198,19 @@ def _by_sums(difference: Expr) -> Verdict:
     # One token, of three channels, is enough to refute it.
     values = difference.subs({_C: 3, _PLACES["i"]: 2}).doit()
     values = values.replace(lambda e: e.is_Indexed, lambda e: sp.Integer(2) ** (e.indices[0] + 1))
-    values = values.subs({s: 11 + 3 * place for place, s in enumerate(sorted(values.free_symbols, key=str))})
+    values = values.subs(
+        {s: 11 + 3 * place for place, s in enumerate(sorted(values.free_symbols, key=str))}
+    )
     return Verdict("false" if values.is_number and values != 0 else "undecided", str(difference))
 
 
 def remainder(expression: Expr) -> Expr:
     """Return what is left of an expression of n, v, e, m and numbers; 0 only where it is 0 identically.
 
-    Roots, logarithms and exponentials become symbols of their own, the squares of roots are put in again, and
-    the numerator, over positive denominators, is divided by these relations. An expression that is not a
-    quotient of polynomials in such symbols keeps its form, and is 0 only if sympy says so.
+    Roots, logarithms and exponentials become symbols of their own, the squares of roots are put in
+    again, and the numerator, over positive denominators, is divided by these relations. An
+    expression that is not a quotient of polynomials in such symbols keeps its form, and is 0 only
+    if sympy says so.
     """
     expression = _split(expression.rewrite(sp.exp))
     roots: dict[Expr, Expr] = {}
@@ -209,7 +230,9 @@ def remainder(expression: Expr) -> Expr:
     numerator = sp.expand(numerator)
     for base, root in roots.items():
         numerator = sp.expand(sp.rem(numerator, root**2 - base, root))
-    meant = {r: sp.sqrt(base) for base, r in roots.items()} | {e: sp.exp(z) for z, e in exponentials.items()}
+    meant = {r: sp.sqrt(base) for base, r in roots.items()} | {
+        e: sp.exp(z) for z, e in exponentials.items()
+    }
     return (numerator / denominator).xreplace(meant)
 
 
@@ -237,9 +260,14 @@ def _has_sign(expression: Expr, *, strict: bool) -> bool:
     """Return whether a quotient is not negative, or positive, wherever its denominator is not 0."""
     parts = sp.fraction(sp.together(expression))
     # The sign may show in the deviation e, or in x_i itself.
-    for forms in ([sp.factor(p) for p in parts], [sp.expand(p.xreplace({_E: _X - _M})) for p in parts]):
+    for forms in (
+        [sp.factor(p) for p in parts],
+        [sp.expand(p.xreplace({_E: _X - _M})) for p in parts],
+    ):
         numerator, denominator = (-p for p in forms) if forms[1].is_nonpositive else forms
-        if denominator.is_nonnegative and (numerator.is_positive if strict else numerator.is_nonnegative):
+        if denominator.is_nonnegative and (
+            numerator.is_positive if strict else numerator.is_nonnegative
+        ):
             return True
     return False
 

@@ -1,9 +1,9 @@
 """Formulas as text: what is proven, what is computed and what is shown come from the same tree.
 
-A formula is a Python expression of names, integers, ``+ - * / **`` and the functions of :data:`ARITIES`.
-``x_i`` is the channel that is looked at, ``x_k`` one that a sum runs over; ``gamma``, ``bias`` and the gains ``g``,
-which are not negative, have channels too, ``delta_ki`` is Kronecker's delta. Other names are free numbers, or stand
-for a formula of their own.
+A formula is a Python expression of names, integers, ``+ - * / **`` and the functions of
+:data:`ARITIES`. ``x_i`` is the channel that is looked at, ``x_k`` one that a sum runs over; ``gamma``, ``bias``
+and the gains ``g``, which are not negative, have channels too, ``delta_ki`` is Kronecker's delta.
+Other names are free numbers, or stand for a formula of their own.
 
 =================  =========================================================================
 ``sum_k(f)``       sum of f over k = 1 ... C; ``sum_l`` likewise over l
@@ -27,12 +27,30 @@ from dynorm.errors import ArgumentError
 
 SUMS = {"sum_k": "k", "sum_l": "l", "others": "k"}
 ELEMENTARY = ("sqrt", "log", "exp", "tanh")
-ARITIES = {**dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1), "diff": 2, "limit": 2}  # how many arguments
+ARITIES = {
+    **dict.fromkeys((*SUMS, *ELEMENTARY, "d"), 1),
+    "diff": 2,
+    "limit": 2,
+}  # how many arguments
 
 _INDEXED = re.compile(r"(?:(x|gamma|bias|g)_|delta_([ijkl]))([ijkl])")
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _OPERATORS |= {ast.Pow: operator.pow}
-_ALLOWED = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, ast.USub, *_OPERATORS)
+_ALLOWED = (
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Call,
+    ast.Name,
+    ast.Constant,
+    ast.Load,
+    ast.USub,
+    *_OPERATORS,
+)
 
 
 @lru_cache(maxsize=4096)
@@ -41,7 +59,9 @@ def parse(text: str) -> ast.expr:
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
-        raise ArgumentError(f"a formula must be a Python expression, got {text!r}: {error.msg}") from error
+        raise ArgumentError(
+            f"a formula must be a Python expression, got {text!r}: {error.msg}"
+        ) from error
     for node in ast.walk(tree):
         problem = ""
         if not isinstance(node, _ALLOWED):
@@ -57,7 +77,9 @@ def parse(text: str) -> ast.expr:
             elif not isinstance(node.args[-1], ast.Name) and len(node.args) == 2:
                 problem = f"the second argument of {name!r} must be a name"
         if problem:
-            raise ArgumentError(f"{problem} in the formula {text!r}: see dynorm.paper.proof.formula")
+            raise ArgumentError(
+                f"{problem} in the formula {text!r}: see dynorm.paper.proof.formula"
+            )
     return tree
 
 
@@ -75,8 +97,9 @@ def indexed(name: str) -> tuple[str, str] | None:
 class Reading:
     """A meaning of formulas: Python evaluates them, with names and functions as a subclass defines them.
 
-    A subclass has ``number``, ``name``, a ``library`` of :data:`ELEMENTARY` functions, ``total`` (of :data:`SUMS`),
-    ``diff`` and ``limit``. The last three get their formula as a function, which they call as often as they need.
+    A subclass has ``number``, ``name``, a ``library`` of :data:`ELEMENTARY` functions, ``total``
+    (of :data:`SUMS`), ``diff`` and ``limit``. The last three get their formula as a function, which
+    they call as often as they need.
     """
 
     def read(self, text: str) -> Any:
@@ -165,7 +188,10 @@ def _show_call(name: str, body: ast.expr, variable: list[str], tex: bool) -> tup
         if tex:
             bounds = r"_{k \neq i}" if name == "others" else rf"_{{{SUMS[name]}=1}}^{{C}}"
             return rf"\sum\limits{bounds} {_inside(body, _PRODUCT, tex)}", _PRODUCT
-        return f"Σ{'ₖ≠ᵢ' if name == 'others' else _LOW[SUMS[name]]} {_inside(body, _PREFIX, tex)}", _PRODUCT
+        return (
+            f"Σ{'ₖ≠ᵢ' if name == 'others' else _LOW[SUMS[name]]} {_inside(body, _PREFIX, tex)}",
+            _PRODUCT,
+        )
     to = _symbol(variable[0] if variable else "x_i", tex)
     after = _inside(body, _PREFIX, tex)
     if name in ("d", "diff"):
@@ -173,8 +199,15 @@ def _show_call(name: str, body: ast.expr, variable: list[str], tex: bool) -> tup
             return rf"\frac{{d{after}}}{{d{to}}}" if tex else f"d{after}/d{to}", _PREFIX
         return (rf"\frac{{d}}{{d{to}}} {after}", _PRODUCT) if tex else (f"d/d{to} {after}", _PREFIX)
     if name == "limit":
-        return (rf"\lim_{{{to} \to 0}} {after}", _PRODUCT) if tex else (f"lim[{to}→0] {after}", _PREFIX)
-    return rf"\{name}\left({_show(body, tex)[0]}\right)" if tex else f"{name}({_show(body, tex)[0]})", _ATOM
+        return (
+            (rf"\lim_{{{to} \to 0}} {after}", _PRODUCT)
+            if tex
+            else (f"lim[{to}→0] {after}", _PREFIX)
+        )
+    return (
+        rf"\{name}\left({_show(body, tex)[0]}\right)" if tex else f"{name}({_show(body, tex)[0]})",
+        _ATOM,
+    )
 
 
 def _inside(node: ast.expr, needed: int, tex: bool) -> str:
@@ -199,8 +232,12 @@ def _times(left: ast.expr, right: ast.expr) -> str:
     first = right
     while isinstance(first, ast.BinOp) and isinstance(first.op, (ast.Mult, ast.Pow)):
         first = first.left
-    dotted = any(isinstance(factor, ast.Constant) or _is_fraction(factor) for factor in (right, first))
-    return r" \cdot " if dotted or (_is_fraction(left) and not isinstance(right, ast.Name)) else r"\,"
+    dotted = any(
+        isinstance(factor, ast.Constant) or _is_fraction(factor) for factor in (right, first)
+    )
+    return (
+        r" \cdot " if dotted or (_is_fraction(left) and not isinstance(right, ast.Name)) else r"\,"
+    )
 
 
 def _is_fraction(node: ast.expr) -> bool:
@@ -243,7 +280,9 @@ def mathml(latex: str, *, display: bool = False) -> str:
 
 def _text(latex: str) -> str:
     # The space that ends the name of a command is kept only beside what is set apart anyhow.
-    text = _COMMAND.sub(lambda m: _SIGNS["commands"][m[1]] + (m[2] or "") * (m[1] in _SPACED), latex)
+    text = _COMMAND.sub(
+        lambda m: _SIGNS["commands"][m[1]] + (m[2] or "") * (m[1] in _SPACED), latex
+    )
 
     def script(match: re.Match[str]) -> str:
         tilde, name, mark, group, letter = match.groups(default="")

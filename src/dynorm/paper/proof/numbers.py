@@ -1,7 +1,8 @@
 """A step as numbers: both sides evaluated on random tokens to 50 digits, by the formulas as they stand.
 
-Sums are added up channel by channel and derivatives are taken by differences; no rule of the algebra is used,
-so a mistake there shows here. dynorm's functions and their automatic derivatives are compared with the same numbers.
+Sums are added up channel by channel and derivatives are taken by differences; no rule of the
+algebra is used, so a mistake there shows here. dynorm's functions and their automatic derivatives
+are compared with the same numbers.
 """
 
 import math
@@ -23,7 +24,9 @@ def slope_by_integrand(x: Tensor) -> Tensor:
     """Return the derivative of the integral over y, as it is meant, divided by what was integrated."""
     n = len(x) - 1
     y = math.sqrt(n) * torch.sigmoid(x)
-    slope: Tensor = torch.func.vmap(torch.func.grad(lambda y: -torch.log(n * y**-2 - 1) / (2 * n)))(y)
+    slope: Tensor = torch.func.vmap(torch.func.grad(lambda y: -torch.log(n * y**-2 - 1) / (2 * n)))(
+        y
+    )
     return slope * (n * y - y**3)
 
 
@@ -41,7 +44,9 @@ Number = Any  # an mpmath number; mpmath is not typed
 class Token(Reading):
     """A token, the channel that is looked at, and the free numbers."""
 
-    vectors: Mapping[str, Sequence[Number]]  # x, and weight, bias and gains, by name; each with one number per channel
+    vectors: Mapping[
+        str, Sequence[Number]
+    ]  # x, and weight, bias and gains, by name; each with one number per channel
     place: int  # the channel i, from 0
     numbers: Mapping[str, Number]
     definitions: Mapping[str, str]
@@ -99,14 +104,20 @@ class Token(Reading):
         return result
 
 
-def tokens_for(statement: Statement, seed: int, channels: tuple[int, ...] = CHANNELS) -> list[Token]:
+def tokens_for(
+    statement: Statement, seed: int, channels: tuple[int, ...] = CHANNELS
+) -> list[Token]:
     """Return one random token of rational numbers for each C that the statement is meant for.
 
     A token's channels all differ, and i, j and k stand at random ones.
     """
     draw = random.Random(f"{seed} {statement.name}")
     with mp.workdps(_WORKING):
-        return [_random_token(statement, count, draw) for count in channels if count >= statement.least_channels]
+        return [
+            _random_token(statement, count, draw)
+            for count in channels
+            if count >= statement.least_channels
+        ]
 
 
 def _random_token(statement: Statement, channels: int, draw: random.Random) -> Token:
@@ -114,13 +125,22 @@ def _random_token(statement: Statement, channels: int, draw: random.Random) -> T
         return mpf(draw.randint(low, 3000)) / 1009
 
     offset = number()
-    # A grid, shuffled and shaken: random, but never all values alike, so that sigma is not lost to rounding.
-    grid = [mpf(2 * k - channels + 1) * 3 / channels + number() * 3 / 10 / channels for k in range(channels)]
+    # A grid, shuffled and shaken: random, but never all values alike, so that sigma is not lost to
+    # rounding.
+    grid = [
+        mpf(2 * k - channels + 1) * 3 / channels + number() * 3 / 10 / channels
+        for k in range(channels)
+    ]
     draw.shuffle(grid)
-    vectors = {"x": [value + offset for value in grid]} | {name: [number() for _ in grid] for name in ("gamma", "bias")}
+    vectors = {"x": [value + offset for value in grid]} | {
+        name: [number() for _ in grid] for name in ("gamma", "bias")
+    }
     # A channel without a gain is no witness.
     vectors["g"] = [draw.randint(0, 1) * number(1) for _ in grid]
-    numbers = {name: number(1) if domain != "real" else number() for name, domain in statement.numbers.items()}
+    numbers = {
+        name: number(1) if domain != "real" else number()
+        for name, domain in statement.numbers.items()
+    }
     indices = {"j": draw.randrange(channels), "k": draw.randrange(channels)}
     place = draw.randrange(channels)
     # The channel itself has a gain: else it would not show that no channel is its own witness.
@@ -132,8 +152,11 @@ def _random_token(statement: Statement, channels: int, draw: random.Random) -> T
 class Measured:
     """What numbers say of a step."""
 
-    holds: bool  # whether it holds for all tokens, to 50 digits; of ``!=``: whether some token tells both sides apart
-    # Largest difference of both sides, relative to the larger or to 1; None where they need not be equal.
+    # whether it holds for all tokens, to 50 digits; of ``!=``: whether some token tells both sides
+    # apart
+    holds: bool
+    # Largest difference of both sides, relative to the larger or to 1; None where they need not be
+    # equal.
     error: float | None
 
 
@@ -160,11 +183,15 @@ def measure(step: Step, tokens: list[Token]) -> Measured:
 def autograd_error(statement: Statement, tokens: list[Token]) -> float:
     """Return how far dynorm's functions and their automatic derivatives are from a statement's formulas, in float64.
 
-    It is the largest difference of values and derivatives over tokens and channels, relative to the larger or to 1.
+    It is the largest difference of values and derivatives over tokens and channels, relative to the
+    larger or to 1.
     """
     errors = []
     for token in tokens:
-        vectors = {name: torch.tensor(list(map(float, v)), dtype=torch.float64) for name, v in token.vectors.items()}
+        vectors = {
+            name: torch.tensor(list(map(float, v)), dtype=torch.float64)
+            for name, v in token.vectors.items()
+        }
         x = vectors.pop("x")
         free = {name: float(value) for name, value in token.numbers.items()}
         known = vars(functional) | vars(theory) | globals() | vectors | free | {"C": len(x)}
@@ -176,7 +203,10 @@ def autograd_error(statement: Statement, tokens: list[Token]) -> float:
             slopes, values = torch.func.jacrev(function)(x), function(x)
             for place in {0, token.place, len(x) - 1}:
                 here = replace(token, place=place)
-                for tensor, text in ((values[place], formula), (slopes[place, place], f"d({formula})")):
+                for tensor, text in (
+                    (values[place], formula),
+                    (slopes[place, place], f"d({formula})"),
+                ):
                     with mp.workdps(_WORKING):
                         got, want = float(tensor), here.read(text)
                         errors.append(float(abs(got - want) / max(1, abs(got), abs(want))))

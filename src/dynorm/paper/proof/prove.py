@@ -39,7 +39,9 @@ class CheckedStatement:
 
     statement: Statement
     steps: tuple[CheckedStep, ...]
-    autograd: float  # largest relative error against dynorm and automatic differentiation, in float64
+    autograd: (
+        float  # largest relative error against dynorm and automatic differentiation, in float64
+    )
     seconds: float
 
     @property
@@ -55,7 +57,10 @@ class CheckedStatement:
     @property
     def digits(self) -> float:
         """Return the largest relative difference of both sides of an equation, in 50-digit arithmetic."""
-        return max((step.measured.error for step in self.steps if step.measured.error is not None), default=0.0)
+        return max(
+            (step.measured.error for step in self.steps if step.measured.error is not None),
+            default=0.0,
+        )
 
     @property
     def autograd_holds(self) -> bool:
@@ -93,14 +98,26 @@ class Report:
                 "digits_error": checked.digits,
                 "seconds": round(checked.seconds, 3),
                 "steps": [
-                    {name: getattr(row.step, name) for name in ("left", "relation", "right", "reason")}
-                    | {"equation": row.step.tag, "outcome": row.verdict.outcome, "remains": row.verdict.remains}
+                    {
+                        name: getattr(row.step, name)
+                        for name in ("left", "relation", "right", "reason")
+                    }
+                    | {
+                        "equation": row.step.tag,
+                        "outcome": row.verdict.outcome,
+                        "remains": row.verdict.remains,
+                    }
                     | {"numbers_hold": row.measured.holds, "digits_error": row.measured.error}
                     for row in checked.steps
                 ],
             }
             rows.append(row)
-        found = {"holds": self.holds, "seed": self.seed, "seconds": round(self.seconds, 3), "statements": rows}
+        found = {
+            "holds": self.holds,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "statements": rows,
+        }
         return {name: plain(value) for name, value in found.items()}
 
 
@@ -112,8 +129,8 @@ def prove(
 ) -> Report:
     """Prove the statements of some names or globs, or all, and confirm them with numbers, on random tokens of a seed.
 
-    A statement that fails is a row of the report, not an error; a name that fits none is one, and so is a library that
-    is not installed. ``track`` wraps the statements, for a progress bar.
+    A statement that fails is a row of the report, not an error; a name that fits none is one, and
+    so is a library that is not installed. ``track`` wraps the statements, for a progress bar.
     """
     chosen = choose(only)
     for library in ("sympy", "mpmath"):
@@ -128,8 +145,12 @@ def choose(only: Sequence[str]) -> tuple[Statement, ...]:
     names = [statement.name for statement in STATEMENTS]
     for pattern in only:
         if not fnmatch.filter(names, pattern):
-            raise ArgumentError(f"no statement is called {pattern!r}: give one of {', '.join(names)}, or a glob")
-    return tuple(s for s in STATEMENTS if not only or any(fnmatch.fnmatchcase(s.name, p) for p in only))
+            raise ArgumentError(
+                f"no statement is called {pattern!r}: give one of {', '.join(names)}, or a glob"
+            )
+    return tuple(
+        s for s in STATEMENTS if not only or any(fnmatch.fnmatchcase(s.name, p) for p in only)
+    )
 
 
 def check(statement: Statement, seed: int = 0) -> CheckedStatement:
@@ -139,5 +160,9 @@ def check(statement: Statement, seed: int = 0) -> CheckedStatement:
 
     start = time.perf_counter()
     tokens = tokens_for(statement, seed)
-    steps = tuple(CheckedStep(s, decide(s, statement, seed), measure(s, tokens)) for s in statement.steps)
-    return CheckedStatement(statement, steps, autograd_error(statement, tokens), time.perf_counter() - start)
+    steps = tuple(
+        CheckedStep(s, decide(s, statement, seed), measure(s, tokens)) for s in statement.steps
+    )
+    return CheckedStatement(
+        statement, steps, autograd_error(statement, tokens), time.perf_counter() - start
+    )

@@ -45,14 +45,18 @@ def render(report: Report) -> str:
         report=report,
         method=METHOD,
         summary=summary,
-        source=lambda text: re.sub(r"\d{4}\.\d{5}", r'<a href="https://arxiv.org/abs/\g<0>">arXiv \g<0></a>', text),
+        source=lambda text: re.sub(
+            r"\d{4}\.\d{5}", r'<a href="https://arxiv.org/abs/\g<0>">arXiv \g<0></a>', text
+        ),
         equations=equations,
         definitions=_definitions,
         formula=formula,
         failure=failure,
         as_html=as_html,
         # The names of other statements lead to them.
-        linked=lambda sentence: re.sub(rf"\b({known})\b", r'<a href="#\1">\1</a>', as_html(sentence)),
+        linked=lambda sentence: re.sub(
+            rf"\b({known})\b", r'<a href="#\1">\1</a>', as_html(sentence)
+        ),
     )
 
 
@@ -64,7 +68,11 @@ def _definitions(statement: Statement) -> Iterator[str]:
         new = names(waiting.pop()) & statement.definitions.keys() - found
         found |= new
         waiting += [statement.definitions[name] for name in new]
-    yield from (mathml(f"{latex(k)} = {latex(text)}") for k, text in statement.definitions.items() if k in found)
+    yield from (
+        mathml(f"{latex(k)} = {latex(text)}")
+        for k, text in statement.definitions.items()
+        if k in found
+    )
 
 
 def show(report: Report, console: Console, *, brief: bool = False) -> None:
@@ -92,7 +100,9 @@ def show(report: Report, console: Console, *, brief: bool = False) -> None:
     for checked in report.statements:
         for step in checked.steps:
             if not step.holds:
-                console.print(f"{checked.statement.name}: {failure(step)}", style="red", markup=False)
+                console.print(
+                    f"{checked.statement.name}: {failure(step)}", style="red", markup=False
+                )
 
 
 def summary(report: Report) -> str:
@@ -109,7 +119,11 @@ def failure(checked: CheckedStep) -> str:
     """Return in one line what is wrong with a step."""
     claim = f"{one_line(checked.step.left)} {_RELATIONS[checked.step.relation]} {one_line(checked.step.right)}"
     numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
-    remains = f"; what remains of the difference: {checked.verdict.remains}" if checked.verdict.remains else ""
+    remains = (
+        f"; what remains of the difference: {checked.verdict.remains}"
+        if checked.verdict.remains
+        else ""
+    )
     outcome = checked.verdict.outcome.replace("undecided", "not proven")
     return f"{claim}: {outcome}, {numbers}{remains}"
 
@@ -122,8 +136,13 @@ def equations(statement: Statement) -> str:
 def _proof(checked: CheckedStatement) -> Group:
     statement = checked.statement
     reference = f"   {statement.name}, {equations(statement)}"
-    heading = Text.assemble(_tick(checked.holds), " ", (statement.title, "bold"), (reference, "dim"))
-    about = (Text(as_text(statement.claim), style="cyan"), Text(f"Assumed: {as_text(statement.assumes)}.", style="dim"))
+    heading = Text.assemble(
+        _tick(checked.holds), " ", (statement.title, "bold"), (reference, "dim")
+    )
+    about = (
+        Text(as_text(statement.claim), style="cyan"),
+        Text(f"Assumed: {as_text(statement.assumes)}.", style="dim"),
+    )
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(width=1)
     grid.add_column(ratio=3, overflow="fold")
@@ -132,7 +151,12 @@ def _proof(checked: CheckedStatement) -> Group:
     for row in checked.steps:
         left = " " if row.step.follows else one_line(row.step.left)
         formula = Text(f"{left} {_RELATIONS[row.step.relation]} {one_line(row.step.right)}")
-        grid.add_row(_tick(row.holds), formula, f"({row.step.tag})" * bool(row.step.tag), as_text(row.step.reason))
+        grid.add_row(
+            _tick(row.holds),
+            formula,
+            f"({row.step.tag})" * bool(row.step.tag),
+            as_text(row.step.reason),
+        )
     notes = [Text(f"Note: {as_text(remark)}", style="dim") for remark in statement.remarks]
     return Group(heading, Padding(Group(*about, grid, *notes), (0, 0, 0, 2)))
 

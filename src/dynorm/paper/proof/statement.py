@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Relation = Literal["=", "!=", ">=", ">"]  # misprints use !=: the two sides are not the same function
+Relation = Literal[
+    "=", "!=", ">=", ">"
+]  # misprints use !=: the two sides are not the same function
 
 Domain = Literal["positive", "nonnegative", "real"]
 
@@ -21,8 +23,10 @@ class Step:
     right: str
     relation: Relation = "="
     tag: str = ""  # the equation's number in the source, if it has one
-    follows: bool = False  # whether ``left`` is the ``right`` of the step before, so that it need not be shown again
-    # Whether sympy's own symbolic sums prove it. All other steps use the rules that these steps prove.
+    # whether ``left`` is the ``right`` of the step before, so that it need not be shown again
+    follows: bool = False
+    # Whether sympy's own symbolic sums prove it. All other steps use the rules that these steps
+    # prove.
     by_sums: bool = False
 
 
@@ -42,7 +46,8 @@ class Statement:
     numbers: Mapping[str, Domain] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # what a reader should know besides
     misprint: bool = False  # whether it is about a mistake in a text, and shows what was meant
-    # Formulas, each with Python code of dynorm's functions that computes it for all channels of a token x.
+    # Formulas, each with Python code of dynorm's functions that computes it for all channels of a
+    # token x.
     compared: Mapping[str, str] = field(default_factory=dict)
     least_channels: int = 2  # the smallest C for which it is meant
 
@@ -53,9 +58,9 @@ _LINE = re.compile(r"(.*?) ?(=|!=|>=|>) (.*?)(?: \[(\d+)\])?(?: +:: (.*))?")
 def proof(text: str, short: Mapping[str, str] | None = None, by_sums: int = 0) -> tuple[Step, ...]:
     r"""Read the steps of a proof, one per line: ``left = right [equation] :: reason``.
 
-    A line that begins with a relation goes on from the one before; a line that begins with ``::`` goes on with the
-    reason. ``short`` has words that stand for longer formulas; the first ``by_sums`` steps are proven with sympy's own
-    sums.
+    A line that begins with a relation goes on from the one before; a line that begins with ``::``
+    goes on with the reason. ``short`` has words that stand for longer formulas; the first
+    ``by_sums`` steps are proven with sympy's own sums.
 
     Example:
         >>> steps = proof("a*b/b = a*ONE :: b cancels\n = a [7] :: one\n :: is neutral", {"ONE": "1"})
@@ -69,7 +74,8 @@ def proof(text: str, short: Mapping[str, str] | None = None, by_sums: int = 0) -
         left, relation, right, tag, reason = match.groups(default="")
         left, right = (_spelled_out(side, short) for side in (left, right))
         start, first = left or steps[-1].right, len(steps) < by_sums
-        steps.append(Step(reason.replace(" :: ", " "), start, right, relation, tag, not left, first))  # type: ignore[arg-type]
+        step = Step(reason.replace(" :: ", " "), start, right, relation, tag, not left, first)  # type: ignore[arg-type]
+        steps.append(step)
     return tuple(steps)
 
 
@@ -94,8 +100,13 @@ def load() -> tuple[Statement, ...]:
     """Return the statements of ``statements.toml``."""
     statements = []
     for entry in map(dict, _DATA["statement"]):
-        tables = [*(_DATA["shared"][name] for name in entry.pop("with", ())), entry.get("definitions", {})]
-        entry["definitions"] = {name: formula for table in tables for name, formula in table.items()}
+        tables = [
+            *(_DATA["shared"][name] for name in entry.pop("with", ())),
+            entry.get("definitions", {}),
+        ]
+        entry["definitions"] = {
+            name: formula for table in tables for name, formula in table.items()
+        }
         entry["source"] = _DATA["sources"][entry["source"]]
         short = entry.pop("short", None)
         entry["steps"] = proof(entry.pop("proof"), short, entry.pop("by_sums", 0))
