@@ -782,17 +782,66 @@ def contrast(first: str, second: str) -> float:
     return (bright + 0.05) / (dim + 0.05)
 
 
+INSTALLED = [(), ("chromium",), ("chromedriver",), ("chromium", "chromedriver")]
+
+
 class TestWithoutABrowser:
-    def test_tests_are_skipped_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tests.paper.browser.CHROMIUM", Path("/nowhere/chromium"))
+    """Which programs this machine has does not matter: each test makes its own."""
+
+    @pytest.fixture
+    def programs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr("tests.paper.browser.CHROMIUM", tmp_path / "chromium")
+        monkeypatch.setattr("tests.paper.browser.DRIVER", tmp_path / "chromedriver")
         monkeypatch.delenv("DYNORM_BROWSER", raising=False)
-        with pytest.raises(
-            pytest.skip.Exception, match="/nowhere/chromium missing: apt-get install chromium"
-        ):
+        return tmp_path
+
+    @staticmethod
+    def install(programs: Path, installed: tuple[str, ...]) -> str:
+        """Make some of the programs, and return the paths of the others as a message names them."""
+        for name in installed:
+            (programs / name).touch()
+        missing = [name for name in ("chromium", "chromedriver") if name not in installed]
+        return " and ".join(str(programs / name) for name in missing)
+
+    @pytest.mark.parametrize("installed", INSTALLED[:3])
+    def test_tests_are_skipped_with_the_reason(
+        self, installed: tuple[str, ...], programs: Path
+    ) -> None:
+        missing = self.install(programs, installed)
+        message = f"^{re.escape(missing)} missing: apt-get install chromium chromium-driver$"
+        with pytest.raises(pytest.skip.Exception, match=message):
             require_browser()
 
-    def test_or_fail_where_a_browser_is_required(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tests.paper.browser.DRIVER", Path("/nowhere/chromedriver"))
+    @pytest.mark.parametrize("installed", INSTALLED[:3])
+    def test_or_fail_where_a_browser_is_required(
+        self, installed: tuple[str, ...], programs: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        missing = self.install(programs, installed)
         monkeypatch.setenv("DYNORM_BROWSER", "required")
-        with pytest.raises(pytest.fail.Exception, match="required"):
+        message = f"^DYNORM_BROWSER=required, but {re.escape(missing)} missing"
+        with pytest.raises(pytest.fail.Exception, match=message):
+            require_browser()
+
+    @pytest.mark.parametrize("mode", ["", "required"])
+    def test_both_programs_are_enough(
+        self, mode: str, programs: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.install(programs, INSTALLED[3])
+        monkeypatch.setenv("DYNORM_BROWSER", mode)
+        require_browser()
+
+    @pytest.mark.parametrize("installed", INSTALLED)
+    def test_a_browser_can_be_hidden(
+        self, installed: tuple[str, ...], programs: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.install(programs, installed)
+        monkeypatch.setenv("DYNORM_BROWSER", "hidden")
+        with pytest.raises(pytest.skip.Exception, match="as on a machine without a browser"):
+            require_browser()
+
+    def test_another_word_is_refused(
+        self, programs: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DYNORM_BROWSER", "yes")
+        with pytest.raises(pytest.fail.Exception, match="required or hidden, .* got 'yes'"):
             require_browser()
