@@ -99,7 +99,7 @@ def draw_witness(x: Tensor) -> None:
     """Two panels: what one channel tells of each token's sum, and what a constant and four channels make of it."""
     import matplotlib.pyplot as plt
 
-    scales = TokenScales("layernorm", 1e-12)
+    scales = TokenScales("layernorm", 1e-12, None, Ranks())
     scales.update(x)
     one, four = scales.choose(1), scales.choose(4)
     sums = x.shape[1] * x.var(1, correction=0)

@@ -3,16 +3,24 @@
 import gc
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 
 # Inductor would compile and load a trial for each instruction set of this CPU, which takes longer
 # than most tests.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+# Inductor precompiles headers to save time, and asks the program openssl for their checksum. Not
+# every machine has it.
+WITHOUT_OPENSSL = shutil.which("openssl") is None
+if WITHOUT_OPENSSL:
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+
 # Its own check of random generators, once it is imported, sees no object that is frozen below.
 import hypothesis  # noqa: F401
 import pytest
 import torch
+import torch._inductor.config
 
 # pytest listens to each logger that does not propagate, and torch then writes down each graph that
 # it traces.
@@ -24,6 +32,13 @@ def frozen() -> None:
     """Spare the collector of garbage what was imported, for it stays, and to look at it takes long."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def headers() -> None:
+    # For AOTInductor there is no variable of the environment.
+    if WITHOUT_OPENSSL:
+        torch._inductor.config.aot_inductor.precompile_headers = False
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.errors import ArgumentError, DataError
+from dynorm.fit.ranks import Ranks
 from dynorm.fit.witnesses import TokenScales, _error, _solve
 
 CHANNELS, WITNESSES = 24, (5, 17)
@@ -43,7 +44,7 @@ def converted(
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_the_channels_that_carry_the_scale_are_found(kind: str) -> None:
-    scales = TokenScales(kind, 1e-6)
+    scales = TokenScales(kind, 1e-6, None, Ranks())
     for part in tokens().split(500):
         scales.update(part)
     found = scales.choose(4)
@@ -56,7 +57,7 @@ def test_the_channels_that_carry_the_scale_are_found(kind: str) -> None:
 
 
 def test_no_more_are_taken_than_wanted_and_none_that_tells_nothing() -> None:
-    scales = TokenScales("rmsnorm", 0.0)
+    scales = TokenScales("rmsnorm", 0.0, None, Ranks())
     scales.update(tokens())
     assert len(scales.choose(1).channels) == 1
     assert scales.choose(0).channels == ()
@@ -64,7 +65,7 @@ def test_no_more_are_taken_than_wanted_and_none_that_tells_nothing() -> None:
 
 @pytest.mark.parametrize("count", range(100, 110))
 def test_tokens_of_one_size_have_no_witnesses_whatever_rounding_leaves(count: int) -> None:
-    alike = TokenScales("rmsnorm", 0.0)
+    alike = TokenScales("rmsnorm", 0.0, None, Ranks())
     alike.update(torch.ones(count, CHANNELS))
     found = alike.choose(4)
     assert found.channels == ()
@@ -72,7 +73,7 @@ def test_tokens_of_one_size_have_no_witnesses_whatever_rounding_leaves(count: in
 
 
 def test_fixed_channels_are_all_kept_in_their_order() -> None:
-    scales = TokenScales("rmsnorm", 0.0, channels=(17, 3, 5))
+    scales = TokenScales("rmsnorm", 0.0, (17, 3, 5), Ranks())
     scales.update(tokens())
     found = scales.choose(0)
     assert found.channels == (17, 3, 5)
@@ -82,7 +83,7 @@ def test_fixed_channels_are_all_kept_in_their_order() -> None:
 
 
 def test_parts_of_the_tokens_give_the_sums_of_all() -> None:
-    whole, parts = (TokenScales("rmsnorm", 0.0, channels=WITNESSES) for _ in range(2))
+    whole, parts = (TokenScales("rmsnorm", 0.0, WITNESSES, Ranks()) for _ in range(2))
     x = tokens(400)
     whole.update(x)
     # The golden ratio counts from each part's start, so equal parts of one period split alike.
@@ -152,7 +153,7 @@ def test_calibration_gives_the_layer_its_witnesses_and_reports_them() -> None:
 def test_a_blank_token_takes_no_witness_away(kind: str, odd: float) -> None:
     x = tokens()
     x[7] = torch.full((CHANNELS,), 3.0) if odd == 3.0 else odd * x[7]
-    scales = TokenScales(kind, 1e-6)
+    scales = TokenScales(kind, 1e-6, None, Ranks())
     scales.update(x)
     found = scales.choose(4)
     assert set(found.channels[:2]) == set(WITNESSES)
@@ -160,7 +161,7 @@ def test_a_blank_token_takes_no_witness_away(kind: str, odd: float) -> None:
 
 
 def test_the_tokens_that_are_held_out_do_not_depend_on_the_batches() -> None:
-    whole, parts = (TokenScales("rmsnorm", 0.0, channels=WITNESSES) for _ in range(2))
+    whole, parts = (TokenScales("rmsnorm", 0.0, WITNESSES, Ranks()) for _ in range(2))
     whole.update(tokens(400))
     for part in tokens(400).split(50):
         parts.update(part)
@@ -168,7 +169,7 @@ def test_the_tokens_that_are_held_out_do_not_depend_on_the_batches() -> None:
 
 
 def test_noise_in_single_tokens_is_no_witness() -> None:
-    scales = TokenScales("rmsnorm", 0.0)
+    scales = TokenScales("rmsnorm", 0.0, None, Ranks())
     for token in torch.randn(64, CHANNELS, generator=torch.Generator().manual_seed(0)):
         scales.update(token[None])
     assert len(scales.choose(8).channels) < 3

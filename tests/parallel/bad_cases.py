@@ -233,3 +233,24 @@ def in_step(folder: Path) -> Any:
     model = net()
     dynorm.calibrate_(model, [data()])
     return fitted(model)
+
+
+def annealed_of_rank(place: int) -> dynorm.AnnealStart:
+    """A start that has seen a step of a model with one annealed layer, which is at another place on each rank."""
+    layers = [nn.Identity(), nn.Identity()]
+    layers[place] = dynorm.AnnealedDyISRU(C)
+    model = nn.Sequential(*layers)
+    start = dynorm.AnnealStart(model)
+    model(torch.randn(5, C))
+    return start
+
+
+def annealing_begins_at_other_layers(folder: Path) -> Any:
+    annealed_of_rank(rank()).finish_()
+
+
+def annealing_was_cancelled_on_one_rank(folder: Path) -> Any:
+    start = annealed_of_rank(0)
+    if rank() == 1:
+        start.cancel_()
+    start.finish_()

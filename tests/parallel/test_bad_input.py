@@ -30,6 +30,8 @@ REFUSED: dict[str, Any] = {
         ("ModelError", "must stand at a point-wise layer, got LayerNorm"),
     ],
     "named_twice": ("ModelError", "must not be sharded yet"),
+    "annealing_begins_at_other_layers": WAYS,
+    "annealing_was_cancelled_on_one_rank": [OTHER, ("ModelError", "this one is over")],
     "annealed_over_channels": ("ModelError", "stands at t = 0.5"),
     "annealed_gets_channels": ("ModelError", "stands at t = 0"),
     "annealed_with_a_centre_elsewhere": DIFFER,

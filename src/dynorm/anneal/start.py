@@ -51,13 +51,14 @@ class AnnealStart:
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {layer: path for path, layer in annealed_layers(model).items()}
+        self._ranks = Ranks()
         self._sums = {
             layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device)
             for layer in self._paths
         }
         witnessed = [layer for layer in self._paths if layer.witness_channels]
         self._scales = {
-            layer: TokenScales(layer.kind, layer.norm_eps, layer.witness_channels)
+            layer: TokenScales(layer.kind, layer.norm_eps, layer.witness_channels, self._ranks)
             for layer in witnessed
         }
         self._masks: list[Tensor] = []
@@ -103,22 +104,27 @@ class AnnealStart:
                 handle.remove()
 
     def finish_(self) -> None:
-        """Set the constants from the activations so far, and stop watching.
+        """Set the constants from the activations so far, of all ranks, and stop watching; call it on every rank.
 
         Raises:
-            DataError: a layer was not reached, or its activations are not finite; no constant is
-                changed then.
+            DataError: a layer was not reached, or its activations are not finite, or another rank
+                failed or has other layers; no constant is changed then.
             ModelError: it is over already, finished or cancelled.
         """
-        if not self._watching:
-            raise ModelError(
-                "an AnnealStart can be finished once, but this one is over: make another"
-            )
-        self.cancel_()
-        ranks = Ranks()
+        with self._ranks.together():
+            if not self._watching:
+                raise ModelError(
+                    "an AnnealStart can be finished once, but this one is over: make another"
+                )
+            self.cancel_()
+            self._set_constants_()
+
+    def _set_constants_(self) -> None:
         found = {}
         for layer, sums in self._sums.items():
-            counts, log_betas, inputs = ranks.summed(sums)
+            # A rank that has failed, or has other layers, is noticed before the sums.
+            self._ranks.meet(self._paths[layer])
+            counts, log_betas, inputs = self._ranks.summed(sums)
             if not bool(sums.isfinite().all() and counts.min() > 0):
                 unused = "none: run a training step inside AnnealStart, or look for a layer that is not used"
                 raise DataError(

@@ -302,8 +302,9 @@ def _load(
         recipe = replace(recipe, max_length=pretrained.within_positions(recipe.max_length or 0))
         inputs = text_inputs(pretrained, *parts, facts, recipe.max_length or 0)
     name = name or source.absolute().name.removesuffix(".gguf")
+    original = listener and listener.original
     return _Job(
-        pretrained, recipe, inputs, name, say, track, listener and listener.original, listener
+        pretrained, recipe, inputs, name, say, track, Ranks(), original=original, listener=listener
     )
 
 
@@ -318,9 +319,9 @@ class _Job:
     name: str
     say: Say
     track: Track
+    ranks: Ranks
     original: Any = None
     listener: Listener | None = None
-    ranks: Ranks = field(default_factory=Ranks)
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 

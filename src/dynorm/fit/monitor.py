@@ -42,7 +42,8 @@ class Monitor:
     their bound, where gradients vanish; ``size`` the root mean square of its inputs, the scale of
     the stream; ``beta`` its constant, the channels' median, and ``drift`` the same over the first
     one seen; ``gradient`` the norm of its constants' last gradient. Padding counts. A model that is
-    compiled should be watched before.
+    compiled should be watched before. The figures are those of this process. Constants that are
+    sharded (DTensors) are gathered for them: watch such a model on every rank.
 
     Args:
         model: any model with point-wise layers.

@@ -38,14 +38,19 @@ class Ranks:
     Each says a word, however far it is; sums follow only when all have reached the same layer. So a
     rank that fails, or goes another way, is seen by the others, which raise ``error`` instead of
     waiting.
+
+    A ``local`` one is this process only, in a group too, and never communicates.
     """
 
     def __init__(
         self,
         group: "torch.distributed.ProcessGroup | None" = None,
         error: type[DynormError] = DataError,
+        *,
+        local: bool = False,
     ) -> None:
-        there = torch.distributed.is_available() and torch.distributed.is_initialized()
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        there = joined and not local
         backend = torch.distributed.get_backend(group) if there else ""
         # In a fake group, which serves to count collectives, nobody answers.
         self.size = torch.distributed.get_world_size(group) if there and backend != "fake" else 1

@@ -68,13 +68,13 @@ class TokenScales:
         self,
         kind: str,
         eps: float,
-        channels: Sequence[int] | None = None,
-        ranks: Ranks | None = None,
+        channels: Sequence[int] | None,
+        ranks: Ranks,
         *,
         least: float | None = None,
     ) -> None:
         self._kind, self._eps = kind, eps
-        self._ranks = Ranks() if ranks is None else ranks
+        self._ranks = ranks
         self._channels = None if channels is None else torch.tensor(channels)
         self._fixed = channels is not None
         self._seen = 0

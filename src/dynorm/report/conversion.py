@@ -39,7 +39,8 @@ def measure(
     ``fit_on`` through the original alone. Everything is summed as it goes by, so memory is that of
     one batch, plus histograms of 0.3 MB per site; of an encoder the sentence embeddings are kept.
     Padding is left out as in :func:`calibrate_`. The models are run in eval mode, without gradient;
-    they, their buffers and random states are afterwards as they were.
+    they, their buffers and random states are afterwards as they were. The report is that of this
+    process: in a group of processes nothing is sent, and each may call it or not.
 
     Args:
         model: a model that :func:`convert_` converted, with its final constants.

@@ -51,7 +51,8 @@ def inspect_norms(
     the model has massive activations: which tokens are the largest, in which channel, and how much
     of the tokens' sizes one, two and four channels tell. Memory is that of one batch plus a fixed
     amount per site. The model runs in eval mode, without gradient; it, its buffers and random
-    states are afterwards as they were.
+    states are afterwards as they were. The report is that of this process, as :func:`measure`'s
+    is.
 
     Args:
         model: any model with LayerNorms or RMSNorms.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynorm.fit.ranks import Ranks
 from dynorm.fit.witnesses import TokenScales
 from dynorm.site import NormSite
 from dynorm.watch import token_masks, valid_tokens
@@ -72,7 +73,9 @@ class SizeStats:
     """The running sums behind :class:`TokenSizes`, of a size that depends on neither tokens nor channels."""
 
     def __init__(self, site: NormSite) -> None:
-        self._scales = TokenScales(site.kind or "layernorm", site.eps, least=0.0)
+        # A report is that of this process, as its tokens and errors are.
+        ranks = Ranks(local=True)
+        self._scales = TokenScales(site.kind or "layernorm", site.eps, None, ranks, least=0.0)
         self._largest: list[LargeToken] = []
 
     def add(self, x: Tensor, sigma: Tensor, y: Tensor, places: Tensor) -> None:
