@@ -10,12 +10,6 @@ from collections.abc import Iterator
 # than most tests.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Inductor precompiles headers to save time, and asks the program openssl for their checksum. Not
-# every machine has it.
-WITHOUT_OPENSSL = shutil.which("openssl") is None
-if WITHOUT_OPENSSL:
-    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
-
 # Its own check of random generators, once it is imported, sees no object that is frozen below.
 import hypothesis  # noqa: F401
 import pytest
@@ -36,8 +30,11 @@ def frozen() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def headers() -> None:
-    # For AOTInductor there is no variable of the environment.
-    if WITHOUT_OPENSSL:
+    """Let inductor precompile no headers without the program openssl, which it asks for their checksum."""
+    if shutil.which("openssl") is None:
+        # For the processes that tests start; AOTInductor has no such variable.
+        os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+        torch._inductor.config.cpp_cache_precompile_headers = False
         torch._inductor.config.aot_inductor.precompile_headers = False
 
 

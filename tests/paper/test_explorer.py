@@ -839,9 +839,7 @@ class TestWithoutABrowser:
         with pytest.raises(pytest.skip.Exception, match="as on a machine without a browser"):
             require_browser()
 
-    def test_another_word_is_refused(
-        self, programs: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_word_is_refused(self, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DYNORM_BROWSER", "yes")
-        with pytest.raises(pytest.fail.Exception, match="required or hidden, .* got 'yes'"):
+        with pytest.raises(pytest.fail.Exception, match=r"required or hidden, .* got 'yes'"):
             require_browser()

@@ -308,6 +308,22 @@ def _load(
     )
 
 
+@dataclass(frozen=True)
+class _Told(Sequence[Any]):
+    """Batches that move a bar on each time one of them is taken."""
+
+    batches: Sequence[Any]
+    bar: Iterator[Any]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        batch = self.batches[index]
+        next(self.bar, None)
+        return batch
+
+
 @dataclass
 class _Job:
     """A pretrained model with samples to fit on, and others held out; its stages note results and times."""
@@ -392,10 +408,11 @@ class _Job:
             rest = self.inputs.fit[first : first + steps * size * self.ranks.size]
             rest = rest if len(rest) > (self.ranks.size - 1) * size else self.inputs.fit
             batches = self.ranks.share(self.batches(rest, self.recipe.seed))
-            places = self.track(range(steps), f"refining all constants together, {steps} steps")
-            taken = (batches[place % len(batches)] for place in places if batches)
+            # They are measured before and after the steps.
+            taken = range(steps + 2 * len(batches))
+            bar = iter(self.track(taken, f"refining all constants together, {steps} steps"))
             self.details["refine"] = refine_(
-                self.pretrained.model, taken, steps=steps, bf16=self.recipe.bf16
+                self.pretrained.model, _Told(batches, bar), steps=steps, bf16=self.recipe.bf16
             ).to_dict()
 
     def distill_(self, quiet: bool) -> None:

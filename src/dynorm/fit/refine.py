@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import require_layers, warn_of_defaults
 from dynorm.table import Plain, Table
 
+# A list of batches is measured this far, or as far as the steps use it.
+_MEASURED = 32
+# The parts of the way from the old constants to the new ones that are tried, the largest first.
+_PARTS = (1.0, 0.5, 0.25, 0.125)
+
 
 @dataclass(frozen=True)
 class RefinementReport(Plain):
@@ -29,16 +35,23 @@ class RefinementReport(Plain):
     Args:
         steps: how many gradient steps were taken.
         first_error: the mean relative error of the sites before the first step.
-        last_error: the same at the last step.
+        last_error: the same after the last step, on the same batches; never larger.
+        kept: the part of the way from the old constants to those of the last step that the layers
+            were moved; 0 where they have their old constants.
     """
 
     steps: int
     first_error: float
     last_error: float
+    kept: float = 1.0
 
     def __str__(self) -> str:
         """Return the report as a line."""
         errors = f"mean site error {self.first_error:.3f} -> {self.last_error:.3f}"
+        if self.kept == 0:
+            errors += "; no part of the steps helped, and the old constants are put back"
+        elif self.kept < 1:
+            errors += f"; {self.kept:.1%} of the way that the steps went is kept"
         return str(Table((), (), title=f"{self.steps} steps of joint refinement: {errors}"))
 
 
@@ -60,6 +73,14 @@ def refine_(
     calibration. Each step costs a forward pass of the original and a forward and backward pass of
     the converted model.
 
+    The error is measured before the steps and after them, on the same batches: the first 32 of a
+    list, or as many as the steps use if these are more; of any other iterable those that the steps
+    use, which are kept in memory. If the steps have made it larger, they are halved up to three
+    times, and if that does not help, the old constants are put back, and the report says so (more
+    steps or a lower ``lr`` may help then). So the error never grows. Each
+    measurement costs a forward pass of both models over these batches: two take about as long as
+    one step per batch.
+
     Under torch.distributed with an initialized group, call it on every rank, each with its own
     share of the data. The loss of a step is then the mean over the ranks, so all get the same
     constants: those of one process that accumulates the ranks' batches, in turn.
@@ -75,16 +96,16 @@ def refine_(
         bf16: run a float32 model under bfloat16 autocast; the report's errors are of that run.
 
     Returns:
-        The number of steps and the mean relative error before and after.
+        The number of steps and the mean relative error before and after, on the same batches.
 
     Raises:
         ArgumentError: ``steps`` or ``accumulate`` is no positive integer, or ``lr`` not positive.
         ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model),
             or one that is still the norm (annealed, at t = 0), whose constants have no part in the
             outputs; or another rank's layers differ.
-        DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a
-            loss that is not finite; or another rank failed. The parameters are then as they were,
-            on every rank.
+        DataError: no batch, a wrong one or one without tokens, a one-shot iterator with fewer
+            batches than steps, or a loss that is not finite; or another rank failed. The parameters
+            are then as they were, on every rank.
 
     Warns:
         CalibrationWarning: layers have default constants.
@@ -123,25 +144,103 @@ def refine_(
             model.requires_grad_(False)
             for layer in layers:
                 layer.requires_grad_(True)
-            feed = watch.cycled(batches, steps * accumulate)
             after.enter_context(autocast(model, bf16))
-            # Its own neighbours, so many at a time.
-            errors = _descend(
-                model, layers, zip(*[feed] * accumulate, strict=True), steps, lr, ranks
-            )
-    return RefinementReport(steps, errors[0], errors[-1])
+            measured, feed = _feeds(batches, steps * accumulate)
+            # Consecutive batches make a step.
+            groups = zip(*[feed] * accumulate, strict=True)
+            return _refine(model, layers, measured, groups, steps, lr, ranks)
+
+
+def _feeds(batches: Iterable[Any], count: int) -> tuple[Iterable[Any], Iterator[Any]]:
+    """Return the batches to measure on, which can be gone through again, and ``count`` to take steps on."""
+    if isinstance(batches, Sequence):
+        return _First(batches, max(count, _MEASURED)), watch.cycled(batches, count)
+    if isinstance(batches, Iterator):
+        used = list(watch.cycled(batches, count))
+        return used, iter(used)
+    # The next pass may have another order.
+    used = list(islice(watch.iterate(batches), count))
+    return used, chain(used, watch.cycled(batches, count - len(used)))
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first batches of a list, each taken from it when it is its turn: it may make them then."""
+
+    batches: Iterable[Any]
+    count: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(watch.iterate(self.batches), self.count)
+
+
+def _refine(
+    model: nn.Module,
+    layers: list[PointwiseNorm],
+    measured: Iterable[Any],
+    groups: Iterable[Sequence[Any]],
+    steps: int,
+    lr: float,
+    ranks: Ranks,
+) -> RefinementReport:
+    """Take the steps, and go as far on their way as the error falls: all of it, a part, or nothing."""
+    parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+    before = [p.detach().clone() for p in parameters]
+    first = _mean_error(model, measured, ranks)
+    if not math.isfinite(first):
+        raise DataError(
+            f"the mean site error must be finite, but is {first}: call calibrate_ first, or look "
+            "for an overflow"
+        )
+    found = _descend(model, layers, parameters, groups, steps, lr, ranks)
+    for part in _PARTS:
+        for parameter, old, new in zip(parameters, before, found, strict=True):
+            parameter.copy_(torch.lerp(upcast(old), new, part))
+        last = _mean_error(model, measured, ranks, finite=False)
+        # So NaN is worse.
+        if last < first:
+            return RefinementReport(steps, first, last, part)
+    for parameter, old in zip(parameters, before, strict=True):
+        parameter.copy_(old)
+    return RefinementReport(steps, first, first, 0.0)
+
+
+def _mean_error(
+    model: nn.Module, batches: Iterable[Any], ranks: Ranks, *, finite: bool = True
+) -> float:
+    """Return the root of the mean loss of the batches of all ranks; DataError where ``finite`` does not hold."""
+    losses: list[Tensor] = []
+    with watch.undisturbed(model):
+        # A model that draws numbers draws the same ones each time.
+        torch.manual_seed(0)
+        for number, batch in enumerate(batches):
+            loss = _loss(model, batch, norm_outputs(model, batch))
+            if finite:
+                _require_finite("loss", loss, f"batch {number}")
+            losses.append(loss.double())
+    ranks.all_say(BATCH)
+    total = torch.stack(losses).sum()
+    total, count = ranks.summed(torch.stack([total, total.new_tensor(len(losses))]))
+    return math.sqrt(total / count)
+
+
+def _loss(model: nn.Module, batch: Any, wanted: Outputs) -> Tensor:
+    """Return the mean of the squared errors of the sites that a batch reaches, by the norms' outputs."""
+    with recorded({layer: layer for layer in wanted}) as given:
+        watch.call(model, batch)
+    return site_errors(wanted, given, watch.token_masks(batch)).mean()
 
 
 def _descend(
     model: nn.Module,
     layers: list[PointwiseNorm],
+    parameters: list[nn.Parameter],
     feed: Iterable[Sequence[Any]],
     steps: int,
     lr: float,
     ranks: Ranks,
-) -> list[float]:
-    """Take the steps of Adam, and return the root of the loss before each."""
-    parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+) -> list[Tensor]:
+    """Take the steps of Adam, and return the parameters after them, in at least float32."""
     rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
     # In half precision small steps would be lost, and Adam's eps would be 0.
     masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
@@ -154,51 +253,43 @@ def _descend(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min(1.0, (k + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * k / steps))
     )
-    errors: list[float] = []
     sizes = [m.numel() for m in masters]
     for step, some in enumerate(feed):
         found = torch.stack([_gradients(model, parameters, batch, step) for batch in some])
         ranks.all_say(BATCH)
         mean = ranks.summed(found.sum(0)) / (len(some) * ranks.size)
-        loss, reached, *values = torch.split(mean, [1, len(masters), *sizes])
+        reached, *values = torch.split(mean, [len(masters), *sizes])
         for master, there, value in zip(masters, reached, values, strict=True):
             master.grad = value.view_as(master).to(master.dtype) if there else None
-        _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), step)
+        _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), f"step {step}")
         optimizer.step()
         schedule.step()
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
-        errors.append(math.sqrt(loss.item()))
-    return errors
+    return [master.detach() for master in masters]
 
 
 def _gradients(model: nn.Module, parameters: list[nn.Parameter], batch: Any, step: int) -> Tensor:
-    """Return the loss of a batch, of each parameter whether it has a part in it, and their gradients, one by one."""
+    """Return of each parameter whether it has a part in the loss of a batch, and then their gradients, one by one."""
     wanted = norm_outputs(model, batch)
-    with (
-        torch.enable_grad(),
-        recomputing(model),
-        recorded({layer: layer for layer in wanted}) as given,
-    ):
-        watch.call(model, batch)
-        loss = site_errors(wanted, given, watch.token_masks(batch)).mean()
-    _require_finite("loss", loss, step)
+    with torch.enable_grad(), recomputing(model):
+        loss = _loss(model, batch, wanted)
+    _require_finite("loss", loss, f"step {step}")
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     reached = torch.tensor([each is not None for each in found], device=loss.device)
     values = [
         torch.zeros_like(p) if each is None else each
         for p, each in zip(parameters, found, strict=True)
     ]
-    return torch.cat([each.detach().flatten().to(loss.dtype) for each in (loss, reached, *values)])
+    return torch.cat([each.detach().flatten().to(loss.dtype) for each in (reached, *values)])
 
 
-def _require_finite(what: str, value: Tensor, step: int) -> None:
+def _require_finite(what: str, value: Tensor, place: str) -> None:
     if not value.isfinite():
         raise DataError(
-            f"the {what} must be finite, but is {value.item()} in step {step}: lower lr, call "
-            "calibrate_ first, or "
-            "look for NaN in the batch"
+            f"the {what} must be finite, but is {value.item()} in {place}: lower lr, call "
+            "calibrate_ first, or look for NaN in the batch"
         )
 
 
@@ -256,20 +347,23 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 
 
 def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
-    """Return the ``|f - y|^2 / |y - mean y|^2`` of each site, y wanted and f given, padding left out."""
+    """Return the ``|f - y|^2 / |y - mean y|^2`` of each site, y wanted and f given, padding left out.
+
+    A call without tokens has no error: an expert to which nothing is routed does not count.
+    """
     errors = []
     for layer, wanted_of_layer in wanted.items():
         for whole, output in zip(wanted_of_layer, given[layer], strict=False):
-            if whole.shape == output.shape:
-                y, f = (
-                    watch.site_tokens(layer, whole, masks),
-                    watch.site_tokens(layer, output, masks),
-                )
+            if whole.shape != output.shape:
+                continue
+            y = watch.site_tokens(layer, whole, masks)
+            f = watch.site_tokens(layer, output, masks)
+            if len(y):
                 errors.append(relative_error(f, y))
     if not errors:
         raise DataError(
-            "a batch must reach at least one point-wise layer, of the original's shape, but "
-            "reached none: check both"
+            "a batch must reach at least one point-wise layer with tokens, of the original's "
+            "shape, but reached none: check both, and whether all of the batch is padding"
         )
     return torch.stack(errors)
 

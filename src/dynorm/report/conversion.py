@@ -141,14 +141,17 @@ class _Measurement:
             site = self.sites[self.norms[norm]]
             tokens = site.see(x, batch, share)
             if share < 1:
-                site.add_sums(tokens)
+                if len(tokens):
+                    site.add_sums(tokens)
                 # A copy: the model may go on to write into its own.
                 wanted[site.layer].append(site.tokens_of(y, batch).clone())
 
         def see_layer(layer: PointwiseNorm, args: tuple[Any, ...], y: Tensor) -> None:
             site, now = self.sites[layer], watch.site_tokens(layer, y, watch.token_masks(batch))
             site.tokens_of(args[0], batch)
-            site.saturated += float(saturated_share(layer, now)) * len(now)
+            # The share of no outputs would be NaN.
+            if len(now):
+                site.saturated += float(saturated_share(layer, now)) * len(now)
             site.seen += len(now)
             norms = wanted[layer].pop(0) if wanted[layer] else None
             if norms is not None and norms.shape == now.shape:
