@@ -166,6 +166,8 @@ def failing(bad: Any, act: Any) -> Any:
     def feed() -> Iterator[Batch]:
         yield from data
         yield bad() if dist.get_rank() == 1 else data[0]
+        # As many as there are steps: refine_ reads an iterator to its end before the first one.
+        yield from data
 
     try:
         act(model, feed())
