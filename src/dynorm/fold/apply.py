@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm.dtypes import DtypeRule
 from dynorm.errors import ModelError
 from dynorm.fold.check import Check
 from dynorm.fold.graph import Graph, Owner, Slot, along
@@ -216,6 +217,9 @@ def _strip(layer: PointwiseNorm, fold: SiteFold) -> None:
     if fold.with_affine:
         layer._parameters.update(weight=kept, bias=None)
         layer.elementwise_affine = kept is not None
+        layer.weight_offset = 0.0
+        if kept is None and layer.output_dtype == DtypeRule("input+weight"):
+            layer.output_dtype = None
     if fold.goes:
         slope = layer.get_parameter("log_beta")
         layer._parameters.update(center=None, log_beta=_parameter(torch.zeros_like(slope), slope))
