@@ -79,7 +79,7 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         contents.require_version(vars(self), "the quantization_config")
         self.specs()
         self.weights = weights
-        described = [list(layers), self.biases, self.biases_outside]
+        described: list[Any] = [list(layers), self.biases, self.biases_outside]
         if self.dtypes or self.dtypes_outside:
             described += [self.dtypes, self.dtypes_outside]
         self.layers_sha256 = contents.checksum(described)
@@ -200,9 +200,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
 def _cast_(module: nn.Module, dtypes: Mapping[str, str]) -> None:
     """Give a module's own tensors the dtypes that are named; the weights are then read in these."""
     for name, dtype in dtypes.items():
-        tensor = module._parameters.get(name)
-        if tensor is None:
-            tensor = module._buffers.get(name)
+        tensor = {**module._buffers, **module._parameters}.get(name)
         # Another head may lack it.
         if tensor is not None:
             tensor.data = tensor.data.to(_dtype(dtype))

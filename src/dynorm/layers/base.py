@@ -235,11 +235,10 @@ class PointwiseNorm(nn.Module):
             )
             shift, gain = getattr(self, others[0]) if others else None, self.log_gain
         assert constant is not None
-        if self.weight_offset:
-            weight = self.factor()
-        parameters: kernels.Parameters = (constant, shift, center, weight, bias)
+        factor = self.factor() if self.weight_offset else weight
+        parameters: kernels.Parameters = (constant, shift, center, factor, bias)
         if self.witness_channels:
-            parameters = (constant, shift, center, weight, bias, gain)
+            parameters = (constant, shift, center, factor, bias, gain)
         given = (
             self.scale,
             self.normalized_shape,
