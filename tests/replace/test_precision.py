@@ -216,6 +216,33 @@ def test_a_folded_layer_follows_casts() -> None:
         assert model(x).dtype == x.dtype
 
 
+class CentredLlama(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.linspace(-1.0, 1.0, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return self.weight * self.normalized(centred).to(x.dtype) + self.bias
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_the_rmsnorm_of_a_fold_follows_casts(affine: bool) -> None:
+    model = nn.Sequential(nn.Linear(C, C), CentredLlama(), nn.Linear(C, C)).eval()
+    before = copy.deepcopy(model)
+    fold_(model, tokens(), affine=affine, center=True)
+    assert type(model[1]).__name__ == "RMSNorm"
+    for cast in CASTS.values():
+        cast(model)
+        cast(before)
+        given = model[0].weight.dtype
+        assert model(tokens(given)).dtype == before(tokens(given)).dtype
+        if not affine:
+            # Input and weight of two dtypes.
+            for x in (tokens(torch.bfloat16), tokens(torch.float64)):
+                assert model[1](x).dtype == before[1](x).dtype
+
+
 def test_a_bfloat16_constant_moves_at_small_rates_only_in_float32() -> None:
     x = tokens(torch.bfloat16)
     for in_float32 in (False, True):

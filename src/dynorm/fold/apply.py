@@ -232,6 +232,7 @@ def _rms_for(fold: SiteFold) -> nn.Module:
         "normalized_shape": fold.site.normalized_shape,
         "norm_eps": fold.site.eps,
         "dim": fold.site.dim,
+        "output_dtype": fold.site.output_rule,
     }
     layer = LayerSpec("rmsnorm", config | {"elementwise_affine": False}).build(None, None)
     for name, tensor, offset in () if fold.is_given else fold.own():

@@ -184,7 +184,7 @@ class PointwiseNorm(nn.Module):
                     f"{sizes} in shape "
                     f"{tuple(x.shape)}: pass the dim that holds the channels"
                 )
-        returned = self.returned_dtype(x.dtype)
+        returned = x.dtype if self.output_dtype is None else self.returned_dtype(x.dtype)
         if returned == x.dtype:
             y = self.pointwise(x)
         else:
@@ -196,7 +196,10 @@ class PointwiseNorm(nn.Module):
         """Return the dtype of the output for an input of dtype ``given``, with the weight's present dtype."""
         if self.output_dtype is None:
             return given
-        for tensor in (self.weight, self.bias, getattr(self, self.constants[0])):
+        own = self._parameters
+        for name in ("weight", "bias", self.constants[0]):
+            # As in `pointwise`: attributes of a module take longer.
+            tensor = own[name] if name in own else getattr(self, name)
             if tensor is not None:
                 return self.output_dtype(given, tensor.dtype)
         raise AssertionError("a layer has a constant")
