@@ -205,6 +205,37 @@ def test_llamas_rule_does_not_keep_a_linear_layer_from_folding_away() -> None:
     torch.testing.assert_close(model(tokens()), before, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("to", ["dyisru", "linear"])
+def test_a_float32_norm_and_head_in_a_folded_bfloat16_model(to: str) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(C, C), LikeLlama(), nn.Linear(C, C)).bfloat16()
+    model = nn.Sequential(*body, LikeLlama(), nn.Linear(C, 5)).eval()
+    x = tokens(torch.bfloat16)
+    dynorm.convert_(model, dynorm.find_norms(model, x), to=to)
+    dynorm.calibrate_(model, [x])
+    before = model(x)
+    fold_(model, x)
+    assert model[3].weight is None
+    after = model(x)
+    assert after.dtype == torch.float32
+    assert (after - before).norm() < 1e-2 * before.norm()
+    for cast in CASTS.values():
+        cast(model)
+        if model[0].weight.dtype == model[4].weight.dtype:
+            assert model(tokens(model[0].weight.dtype)).dtype == model[4].weight.dtype
+
+
+def test_a_folded_layer_keeps_its_constants_apart() -> None:
+    model = nn.Sequential(nn.Linear(C, C), LikeLlama(), nn.Linear(C, C)).bfloat16().eval()
+    x = tokens(torch.bfloat16)
+    dynorm.convert_(model, dynorm.find_norms(model, x))
+    for parameter in model[1].constant_parameters():
+        parameter.data = parameter.data.float()
+    fold_(model, x)
+    assert model[1].weight is None
+    assert model(x).dtype == torch.bfloat16
+
+
 def test_a_folded_layer_follows_casts() -> None:
     model = nn.Sequential(nn.Linear(C, C), LikeLlama(), nn.Linear(C, C)).eval()
     dynorm.convert_(model, dynorm.find_norms(model, tokens()))

@@ -213,13 +213,17 @@ def _set_values(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
 def _strip(layer: PointwiseNorm, fold: SiteFold) -> None:
     """Take scale, and weight and bias where they were folded too, off a point-wise layer; a slope where it goes."""
     kept = None if fold.left is None else _parameter(fold.left, layer.get_parameter("log_beta"))
+    constant = getattr(layer, layer.constants[0])
     layer.scale = 1.0
     if fold.with_affine:
+        weight = layer.weight
+        # From now on the constant's dtype decides for the weight's, if it has been the same.
+        if kept is None and weight is not None and weight.dtype != constant.dtype:
+            follows_input = layer.output_dtype == DtypeRule("input+weight")
+            layer.output_dtype = None if follows_input else layer.output_dtype
         layer._parameters.update(weight=kept, bias=None)
         layer.elementwise_affine = kept is not None
         layer.weight_offset = 0.0
-        if kept is None and layer.output_dtype == DtypeRule("input+weight"):
-            layer.output_dtype = None
     if fold.goes:
         slope = layer.get_parameter("log_beta")
         layer._parameters.update(center=None, log_beta=_parameter(torch.zeros_like(slope), slope))
