@@ -15,6 +15,7 @@ import dynorm
 SOURCES = Path(dynorm.__file__).parent
 ORDER = (
     ("errors",),
+    ("dtypes",),
     ("files",),
     ("table",),
     ("arguments",),

@@ -327,10 +327,7 @@ def dyisru_general(
     z, axes = resolve(x, dim)
     beta = constant("beta", beta, z, axes, positive=True)
     u, told = _shifted(z, center, axes, (witnesses, gain), leave_one_out=True)
-    if told is not None:
-        total, unit = told
-        u, beta = u / unit, beta / unit**2 + total
-    y = _soft_sign(u, beta)
+    y = _soft_sign(u, beta) if told is None else _soft_sign_of_token(u, beta, told)
     return _affine(y, _bound(z, axes) if scale is None else scale, weight, bias, axes).to(x.dtype)
 
 
@@ -411,9 +408,34 @@ def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     return d / torch.sqrt(beta + d * d)
 
 
+def _soft_sign_of_token(u: Tensor, beta: Constant, told: "_Told") -> Tensor:
+    """Return ``u / sqrt(beta + sum + u**2)``, where the witnesses give the sum."""
+    total, largest = told
+    # Each number is divided by the largest of those that it is added to, before it is squared. No
+    # square then leaves any dtype, not even float16, to which other tools convert a whole graph.
+    # The result does not depend on the units, so they have no part in the gradient.
+    unit = _at_least(largest, _root(beta))
+    constant = beta / unit / unit + total * (largest / unit).square()
+    size = torch.maximum(u.detach().abs(), unit)
+    d = u / size
+    return d / torch.sqrt(constant * (unit / size).square() + d * d)
+
+
+def _root(beta: Constant) -> Constant:
+    """Return the root of a constant, without a gradient."""
+    return beta.detach().sqrt() if isinstance(beta, Tensor) else math.sqrt(beta)
+
+
+def _at_least(size: Tensor, least: Constant) -> Tensor:
+    """Return the larger of the two, element by element."""
+    return torch.maximum(size, least) if isinstance(least, Tensor) else size.clamp_min(least)
+
+
+# The smallest normal number of float16, so that it stays a divisor after a conversion to it.
+_SMALLEST_UNIT = 2.0**-14
+
 _ToldBy = tuple[Tensor | None, Tensor | None]  # witnesses and their gains
-# What they tell of each token: ``sum_k g_k (u_k / unit)**2``, and the unit, only of large tokens
-# other than 1, in which neither sums nor their gradients leave float32.
+# Of each token ``sum_k g_k (u_k / largest)**2``, and the size of its largest witness.
 _Told = tuple[Tensor, Tensor]
 
 
@@ -426,13 +448,26 @@ def _sloped(
     *,
     ratio: float = 1.0,
 ) -> tuple[Tensor, Constant]:
-    """Return u, which is ``z - center``, and the slope for beta(x); ``ratio`` is ``1 / (beta * slope**2)``."""
+    """Return u and the slope for beta(x), whose product is that of ``z - center`` and the token's slope.
+
+    ``ratio`` is ``1 / (beta * slope**2)``.
+    """
     u, told = _shifted(z, center, axes, told_by)
-    if told is not None:
-        total, unit = told
-        # As a factor of the slope, so that its sign stays and 0 is no division by 0.
-        slope = slope * (torch.rsqrt(unit**-2 + ratio * (slope * slope) * total) / unit)
-    return u, slope
+    if told is None:
+        return u, slope
+    total, largest = told
+    if isinstance(slope, Tensor):
+        width: Constant = 1 / slope.detach().abs().clamp_min(_SMALLEST_UNIT)
+    else:
+        width = 1 / max(abs(slope), _SMALLEST_UNIT)
+    # As in DyISRU, all numbers are divided before they are squared, by units without a gradient.
+    unit = _at_least(largest, width)
+    steep = slope * unit
+    size = steep.detach().abs().clamp_min(1)
+    # As a factor, so that the slope's sign stays and 0 is no division by 0.
+    factor = steep / size
+    square = (1 / size).square() + ratio * (factor * (largest / unit)).square() * total
+    return u / unit, factor * torch.rsqrt(square)
 
 
 def _shifted(
@@ -463,8 +498,8 @@ def _shifted(
     chosen = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses)
     # One by one, so that not even here is there a reduction.
     largest = reduce(torch.maximum, chosen.detach().abs().unbind(-1))
-    unit = (largest * 2**-20).clamp_min(1)
-    terms = (chosen / unit[..., None]).square()
+    largest = largest.clamp_min(_SMALLEST_UNIT)
+    terms = (chosen / largest[..., None]).square()
     terms = terms if gain is None else terms * gain.to(u.dtype)
     one_per_token = [1 if axis in axes else n for axis, n in enumerate(z.shape)]
     each = [term.reshape(one_per_token) for term in terms.unbind(-1)]
@@ -475,7 +510,7 @@ def _shifted(
             torch.where(position == k, 0, term)
             for k, term in zip(witnesses.unbind(), each, strict=True)
         ]
-    return u, (reduce(torch.add, each), unit.reshape(one_per_token))
+    return u, (reduce(torch.add, each), largest.reshape(one_per_token))
 
 
 def _affine(

@@ -38,8 +38,10 @@ class NormSite(Plain):
             tensor holds it.
         bias_name: The same for the bias.
         input_shape: Shape of the tensor at the first call.
-        output_dtype: Element type that it returns, such as "float32", where that is not its
+        output_dtype: Element type that it returned, such as "float32", where that was not its
             input's; else None.
+        output_rule: How it chooses that type, as `output_dtype` of the layers says it:
+            "input+weight", say; None where it returns its input's.
 
     Example:
         >>> site = NormSite("encoder.norm", kind="layernorm", normalized_shape=(768,), eps=1e-5)
@@ -64,6 +66,7 @@ class NormSite(Plain):
     bias_name: str | None = None
     input_shape: tuple[int, ...] = ()
     output_dtype: str | None = None
+    output_rule: str | None = None
 
 
 def select_sites(

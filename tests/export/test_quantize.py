@@ -311,6 +311,18 @@ def test_a_power_of_the_scales_is_folded() -> None:
     assert_close(model.a.weight.act_quant_scale, scales.max().pow(0.25).reshape(1, 1, 1))
 
 
+def test_scales_are_folded_into_a_weight_that_is_one_less_than_the_factor() -> None:
+    pytest.importorskip("torchao")
+    model, x = net(), torch.randn(8, 5, C)
+    factor = model.one.weight.detach().clone()
+    model.one.weight_offset = 1.0
+    model.one.set_factor_(factor)
+    assert_close(model.one.weight.detach(), factor - 1)
+    scales = output_bounds(model.one) / 127
+    quantize_(model, find_readers(model, x), per_channel=0.75)
+    assert_close(model.one.factor().detach(), factor / scales**0.75)
+
+
 @pytest.mark.parametrize("power", [-0.1, 1.5, math.nan, "all"])
 def test_a_power_outside_of_0_to_1_is_refused(power: Any) -> None:
     model, x = net(), torch.randn(2, C)

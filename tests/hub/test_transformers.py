@@ -189,6 +189,62 @@ def test_layers_of_another_dtype_keep_it(tmp_path: Path) -> None:
     } == {torch.float16}
 
 
+def bfloat16_llama_with_float32_head() -> Any:
+    """Return a converted Llama whose last norm and head are in float32, as peft leaves them."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    model.model.norm.float()
+    model.lm_head.float()
+    # Numbers that bfloat16 does not hold.
+    model.lm_head.weight.data.add_(torch.rand_like(model.lm_head.weight))
+    return convert(model, {"input_ids": tokens()})
+
+
+def test_a_head_of_another_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    model = bfloat16_llama_with_float32_head()
+    save(model, tmp_path / "m")
+    for loaded in (load(tmp_path / "m"), type(model).from_pretrained(tmp_path / "m")):
+        assert same_state(loaded, model)
+        assert first(loaded).dtype == torch.float32
+        assert torch.equal(first(loaded), first(model))
+    # Without the head, the float32 norm still finds its place.
+    base = transformers.AutoModel.from_pretrained(tmp_path / "m")
+    assert base.norm.weight.dtype == torch.float32
+    assert torch.equal(first(base), first(model.model))
+    # Saved again, with the dtypes of then.
+    load(tmp_path / "m").half().save_pretrained(tmp_path / "half")
+    again = load(tmp_path / "half")
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_layers_follow_the_dtype_that_a_load_asks_for(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = bfloat16_llama_with_float32_head()
+    save(model, tmp_path / "m")
+    for asked in (dtype, str(dtype).removeprefix("torch.")):
+        loaded = type(model).from_pretrained(tmp_path / "m", dtype=asked)
+        assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+        assert first(loaded).dtype == dtype
+    # The next call is not told a dtype.
+    assert same_state(load(tmp_path / "m"), model)
+
+
+@pytest.mark.parametrize("dtypes", [{"lm_head": {"weight": "int9"}}, {"lm_head": "float32"}, [1]])
+def test_dtypes_of_a_changed_config_are_refused(tmp_path: Path, dtypes: Any) -> None:
+    save(bfloat16_llama_with_float32_head(), tmp_path / "m")
+    edit_config(tmp_path / "m", quantization_config__dtypes_outside=dtypes)
+    with pytest.raises(StorageError, match="must name dtypes of tensors by path"):
+        load(tmp_path / "m")
+
+
 def test_a_loaded_model_trains_and_its_checkpoints_load(tmp_path: Path) -> None:
     save(bert("BertForSequenceClassification"), tmp_path / "m")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m")

@@ -131,11 +131,12 @@ def test_the_bound_is_the_norms(to: str) -> None:
 
 @all_layers
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_plus_w_is_folded_in_the_models_dtype(to: str, dtype: torch.dtype) -> None:
+def test_one_plus_w_keeps_w_in_the_models_dtype(to: str, dtype: torch.dtype) -> None:
     model = mlp(GemmaNorm(C)).to(dtype)
     norm, x = model[1], torch.randn(5, C, dtype=dtype)
     converted(model, x, to=to)
-    assert torch.equal(model[1].weight, (1 + norm.weight.float()).to(dtype))
+    assert torch.equal(model[1].weight, norm.weight)
+    assert torch.equal(model[1].factor(), 1 + norm.weight.float())
     assert {p.dtype for p in model[1].parameters()} == {dtype}
     assert dynorm.restore_(model)[1] is norm
     assert norm.weight.dtype == dtype
@@ -619,25 +620,40 @@ def test_a_parameter_that_a_norm_shares_with_another_module_stays_shared() -> No
     assert model[1].bias is model[2].bias is before
 
 
-def test_a_weight_used_as_1_plus_w_is_not_parted_from_another_module() -> None:
+def test_a_weight_used_as_1_plus_w_stays_shared() -> None:
     model, x = (
         nn.Sequential(nn.Linear(C, C), GemmaNorm(C), nn.Linear(C, C), GemmaNorm(C)),
         torch.randn(4, C),
     )
-    norm = model[1]
-    model[2].bias = model[1].weight
-    sites = dynorm.find_norms(model, x)
-    with pytest.raises(
-        ModelError, match=r"must have w for itself, but '2\.bias' is the same .* skip="
-    ):
-        dynorm.convert_(model, sites)
-    assert model[1] is norm
-    dynorm.convert_(model, sites, skip="1")
+    before = model[1].weight
+    model[2].bias = before
+    dynorm.convert_(model, dynorm.find_norms(model, x))
+    assert model[1].weight is model[2].bias
+    assert torch.equal(model[1].weight, before)
     dynorm.restore_(model)
+    assert model[1].weight is model[2].bias is before
     # Norms that share w among them stay together.
     model[2].bias, model[3].weight = None, model[1].weight
     dynorm.convert_(model, dynorm.find_norms(model, x))
     assert model[1].weight is model[3].weight
+
+
+class RowNorm(GemmaNorm):
+    """Holds its weight as a matrix of one row."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.weight = nn.Parameter(self.weight.detach()[None])
+
+
+def test_a_weight_of_another_shape_is_not_parted_from_another_module() -> None:
+    model, x = nn.Sequential(nn.Linear(C, C), RowNorm(C), nn.Linear(C, 1)), torch.randn(4, C)
+    norm = model[1]
+    model[2].weight = norm.weight
+    sites = dynorm.find_norms(model, x)
+    with pytest.raises(ModelError, match=r"'2\.weight' is the same parameter: .* skip="):
+        dynorm.convert_(model, sites)
+    assert model[1] is norm
 
 
 @pytest.mark.parametrize("sites", ["dyisru", [[1.0, 2.0]], ["1"]])

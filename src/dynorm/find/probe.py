@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from dynorm.dtypes import DtypeRule
 from dynorm.errors import DataError
 from dynorm.find.recover import (
     HALF_TOLERANCE,
@@ -26,7 +27,7 @@ from dynorm.find.recover import (
     core,
     recover,
 )
-from dynorm.find.tokens import plain_arithmetic
+from dynorm.find.tokens import named_tensors, plain_arithmetic
 from dynorm.site import UNIT_LENGTH, NormSite
 from dynorm.watch import arguments, call_hint, require_plain_model, site_tokens, undisturbed
 
@@ -57,6 +58,7 @@ class Observation:
         torch.float32
     )  # of its output, where autocast does not choose that dtype
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    autocast: bool = False  # which may have chosen the dtype of the output
     rounded: bool = False  # input, output or autocast were of half precision
     output_at: int = (
         0  # the address of its last output, to see which module's output another one passes on
@@ -92,9 +94,9 @@ class Observation:
             return
         self.dtype, self.device = given.dtype, given.device
         halves = {torch.float16, torch.bfloat16} & {given.dtype, output.dtype}
-        autocast = torch.is_autocast_enabled(given.device.type)
-        self.output_dtype = given.dtype if autocast else output.dtype
-        self.rounded = bool(halves) or autocast
+        self.autocast = torch.is_autocast_enabled(given.device.type)
+        self.output_dtype = given.dtype if self.autocast else output.dtype
+        self.rounded = bool(halves) or self.autocast
         for axes in candidate_axes(self.module, tuple(given.shape)) if self.is_light() else []:
             # Two of every axis but the channels' will do for the last check.
             part = tuple(slice(None) if axis in axes else slice(2) for axis in range(given.ndim))
@@ -402,6 +404,7 @@ def _sort_of(module: nn.Module) -> Iterator[Hashable]:
 
 def _placed(site: NormSite, seen: Observation) -> NormSite:
     """Return a site with the place of a module in the model, and its calls."""
+    observed = str(seen.output_dtype).removeprefix("torch.")
     return replace(
         site,
         path=seen.paths[0],
@@ -409,10 +412,24 @@ def _placed(site: NormSite, seen: Observation) -> NormSite:
         class_name=type(seen.module).__qualname__,
         calls=seen.calls,
         input_shape=seen.shapes[0] if seen.shapes else (),
-        output_dtype=None
-        if seen.output_dtype == seen.dtype
-        else str(seen.output_dtype).removeprefix("torch."),
+        output_dtype=None if seen.output_dtype == seen.dtype else observed,
+        output_rule=site.output_rule if _explains(site.output_rule, site, seen) else observed,
     )
+
+
+def _explains(text: str | None, site: NormSite, seen: Observation) -> bool:
+    """Return whether a rule gives the dtype that the module returned in the run."""
+    if seen.autocast or not seen.calls:
+        return True
+    if text is None:
+        return seen.output_dtype == seen.dtype
+    tensors = named_tensors(seen.module)
+    for name in (site.weight_name, site.bias_name):
+        if name is not None:
+            return DtypeRule(text)(seen.dtype, tensors[name].dtype) == seen.output_dtype
+    floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    own = floating[0] if floating else seen.dtype
+    return DtypeRule(text)(seen.dtype, own) == seen.output_dtype
 
 
 def _require_agreement(

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from dynorm.dtypes import INPUT, fitting_rule
 from dynorm.errors import ModelError
 from dynorm.find.tokens import (
     CannotProbeError,
@@ -223,7 +225,42 @@ def _complete(given: TokenFunction, function: TokenFunction, formula: Formula) -
         weight_name=weight_name if has_weight else None,
         bias_name=bias_name if has_bias else None,
         input_shape=shape,
+        output_rule=_output_rule(replace(given, shape=function.shape)),
     )
+
+
+# Of the input and of the parameters: alike as in a whole model, and mixed as after a cast of a part.
+_DTYPE_PAIRS = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float64, torch.float64),
+)
+# These decide only between rules that fit the others: T5's norm has one rule for weights of half
+# precision, and another one for float32 and float64.
+_WIDE_PAIRS = (
+    (torch.float64, torch.float32),
+    (torch.float32, torch.float64),
+)
+
+
+def _output_rule(given: TokenFunction) -> str | None:
+    """Recover how a norm chooses the dtype of its output, from copies in several dtypes; None for its input's.
+
+    A pair of dtypes on which it raises tells nothing. A choice that no rule describes is left to
+    the dtype that the run shows.
+    """
+    returned: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {}
+    for pair in (*_DTYPE_PAIRS, *_WIDE_PAIRS):
+        in_dtype, own_dtype = pair
+        x = torch.ones(given.shape, dtype=in_dtype, device=given.device)
+        with suppress(RuntimeError, TypeError, ValueError, NotImplementedError):
+            returned[pair] = plain_copy(given.module, own_dtype)(x).dtype
+    usual = {pair: dtype for pair, dtype in returned.items() if pair not in _WIDE_PAIRS}
+    rule = fitting_rule(returned) or fitting_rule(usual)
+    return None if rule == INPUT else rule
 
 
 def _holder(
@@ -334,7 +371,7 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
     """Return the weight and the bias that a norm applies to its normalized channels.
 
     They are detached copies of shape `site.normalized_shape` on the module's device, None for a
-    missing one. 1 + w comes in float32 at least: layers that scale so add in float32, and rounded
+    missing one. 1 + w comes in float32 at least: norms that scale so add in float32, and rounded
     to bfloat16 1 + w would lose most digits of a small w. A factor that no tensor holds, such as
     the 1/sqrt(C) of a division by the L2 norm, is measured. ModelError is raised if the site was
     refused, or the module is not the norm that was found.

@@ -29,7 +29,7 @@ rate"""
 def saturated_share(layer: PointwiseNorm, tokens: Tensor) -> Tensor:
     """Return the share of a layer's outputs (tokens, C) that lie near its bound; the linear control's is the norm's."""
     weight, bias = (
-        None if p is None else gathered(p.detach()).flatten() for p in (layer.weight, layer.bias)
+        None if p is None else gathered(p.detach()).flatten() for p in (layer.factor(), layer.bias)
     )
     bound = SATURATION * abs(layer.scale) * (1.0 if weight is None else weight.abs())
     return ((tokens if bias is None else tokens - bias).abs() > bound).float().mean()

@@ -78,7 +78,7 @@ class SiteFit:
         self._residual = math.nan
         self._ranks = ranks
         self._function = layer.target if isinstance(layer, AnnealedNorm) else type(layer)
-        weight = None if isinstance(layer, AnnealedNorm) else layer.weight
+        weight = None if isinstance(layer, AnnealedNorm) else layer.factor()
         self._weight = (
             None if weight is None else weight.detach().to(torch.float64, copy=True).flatten()
         )
@@ -150,9 +150,10 @@ class SiteFit:
         self._residual = float(left.sum())
         layer, shape = self.layer, self.layer.normalized_shape
         layer.fill_slope_(beta.reshape(shape) if layer.per_channel else beta[:1])
-        for parameter, value in ((layer.weight, weight), (layer.bias, bias)):
-            if self._weight is not None and parameter is not None:
-                parameter.copy_(value.reshape(shape))
+        if self._weight is not None:
+            layer.set_factor_(weight)
+            if layer.bias is not None:
+                layer.bias.copy_(bias.reshape(shape))
 
     @property
     def error(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynorm.dtypes import DtypeRule
 from dynorm.errors import ModelError
 from dynorm.fold.check import Check
 from dynorm.fold.graph import Graph, Owner, Slot, along
@@ -212,10 +213,17 @@ def _set_values(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
 def _strip(layer: PointwiseNorm, fold: SiteFold) -> None:
     """Take scale, and weight and bias where they were folded too, off a point-wise layer; a slope where it goes."""
     kept = None if fold.left is None else _parameter(fold.left, layer.get_parameter("log_beta"))
+    constant = getattr(layer, layer.constants[0])
     layer.scale = 1.0
     if fold.with_affine:
+        weight = layer.weight
+        # From now on the constant's dtype decides for the weight's, if it has been the same.
+        if kept is None and weight is not None and weight.dtype != constant.dtype:
+            follows_input = layer.output_dtype == DtypeRule("input+weight")
+            layer.output_dtype = None if follows_input else layer.output_dtype
         layer._parameters.update(weight=kept, bias=None)
         layer.elementwise_affine = kept is not None
+        layer.weight_offset = 0.0
     if fold.goes:
         slope = layer.get_parameter("log_beta")
         layer._parameters.update(center=None, log_beta=_parameter(torch.zeros_like(slope), slope))
@@ -228,6 +236,7 @@ def _rms_for(fold: SiteFold) -> nn.Module:
         "normalized_shape": fold.site.normalized_shape,
         "norm_eps": fold.site.eps,
         "dim": fold.site.dim,
+        "output_dtype": fold.site.output_rule,
     }
     layer = LayerSpec("rmsnorm", config | {"elementwise_affine": False}).build(None, None)
     for name, tensor, offset in () if fold.is_given else fold.own():

@@ -217,7 +217,14 @@ def _find_folds(
             site = NormSite(
                 path, (), type(layer).__name__.lower(), layer.dim, layer.normalized_shape
             )
-            sites.append(replace(site, weight_name="weight", bias_name="bias"))
+            sites.append(
+                replace(
+                    site,
+                    weight_name="weight",
+                    bias_name="bias",
+                    weight_offset=layer.weight_offset,
+                )
+            )
     if not sites:
         raise ModelError(
             "the model must have norms or point-wise layers, but none was found: nothing can be "

@@ -151,11 +151,21 @@ class SiteFold:
         """Tell whether it is a product and a sum per channel, and nothing else, and may go."""
         layer = self.module
         is_linear = (
-            type(layer) is LinearControl
-            and not layer.witness_channels
-            and layer.output_dtype is None
+            type(layer) is LinearControl and not layer.witness_channels and self._keeps_dtype()
         )
         return is_linear and self.chosen and self.refused is None
+
+    def _keeps_dtype(self) -> bool:
+        """Return whether each call returns the dtype that it was given."""
+        layer = self.module
+        assert isinstance(layer, PointwiseNorm)
+        if layer.output_dtype is None:
+            return True
+        for call in self.calls:
+            given = call.all_input_nodes[0].meta["val"].dtype
+            if layer.returned_dtype(given) != given:
+                return False
+        return layer.output_dtype.follows_model
 
     @property
     def is_gone(self) -> bool:

@@ -1,6 +1,7 @@
 """A quantization method to transformers: it puts the layers that config.json names into a model before weights load."""
 
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ ADVICE = "import dynorm before you load this model: its norms are replaced by la
 # Of torch's own allocations on the CPU, in bytes.
 _ALIGNMENT = 64
 _AFFINE = ("weight", "bias")
+# Whether the call of from_pretrained that is running was given a dtype.
+DTYPE_GIVEN: ContextVar[bool] = ContextVar("DTYPE_GIVEN", default=False)
 
 
 class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -44,7 +47,10 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         biases: Any = (),  # paths of linear layers that were given a bias
         biases_outside: Any = (),
         weights: Any = None,  # size and checksum of each file of weights, to know them by
-        layers_sha256: str | None = None,  # of layers and biases; made where there is none
+        layers_sha256: str | None = None,  # of the lists above; made where there is none
+        # By path of a module that is no layer: the dtypes of its tensors that are not the model's.
+        dtypes: Any = None,
+        dtypes_outside: Any = None,
         # Ignored, such as the keys that transformers adds.
         **unknown: Any,
     ) -> None:
@@ -62,10 +68,21 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise StorageError(
                 f"the biases in the quantization_config must be paths, got {biases!s:.80}"
             )
+        self.dtypes, self.dtypes_outside = dtypes or {}, dtypes_outside or {}
+        for by_path in (self.dtypes, self.dtypes_outside):
+            known = isinstance(by_path, dict) and all(map(_are_dtypes, by_path.values()))
+            if not known:
+                raise StorageError(
+                    "the dtypes in the quantization_config must name dtypes of tensors by path, "
+                    f"got {by_path!s:.80}"
+                )
         contents.require_version(vars(self), "the quantization_config")
         self.specs()
         self.weights = weights
-        self.layers_sha256 = contents.checksum([list(layers), self.biases, self.biases_outside])
+        described: list[Any] = [list(layers), self.biases, self.biases_outside]
+        if self.dtypes or self.dtypes_outside:
+            described += [self.dtypes, self.dtypes_outside]
+        self.layers_sha256 = contents.checksum(described)
         if layers_sha256 not in (None, self.layers_sha256):
             raise StorageError(
                 "the layers in the quantization_config must be as dynorm wrote them, but were "
@@ -81,8 +98,7 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         found = []
         for spec, entry in zip(specs, self.layers, strict=True):
             outside, dtypes = entry.get("outside", []), entry.get("dtypes", {})
-            known = isinstance(dtypes, dict) and all(_dtype(name) for name in dtypes.values())
-            if not contents.is_list_of_str(outside) or not known:
+            if not contents.is_list_of_str(outside) or not _are_dtypes(dtypes):
                 raise StorageError(
                     f"{where}: outside must be a list, dtypes name dtypes; got {outside!r}, "
                     f"{dtypes!r}"
@@ -135,11 +151,16 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         specs = [spec for spec, _ in found]
         apply_specs_(model, specs)
-        # Where the model is loaded in another dtype than its own, the layers follow.
-        if _dtype(config.model_dtype) == model.dtype:
+        # Where the caller asks for a dtype, or the model gets another one than its own, all follow.
+        if not DTYPE_GIVEN.get() and _dtype(config.model_dtype) == model.dtype:
             for spec, dtypes in found:
-                for name, parameter in model.get_submodule(spec.paths[0]).named_parameters():
-                    parameter.data = parameter.data.to(_dtype(dtypes.get(name)) or parameter.dtype)
+                _cast_(model.get_submodule(spec.paths[0]), dtypes)
+            for path, dtypes in config.dtypes.items():
+                for place in _places(model, [path], []):
+                    _cast_(model.get_submodule(place), dtypes)
+            for path, dtypes in config.dtypes_outside.items():
+                for place in _places(model, [], [path]):
+                    _cast_(model.get_submodule(place), dtypes)
         for path in _places(model, config.biases, config.biases_outside):
             give_bias_(model, path)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -174,6 +195,15 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
             if config is not None and hasattr(config, "_is_quantized"):
                 del config._is_quantized
         return model
+
+
+def _cast_(module: nn.Module, dtypes: Mapping[str, str]) -> None:
+    """Give a module's own tensors the dtypes that are named; the weights are then read in these."""
+    for name, dtype in dtypes.items():
+        tensor = {**module._buffers, **module._parameters}.get(name)
+        # Another head may lack it.
+        if tensor is not None:
+            tensor.data = tensor.data.to(_dtype(dtype))
 
 
 def base_prefix(model: Any) -> str:
@@ -251,6 +281,11 @@ def _require_loaded(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
             f"{contents.listed(missing)}"
         )
     contents.require_witnesses(model, model.state_dict(), "the checkpoint", "config.json")
+
+
+def _are_dtypes(dtypes: object) -> bool:
+    """Return whether a value maps names to names of dtypes."""
+    return isinstance(dtypes, dict) and all(_dtype(name) for name in dtypes.values())
 
 
 def _dtype(name: object) -> torch.dtype | None:

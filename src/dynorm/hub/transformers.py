@@ -14,6 +14,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -28,13 +29,14 @@ from dynorm.hub import contents
 from dynorm.hub.quantizer import (
     ADVICE,
     BARRIER,
+    DTYPE_GIVEN,
     METHOD,
     DynormConfig,
     DynormQuantizer,
     aliases_of,
     base_prefix,
 )
-from dynorm.replace.specs import dynorm_layers, replaced_by
+from dynorm.replace.specs import dynorm_layers, is_ours, replaced_by
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -74,7 +76,12 @@ def register() -> None:
     def checked_from_pretrained(
         cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
+        asked = [kwargs.get(name) for name in ("dtype", "torch_dtype")]
+        token = DTYPE_GIVEN.set(any(dtype not in (None, "auto") for dtype in asked))
+        try:
+            model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
+        finally:
+            DTYPE_GIVEN.reset(token)
         _require_no_leftovers(model, info["unexpected_keys"])
         return (model, info) if output_loading_info else model
 
@@ -234,15 +241,11 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
     entries = []
     for spec in changes.layers:
         inside, outside = split(spec.paths)
-        parameters = model.get_submodule(spec.paths[0]).named_parameters()
+        layer = model.get_submodule(spec.paths[0])
         entry = spec.to_dict() | {
             "paths": inside,
             "outside": outside,
-            "dtypes": {
-                name: str(p.dtype).removeprefix("torch.")
-                for name, p in parameters
-                if p.dtype != model.dtype
-            },
+            "dtypes": _other_dtypes(layer, model.dtype),
         }
         entries.append(
             {
@@ -251,10 +254,36 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
                 if value or key in ("layer", "paths", "config")
             }
         )
+    dtypes: dict[str, dict[str, str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path and not is_ours(module):
+            dtypes[path] = _other_dtypes(module, model.dtype)
+    inside, outside = split([path for path, names in dtypes.items() if names])
     versions = contents.FORMAT_VERSION, __version__
     return DynormConfig(
-        entries, str(model.dtype).removeprefix("torch."), *versions, *split(changes.biases)
+        entries,
+        str(model.dtype).removeprefix("torch."),
+        *versions,
+        *split(changes.biases),
+        dtypes={path: dtypes[prefix + path] for path in inside},
+        dtypes_outside={path: dtypes[path] for path in outside},
     )
+
+
+def _other_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, str]:
+    """Return the dtypes of a module's own tensors of floating point that a load would not give them, by name.
+
+    It gives ``dtype`` to those in the checkpoint. The others are computed, mostly in float32.
+    """
+    expected = {name: (tensor, dtype) for name, tensor in module._parameters.items()}
+    for name, buffer in module._buffers.items():
+        is_computed = name in module._non_persistent_buffers_set
+        expected[name] = (buffer, torch.float32 if is_computed else dtype)  # type: ignore[assignment]
+    found: dict[str, str] = {}
+    for name, (tensor, usual) in expected.items():
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != usual:
+            found[name] = str(tensor.dtype).removeprefix("torch.")
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -152,13 +152,14 @@ class AnnealedNorm(PointwiseNorm):
         trailing = self._dims == tuple(range(-len(self.normalized_shape), 0))
         # Under autocast torch's norms cast as they do it, and so must ours.
         own = like and not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        own = own or all(p is None or p.dtype == x.dtype for p in (self.weight, self.bias))
+        weight = self.factor()
+        own = own or all(p is None or p.dtype == x.dtype for p in (weight, self.bias))
         if trailing and own and self.kind == "layernorm":
-            return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.norm_eps)
+            return layer_norm(x, self.normalized_shape, weight, self.bias, self.norm_eps)
         if trailing and own and self.bias is None:
-            return rms_norm(x, self.normalized_shape, self.weight, self.norm_eps)
+            return rms_norm(x, self.normalized_shape, weight, self.norm_eps)
         plain = functional.layer_norm if self.kind == "layernorm" else functional.rms_norm
-        return plain(x, self.weight, self.bias, self.norm_eps, self.dim)
+        return plain(x, weight, self.bias, self.norm_eps, self.dim)
 
     def _with_constants(self, y: Tensor) -> Tensor:
         """Let the constants have a gradient, 0, in training: DistributedDataParallel waits for one of each."""

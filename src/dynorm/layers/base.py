@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dynorm import kernels
 from dynorm.arguments import Shape, check_dim, check_positive, check_shape, check_witnesses, upcast
+from dynorm.dtypes import DtypeRule, is_floating_dtype
 from dynorm.errors import ArgumentError
 
 
@@ -21,6 +22,7 @@ class LayerOptions(TypedDict, total=False):
     witnesses: int | Sequence[int]
     dim: int | Sequence[int]
     output_dtype: str | None
+    weight_offset: float
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -42,14 +44,17 @@ class PointwiseNorm(nn.Module):
             argument and all but those below are explained at :class:`dynorm.DyISRU`.
         scale: the fixed factor in front; the value that the function tends to.
         dim: with several sizes, their axes (the last ones by default).
-        output_dtype: the name of the dtype to return, such as "float32"; None returns that of the
-            input.
+        output_dtype: the dtype to return, as the names of those that it is promoted from, joined by
+            "+": "input", "weight" (with a weight), or a dtype such as "float32". "input+weight" is
+            the rule of Llama's RMSNorm; None returns the input's.
+        weight_offset: added to ``weight``, in at least float32, before it multiplies: 1.0 for a
+            layer that holds w of a norm's factor 1 + w, all of whose digits it then keeps.
         device: where the parameters live; ``"meta"`` makes none.
 
     Raises:
         ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale``
-            is 0 or not finite, a witness is out of range or named twice, or ``dtype`` is not
-            floating point.
+            or ``weight_offset`` is not finite, or ``scale`` 0, a witness is out of range or named
+            twice, ``dtype`` is not floating point, or ``output_dtype`` is no such rule.
     """
 
     _dynorm_layer: ClassVar[bool] = True
@@ -81,21 +86,17 @@ class PointwiseNorm(nn.Module):
         witnesses: int | Sequence[int] = (),
         dim: int | Sequence[int] = -1,
         output_dtype: str | None = None,
+        weight_offset: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.output_dtype = (
-            None if output_dtype is None else getattr(torch, str(output_dtype), None)
-        )
-        for name, given, known in (
-            ("dtype", dtype, dtype),
-            ("output_dtype", output_dtype, self.output_dtype),
-        ):
-            if given is not None and not (
-                isinstance(known, torch.dtype) and known.is_floating_point
-            ):
-                raise ArgumentError(f"{name} must be a real floating point dtype, got {given}")
+        if dtype is not None and not is_floating_dtype(dtype):
+            raise ArgumentError(f"dtype must be a real floating point dtype, got {dtype}")
+        self.output_dtype = None if output_dtype is None else DtypeRule(output_dtype)
+        if not (hasattr(weight_offset, "__float__") and math.isfinite(weight_offset)):
+            raise ArgumentError(f"weight_offset must be a finite number, got {weight_offset!r}")
+        self.weight_offset = float(weight_offset)
         self.normalized_shape = check_shape(normalized_shape)
         self.dim = check_dim(dim, self.normalized_shape)
         self._dims = (self.dim,) if isinstance(self.dim, int) else self.dim
@@ -134,12 +135,12 @@ class PointwiseNorm(nn.Module):
         return math.nan
 
     def reset_parameters(self) -> None:
-        """Set weight to 1, bias and centre to 0, and the constants to their defaults."""
+        """Set the factor of each channel to 1, bias and centre to 0, and the constants to their defaults."""
         with torch.no_grad():
             for name, value in self._initial_constants().items():
                 getattr(self, name).fill_(value)
             if self.weight is not None:
-                self.weight.fill_(1.0)
+                self.weight.fill_(1.0 - self.weight_offset)
             for parameter in (self.bias, self.center, self.log_gain):
                 if parameter is not None:
                     parameter.zero_()
@@ -152,8 +153,8 @@ class PointwiseNorm(nn.Module):
                 ``dim`` is negative.
 
         Returns:
-            The shape and dtype of ``x`` (or ``output_dtype``), contiguous where the channels come
-            last; computed in at least float32.
+            The shape of ``x``, in the dtype of ``x`` or of the rule ``output_dtype``, contiguous
+            where the channels come last; computed in at least float32.
 
         Raises:
             ArgumentError: ``x`` is no floating point tensor, or its sizes at ``dim`` are not
@@ -183,14 +184,42 @@ class PointwiseNorm(nn.Module):
                     f"{sizes} in shape "
                     f"{tuple(x.shape)}: pass the dim that holds the channels"
                 )
-        if self.output_dtype is None:
+        returned = x.dtype if self.output_dtype is None else self.returned_dtype(x.dtype)
+        if returned == x.dtype:
             y = self.pointwise(x)
         else:
-            y = self.pointwise(x.to(torch.promote_types(x.dtype, self.output_dtype))).to(
-                self.output_dtype
-            )
+            y = self.pointwise(x.to(torch.promote_types(x.dtype, returned))).to(returned)
         # As nn.LayerNorm's: what follows may ask for a view.
         return y.contiguous() if self.dim == -1 or self._dims[-1] == -1 else y
+
+    def returned_dtype(self, given: torch.dtype) -> torch.dtype:
+        """Return the dtype of the output for an input of dtype ``given``, with the weight's present dtype."""
+        if self.output_dtype is None:
+            return given
+        own = self._parameters
+        for name in ("weight", "bias", self.constants[0]):
+            # As in `pointwise`: attributes of a module take longer.
+            tensor = own[name] if name in own else getattr(self, name)
+            if tensor is not None:
+                return self.output_dtype(given, tensor.dtype)
+        raise AssertionError("a layer has a constant")
+
+    def factor(self) -> Tensor | None:
+        """Return the factor of each channel, ``weight + weight_offset``; None for 1.
+
+        With an offset it is of at least float32, which holds 1 + w of a bfloat16 w; else it is the
+        parameter.
+        """
+        if self.weight is None or not self.weight_offset:
+            return self.weight
+        return upcast(self.weight) + self.weight_offset
+
+    @torch.no_grad()
+    def set_factor_(self, factor: Tensor) -> None:
+        """Set the weight so that ``factor`` multiplies each channel, in place."""
+        assert self.weight is not None
+        value = upcast(factor) - self.weight_offset if self.weight_offset else factor
+        self.weight.copy_(value.reshape(self.weight.shape))
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``, whose sizes have been checked: by a fused kernel, or by its definition."""
@@ -209,9 +238,10 @@ class PointwiseNorm(nn.Module):
             )
             shift, gain = getattr(self, others[0]) if others else None, self.log_gain
         assert constant is not None
-        parameters: kernels.Parameters = (constant, shift, center, weight, bias)
+        factor = self.factor() if self.weight_offset else weight
+        parameters: kernels.Parameters = (constant, shift, center, factor, bias)
         if self.witness_channels:
-            parameters = (constant, shift, center, weight, bias, gain)
+            parameters = (constant, shift, center, factor, bias, gain)
         given = (
             self.scale,
             self.normalized_shape,
@@ -249,7 +279,9 @@ class PointwiseNorm(nn.Module):
             "dim": self.dim if isinstance(self.dim, int) else list(self.dim),
         }
         if self.output_dtype is not None:
-            config["output_dtype"] = str(self.output_dtype).removeprefix("torch.")
+            config["output_dtype"] = str(self.output_dtype)
+        if self.weight_offset:
+            config["weight_offset"] = self.weight_offset
         if self.witness_channels:
             config["witnesses"] = list(self.witness_channels)
         return config | {name: getattr(self, name) for name in self.own_arguments}
@@ -265,6 +297,8 @@ class PointwiseNorm(nn.Module):
             parts.append("center=True")
         if self.witness_channels:
             parts.append(f"witnesses={self.witness_channels}")
+        if self.weight_offset:
+            parts.append(f"weight_offset={self.weight_offset:g}")
         parts += [f"elementwise_affine={self.elementwise_affine}", f"bias={self.bias is not None}"]
         return ", ".join(parts)
 

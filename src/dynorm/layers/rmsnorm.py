@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dynorm import functional
 from dynorm.arguments import Shape, check_dim, check_not_negative, check_shape, upcast
+from dynorm.dtypes import DtypeRule
 from dynorm.errors import ArgumentError
 
 
@@ -23,6 +24,8 @@ class RMSNorm(nn.Module):
         elementwise_affine: has a ``weight``.
         bias: has a ``bias``.
         dim: the channel axis, -1 or any other (1 for channels-first).
+        output_dtype: the rule of the output's dtype, as for the point-wise layers; None for the
+            input's.
         device: where the parameters live.
         dtype: the parameters' dtype.
 
@@ -51,6 +54,7 @@ class RMSNorm(nn.Module):
         bias: bool = False,
         *,
         dim: int = -1,
+        output_dtype: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -61,6 +65,7 @@ class RMSNorm(nn.Module):
         checked = check_dim(dim, self.normalized_shape)
         assert isinstance(checked, int)
         self.dim, self.norm_eps = checked, check_not_negative("norm_eps", norm_eps)
+        self.output_dtype = None if output_dtype is None else DtypeRule(output_dtype)
         for name, has, value in (("weight", elementwise_affine, 1.0), ("bias", bias, 0.0)):
             full = torch.full(self.normalized_shape, value, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(full) if has else None)
@@ -71,7 +76,7 @@ class RMSNorm(nn.Module):
         return math.nan
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` over its channels; the shape and dtype stay.
+        """Normalize ``x`` over its channels; the shape stays, and the dtype without a rule for it.
 
         Raises:
             ArgumentError: ``x`` has another size at ``dim``.
@@ -84,22 +89,35 @@ class RMSNorm(nn.Module):
                 f"x must have {self.normalized_shape[0]} channels at dim {self.dim}, got "
                 f"{tuple(x.shape)}"
             )
+        returned = self._returned_dtype(x.dtype)
         if self.dim not in (-1, x.ndim - 1):
-            return functional.rms_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
+            wide = x.to(torch.promote_types(x.dtype, returned))
+            y = functional.rms_norm(wide, self.weight, self.bias, self.norm_eps, self.dim)
+            return y.to(returned)
         wide = upcast(x)
         weight, bias = (None if p is None else p.to(wide.dtype) for p in (self.weight, self.bias))
         y = nn.functional.rms_norm(wide, self.normalized_shape, weight, self.norm_eps)
-        return (y if bias is None else y + bias).to(x.dtype)
+        return (y if bias is None else y + bias).to(returned)
+
+    def _returned_dtype(self, given: torch.dtype) -> torch.dtype:
+        """Return the dtype of the output; without a weight and a bias, that of the input."""
+        own = self.bias if self.weight is None else self.weight
+        if self.output_dtype is None:
+            return given
+        return self.output_dtype(given, given if own is None else own.dtype)
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        return {
+        config: dict[str, Any] = {
             "normalized_shape": list(self.normalized_shape),
             "norm_eps": self.norm_eps,
             "elementwise_affine": self.weight is not None,
             "bias": self.bias is not None,
             "dim": self.dim,
         }
+        if self.output_dtype is not None:
+            config["output_dtype"] = str(self.output_dtype)
+        return config
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""

@@ -161,7 +161,7 @@ def _with_witnesses(twin: PointwiseNorm, x: Tensor, held: list[int], groups: lis
         padded(constant),
         padded(shift),
         None,
-        padded(twin.weight),
+        padded(twin.factor()),
         padded(twin.bias),
         twin.log_gain,
     )

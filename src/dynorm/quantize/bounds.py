@@ -74,9 +74,8 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
     if sigmas is not None:
         check_positive("sigmas", sigmas)
     with torch.no_grad():
-        weight = (
-            torch.ones(layer.normalized_shape) if layer.weight is None else upcast(layer.weight)
-        )
+        factor = layer.factor()
+        weight = torch.ones(layer.normalized_shape) if factor is None else upcast(factor)
         bias = torch.zeros_like(weight) if layer.bias is None else upcast(layer.bias)
         edges = [layer.scale * weight * edge + bias for edge in _edges(layer, sigmas)]
         return torch.minimum(*edges), torch.maximum(*edges)

@@ -391,6 +391,11 @@ def _multiply_scales_in_(
         reader.layer: scale for reader, scale in scales.items() if reader.layer in folded
     }.items():
         layer: Any = model.get_submodule(str(path))
+        if layer.weight_offset:
+            # The quotient may be far from 1, where an offset of 1 would cost digits.
+            factor = layer.factor()
+            layer.weight_offset = 0.0
+            layer.set_factor_(factor)
         for parameter in (layer.weight, layer.bias):
             if parameter is not None:
                 parameter.div_(scale.to(parameter.dtype))

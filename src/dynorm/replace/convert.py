@@ -88,7 +88,8 @@ def convert_(
     """Replace norms by point-wise layers, in place.
 
     Weight, bias, dtype, device, ``requires_grad``, train or eval, hooks, path, order and sharing
-    stay as they were. The constants are defaults until :func:`calibrate_` sets them. All layers are
+    stay as they were, and so does the rule by which the norm chooses the dtype of its output. The
+    constants are defaults until :func:`calibrate_` sets them. All layers are
     built before the first is put in, so an error leaves the model as it was. :func:`restore_`
     undoes the conversion.
 
@@ -117,8 +118,8 @@ def convert_(
         ArgumentError: ``to`` is unknown, a glob matches no site, ``filter_fn`` is no function, or a
             layer cannot have these witnesses.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or
-            on the meta device, or the sites are another model's; or a norm scales by 1 + w with a w
-            that another module uses.
+            on the meta device, or the sites are another model's; or a norm shares a weight of
+            another shape than its channels with another module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -288,8 +289,10 @@ def _options(
         "scale": math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1)),
         "dim": site.dim,
     }
-    if site.output_dtype is not None:
-        options["output_dtype"] = site.output_dtype
+    if site.output_rule is not None:
+        options["output_dtype"] = site.output_rule
+    if site.weight_offset and site.weight_name is not None:
+        options["weight_offset"] = site.weight_offset
     if issubclass(kind, AnnealedNorm):
         options |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
     return options
@@ -311,9 +314,9 @@ def _fill_(
             own.data.copy_(value)
             continue
         if source not in copies:
-            copies[source] = nn.Parameter(
-                value.to(source.dtype), requires_grad=source.requires_grad
-            )
+            # As it is held: w, where the norm scales by 1 + w, for the layer adds 1 too.
+            held = source.detach().clone().reshape(own.shape)
+            copies[source] = nn.Parameter(held, requires_grad=source.requires_grad)
         setattr(layer, name, copies[source])
 
 
@@ -327,13 +330,13 @@ def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
 
 
 def _require_own(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tensor]) -> None:
-    """Refuse to part a parameter that a norm uses as 1 + w, and so becomes another one, from other modules."""
+    """Refuse to part a parameter that a norm holds in another shape than its layer from other modules."""
     inside = {part for norm in norms for part in norm.modules()}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter in changed and module not in inside:
                 raise ModelError(
-                    "a norm that scales by 1 + w must have w for itself, but "
-                    f"{f'{path}.{name}'.lstrip('.')!r} is the "
-                    "same parameter: untie them, or leave the norm alone with skip="
+                    "a weight or bias that is not finite, or not of the normalized shape, must be a "
+                    f"norm's alone, but {f'{path}.{name}'.lstrip('.')!r} is the same parameter: "
+                    "untie them, or leave the norm alone with skip="
                 )

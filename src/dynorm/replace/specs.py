@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dynorm.arguments import check_module
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
 from dynorm.family import NAMES, layer_class
+from dynorm.find.tokens import named_tensors
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
@@ -157,14 +158,20 @@ def replaced_by(layer: nn.Module) -> Replaced | None:
 
 
 def original_(layer: PointwiseNorm) -> nn.Module:
-    """Return the norm that ``layer`` replaced, moved to the device and dtype that the layer has by now."""
+    """Return the norm that ``layer`` replaced, moved to the device and dtypes that the layer has by now."""
     replaced = replaced_by(layer)
     assert replaced is not None
-    like = next(layer.parameters())
-    own = tensor_like(replaced.module, layer)
+    norm, site = replaced.module, replaced.site
+    first = next(layer.parameters())
+    # The constants may be kept in another dtype than the weight, whose dtype is the norm's own.
+    like = first if layer.weight is None else layer.weight
+    own = tensor_like(norm, layer)
     if (own.device, own.dtype) != (like.device, like.dtype):
-        replaced.module.to(device=like.device, dtype=like.dtype)
-    return replaced.module
+        norm.to(device=like.device, dtype=like.dtype)
+    bias = None if site.bias_name is None else named_tensors(norm).get(site.bias_name)
+    if bias is not None and layer.bias is not None and bias.dtype != layer.bias.dtype:
+        bias.data = bias.data.to(layer.bias.dtype)
+    return norm
 
 
 def original_forward(layer: PointwiseNorm, *args: Any) -> Tensor:
