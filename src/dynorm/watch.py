@@ -105,7 +105,11 @@ def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, 
     device = next((p.device for p in model.parameters()), None)
 
     def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+        if not isinstance(value, Tensor) or device is None:
+            return value
+        value = value.to(device)
+        # A gradient cannot be taken through a tensor that was made in inference mode.
+        return value.clone() if value.is_inference() and torch.is_grad_enabled() else value
 
     if isinstance(batch, Mapping):
         return (), {name: moved(value) for name, value in batch.items()}
@@ -311,6 +315,18 @@ def require_plain_model(model: nn.Module) -> None:
         if type(tensor).__name__ == "DTensor":
             raise ModelError(
                 f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards"
+            )
+
+
+def require_trainable(module: nn.Module, path: str = "") -> None:
+    """Refuse tensors that can never be written into or trained, as those made in inference mode."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    for name, tensor in tensors:
+        if tensor.is_inference():
+            full_name = f"{path}.{name}".lstrip(".")
+            raise ModelError(
+                f"the model's tensors must be trainable, but {full_name!r} was made in "
+                "torch.inference_mode: load or copy the model outside of it"
             )
 
 

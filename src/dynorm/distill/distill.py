@@ -38,7 +38,14 @@ from dynorm.replace import restore_
 from dynorm.replace.specs import norms_of, require_layers
 from dynorm.report.output import output_tensor, sample_vectors
 from dynorm.table import Plain
-from dynorm.watch import call, cycled, iterate, token_masks, valid_tokens
+from dynorm.watch import (
+    call,
+    cycled,
+    iterate,
+    require_trainable,
+    token_masks,
+    valid_tokens,
+)
 
 # Of a model's output, its teacher's, and the batch.
 Loss = Callable[[Any, Any, Any], Tensor]
@@ -91,6 +98,8 @@ class DistillationReport(Plain):
     kept: bool = True
 
 
+# In inference mode nothing has a gradient.
+@torch.inference_mode(False)
 def distill_(
     model: nn.Module,
     batches: Iterable[Any],
@@ -363,6 +372,7 @@ class _Distillation(nn.Module):
     ) -> None:
         super().__init__()
         layers = require_layers(model, with_norms=teacher is None)
+        require_trainable(model)
         # Known by the method of a DTensor. Where its parameters are sharded already, accelerate is
         # not to wrap it.
         self.sharded = self._is_accelerate_prepared = any(

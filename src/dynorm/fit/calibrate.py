@@ -97,6 +97,8 @@ class CalibrationReport(Plain):
         return str(Table(columns, rows, notes, title))
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def calibrate_(
     model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN, tolerance: float = TOLERANCE
 ) -> CalibrationReport:
@@ -173,6 +175,8 @@ def calibrate_(
     with ranks.together():
         watch.require_plain_model(model)
         layers = require_layers(model, with_norms=True)
+        for path, layer in layers.items():
+            watch.require_trainable(layer, path)
         ranks.require_alike(layers.items())
         found = [
             (path, layer, replaced)

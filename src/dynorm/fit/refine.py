@@ -42,6 +42,8 @@ class RefinementReport(Plain):
         return str(Table((), (), title=f"{self.steps} steps of joint refinement: {errors}"))
 
 
+# In inference mode nothing has a gradient.
+@torch.inference_mode(False)
 def refine_(
     model: nn.Module,
     batches: Iterable[Any],
@@ -103,6 +105,7 @@ def refine_(
     with ranks.together():
         watch.require_plain_model(model)
         found = require_layers(model, with_norms=True)
+        watch.require_trainable(model)
         layers = list(found.values())
         if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
             raise ModelError(

@@ -46,6 +46,8 @@ def is_changed(model: nn.Module) -> bool:
     return apart or bool(added_biases(model)) or any(map(is_ours, model.modules()))
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def give_bias_(model: nn.Module, path: str) -> None:
     """Give the linear layer at a path, which must be there, a bias for a state dict to fill; one that it has stays."""
     module = dict(model.named_modules(remove_duplicate=False)).get(path)
@@ -239,10 +241,15 @@ def _rms_for(fold: SiteFold) -> nn.Module:
     return layer
 
 
+@torch.inference_mode(False)
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.to(like.device, like.dtype), requires_grad=like.requires_grad)
+    value = value.to(like.device, like.dtype)
+    if value.is_inference():
+        value = value.clone()
+    return nn.Parameter(value, requires_grad=like.requires_grad)
 
 
+@torch.inference_mode(False)
 def as_stock(
     model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
 ) -> nn.Module:

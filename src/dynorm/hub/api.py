@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError
@@ -67,6 +68,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
             write_plain(model, contents, folder)
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Load what :func:`save` wrote, in eval mode: the tensors are those of the saved model, bit for bit.
 

@@ -195,9 +195,11 @@ def _fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         key = (id(source), type(tensor))
         if key not in own:
             own[key] = tensor
-            if tensor.is_meta:
-                # It has no place of its own: the CPU serves.
-                real = torch.empty_like(tensor, device="cpu")
+            if tensor.is_meta or tensor.is_inference():
+                # A meta tensor gets its place on the CPU. One that was made in inference mode
+                # cannot be written into, nor trained.
+                device = "cpu" if tensor.is_meta else tensor.device
+                real = torch.empty_like(tensor, device=device)
                 own[key] = (
                     nn.Parameter(real, tensor.requires_grad)
                     if isinstance(tensor, nn.Parameter)

@@ -69,6 +69,8 @@ class PointwiseNorm(nn.Module):
     witnesses: Tensor | None
     witness_channels: tuple[int, ...]
 
+    # Tensors that are made in inference mode can never be trained.
+    @torch.inference_mode(False)
     def __init__(
         self,
         normalized_shape: Shape,
@@ -308,6 +310,7 @@ class PointwiseNorm(nn.Module):
         if self.center is not None:
             _store_(self.center, center)
 
+    @torch.inference_mode(False)
     def set_witnesses_(
         self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None
     ) -> None:

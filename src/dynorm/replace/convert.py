@@ -73,6 +73,8 @@ class ConversionReport(Plain):
         return str(Table(("site", "norm", "layer"), rows, kept, title))
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def convert_(
     model: nn.Module,
     sites: Sequence[NormSite],
@@ -197,6 +199,7 @@ def convert_(
     return ConversionReport(AUTO if to == AUTO else NAMES[kind], willing, refused)
 
 
+@torch.inference_mode(False)
 def restore_(model: nn.Module) -> nn.Module:
     """Put the original norms back, bit for bit: the undo of :func:`convert_` and :func:`calibrate_`.
 
