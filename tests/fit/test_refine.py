@@ -68,6 +68,7 @@ def test_the_joint_error_falls(to: str) -> None:
         "steps": 41,
         "first_error": report.first_error,
         "last_error": report.last_error,
+        "left": [],
     }
     assert str(report).startswith("41 steps of joint refinement: mean site error 0.")
 

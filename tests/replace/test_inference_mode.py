@@ -54,7 +54,9 @@ def require_trains(model: nn.Module, *, frozen: int = 0) -> None:
     model.train()
     model(batches()[0]).square().sum().backward()
     optimizer.step()
-    still = [p for p, value in zip(model.parameters(), before, strict=True) if torch.equal(p, value)]
+    still = [
+        p for p, value in zip(model.parameters(), before, strict=True) if torch.equal(p, value)
+    ]
     assert len(still) <= frozen
 
 
@@ -175,5 +177,5 @@ def test_layers_that_were_made_in_inference_mode_or_copied_there() -> None:
         lambda: dynorm.refine_(copied, batches(), steps=2),
         lambda: dynorm.init_from_batch_(copied, batches()[0]),
     ):
-        with pytest.raises(dynorm.ModelError, match="was made in torch.inference_mode"):
+        with pytest.raises(dynorm.ModelError, match=r"was made in torch\.inference_mode"):
             verb()

@@ -98,8 +98,6 @@ class DistillationReport(Plain):
     kept: bool = True
 
 
-# In inference mode nothing has a gradient.
-@torch.inference_mode(False)
 def distill_(
     model: nn.Module,
     batches: Iterable[Any],
@@ -135,7 +133,8 @@ def distill_(
             through again where the steps are more, so that an iterable may shuffle at each pass.
         teacher: the original model; it is put into eval mode, and its weights no longer require
             gradients. None takes a copy of the model with its norms put back, before any weight
-            moves; one that was loaded has none.
+            moves; one that was loaded has none. Layers whose norm is not known stay in the copy,
+            with a warning, and are trained by the outputs only.
         loss: gives a scalar of the model's output, the teacher's and the batch, instead of
             :func:`output_loss`.
         steps: how many steps to take. Give this or ``minutes``.
@@ -175,8 +174,8 @@ def distill_(
         StorageError: the checkpoint in the folder is of another model or recipe, or damaged.
 
     Warns:
-        CalibrationWarning: the weights from before are put back, or the minutes allow fewer than 20
-            steps.
+        CalibrationWarning: the weights from before are put back, the minutes allow fewer than 20
+            steps, or the copy that teaches has layers whose norm is not known.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -203,7 +202,8 @@ def distill_(
     require_library("accelerate", "the Trainer of transformers", "transformers")
     _check_callbacks(callbacks)
     started, ranks = time.perf_counter(), Ranks()
-    with ranks.together():
+    # In inference mode nothing has a gradient.
+    with torch.inference_mode(False), ranks.together():
         job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
         if checkpoints is not None:
             job.recipe = _recipe(job, lr)
@@ -225,12 +225,13 @@ def distill_(
     weights = {name: t.detach().clone() for name, t in model.state_dict().items()}
     if lr is None:
         try:
-            with ranks.together():
+            with torch.inference_mode(False), ranks.together():
                 # An annealed model is its teacher at first: no step makes its loss smaller.
                 lr = distillation_rate(model) if annealed else job.rate(first, weights)
         finally:
             model.load_state_dict(weights)
     with (
+        torch.inference_mode(False),
         tempfile.TemporaryDirectory(prefix="dynorm-") as scratch,
         _bar(quiet or ranks.rank > 0) as progress,
     ):

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,12 @@ from dynorm.errors import DataError, ModelError
 from dynorm.fit.calibrate import Outputs, norm_outputs
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.replace.specs import require_layers, warn_of_defaults
+from dynorm.replace.specs import (
+    dynorm_layers,
+    layers_without_norms,
+    require_layers,
+    warn_of_defaults,
+)
 from dynorm.table import Plain, Table
 
 
@@ -30,20 +35,23 @@ class RefinementReport(Plain):
         steps: how many gradient steps were taken.
         first_error: the mean relative error of the sites before the first step.
         last_error: the same at the last step.
+        left: paths of the layers that were left as they are, because their norms are not known: the
+            model was loaded with them.
     """
 
     steps: int
     first_error: float
     last_error: float
+    left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return the report as a line."""
         errors = f"mean site error {self.first_error:.3f} -> {self.last_error:.3f}"
-        return str(Table((), (), title=f"{self.steps} steps of joint refinement: {errors}"))
+        notes = [f"{path}: left as it is, its norm is not known" for path in self.left]
+        title = f"{self.steps} steps of joint refinement: {errors}"
+        return str(Table((), (), notes, title=title))
 
 
-# In inference mode nothing has a gradient.
-@torch.inference_mode(False)
 def refine_(
     model: nn.Module,
     batches: Iterable[Any],
@@ -66,6 +74,8 @@ def refine_(
     share of the data. The loss of a step is then the mean over the ranks, so all get the same
     constants: those of one process that accumulates the ranks' batches, in turn.
 
+    A layer whose norm is not known, because the model was loaded with it, is left as it is.
+
     Args:
         model: a model that :func:`convert_` converted and :func:`calibrate_` calibrated.
         batches: tensors, tuples or dicts, as for :func:`calibrate_`; gone through again when
@@ -81,7 +91,7 @@ def refine_(
 
     Raises:
         ArgumentError: ``steps`` or ``accumulate`` is no positive integer, or ``lr`` not positive.
-        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model),
+        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
             or one that is still the norm (annealed, at t = 0), whose constants have no part in the
             outputs; or another rank's layers differ.
         DataError: no batch, a wrong one, a one-shot iterator with fewer batches than steps, or a
@@ -113,9 +123,11 @@ def refine_(
                 "ones at t = 0, "
                 "which is the norm: convert_ to the layer they end as, or call set_anneal_ first"
             )
-        ranks.require_alike(found.items())
+        ranks.require_alike(dynorm_layers(model).items())
         warn_of_defaults(model)
         with (
+            # In inference mode nothing has a gradient.
+            torch.inference_mode(False),
             watch.unchanged_on_error(layers),
             watch.undisturbed(model, evaluate=True),
             ExitStack() as after,
@@ -132,7 +144,7 @@ def refine_(
             errors = _descend(
                 model, layers, zip(*[feed] * accumulate, strict=True), steps, lr, ranks
             )
-    return RefinementReport(steps, errors[0], errors[-1])
+    return RefinementReport(steps, errors[0], errors[-1], layers_without_norms(model))
 
 
 def _descend(

@@ -68,8 +68,6 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
             write_plain(model, contents, folder)
 
 
-# Parameters that are made in inference mode can never be trained.
-@torch.inference_mode(False)
 def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Load what :func:`save` wrote, in eval mode: the tensors are those of the saved model, bit for bit.
 
@@ -127,6 +125,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
         return _read(folder, model)
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def _read(folder: Path, model: nn.Module | None) -> nn.Module:
     if (folder / CONFIG).exists():
         return read_plain(folder, model)

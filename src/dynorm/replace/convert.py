@@ -1,6 +1,7 @@
 """Replace the norms of a model by point-wise layers, and put them back."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
@@ -73,8 +74,6 @@ class ConversionReport(Plain):
         return str(Table(("site", "norm", "layer"), rows, kept, title))
 
 
-# Parameters that are made in inference mode can never be trained.
-@torch.inference_mode(False)
 def convert_(
     model: nn.Module,
     sites: Sequence[NormSite],
@@ -199,9 +198,10 @@ def convert_(
     return ConversionReport(AUTO if to == AUTO else NAMES[kind], willing, refused)
 
 
-@torch.inference_mode(False)
 def restore_(model: nn.Module) -> nn.Module:
     """Put the original norms back, bit for bit: the undo of :func:`convert_` and :func:`calibrate_`.
+
+    A layer whose norm is not known, because the model was saved and loaded with it, stays as it is.
 
     Args:
         model: a converted model. Its other weights are not touched: a change by training stays.
@@ -210,8 +210,10 @@ def restore_(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ModelError: the model has no point-wise layer, or one whose original is not known (a loaded
-            model).
+        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model).
+
+    Warns:
+        CalibrationWarning: some layers stay; it names them.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -226,13 +228,22 @@ def restore_(model: nn.Module) -> nn.Module:
             "restore"
         )
     ours = {path: m for path, m in model.named_modules() if path in layers or specs.is_ours(m)}
-    if lost := [path for path, module in ours.items() if specs.replaced_by(module) is None]:
+    lost = [path for path, module in ours.items() if specs.replaced_by(module) is None]
+    if len(lost) == len(ours):
         raise ModelError(
             f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the "
             "model was loaded, "
             "folded, or built with these layers; load the original model instead"
         )
-    norms = {layer: specs.original_(layer).train(layer.training) for layer in layers.values()}
+    if lost:
+        warnings.warn(
+            f"left {', '.join(lost)} as they are: their norms are not known, because the model was "
+            "loaded, folded, or built with these layers",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+    known = [layer for layer in layers.values() if specs.replaced_by(layer) is not None]
+    norms = {layer: specs.original_(layer).train(layer.training) for layer in known}
     held: dict[Tensor, Tensor] = {}
     for layer, norm in norms.items():
         replaced = specs.replaced_by(layer)
@@ -298,6 +309,8 @@ def _options(
     return options
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def _fill_(
     layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[Tensor, nn.Parameter]
 ) -> None:

@@ -91,7 +91,7 @@ def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
 
 
 def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, PointwiseNorm]:
-    """Return the same as :func:`dynorm_layers`, at least one layer; ``with_norms``: each with the norm it replaced."""
+    """Return the same as :func:`dynorm_layers`, at least one layer; ``with_norms``: those whose norm is known."""
     layers = dynorm_layers(model)
     if not layers:
         raise ModelError(
@@ -99,25 +99,43 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
             "sites) first, or build "
             "it with dynorm.DyISRU"
         )
-    for path, layer in layers.items():
-        if with_norms and replaced_by(layer) is None:
-            raise ModelError(
-                f"the layer {path!r} must have replaced a norm to be compared with it, but it was "
-                "loaded or built so: "
-                "convert the original again, and calibrate, refine and measure before saving; "
-                "distill_ takes a teacher"
-            )
-    return layers
+    if not with_norms:
+        return layers
+    known = {path: layer for path, layer in layers.items() if replaced_by(layer) is not None}
+    if not known:
+        raise ModelError(
+            f"the layer {next(iter(layers))!r} must have replaced a norm to be compared with it, "
+            "but it was loaded or built so, like all others: "
+            "convert the original again, and calibrate, refine and measure before saving; "
+            "distill_ takes a teacher"
+        )
+    return known
+
+
+def layers_without_norms(model: nn.Module) -> list[str]:
+    """Return the paths of the layers whose norm is not known, because they were loaded, folded or built so."""
+    return [path for path, layer in dynorm_layers(model).items() if replaced_by(layer) is None]
 
 
 def norms_of(
     original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str
 ) -> dict[PointwiseNorm, nn.Module]:
-    """Return what stands in the original where each layer does now; ModelError where it is no norm any more."""
+    """Return what stands in the original where each layer does now; ModelError where it is no norm any more.
+
+    A layer whose norm is not known, and which the original has too, is left out.
+    """
     check_module(original, name)
     modules = dict(original.named_modules(remove_duplicate=False))
     must = f"{name} must be the model before convert_, but"
+    norms: dict[PointwiseNorm, nn.Module] = {}
+    loaded = [
+        path
+        for path, layer in layers.items()
+        if replaced_by(layer) is None and isinstance(modules.get(path), PointwiseNorm)
+    ]
     for path, layer in layers.items():
+        if path in loaded and len(loaded) < len(layers):
+            continue
         if path not in modules:
             raise ModelError(f"{must} has no {path!r}: pass a model of the same class")
         if isinstance(modules[path], (PointwiseNorm, nn.Identity)):
@@ -127,7 +145,8 @@ def norms_of(
                 f"the layer {path!r} must have its norm's weight to be compared with it: fold "
                 "afterwards"
             )
-    return {layer: modules[path] for path, layer in layers.items()}
+        norms[layer] = modules[path]
+    return norms
 
 
 def warn_of_defaults(model: nn.Module) -> None:
