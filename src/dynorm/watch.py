@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dynorm.arguments import check_module, upcast
+from dynorm.arguments import check_module, require_gathered, upcast
 from dynorm.errors import DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
@@ -271,14 +271,15 @@ def hooked(layers: Iterable[nn.Module], hook: Any, **options: bool) -> Iterator[
         yield
 
 
-# By torch's name of a class, for torch.distributed takes its time to import: the state it means,
-# and the remedy.
+# By the name of a class, because torch.distributed takes its time to import: the state it means, and
+# the remedy.
 _WRAPPERS = {
     "OptimizedModule": ("compiled", "pass model._orig_mod, compile afterwards"),
     "DistributedDataParallel": ("wrapped in DDP", "pass model.module, wrap afterwards"),
     "DataParallel": ("wrapped in DataParallel", "pass model.module, wrap afterwards"),
     "FullyShardedDataParallel": ("wrapped in FSDP", "wrap it afterwards"),
     "FSDPModule": ("sharded", "call fully_shard afterwards"),
+    "DeepSpeedEngine": ("wrapped in DeepSpeed", "pass engine.module"),
     "_StatefulGraphModule": ("exported", "pass the module that was exported"),
     "UnflattenedModule": ("exported", "pass the module that was exported"),
     "ScriptModule": ("a ScriptModule", "pass the module that was scripted or traced"),
@@ -300,6 +301,7 @@ def require_plain_model(model: nn.Module) -> None:
             raise ModelError(
                 f"{place} must be a plain module, but is compiled: call .compile() afterwards"
             )
+    require_gathered(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ModelError(
@@ -331,5 +333,9 @@ def require_trainable(module: nn.Module, path: str = "") -> None:
 
 
 def torch_classes(module: nn.Module) -> list[str]:
-    """Return the names of torch's own classes that a module is of."""
-    return [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")]
+    """Return the names of the classes of torch, and of DeepSpeed, that a module is of."""
+    return [
+        cls.__name__
+        for cls in type(module).__mro__
+        if cls.__module__.startswith(("torch.", "deepspeed."))
+    ]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from dynorm.arguments import check_count, check_share
+from dynorm.arguments import check_count, check_share, require_gathered
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
@@ -100,6 +100,7 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         'DyISRU'
     """
     layers = annealed_layers(model)
+    require_gathered(model)
     early = {path: layer.position for path, layer in layers.items() if layer.position < 1}
     if early and not force:
         path, t = next(iter(early.items()))

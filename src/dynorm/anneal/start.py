@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.anneal.schedule import annealed_layers
+from dynorm.arguments import require_gathered
 from dynorm.errors import DataError, ModelError
 from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import LEAST, own_betas
@@ -50,6 +51,7 @@ class AnnealStart:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        require_gathered(model)
         self._paths = {layer: path for path, layer in annealed_layers(model).items()}
         self._sums = {
             layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device)
@@ -183,6 +185,7 @@ def require_same_anneal(model: nn.Module) -> None:
     ranks = Ranks(error=ModelError)
     with ranks.together():
         layers = annealed_layers(model)
+        require_gathered(model)
         constants = {path: layer.constant_parameters() for path, layer in layers.items()}
         forms = [
             (path, type(layers[path]).__name__, [p.shape for p in own])

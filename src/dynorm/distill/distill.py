@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from dynorm.arguments import check_count, check_positive, upcast
+from dynorm.arguments import check_count, check_positive, require_gathered, upcast
 from dynorm.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -373,6 +373,8 @@ class _Distillation(nn.Module):
     ) -> None:
         super().__init__()
         layers = require_layers(model, with_norms=teacher is None)
+        for module in (model,) if teacher is None else (model, teacher):
+            require_gathered(module)
         require_trainable(model)
         # Known by the method of a DTensor. Where its parameters are sharded already, accelerate is
         # not to wrap it.

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.fold.apply import give_bias_, untie_
 from dynorm.hub import contents
@@ -51,6 +52,7 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     for key, names in (("biases", biases), ("untied", untied)):
         if not contents.is_list_of_str(names):
             raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
+    require_gathered(model)
     specs = contents.read_layers(values.get("layers"), where, allow_none=bool(biases or untied))
     tensors = _read_weights(folder, values)
     with unchanged_on_error(model.modules(), tensors=()):

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
+from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError
 from dynorm.family import LAYERS
 from dynorm.files import write_text
@@ -59,6 +60,9 @@ def register() -> None:
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Looked up each time: it makes no difference what was converted, restored or loaded before.
         changes = contents.contents_of(self) if is_changed(self) else None
+        tensors = args[2] if len(args) > 2 else kwargs.get("state_dict")
+        if changes is not None and tensors is None:
+            require_gathered(self)
         with described(self, changes):
             written = save_pretrained(self, *args, **kwargs)
         if changes is not None:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import kernels
-from dynorm.arguments import Shape, check_dim, check_positive, check_shape, check_witnesses, upcast
+from dynorm.arguments import (
+    Shape,
+    check_dim,
+    check_positive,
+    check_shape,
+    check_witnesses,
+    require_gathered,
+    upcast,
+)
 from dynorm.errors import ArgumentError
 
 
@@ -279,7 +287,9 @@ class PointwiseNorm(nn.Module):
 
         Raises:
             ArgumentError: ``beta`` is not positive and finite, or does not broadcast.
+            ModelError: the layer's parameters are the placeholders of DeepSpeed's ZeRO-3.
         """
+        require_gathered(self)
         constant: Tensor = getattr(self, self.constants[0])
         value = beta if isinstance(beta, Tensor) else torch.tensor(beta, dtype=torch.float64)
         value = value.to(torch.promote_types(value.dtype, upcast(constant).dtype))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.recover import affine_of
@@ -222,6 +223,7 @@ def restore_(model: nn.Module) -> nn.Module:
         'LayerNorm'
     """
     layers = specs.dynorm_layers(model)
+    require_gathered(model)
     if not layers:
         raise ModelError(
             "the model must be converted, but it has no point-wise layer: there is nothing to "
