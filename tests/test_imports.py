@@ -18,6 +18,7 @@ ORDER = (
     ("files",),
     ("table",),
     ("arguments",),
+    ("wrappers",),
     ("functional",),
     ("theory",),
     ("kernels",),

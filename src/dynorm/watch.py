@@ -17,6 +17,7 @@ from dynorm.arguments import check_module, require_gathered, upcast
 from dynorm.errors import DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
+from dynorm.wrappers import torch_classes
 
 # Common names of two-dimensional masks: those whose ones are tokens, and those whose ones are
 # padding.
@@ -286,8 +287,15 @@ _WRAPPERS = {
 }
 
 
-def require_plain_model(model: nn.Module) -> None:
-    """Refuse a model that is not plain modules with real tensors, which alone can be watched and replaced."""
+# Those that hold all of a model's tensors, whole: it can be saved from inside of them.
+_TRANSPARENT = ("OptimizedModule", "DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
+
+
+def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
+    """Refuse a model that is not plain modules with real tensors: no other can be watched and replaced.
+
+    ``wrapped`` allows it to be compiled, or wrapped with all tensors whole: such a one can be read.
+    """
     if type(model).__name__ == "ExportedProgram":
         raise ModelError(
             "the model must be a plain module, but is exported: pass the module that was exported"
@@ -295,9 +303,14 @@ def require_plain_model(model: nn.Module) -> None:
     check_module(model)
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
-        if known := [_WRAPPERS[name] for name in torch_classes(module) if name in _WRAPPERS]:
-            raise ModelError(f"{place} must be a plain module, but is {': '.join(known[0])}")
-        if getattr(module, "_compiled_call_impl", None) is not None:
+        classes = [name for name in torch_classes(module) if name in _WRAPPERS]
+        if wrapped:
+            classes = [name for name in classes if name not in _TRANSPARENT]
+        if classes:
+            raise ModelError(
+                f"{place} must be a plain module, but is {': '.join(_WRAPPERS[classes[0]])}"
+            )
+        if getattr(module, "_compiled_call_impl", None) is not None and not wrapped:
             raise ModelError(
                 f"{place} must be a plain module, but is compiled: call .compile() afterwards"
             )
@@ -330,12 +343,3 @@ def require_trainable(module: nn.Module, path: str = "") -> None:
                 f"the model's tensors must be trainable, but {full_name!r} was made in "
                 "torch.inference_mode: load or copy the model outside of it"
             )
-
-
-def torch_classes(module: nn.Module) -> list[str]:
-    """Return the names of the classes of torch, and of DeepSpeed, that a module is of."""
-    return [
-        cls.__name__
-        for cls in type(module).__mro__
-        if cls.__module__.startswith(("torch.", "deepspeed."))
-    ]

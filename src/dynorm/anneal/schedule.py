@@ -13,7 +13,7 @@ from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
 from dynorm.site import any_match, as_globs
-from dynorm.watch import torch_classes
+from dynorm.wrappers import torch_classes
 
 Curve = Literal["linear", "cosine"]
 Order = Literal["together", "last_first", "first_last"]

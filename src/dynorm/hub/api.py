@@ -16,6 +16,7 @@ from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 from dynorm.replace.specs import warn_of_defaults
 from dynorm.watch import require_plain_model
+from dynorm.wrappers import unwrapped
 
 _TRANSFORMERS_CONFIG = "config.json"
 MODELING = "transformers.modeling_utils"
@@ -28,6 +29,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     config.json. Once dynorm is imported, any ``from_pretrained`` loads it, with another head too.
     Any other model is written as ``model.safetensors`` and ``dynorm.json``. The directory appears
     whole or not at all: if the process is killed or the disk is full, the old one stands as it was.
+    Wrappers of the model or its parts, such as ``checkpoint_wrapper`` and ``torch.compile``, are
+    left out: the directory loads into the model without them, or with others.
     Shared tensors stay shared. Buffers that are not persistent are not saved, nor are the original
     norms: a loaded model cannot be restored.
 
@@ -39,8 +42,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
 
     Raises:
         ArgumentError: ``model`` is no module.
-        ModelError: it has no point-wise layer, is compiled, wrapped or on the meta device, is
-            quantized too, or holds state that is no tensor.
+        ModelError: it has no point-wise layer, is wrapped in FSDP, sharded or on the meta device,
+            is quantized too, or holds state that is no tensor.
         StorageError: the directory exists, or cannot be written.
 
     Warns:
@@ -56,7 +59,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
         ...     sorted(path.name for path in (Path(parent) / "model").iterdir())
         ['dynorm.json', 'model.safetensors']
     """
-    require_plain_model(model)
+    require_plain_model(model, wrapped=True)
+    model = unwrapped(model)
     contents = contents_of(model)
     warn_of_defaults(model)
     base = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)

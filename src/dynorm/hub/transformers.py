@@ -36,6 +36,7 @@ from dynorm.hub.quantizer import (
     base_prefix,
 )
 from dynorm.replace.specs import dynorm_layers, replaced_by
+from dynorm.wrappers import has_wrappers, plain_modules, plain_state
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -60,13 +61,20 @@ def register() -> None:
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Looked up each time: it makes no difference what was converted, restored or loaded before.
         changes = contents.contents_of(self) if is_changed(self) else None
-        tensors = args[2] if len(args) > 2 else kwargs.get("state_dict")
-        if changes is not None and tensors is None:
+        if changes is None:
+            with described(self, changes):
+                return save_pretrained(self, *args, **kwargs)
+        bound = inspect.signature(save_pretrained).bind(self, *args, **kwargs)
+        tensors = bound.arguments.get("state_dict")
+        if tensors is None:
             require_gathered(self)
         with described(self, changes):
-            written = save_pretrained(self, *args, **kwargs)
-        if changes is not None:
-            _seal(Path(kwargs["save_directory"] if "save_directory" in kwargs else args[0]))
+            if has_wrappers(self):
+                # The class that loads it knows no wrappers.
+                tensors = self.state_dict() if tensors is None else tensors
+                bound.arguments["state_dict"] = plain_state(self, tensors)
+            written = save_pretrained(*bound.args, **bound.kwargs)
+        _seal(Path(bound.arguments["save_directory"]))
         return written
 
     described_save_pretrained._without_dynorm = save_pretrained  # type: ignore[attr-defined]
@@ -126,10 +134,9 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
                 "names one"
             )
         changes = None
+    modules = plain_modules(model, remove_duplicate=False)
     shared = (
-        [model.get_submodule(spec.paths[0]) for spec in changes.layers if spec.paths[1:]]
-        if changes
-        else []
+        [modules[spec.paths[0]] for spec in changes.layers if spec.paths[1:]] if changes else []
     )
     with ExitStack() as stack:
         stack.enter_context(_put_back(model.config, "quantization_config"))
@@ -236,9 +243,10 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
         return inside, [path for path in paths if not path.startswith(prefix)]
 
     entries = []
+    modules = plain_modules(model, remove_duplicate=False)
     for spec in changes.layers:
         inside, outside = split(spec.paths)
-        parameters = model.get_submodule(spec.paths[0]).named_parameters()
+        parameters = modules[spec.paths[0]].named_parameters()
         entry = spec.to_dict() | {
             "paths": inside,
             "outside": outside,

@@ -16,6 +16,7 @@ from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
 from dynorm.table import Plain
 from dynorm.watch import HOOK_TABLES
+from dynorm.wrappers import plain_modules, without_wrappers
 
 _NESTED = "_dynorm_use_nested_tensor"
 # What a fold leaves is no point-wise layer, and yet one that a model's own class does not know.
@@ -44,7 +45,9 @@ class LayerSpec(Plain):
     def from_dict(values: Mapping[str, Any]) -> "LayerSpec":
         """Return the spec that :meth:`to_dict` wrote; ArgumentError where a key is missing or the layer is unknown."""
         try:
-            spec = LayerSpec(values["layer"], dict(values["config"]), tuple(values["paths"]))
+            # Earlier versions saved the names of wrappers too.
+            paths = tuple(without_wrappers(path) for path in values["paths"])
+            spec = LayerSpec(values["layer"], dict(values["config"]), paths)
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"a layer needs the keys layer, paths and config, got {values!r}"
@@ -125,7 +128,8 @@ def norms_of(
     A layer whose norm is not known, and which the original has too, is left out.
     """
     check_module(original, name)
-    modules = dict(original.named_modules(remove_duplicate=False))
+    modules = plain_modules(original, remove_duplicate=False)
+    layers = {without_wrappers(path): layer for path, layer in layers.items()}
     must = f"{name} must be the model before convert_, but"
     norms: dict[PointwiseNorm, nn.Module] = {}
     loaded = [
@@ -224,7 +228,7 @@ def swap_(model: nn.Module, new: Mapping[Any, Any]) -> None:
 def specs_of(model: nn.Module) -> list[LayerSpec]:
     """Return the spec of every point-wise layer of a model, and what a fold left; shared ones once with all paths."""
     paths: dict[Any, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in plain_modules(model, remove_duplicate=False).items():
         if is_ours(module):
             paths.setdefault(module, []).append(path)
     configs = {layer: {} if isinstance(layer, nn.Identity) else layer.config() for layer in paths}
@@ -237,7 +241,7 @@ def specs_of(model: nn.Module) -> list[LayerSpec]:
 def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:
     """Put empty layers where the specs say into a model of the class that they were made from, all of them or none."""
     new: dict[nn.Module, nn.Module] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = plain_modules(model, remove_duplicate=False)
     for spec in specs:
         if lost := [path for path in spec.paths if path not in modules]:
             raise ModelError(
