@@ -144,7 +144,8 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
         stack.enter_context(_put_back(model, "_tied_weights_keys"))
         for layer in shared:
             # Under each name: transformers ties parameters only.
-            stack.callback(layer.register_state_dict_post_hook(_copy_buffers).remove)
+            hook: Any = layer.register_state_dict_post_hook
+            stack.callback(hook(_copy_buffers).remove)
         if changes is not None:
             # A dict, as in a file: transformers cannot load with a config that holds the object.
             model.config.quantization_config = _config_of(model, changes).to_dict()

@@ -122,6 +122,9 @@ def convert_(
             on the meta device, or the sites are another model's; or a norm scales by 1 + w with a w
             that another module uses.
 
+    Warns:
+        UserWarning: a norm is part of a peft adapter, as ``modules_to_save`` makes it.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> sites = dynorm.find_norms(model, torch.randn(4, 8))
@@ -192,6 +195,7 @@ def convert_(
         _fill_(layer, norm, site, copies)
         specs.take_over_(layer, norm, specs.Replaced(norm, site, most, to == AUTO))
         new[norm] = layer
+    _warn_of_adapters(modules, willing)
     same = {own: copy for own, copy in copies.items() if torch.equal(own, copy)}
     _require_own(model, new, copies.keys() - same.keys())
     # A parameter that another module shares with a norm stays shared.
@@ -254,6 +258,30 @@ def restore_(model: nn.Module) -> nn.Module:
         held |= {getattr(layer, name): p for name, p in own.items() if p is not None}
     specs.swap_(model, {**norms, **held})
     return model
+
+
+def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite]) -> None:
+    """Warn of the layers that peft will save with its adapter, as ``modules_to_save`` has it.
+
+    peft names the parts of an adapter in ``adapter_layer_names`` of the module that has them.
+    """
+    inside = []
+    for site in sites:
+        parts = site.path.split(".")
+        for k, part in enumerate(parts):
+            parent = modules[".".join(parts[:k])]
+            if part in getattr(parent, "adapter_layer_names", ()):
+                inside.append(site.path)
+                break
+    if inside:
+        warnings.warn(
+            f"{len(inside)} of the norms are part of a peft adapter (the first is {inside[0]}). Its "
+            "file will hold the constants of the new layers, which a base model that is not "
+            "converted drops: convert the base model first, save it with dynorm.save, and put the "
+            "adapter on the loaded one; or save the result of merge_and_unload()",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
