@@ -40,7 +40,7 @@ class AnnealStart:
         model: with annealed layers.
 
     Raises:
-        ModelError: it has none.
+        ModelError: it has none, or only the placeholders of DeepSpeed's ZeRO-3.
 
     Example:
         >>> model = nn.Sequential(dynorm.AnnealedDyISRU(64, center=True))
@@ -51,8 +51,8 @@ class AnnealStart:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        require_gathered(model)
         self._paths = {layer: path for path, layer in annealed_layers(model).items()}
+        require_gathered(model)
         self._sums = {
             layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device)
             for layer in self._paths
