@@ -373,8 +373,7 @@ class _Distillation(nn.Module):
     ) -> None:
         super().__init__()
         layers = require_layers(model, with_norms=teacher is None)
-        for module in (model,) if teacher is None else (model, teacher):
-            require_gathered(module)
+        require_gathered(model)
         require_trainable(model)
         # Known by the method of a DTensor. Where its parameters are sharded already, accelerate is
         # not to wrap it.
@@ -395,6 +394,7 @@ class _Distillation(nn.Module):
             )
         teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
         norms_of(teacher, layers, "teacher")
+        require_gathered(teacher)
         if not set(model.parameters()).isdisjoint(teacher.parameters()):
             raise ModelError(
                 "the teacher must have weights of its own, but shares some with the model: pass a "
