@@ -19,6 +19,7 @@ ORDER = (
     ("files",),
     ("table",),
     ("arguments",),
+    ("wrappers",),
     ("functional",),
     ("theory",),
     ("kernels",),

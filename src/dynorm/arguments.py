@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, ModelError
 
 Axes = int | tuple[int, ...]
 Constant = float | Tensor
@@ -23,6 +23,9 @@ WATCHERS: tuple[Callable[[], object], ...] = (
     torch._C._len_torch_function_stack,
     torch._C._get_tracing_state,
 )
+
+# The attributes that DeepSpeed's ZeRO-3 gives a parameter that it partitions.
+_ZERO_MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 
 
 def watched() -> bool:
@@ -64,6 +67,24 @@ def check_module(value: nn.Module, name: str = "the model") -> None:
     """Refuse anything but a module."""
     if not isinstance(value, nn.Module):
         raise ArgumentError(f"{name} must be a torch.nn.Module, not {type(value).__name__}")
+
+
+def require_gathered(model: nn.Module) -> None:
+    """Refuse the empty placeholders that DeepSpeed's ZeRO-3 leaves between calls.
+
+    It marks every parameter that it partitions. While a parameter is gathered it has its values,
+    and an ordinary empty parameter has no mark.
+    """
+    for name, parameter in model.named_parameters():
+        marks = [mark for mark in _ZERO_MARKS if hasattr(parameter, mark)]
+        size = math.prod(getattr(parameter, "ds_shape", (1,)))
+        if marks and size and not parameter.numel():
+            raise ModelError(
+                f"the model's tensors must hold values, but {name!r} is a placeholder of "
+                "DeepSpeed's ZeRO-3, which keeps the values elsewhere: do this inside `with "
+                "deepspeed.zero.GatheredParameters(list(model.parameters())):`, or before "
+                "deepspeed.initialize"
+            )
 
 
 def check_shape(normalized_shape: Shape) -> tuple[int, ...]:

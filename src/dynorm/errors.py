@@ -29,7 +29,7 @@ class DataError(DynormError):
 
 
 class CalibrationWarning(UserWarning):
-    """Calibration went on, but something was left as it was."""
+    """The call went on, but left something as it was: constants that no batch reached, or a layer."""
 
 
 class StorageError(DynormError, OSError):

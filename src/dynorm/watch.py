@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dynorm.arguments import check_module, upcast
+from dynorm.arguments import check_module, require_gathered, upcast
 from dynorm.errors import DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
+from dynorm.wrappers import torch_classes
 
 # Common names of two-dimensional masks: those whose ones are tokens, and those whose ones are
 # padding.
@@ -105,7 +106,11 @@ def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, 
     device = next((p.device for p in model.parameters()), None)
 
     def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+        if not isinstance(value, Tensor) or device is None:
+            return value
+        value = value.to(device)
+        # A gradient cannot be taken through a tensor that was made in inference mode.
+        return value.clone() if value.is_inference() and torch.is_grad_enabled() else value
 
     if isinstance(batch, Mapping):
         return (), {name: moved(value) for name, value in batch.items()}
@@ -267,22 +272,30 @@ def hooked(layers: Iterable[nn.Module], hook: Any, **options: bool) -> Iterator[
         yield
 
 
-# By torch's name of a class, for torch.distributed takes its time to import: the state it means,
-# and the remedy.
+# By the name of a class, because torch.distributed takes its time to import: the state it means, and
+# the remedy.
 _WRAPPERS = {
     "OptimizedModule": ("compiled", "pass model._orig_mod, compile afterwards"),
     "DistributedDataParallel": ("wrapped in DDP", "pass model.module, wrap afterwards"),
     "DataParallel": ("wrapped in DataParallel", "pass model.module, wrap afterwards"),
     "FullyShardedDataParallel": ("wrapped in FSDP", "wrap it afterwards"),
     "FSDPModule": ("sharded", "call fully_shard afterwards"),
+    "DeepSpeedEngine": ("wrapped in DeepSpeed", "pass engine.module"),
     "_StatefulGraphModule": ("exported", "pass the module that was exported"),
     "UnflattenedModule": ("exported", "pass the module that was exported"),
     "ScriptModule": ("a ScriptModule", "pass the module that was scripted or traced"),
 }
 
 
-def require_plain_model(model: nn.Module) -> None:
-    """Refuse a model that is not plain modules with real tensors, which alone can be watched and replaced."""
+# Those that hold all of a model's tensors, whole: it can be saved from inside of them.
+_TRANSPARENT = ("OptimizedModule", "DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
+
+
+def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
+    """Refuse a model that is not plain modules with real tensors: no other can be watched and replaced.
+
+    ``wrapped`` allows it to be compiled, or wrapped with all tensors whole: such a one can be read.
+    """
     if type(model).__name__ == "ExportedProgram":
         raise ModelError(
             "the model must be a plain module, but is exported: pass the module that was exported"
@@ -290,12 +303,18 @@ def require_plain_model(model: nn.Module) -> None:
     check_module(model)
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
-        if known := [_WRAPPERS[name] for name in torch_classes(module) if name in _WRAPPERS]:
-            raise ModelError(f"{place} must be a plain module, but is {': '.join(known[0])}")
-        if getattr(module, "_compiled_call_impl", None) is not None:
+        classes = [name for name in torch_classes(module) if name in _WRAPPERS]
+        if wrapped:
+            classes = [name for name in classes if name not in _TRANSPARENT]
+        if classes:
+            raise ModelError(
+                f"{place} must be a plain module, but is {': '.join(_WRAPPERS[classes[0]])}"
+            )
+        if getattr(module, "_compiled_call_impl", None) is not None and not wrapped:
             raise ModelError(
                 f"{place} must be a plain module, but is compiled: call .compile() afterwards"
             )
+    require_gathered(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ModelError(
@@ -314,6 +333,13 @@ def require_plain_model(model: nn.Module) -> None:
             )
 
 
-def torch_classes(module: nn.Module) -> list[str]:
-    """Return the names of torch's own classes that a module is of."""
-    return [cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")]
+def require_trainable(module: nn.Module, path: str = "") -> None:
+    """Refuse tensors that can never be written into or trained, as those made in inference mode."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    for name, tensor in tensors:
+        if tensor.is_inference():
+            full_name = f"{path}.{name}".lstrip(".")
+            raise ModelError(
+                f"the model's tensors must be trainable, but {full_name!r} was made in "
+                "torch.inference_mode: load or copy the model outside of it"
+            )

@@ -148,3 +148,114 @@ def test_an_encoder_with_a_new_head(tmp_path: Path) -> None:
     assert {"adapter_model.safetensors", "adapter_config.json"} <= {
         path.name for path in tmp_path.iterdir()
     }
+
+
+def unconverted() -> Any:
+    model = gpt2()
+    return dynorm.restore_(model)
+
+
+WARNED = (
+    r"(\d) of the norms are part of a peft adapter \(the first is .*ln_1\..*convert the base model"
+)
+
+
+# peft says so of what it does not merge, a LayerNorm.
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+@pytest.mark.parametrize("kind", ["modules_to_save", "ln_tuning"])
+def test_norms_inside_of_an_adapter_are_converted_with_a_warning(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "modules_to_save":
+        lora = adapted(unconverted(), modules_to_save=["ln_1"]).eval()
+    else:
+        settings = peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["ln_1"])
+        lora = peft.get_peft_model(unconverted(), settings).eval()
+    sites = dynorm.find_norms(lora, input_ids=ids())
+    with pytest.warns(UserWarning, match=WARNED) as caught:
+        dynorm.convert_(lora, sites)
+    assert caught[0].filename == __file__
+    dynorm.calibrate_(lora, [{"input_ids": ids()}])
+    lora.save_pretrained(tmp_path / "adapter")
+    assert any(
+        "log_beta" in name for name in load_file(tmp_path / "adapter/adapter_model.safetensors")
+    )
+    # A fresh base would drop the constants: peft only says so to those who ask.
+    with pytest.raises(dynorm.StorageError, match="must be loaded on the converted model"):
+        peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
+    # Merged, it is an ordinary converted model.
+    tuned = first(lora)
+    merged = lora.merge_and_unload()
+    torch.testing.assert_close(first(merged), tuned)
+    dynorm.save(merged, tmp_path / "merged")
+    torch.testing.assert_close(first(dynorm.load(tmp_path / "merged")), tuned)
+
+
+def test_only_norms_of_the_adapter_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    lora = adapted(unconverted(), modules_to_save=["ln_1"]).eval()
+    dynorm.convert_(lora, dynorm.find_norms(lora, input_ids=ids()), skip="*.ln_1.*")
+    # A module without a norm, saved with the adapter, and single tokens.
+    lora = adapted(unconverted(), modules_to_save=["mlp"], trainable_token_indices=[3]).eval()
+    dynorm.convert_(lora, dynorm.find_norms(lora, input_ids=ids()))
+    assert not [warning for warning in recwarn if "adapter" in str(warning.message)]
+
+
+@pytest.mark.parametrize("to", ["dyisru", "dyt"])
+def test_an_adapter_of_a_converted_base_is_refused_on_the_original(tmp_path: Path, to: str) -> None:
+    model = gpt2(to=to)
+    dynorm.save(model, tmp_path / "base")
+    lora = adapted(model, modules_to_save=NORMS)
+    train(lora)
+    lora.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(dynorm.load(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(first(loaded.eval()), first(lora))
+    with pytest.raises(dynorm.StorageError, match=r"has others: .*transformer\.h\.0\.ln_1"):
+        peft.PeftModel.from_pretrained(unconverted(), tmp_path / "adapter")
+    other = adapted(unconverted(), modules_to_save=NORMS)
+    with pytest.raises(dynorm.StorageError, match="must be loaded on the converted model"):
+        other.load_adapter(str(tmp_path / "adapter"), "second")
+
+
+def test_single_tokens_are_trained_on_a_converted_base(tmp_path: Path) -> None:
+    model = gpt2()
+    dynorm.save(model, tmp_path / "base")
+    lora = adapted(model, trainable_token_indices=[5, 6])
+    before = first(lora)
+    train(lora)
+    tuned = first(lora)
+    assert not torch.equal(before, tuned)
+    lora.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(dynorm.load(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(first(again.eval()), tuned)
+    merged = lora.merge_and_unload()
+    dynorm.save(merged, tmp_path / "merged")
+    torch.testing.assert_close(first(dynorm.load(tmp_path / "merged")), tuned)
+
+
+@pytest.mark.parametrize("tokens", [None, [5, 6]])
+def test_an_adapter_without_layers_warns_on_an_unconverted_base(
+    tmp_path: Path, tokens: list[int] | None
+) -> None:
+    model = gpt2()
+    dynorm.save(model, tmp_path / "base")
+    lora = adapted(model, trainable_token_indices=tokens)
+    train(lora)
+    lora.save_pretrained(tmp_path / "adapter")
+    with pytest.warns(UserWarning, match="a converted model with 5 point-wise layers, .* has 0"):
+        peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
+    # An adapter of the original has no such note, and goes on either.
+    plain = adapted(unconverted(), trainable_token_indices=tokens)
+    plain.save_pretrained(tmp_path / "plain")
+    for base in (unconverted(), dynorm.load(tmp_path / "base")):
+        peft.PeftModel.from_pretrained(base, str(tmp_path / "plain"))
+    # The folder of the first, written again.
+    plain.save_pretrained(tmp_path / "adapter")
+    peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
+
+
+def test_each_adapter_of_several_has_the_note(tmp_path: Path) -> None:
+    lora = adapted(gpt2())
+    lora.add_adapter("second", lora.peft_config["default"])
+    lora.save_pretrained(save_directory=str(tmp_path))
+    for folder in (tmp_path, tmp_path / "second"):
+        with pytest.warns(UserWarning, match="has 0: load it on the converted base"):
+            peft.PeftModel.from_pretrained(unconverted(), model_id=str(folder))

@@ -70,6 +70,7 @@ def test_the_joint_error_falls(to: str) -> None:
         "first_error": report.first_error,
         "last_error": report.last_error,
         "kept": 1.0,
+        "left": [],
     }
     assert str(report).startswith("41 steps of joint refinement: mean site error 0.")
 

@@ -8,12 +8,12 @@ from typing import Literal
 
 from torch import nn
 
-from dynorm.arguments import check_count, check_share
+from dynorm.arguments import check_count, check_share, require_gathered
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
 from dynorm.site import any_match, as_globs
-from dynorm.watch import torch_classes
+from dynorm.wrappers import torch_classes
 
 Curve = Literal["linear", "cosine"]
 Order = Literal["together", "last_first", "first_last"]
@@ -100,6 +100,7 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         'DyISRU'
     """
     layers = annealed_layers(model)
+    require_gathered(model)
     early = {path: layer.position for path, layer in layers.items() if layer.position < 1}
     if early and not force:
         path, t = next(iter(early.items()))

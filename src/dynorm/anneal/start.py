@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.anneal.schedule import annealed_layers
+from dynorm.arguments import require_gathered
 from dynorm.errors import DataError, ModelError
 from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import LEAST, own_betas
@@ -39,7 +40,7 @@ class AnnealStart:
         model: with annealed layers.
 
     Raises:
-        ModelError: it has none.
+        ModelError: it has none, or only the placeholders of DeepSpeed's ZeRO-3.
 
     Example:
         >>> model = nn.Sequential(dynorm.AnnealedDyISRU(64, center=True))
@@ -51,6 +52,7 @@ class AnnealStart:
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {layer: path for path, layer in annealed_layers(model).items()}
+        require_gathered(model)
         self._ranks = Ranks()
         self._sums = {
             layer: torch.zeros(3, layer.channels, dtype=torch.float64, device=layer.t.device)
@@ -189,6 +191,7 @@ def require_same_anneal(model: nn.Module) -> None:
     ranks = Ranks(error=ModelError)
     with ranks.together():
         layers = annealed_layers(model)
+        require_gathered(model)
         constants = {path: layer.constant_parameters() for path, layer in layers.items()}
         forms = [
             (path, type(layers[path]).__name__, [p.shape for p in own])

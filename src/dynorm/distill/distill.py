@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from dynorm.arguments import check_count, check_positive, upcast
+from dynorm.arguments import check_count, check_positive, require_gathered, upcast
 from dynorm.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -38,7 +38,14 @@ from dynorm.replace import restore_
 from dynorm.replace.specs import norms_of, require_layers
 from dynorm.report.output import output_tensor, sample_vectors
 from dynorm.table import Plain
-from dynorm.watch import call, cycled, iterate, token_masks, valid_tokens
+from dynorm.watch import (
+    call,
+    cycled,
+    iterate,
+    require_trainable,
+    token_masks,
+    valid_tokens,
+)
 
 # Of a model's output, its teacher's, and the batch.
 Loss = Callable[[Any, Any, Any], Tensor]
@@ -126,7 +133,8 @@ def distill_(
             through again where the steps are more, so that an iterable may shuffle at each pass.
         teacher: the original model; it is put into eval mode, and its weights no longer require
             gradients. None takes a copy of the model with its norms put back, before any weight
-            moves; one that was loaded has none.
+            moves; one that was loaded has none. Layers whose norm is not known stay in the copy,
+            with a warning, and are trained by the outputs only.
         loss: gives a scalar of the model's output, the teacher's and the batch, instead of
             :func:`output_loss`.
         steps: how many steps to take. Give this or ``minutes``.
@@ -166,8 +174,8 @@ def distill_(
         StorageError: the checkpoint in the folder is of another model or recipe, or damaged.
 
     Warns:
-        CalibrationWarning: the weights from before are put back, or the minutes allow fewer than 20
-            steps.
+        CalibrationWarning: the weights from before are put back, the minutes allow fewer than 20
+            steps, or the copy that teaches has layers whose norm is not known.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -194,7 +202,8 @@ def distill_(
     require_library("accelerate", "the Trainer of transformers", "transformers")
     _check_callbacks(callbacks)
     started, ranks = time.perf_counter(), Ranks()
-    with ranks.together():
+    # In inference mode nothing has a gradient.
+    with torch.inference_mode(False), ranks.together():
         job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
         if checkpoints is not None:
             job.recipe = _recipe(job, lr)
@@ -216,12 +225,13 @@ def distill_(
     weights = {name: t.detach().clone() for name, t in model.state_dict().items()}
     if lr is None:
         try:
-            with ranks.together():
+            with torch.inference_mode(False), ranks.together():
                 # An annealed model is its teacher at first: no step makes its loss smaller.
                 lr = distillation_rate(model) if annealed else job.rate(first, weights)
         finally:
             model.load_state_dict(weights)
     with (
+        torch.inference_mode(False),
         tempfile.TemporaryDirectory(prefix="dynorm-") as scratch,
         _bar(quiet or ranks.rank > 0) as progress,
     ):
@@ -363,6 +373,8 @@ class _Distillation(nn.Module):
     ) -> None:
         super().__init__()
         layers = require_layers(model, with_norms=teacher is None)
+        require_gathered(model)
+        require_trainable(model)
         # Known by the method of a DTensor. Where its parameters are sharded already, accelerate is
         # not to wrap it.
         self.sharded = self._is_accelerate_prepared = any(
@@ -382,6 +394,7 @@ class _Distillation(nn.Module):
             )
         teacher = restore_(copy.deepcopy(model)) if teacher is None else teacher
         norms_of(teacher, layers, "teacher")
+        require_gathered(teacher)
         if not set(model.parameters()).isdisjoint(teacher.parameters()):
             raise ModelError(
                 "the teacher must have weights of its own, but shares some with the model: pass a "

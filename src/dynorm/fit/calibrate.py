@@ -17,7 +17,14 @@ from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import dynorm_layers, original_forward, replaced_by, require_layers, swap_
+from dynorm.replace.specs import (
+    dynorm_layers,
+    layers_without_norms,
+    original_forward,
+    replaced_by,
+    require_layers,
+    swap_,
+)
 from dynorm.table import Column, Plain, Table
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
@@ -60,12 +67,15 @@ class CalibrationReport(Plain):
             with inputs that are the same in every channel, to which nothing can be fitted.
         tolerance: by how much the error of a layer that ``to="auto"`` chose may exceed the best
             one.
+        left: paths of the layers that were left as they are, because their norms are not known: the
+            model was loaded with them.
     """
 
     sites: list[SiteCalibration]
     batches: int
     unreached: list[str]
     tolerance: float = TOLERANCE
+    left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return the report as a table."""
@@ -94,6 +104,7 @@ class CalibrationReport(Plain):
             ]
             rows = [[site.path, site.chosen, *map(site.errors.get, names)] for site in self.sites]
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
+        notes += [f"{path}: left as it is, its norm is not known" for path in self.left]
         return str(Table(columns, rows, notes, title))
 
 
@@ -124,6 +135,8 @@ def calibrate_(
     Of an annealed layer only the constants are set: its weight and bias are the norm's, and are
     needed as they are until the annealing has begun.
 
+    A layer whose norm is not known, because the model was loaded with it, is left as it is.
+
     Padding is left out where a batch is a dict with ``attention_mask`` or
     ``decoder_attention_mask`` (1 = token), ``src_key_padding_mask`` or ``tgt_key_padding_mask``
     (True = padding). The model is run in eval mode, without gradient; random states and buffers are
@@ -150,8 +163,8 @@ def calibrate_(
 
     Raises:
         ArgumentError: ``lean`` is not from 0 to 1, or ``tolerance`` negative.
-        ModelError: the model has no point-wise layer, or one that replaced nothing (a loaded
-            model), or another rank's layers differ.
+        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
+            or another rank's layers differ.
         DataError: there is no batch, one is of the wrong kind, the model cannot run it, an
             activation is not finite (the message names the site), or another rank failed or reached
             other sites. The constants are then as they were, on every rank.
@@ -173,7 +186,9 @@ def calibrate_(
     with ranks.together():
         watch.require_plain_model(model)
         layers = require_layers(model, with_norms=True)
-        ranks.require_alike(layers.items())
+        for path, layer in layers.items():
+            watch.require_trainable(layer, path)
+        ranks.require_alike(dynorm_layers(model).items())
         found = [
             (path, layer, replaced)
             for path, layer in layers.items()
@@ -196,7 +211,7 @@ def calibrate_(
             stacklevel=2,
         )
     sites = [_report(choice) for choice in fits.values() if choice.fit.tokens]
-    return CalibrationReport(sites, used, unreached, tolerance)
+    return CalibrationReport(sites, used, unreached, tolerance, layers_without_norms(model))
 
 
 def _report(choice: SiteChoice) -> SiteCalibration:
@@ -260,7 +275,7 @@ def norm_outputs(model: nn.Module, batch: Any) -> Outputs:
     # A copy: the model may go on to write into its own.
     run_norms(
         model,
-        dynorm_layers(model).values(),
+        require_layers(model, with_norms=True).values(),
         batch,
         lambda layer, _, y: outputs[layer].append(y.clone()),
     )

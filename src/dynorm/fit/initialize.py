@@ -90,6 +90,8 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
     with ranks.together():
         watch.require_plain_model(model)
         layers = require_layers(model)
+        for path, layer in layers.items():
+            watch.require_trainable(layer, path)
         watch.require_batch(batch)
         ranks.require_alike(layers.items())
         masks = watch.token_masks(batch)

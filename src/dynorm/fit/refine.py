@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -19,7 +19,12 @@ from dynorm.errors import DataError, ModelError
 from dynorm.fit.calibrate import Outputs, norm_outputs
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.replace.specs import require_layers, warn_of_defaults
+from dynorm.replace.specs import (
+    dynorm_layers,
+    layers_without_norms,
+    require_layers,
+    warn_of_defaults,
+)
 from dynorm.table import Plain, Table
 
 # A list of batches is measured this far, or as far as the steps use it.
@@ -38,12 +43,15 @@ class RefinementReport(Plain):
         last_error: the same after the last step, on the same batches; never larger.
         kept: the part of the way from the old constants to those of the last step that the layers
             were moved; 0 where they have their old constants.
+        left: paths of the layers that were left as they are, because their norms are not known: the
+            model was loaded with them.
     """
 
     steps: int
     first_error: float
     last_error: float
     kept: float = 1.0
+    left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return the report as a line."""
@@ -52,7 +60,9 @@ class RefinementReport(Plain):
             errors += "; no part of the steps helped, and the old constants are put back"
         elif self.kept < 1:
             errors += f"; {self.kept:.1%} of the way that the steps went is kept"
-        return str(Table((), (), title=f"{self.steps} steps of joint refinement: {errors}"))
+        notes = [f"{path}: left as it is, its norm is not known" for path in self.left]
+        title = f"{self.steps} steps of joint refinement: {errors}"
+        return str(Table((), (), notes, title=title))
 
 
 def refine_(
@@ -85,6 +95,8 @@ def refine_(
     share of the data. The loss of a step is then the mean over the ranks, so all get the same
     constants: those of one process that accumulates the ranks' batches, in turn.
 
+    A layer whose norm is not known, because the model was loaded with it, is left as it is.
+
     Args:
         model: a model that :func:`convert_` converted and :func:`calibrate_` calibrated.
         batches: tensors, tuples or dicts, as for :func:`calibrate_`; gone through again when
@@ -100,7 +112,7 @@ def refine_(
 
     Raises:
         ArgumentError: ``steps`` or ``accumulate`` is no positive integer, or ``lr`` not positive.
-        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model),
+        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
             or one that is still the norm (annealed, at t = 0), whose constants have no part in the
             outputs; or another rank's layers differ.
         DataError: no batch, a wrong one or one without tokens, a one-shot iterator with fewer
@@ -124,6 +136,7 @@ def refine_(
     with ranks.together():
         watch.require_plain_model(model)
         found = require_layers(model, with_norms=True)
+        watch.require_trainable(model)
         layers = list(found.values())
         if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
             raise ModelError(
@@ -131,9 +144,11 @@ def refine_(
                 "ones at t = 0, "
                 "which is the norm: convert_ to the layer they end as, or call set_anneal_ first"
             )
-        ranks.require_alike(found.items())
+        ranks.require_alike(dynorm_layers(model).items())
         warn_of_defaults(model)
         with (
+            # In inference mode nothing has a gradient.
+            torch.inference_mode(False),
             watch.unchanged_on_error(layers),
             watch.undisturbed(model, evaluate=True),
             ExitStack() as after,
@@ -148,7 +163,8 @@ def refine_(
             measured, feed = _feeds(batches, steps * accumulate)
             # Consecutive batches make a step.
             groups = zip(*[feed] * accumulate, strict=True)
-            return _refine(model, layers, measured, groups, steps, lr, ranks)
+            report = _refine(model, layers, measured, groups, steps, lr, ranks)
+    return replace(report, left=layers_without_norms(model))
 
 
 def _feeds(batches: Iterable[Any], count: int) -> tuple[Iterable[Any], Iterator[Any]]:

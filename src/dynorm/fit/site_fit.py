@@ -363,6 +363,8 @@ class SiteChoice:
         return chosen
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def _alike(layer: PointwiseNorm, kind: type[PointwiseNorm]) -> PointwiseNorm:
     """Return a layer of another kind, without witnesses, with the same arguments, weight and bias."""
     like = getattr(layer, layer.constants[0])

@@ -17,6 +17,7 @@ from dynorm.fold.rewrites import Part
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import LayerSpec, identity, is_ours, swap_, take_over_
 from dynorm.watch import unchanged_on_error
+from dynorm.wrappers import plain_modules
 
 Values = dict[Slot, Tensor]
 # Attributes of the modules that a fold gave a parameter of their own.
@@ -28,14 +29,15 @@ _EPS = 2.0**80
 
 def added_biases(model: nn.Module) -> list[str]:
     """Return the paths of the modules that got a bias."""
-    return [path for path, module in model.named_modules() if module.__dict__.get(ADDED_BIAS)]
+    modules = plain_modules(model)
+    return [path for path, module in modules.items() if module.__dict__.get(ADDED_BIAS)]
 
 
 def untied(model: nn.Module) -> list[str]:
     """Return the names of the parameters that were tied to others."""
     return [
         f"{path}.{name}".lstrip(".")
-        for path, m in model.named_modules()
+        for path, m in plain_modules(model).items()
         for name in m.__dict__.get(UNTIED, ())
     ]
 
@@ -47,9 +49,11 @@ def is_changed(model: nn.Module) -> bool:
     return apart or bool(added_biases(model)) or any(map(is_ours, model.modules()))
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def give_bias_(model: nn.Module, path: str) -> None:
     """Give the linear layer at a path, which must be there, a bias for a state dict to fill; one that it has stays."""
-    module = dict(model.named_modules(remove_duplicate=False)).get(path)
+    module = plain_modules(model, remove_duplicate=False).get(path)
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         raise ModelError(
             f"the model must have a linear layer at {path!r}, where the saved model has a bias "
@@ -65,11 +69,12 @@ def give_bias_(model: nn.Module, path: str) -> None:
 
 def untie_(model: nn.Module, name: str) -> None:
     """Give the parameter of a name, which must be there, a tensor of its own, where it shares one."""
-    tensor = dict(model.named_parameters(remove_duplicate=False)).get(name)
-    if tensor is None:
-        raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")
     path, _, leaf = name.rpartition(".")
-    _set_own_(model.get_submodule(path), leaf, tensor, tensor)
+    module = plain_modules(model, remove_duplicate=False).get(path)
+    tensor = None if module is None else module._parameters.get(leaf)
+    if module is None or tensor is None:
+        raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")
+    _set_own_(module, leaf, tensor, tensor)
 
 
 def _set_own_(module: nn.Module, name: str, value: Tensor, like: Tensor) -> None:
@@ -248,10 +253,15 @@ def _rms_for(fold: SiteFold) -> nn.Module:
     return layer
 
 
+@torch.inference_mode(False)
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.to(like.device, like.dtype), requires_grad=like.requires_grad)
+    value = value.to(like.device, like.dtype)
+    if value.is_inference():
+        value = value.clone()
+    return nn.Parameter(value, requires_grad=like.requires_grad)
 
 
+@torch.inference_mode(False)
 def as_stock(
     model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
 ) -> nn.Module:

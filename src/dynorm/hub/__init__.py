@@ -2,8 +2,13 @@
 
 from wrapt import register_post_import_hook
 
+from dynorm.hub.adapters import PEFT_MODEL, check_adapters
 from dynorm.hub.api import MODELING, load, register_with_transformers, save
+from dynorm.hub.decay import NORM_CLASSES, PARAMETER_NAMES, leave_out_of_decay, name_as_norms
 
 __all__ = ["load", "save"]
 
 register_post_import_hook(register_with_transformers, MODELING)
+register_post_import_hook(leave_out_of_decay, PARAMETER_NAMES)
+register_post_import_hook(check_adapters, PEFT_MODEL)
+register_post_import_hook(name_as_norms, NORM_CLASSES)

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError
@@ -15,6 +16,7 @@ from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 from dynorm.replace.specs import warn_of_defaults
 from dynorm.watch import require_plain_model
+from dynorm.wrappers import unwrapped
 
 _TRANSFORMERS_CONFIG = "config.json"
 MODELING = "transformers.modeling_utils"
@@ -27,6 +29,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     config.json. Once dynorm is imported, any ``from_pretrained`` loads it, with another head too.
     Any other model is written as ``model.safetensors`` and ``dynorm.json``. The directory appears
     whole or not at all: if the process is killed or the disk is full, the old one stands as it was.
+    Wrappers of the model or its parts, such as ``checkpoint_wrapper`` and ``torch.compile``, are
+    left out: the directory loads into the model without them, or with others.
     Shared tensors stay shared. Buffers that are not persistent are not saved, nor are the original
     norms: a loaded model cannot be restored.
 
@@ -38,8 +42,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
 
     Raises:
         ArgumentError: ``model`` is no module.
-        ModelError: it has no point-wise layer, is compiled, wrapped or on the meta device, is
-            quantized too, or holds state that is no tensor.
+        ModelError: it has no point-wise layer, is wrapped in FSDP, sharded or on the meta device,
+            is quantized too, or holds state that is no tensor.
         StorageError: the directory exists, or cannot be written.
 
     Warns:
@@ -55,7 +59,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
         ...     sorted(path.name for path in (Path(parent) / "model").iterdir())
         ['dynorm.json', 'model.safetensors']
     """
-    require_plain_model(model)
+    require_plain_model(model, wrapped=True)
+    model = unwrapped(model)
     contents = contents_of(model)
     warn_of_defaults(model)
     base = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)
@@ -124,6 +129,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
         return _read(folder, model)
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def _read(folder: Path, model: nn.Module | None) -> nn.Module:
     if (folder / CONFIG).exists():
         return read_plain(folder, model)

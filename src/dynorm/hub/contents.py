@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
 from dynorm.fold.apply import added_biases, is_changed, untied
+from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
+from dynorm.wrappers import plain_modules
 
 FORMAT_VERSION = 1
 # Elements of all layers together: no model has as many, and a damaged size must not fill the
@@ -185,7 +187,9 @@ def require_witnesses(
     model: nn.Module, tensors: Mapping[str, Tensor], where: object, config: str
 ) -> None:
     """Refuse tensors that name other witnesses than the layers' configs do; meta tensors name none."""
-    for path, layer in dynorm_layers(model).items():
+    for path, layer in plain_modules(model).items():
+        if not isinstance(layer, PointwiseNorm):
+            continue
         name = f"{path}.witnesses"
         if (
             layer.witnesses is not None

@@ -10,11 +10,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.fold.apply import give_bias_, untie_
 from dynorm.hub import contents
 from dynorm.replace.specs import apply_specs_
 from dynorm.watch import unchanged_on_error
+from dynorm.wrappers import (
+    plain_modules,
+    plain_name,
+    plain_state,
+    unwrapped,
+    without_wrappers,
+)
 
 CONFIG = "dynorm.json"
 WEIGHTS = "model.safetensors"
@@ -24,7 +32,7 @@ def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> N
     """Write a model into an empty directory; ModelError where it has a tensor that safetensors cannot hold."""
     from dynorm import __version__
 
-    tensors, aliases = _unique(model.state_dict(keep_vars=True))
+    tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "format_version": contents.FORMAT_VERSION,
@@ -46,26 +54,28 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     values = contents.read_json(folder / CONFIG)
     contents.require_version(values, where)
     contents.require_checksum(values, where)
-    model = _require_class(model, values.get("model_class"), folder)
+    model, inside = _require_class(model, values.get("model_class"), folder)
     biases, untied = values.get("biases", []), values.get("untied", [])
     for key, names in (("biases", biases), ("untied", untied)):
         if not contents.is_list_of_str(names):
             raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
+    require_gathered(model)
     specs = contents.read_layers(values.get("layers"), where, allow_none=bool(biases or untied))
     tensors = _read_weights(folder, values)
     with unchanged_on_error(model.modules(), tensors=()):
-        before = dict(model.named_modules(remove_duplicate=False))
-        apply_specs_(model, specs)
+        before = plain_modules(inside, remove_duplicate=False)
+        apply_specs_(inside, specs)
+        after = plain_modules(inside, remove_duplicate=False)
         for spec in specs:
             replaced = list(before[spec.paths[0]].parameters())
             trained = not replaced or any(parameter.requires_grad for parameter in replaced)
-            model.get_submodule(spec.paths[0]).requires_grad_(trained)
+            after[spec.paths[0]].requires_grad_(trained)
         for path in biases:
-            give_bias_(model, path)
+            give_bias_(inside, without_wrappers(path))
         for name in untied:
-            untie_(model, name)
-        _require_same_tensors(model, tensors, folder)
-    _fill_(model, tensors)
+            untie_(inside, without_wrappers(name))
+        _require_same_tensors(inside, tensors, folder)
+    _fill_(inside, tensors)
     return model.eval()
 
 
@@ -101,7 +111,10 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
     return tensors, aliases
 
 
-def _require_class(model: nn.Module | None, saved: object, folder: Path) -> nn.Module:
+def _require_class(
+    model: nn.Module | None, saved: object, folder: Path
+) -> tuple[nn.Module, nn.Module]:
+    """Return the model, and the one inside of its wrappers, which must be of the class that was saved."""
     if not isinstance(saved, str) or ":" not in saved:
         raise StorageError(
             f"the model_class in {folder / CONFIG} must be 'module:class', got {saved!r}"
@@ -115,18 +128,16 @@ def _require_class(model: nn.Module | None, saved: object, folder: Path) -> nn.M
         )
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    (module, name), own_module, own_name = (
-        saved.split(":", 1),
-        type(model).__module__,
-        type(model).__qualname__,
-    )
+    inside = unwrapped(model)
+    module, name = saved.split(":", 1)
+    own_module, own_name = type(inside).__module__, type(inside).__qualname__
     # A class may be saved by the script that defines it and be imported from there later.
     if name != own_name or (module != own_module and "__main__" not in (module, own_module)):
         raise ModelError(
             f"the model must be of the class that was saved, {saved.replace(':', '.')}, got a "
             f"{own_module}.{own_name}"
         )
-    return model
+    return model, inside
 
 
 def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -148,7 +159,7 @@ def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    own = model.state_dict(keep_vars=True)
+    own = plain_state(model, model.state_dict(keep_vars=True))
     for names, what in (
         (own.keys() - tensors.keys(), "lacks"),
         (tensors.keys() - own.keys(), "has beyond them"),
@@ -190,14 +201,17 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
 def _fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give the model the tensors, with their dtypes and sharing; its parameters stay the objects they are."""
     own: dict[tuple[int, type], Tensor] = {}
-    for name, tensor in list(model.state_dict(keep_vars=True).items()):
+    modules = plain_modules(model, remove_duplicate=False)
+    for name, tensor in plain_state(model, model.state_dict(keep_vars=True)).items():
         source = tensors[name]
         key = (id(source), type(tensor))
         if key not in own:
             own[key] = tensor
-            if tensor.is_meta:
-                # It has no place of its own: the CPU serves.
-                real = torch.empty_like(tensor, device="cpu")
+            if tensor.is_meta or tensor.is_inference():
+                # A meta tensor gets its place on the CPU. One that was made in inference mode
+                # cannot be written into, nor trained.
+                device = "cpu" if tensor.is_meta else tensor.device
+                real = torch.empty_like(tensor, device=device)
                 own[key] = (
                     nn.Parameter(real, tensor.requires_grad)
                     if isinstance(tensor, nn.Parameter)
@@ -206,9 +220,9 @@ def _fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             own[key].data = own[key].data.to(source.dtype)
         if own[key] is not tensor:
             path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, own[key])
+            setattr(modules[path], leaf, own[key])
     # With the metadata of state_dict, without which modules take the tensors for those of an old
     # version.
     state = model.state_dict()
-    state.update(tensors)
+    state.update({name: tensors[plain_name(model, name)] for name in state})
     model.load_state_dict(state)

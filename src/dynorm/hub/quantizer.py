@@ -17,6 +17,7 @@ from dynorm.hub import contents
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.specs import LayerSpec, apply_specs_, dynorm_layers
+from dynorm.wrappers import plain_modules, without_wrappers
 
 METHOD = "dynorm"
 # Key and value in config.json that transformers alone takes for a bad file name, which its error
@@ -103,7 +104,8 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
                     f"{where}: outside must be a list, dtypes name dtypes; got {outside!r}, "
                     f"{dtypes!r}"
                 )
-            found.append((spec, outside, dtypes))
+            # Earlier versions saved the names of wrappers too.
+            found.append((spec, [without_wrappers(path) for path in outside], dtypes))
         return found
 
 
@@ -213,10 +215,11 @@ def base_prefix(model: Any) -> str:
 
 def aliases_of(model: nn.Module, specs: list[LayerSpec]) -> dict[str, str]:
     """Map the further names of parameters, where a layer has several paths, to the first name of each."""
+    modules = plain_modules(model, remove_duplicate=False)
     return {
         f"{alias}.{name}": f"{spec.paths[0]}.{name}"
         for spec in specs
-        for name, _ in model.get_submodule(spec.paths[0]).named_parameters()
+        for name, _ in modules[spec.paths[0]].named_parameters()
         for alias in spec.paths[1:]
     }
 

@@ -21,6 +21,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
+from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError
 from dynorm.family import LAYERS
 from dynorm.files import write_text
@@ -37,6 +38,7 @@ from dynorm.hub.quantizer import (
     base_prefix,
 )
 from dynorm.replace.specs import dynorm_layers, is_ours, replaced_by
+from dynorm.wrappers import has_wrappers, plain_modules, plain_state
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -61,10 +63,20 @@ def register() -> None:
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Looked up each time: it makes no difference what was converted, restored or loaded before.
         changes = contents.contents_of(self) if is_changed(self) else None
+        if changes is None:
+            with described(self, changes):
+                return save_pretrained(self, *args, **kwargs)
+        bound = inspect.signature(save_pretrained).bind(self, *args, **kwargs)
+        tensors = bound.arguments.get("state_dict")
+        if tensors is None:
+            require_gathered(self)
         with described(self, changes):
-            written = save_pretrained(self, *args, **kwargs)
-        if changes is not None:
-            _seal(Path(kwargs["save_directory"] if "save_directory" in kwargs else args[0]))
+            if has_wrappers(self):
+                # The class that loads it knows no wrappers.
+                tensors = self.state_dict() if tensors is None else tensors
+                bound.arguments["state_dict"] = plain_state(self, tensors)
+            written = save_pretrained(*bound.args, **bound.kwargs)
+        _seal(Path(bound.arguments["save_directory"]))
         return written
 
     described_save_pretrained._without_dynorm = save_pretrained  # type: ignore[attr-defined]
@@ -129,10 +141,9 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
                 "names one"
             )
         changes = None
+    modules = plain_modules(model, remove_duplicate=False)
     shared = (
-        [model.get_submodule(spec.paths[0]) for spec in changes.layers if spec.paths[1:]]
-        if changes
-        else []
+        [modules[spec.paths[0]] for spec in changes.layers if spec.paths[1:]] if changes else []
     )
     with ExitStack() as stack:
         stack.enter_context(_put_back(model.config, "quantization_config"))
@@ -140,7 +151,8 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
         stack.enter_context(_put_back(model, "_tied_weights_keys"))
         for layer in shared:
             # Under each name: transformers ties parameters only.
-            stack.callback(layer.register_state_dict_post_hook(_copy_buffers).remove)
+            hook: Any = layer.register_state_dict_post_hook
+            stack.callback(hook(_copy_buffers).remove)
         if changes is not None:
             # A dict, as in a file: transformers cannot load with a config that holds the object.
             model.config.quantization_config = _config_of(model, changes).to_dict()
@@ -239,9 +251,10 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
         return inside, [path for path in paths if not path.startswith(prefix)]
 
     entries = []
+    modules = plain_modules(model, remove_duplicate=False)
     for spec in changes.layers:
         inside, outside = split(spec.paths)
-        layer = model.get_submodule(spec.paths[0])
+        layer = modules[spec.paths[0]]
         entry = spec.to_dict() | {
             "paths": inside,
             "outside": outside,
@@ -255,7 +268,7 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
             }
         )
     dtypes: dict[str, dict[str, str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules.items():
         if path and not is_ours(module):
             dtypes[path] = _other_dtypes(module, model.dtype)
     inside, outside = split([path for path, names in dtypes.items() if names])

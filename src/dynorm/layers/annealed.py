@@ -63,6 +63,7 @@ class AnnealedNorm(PointwiseNorm):
     target: ClassVar[type[PointwiseNorm]]
     t: Tensor
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         normalized_shape: Shape,

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import kernels
-from dynorm.arguments import Shape, check_dim, check_positive, check_shape, check_witnesses, upcast
+from dynorm.arguments import (
+    Shape,
+    check_dim,
+    check_positive,
+    check_shape,
+    check_witnesses,
+    require_gathered,
+    upcast,
+)
 from dynorm.dtypes import DtypeRule, is_floating_dtype
 from dynorm.errors import ArgumentError
 
@@ -74,6 +82,8 @@ class PointwiseNorm(nn.Module):
     witnesses: Tensor | None
     witness_channels: tuple[int, ...]
 
+    # Tensors that are made in inference mode can never be trained.
+    @torch.inference_mode(False)
     def __init__(
         self,
         normalized_shape: Shape,
@@ -311,7 +321,9 @@ class PointwiseNorm(nn.Module):
 
         Raises:
             ArgumentError: ``beta`` is not positive and finite, or does not broadcast.
+            ModelError: the layer's parameters are the placeholders of DeepSpeed's ZeRO-3.
         """
+        require_gathered(self)
         constant: Tensor = getattr(self, self.constants[0])
         value = beta if isinstance(beta, Tensor) else torch.tensor(beta, dtype=torch.float64)
         value = value.to(torch.promote_types(value.dtype, upcast(constant).dtype))
@@ -342,6 +354,7 @@ class PointwiseNorm(nn.Module):
         if self.center is not None:
             _store_(self.center, center)
 
+    @torch.inference_mode(False)
     def set_witnesses_(
         self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None
     ) -> None:

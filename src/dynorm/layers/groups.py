@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from dynorm.arguments import check_module, check_not_negative
+from dynorm.arguments import check_module, check_not_negative, require_gathered
 from dynorm.layers.base import PointwiseNorm
 
 # Of a constant kept as its logarithm, over that of the weights.
@@ -36,6 +36,7 @@ def param_groups(
     Raises:
         ArgumentError: a rate or the decay is no number, negative or not finite; or ``model`` is no
             module.
+        ModelError: the parameters are the placeholders of DeepSpeed's ZeRO-3.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4))
@@ -47,6 +48,7 @@ def param_groups(
         The default is measured: see "Learning rates" in docs/howto/from-scratch.md.
     """
     check_module(model)
+    require_gathered(model)
     base = lr if constants_lr is None else constants_lr
     for name, rate in (("lr", lr), ("weight_decay", weight_decay), ("constants_lr", base)):
         check_not_negative(name, rate)

@@ -46,6 +46,7 @@ class RMSNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         normalized_shape: Shape,

@@ -22,6 +22,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fit.ranks import Ranks
 from dynorm.layers import PointwiseNorm
@@ -215,6 +216,7 @@ def require_equal_ranks(model: nn.Module, group: ProcessGroup | None = None) -> 
     """
     ranks = Ranks(group, ModelError)
     with ranks.together():
+        require_gathered(model)
         ranks.require_alike(dynorm_layers(model).items())
 
 

@@ -1,6 +1,7 @@
 """Replace the norms of a model by point-wise layers, and put them back."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -9,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.arguments import require_gathered
+from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
@@ -121,6 +123,9 @@ def convert_(
             on the meta device, or the sites are another model's; or a norm shares a weight of
             another shape than its channels with another module.
 
+    Warns:
+        UserWarning: a norm is part of a peft adapter, as ``modules_to_save`` makes it.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> sites = dynorm.find_norms(model, torch.randn(4, 8))
@@ -191,6 +196,7 @@ def convert_(
         _fill_(layer, norm, site, copies)
         specs.take_over_(layer, norm, specs.Replaced(norm, site, most, to == AUTO))
         new[norm] = layer
+    _warn_of_adapters(modules, willing)
     same = {own: copy for own, copy in copies.items() if torch.equal(own, copy)}
     _require_own(model, new, copies.keys() - same.keys())
     # A parameter that another module shares with a norm stays shared.
@@ -201,6 +207,8 @@ def convert_(
 def restore_(model: nn.Module) -> nn.Module:
     """Put the original norms back, bit for bit: the undo of :func:`convert_` and :func:`calibrate_`.
 
+    A layer whose norm is not known, because the model was saved and loaded with it, stays as it is.
+
     Args:
         model: a converted model. Its other weights are not touched: a change by training stays.
 
@@ -208,8 +216,10 @@ def restore_(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ModelError: the model has no point-wise layer, or one whose original is not known (a loaded
-            model).
+        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model).
+
+    Warns:
+        CalibrationWarning: some layers stay; it names them.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -218,19 +228,29 @@ def restore_(model: nn.Module) -> nn.Module:
         'LayerNorm'
     """
     layers = specs.dynorm_layers(model)
+    require_gathered(model)
     if not layers:
         raise ModelError(
             "the model must be converted, but it has no point-wise layer: there is nothing to "
             "restore"
         )
     ours = {path: m for path, m in model.named_modules() if path in layers or specs.is_ours(m)}
-    if lost := [path for path, module in ours.items() if specs.replaced_by(module) is None]:
+    lost = [path for path, module in ours.items() if specs.replaced_by(module) is None]
+    if len(lost) == len(ours):
         raise ModelError(
             f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the "
             "model was loaded, "
             "folded, or built with these layers; load the original model instead"
         )
-    norms = {layer: specs.original_(layer).train(layer.training) for layer in layers.values()}
+    if lost:
+        warnings.warn(
+            f"left {', '.join(lost)} as they are: their norms are not known, because the model was "
+            "loaded, folded, or built with these layers",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+    known = [layer for layer in layers.values() if specs.replaced_by(layer) is not None]
+    norms = {layer: specs.original_(layer).train(layer.training) for layer in known}
     held: dict[Tensor, Tensor] = {}
     for layer, norm in norms.items():
         replaced = specs.replaced_by(layer)
@@ -239,6 +259,30 @@ def restore_(model: nn.Module) -> nn.Module:
         held |= {getattr(layer, name): p for name, p in own.items() if p is not None}
     specs.swap_(model, {**norms, **held})
     return model
+
+
+def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite]) -> None:
+    """Warn of the layers that peft will save with its adapter, as ``modules_to_save`` has it.
+
+    peft names the parts of an adapter in ``adapter_layer_names`` of the module that has them.
+    """
+    inside = []
+    for site in sites:
+        parts = site.path.split(".")
+        for k, part in enumerate(parts):
+            parent = modules[".".join(parts[:k])]
+            if part in getattr(parent, "adapter_layer_names", ()):
+                inside.append(site.path)
+                break
+    if inside:
+        warnings.warn(
+            f"{len(inside)} of the norms are part of a peft adapter (the first is {inside[0]}). Its "
+            "file will hold the constants of the new layers, which a base model that is not "
+            "converted drops: convert the base model first, save it with dynorm.save, and put the "
+            "adapter on the loaded one; or save the result of merge_and_unload()",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
@@ -298,6 +342,8 @@ def _options(
     return options
 
 
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
 def _fill_(
     layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[Tensor, nn.Parameter]
 ) -> None:

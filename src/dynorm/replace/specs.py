@@ -17,6 +17,7 @@ from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
 from dynorm.table import Plain
 from dynorm.watch import HOOK_TABLES
+from dynorm.wrappers import plain_modules, without_wrappers
 
 _NESTED = "_dynorm_use_nested_tensor"
 # What a fold leaves is no point-wise layer, and yet one that a model's own class does not know.
@@ -45,7 +46,9 @@ class LayerSpec(Plain):
     def from_dict(values: Mapping[str, Any]) -> "LayerSpec":
         """Return the spec that :meth:`to_dict` wrote; ArgumentError where a key is missing or the layer is unknown."""
         try:
-            spec = LayerSpec(values["layer"], dict(values["config"]), tuple(values["paths"]))
+            # Earlier versions saved the names of wrappers too.
+            paths = tuple(without_wrappers(path) for path in values["paths"])
+            spec = LayerSpec(values["layer"], dict(values["config"]), paths)
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"a layer needs the keys layer, paths and config, got {values!r}"
@@ -92,7 +95,7 @@ def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
 
 
 def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, PointwiseNorm]:
-    """Return the same as :func:`dynorm_layers`, at least one layer; ``with_norms``: each with the norm it replaced."""
+    """Return the same as :func:`dynorm_layers`, at least one layer; ``with_norms``: those whose norm is known."""
     layers = dynorm_layers(model)
     if not layers:
         raise ModelError(
@@ -100,25 +103,44 @@ def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, P
             "sites) first, or build "
             "it with dynorm.DyISRU"
         )
-    for path, layer in layers.items():
-        if with_norms and replaced_by(layer) is None:
-            raise ModelError(
-                f"the layer {path!r} must have replaced a norm to be compared with it, but it was "
-                "loaded or built so: "
-                "convert the original again, and calibrate, refine and measure before saving; "
-                "distill_ takes a teacher"
-            )
-    return layers
+    if not with_norms:
+        return layers
+    known = {path: layer for path, layer in layers.items() if replaced_by(layer) is not None}
+    if not known:
+        raise ModelError(
+            f"the layer {next(iter(layers))!r} must have replaced a norm to be compared with it, "
+            "but it was loaded or built so, like all others: "
+            "convert the original again, and calibrate, refine and measure before saving; "
+            "distill_ takes a teacher"
+        )
+    return known
+
+
+def layers_without_norms(model: nn.Module) -> list[str]:
+    """Return the paths of the layers whose norm is not known, because they were loaded, folded or built so."""
+    return [path for path, layer in dynorm_layers(model).items() if replaced_by(layer) is None]
 
 
 def norms_of(
     original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str
 ) -> dict[PointwiseNorm, nn.Module]:
-    """Return what stands in the original where each layer does now; ModelError where it is no norm any more."""
+    """Return what stands in the original where each layer does now; ModelError where it is no norm any more.
+
+    A layer whose norm is not known, and which the original has too, is left out.
+    """
     check_module(original, name)
-    modules = dict(original.named_modules(remove_duplicate=False))
+    modules = plain_modules(original, remove_duplicate=False)
+    layers = {without_wrappers(path): layer for path, layer in layers.items()}
     must = f"{name} must be the model before convert_, but"
+    norms: dict[PointwiseNorm, nn.Module] = {}
+    loaded = [
+        path
+        for path, layer in layers.items()
+        if replaced_by(layer) is None and isinstance(modules.get(path), PointwiseNorm)
+    ]
     for path, layer in layers.items():
+        if path in loaded and len(loaded) < len(layers):
+            continue
         if path not in modules:
             raise ModelError(f"{must} has no {path!r}: pass a model of the same class")
         if isinstance(modules[path], (PointwiseNorm, nn.Identity)):
@@ -128,7 +150,8 @@ def norms_of(
                 f"the layer {path!r} must have its norm's weight to be compared with it: fold "
                 "afterwards"
             )
-    return {layer: modules[path] for path, layer in layers.items()}
+        norms[layer] = modules[path]
+    return norms
 
 
 def warn_of_defaults(model: nn.Module) -> None:
@@ -212,7 +235,7 @@ def swap_(model: nn.Module, new: Mapping[Any, Any]) -> None:
 def specs_of(model: nn.Module) -> list[LayerSpec]:
     """Return the spec of every point-wise layer of a model, and what a fold left; shared ones once with all paths."""
     paths: dict[Any, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in plain_modules(model, remove_duplicate=False).items():
         if is_ours(module):
             paths.setdefault(module, []).append(path)
     configs = {layer: {} if isinstance(layer, nn.Identity) else layer.config() for layer in paths}
@@ -225,7 +248,7 @@ def specs_of(model: nn.Module) -> list[LayerSpec]:
 def apply_specs_(model: nn.Module, specs: list[LayerSpec]) -> None:
     """Put empty layers where the specs say into a model of the class that they were made from, all of them or none."""
     new: dict[nn.Module, nn.Module] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = plain_modules(model, remove_duplicate=False)
     for spec in specs:
         if lost := [path for path in spec.paths if path not in modules]:
             raise ModelError(

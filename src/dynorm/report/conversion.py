@@ -13,7 +13,13 @@ from dynorm.family import NAMES
 from dynorm.fit.calibrate import run_norms
 from dynorm.fit.monitor import saturated_share
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import norms_of, replaced_by, require_layers, warn_of_defaults
+from dynorm.replace.specs import (
+    layers_without_norms,
+    norms_of,
+    replaced_by,
+    require_layers,
+    warn_of_defaults,
+)
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.stats import Reservoir, SiteStats, parted, reached
@@ -65,7 +71,7 @@ def measure(
 
     Raises:
         ArgumentError: ``points`` is not positive.
-        ModelError: the model has no point-wise layer, one that replaced nothing (a loaded model),
+        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
             or ``original`` lacks its norms.
         DataError: there is no batch, one is of the wrong kind, the models cannot run it, no layer
             is reached, or an activation or output is not finite (the message names the site).
@@ -172,6 +178,7 @@ class _Measurement:
             sites=rows,
             output=self.comparison.report(),
             batches=self.comparison.batches,
+            left=layers_without_norms(self.model),
             unreached=[site.site.path for site in self.sites.values() if not site.tokens],
             meta=dict(meta or {}),
         )

@@ -96,6 +96,8 @@ class Report:
         """Return the report as a table, one row per site."""
         refused: Mapping[str, str] = getattr(self, "refused", {})
         notes = [f"{path}  not reached" for path in self.unreached]
+        left: Sequence[str] = getattr(self, "left", ())
+        notes += [f"{path}  left as it is, its norm is not known" for path in left]
         notes += [f"{path}  left out: {reason}" for path, reason in refused.items()]
         known = tomllib.loads(files(__package__).joinpath("columns.toml").read_text("utf-8"))
         kept = [
@@ -247,12 +249,15 @@ class ModelReport(Report):
         continuations: held-out texts, as ``dynorm convert`` has a language model and its original
             go on with them, or audio files, as both write them down.
         unreached: paths of the layers that no batch reached.
+        left: paths of the layers whose norm is not known, because the model was loaded with them:
+            both sides have them.
         meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
     """
 
     _template = "conversion"
     sites: list[SiteReport]
     output: OutputReport
+    left: list[str] = field(default_factory=list)
     continuations: list[Continuation] = field(default_factory=list)
 
     @property

@@ -1,0 +1,93 @@
+"""Adapters of peft: one that was trained on a converted model needs a converted base."""
+
+import json
+import warnings
+from collections.abc import Iterable
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from dynorm.errors import StorageError
+from dynorm.family import LAYERS
+from dynorm.files import write_text
+from dynorm.hub.contents import listed, read_json
+from dynorm.layers import PointwiseNorm
+from dynorm.replace.specs import dynorm_layers
+
+PEFT_MODEL = "peft.peft_model"
+
+# Beside an adapter's own files, where its base was converted.
+NOTE = "dynorm_base.json"
+_PEFT_CONFIG = "adapter_config.json"
+_CONSTANTS = {name for layer in LAYERS.values() for name in layer.constants}
+
+
+def check_adapters(peft_model: ModuleType) -> None:
+    """Let peft note in an adapter's folder that its base was converted, and look for the note when it loads one.
+
+    An adapter that holds layers where the model has norms is refused: peft would drop their
+    constants. One of other weights only, as of LoRA, loads with a warning.
+    """
+    kind = peft_model.PeftModel
+    save_pretrained = getattr(kind.save_pretrained, "_without_dynorm", kind.save_pretrained)
+    load_adapter = getattr(kind.load_adapter, "_without_dynorm", kind.load_adapter)
+
+    @wraps(save_pretrained)
+    def noted_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = save_pretrained(self, *args, **kwargs)
+        folder = Path(args[0] if args else kwargs["save_directory"])
+        count = len(dynorm_layers(self))
+        for name in self.peft_config:
+            own = folder if name == "default" else folder / name
+            if count and (own / _PEFT_CONFIG).is_file():
+                write_text(own / NOTE, json.dumps({"layers": count}) + "\n")
+            else:
+                # Of an adapter that was saved there before.
+                (own / NOTE).unlink(missing_ok=True)
+        return result
+
+    @wraps(load_adapter)
+    def checked_load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_adapter(self, *args, **kwargs)
+        _require_converted(self, result.unexpected_keys)
+        folder = args[0] if args else kwargs["model_id"]
+        _warn_of_other_base(self, Path(folder) / NOTE)
+        return result
+
+    checked_load_adapter._without_dynorm = load_adapter  # type: ignore[attr-defined]
+    kind.load_adapter = checked_load_adapter
+    noted_save_pretrained._without_dynorm = save_pretrained  # type: ignore[attr-defined]
+    kind.save_pretrained = noted_save_pretrained
+
+
+def _warn_of_other_base(model: nn.Module, note: Path) -> None:
+    if not note.is_file():
+        return
+    wanted, present = read_json(note).get("layers"), len(dynorm_layers(model))
+    if isinstance(wanted, int) and present < wanted:
+        warnings.warn(
+            f"the adapter was trained on a converted model with {wanted} point-wise layers, but "
+            f"this one has {present}: load it on the converted base, or its outputs differ",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _require_converted(model: nn.Module, unexpected: Iterable[str]) -> None:
+    modules = dict(model.named_modules())
+    lost = set()
+    for key in unexpected:
+        path, _, name = key.rpartition(".")
+        is_constant = name in _CONSTANTS and path in modules
+        if is_constant and not isinstance(modules[path], PointwiseNorm):
+            lost.add(path)
+    if lost:
+        raise StorageError(
+            "the adapter must be loaded on the converted model that it was trained on, but it "
+            f"holds point-wise layers where this model has others: {listed(lost)}. Load the "
+            "converted base with dynorm.load or from_pretrained; if it was not saved, convert "
+            "the base, and train the adapter on that"
+        )

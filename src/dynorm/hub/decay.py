@@ -1,0 +1,50 @@
+"""Weight decay: transformers leaves norms out of it, and must leave out the layers that replace them."""
+
+from collections.abc import Iterable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from dynorm.layers import PointwiseNorm
+from dynorm.layers.rmsnorm import RMSNorm
+
+PARAMETER_NAMES = "transformers.trainer_pt_utils"
+NORM_CLASSES = "transformers.pytorch_utils"
+
+# The layers of a converted model, and the norms that a fold leaves.
+_OURS = (PointwiseNorm, RMSNorm)
+
+
+def leave_out_of_decay(utilities: ModuleType) -> None:
+    """Let ``get_parameter_names`` leave out the layers wherever it leaves out norms.
+
+    The Trainer names the class LayerNorm, and looks for parts of names such as "layernorm".
+    ``ln_1`` has none of them, so that the class alone decides. The function calls itself for each
+    child by its name in this module: so callers that imported it earlier get this version too.
+    """
+    replaced = utilities.get_parameter_names
+    names_of = getattr(replaced, "_without_dynorm", replaced)
+
+    @wraps(names_of)
+    def get_parameter_names(
+        model: nn.Module, forbidden_layer_types: Iterable[type], *args: Any, **kwargs: Any
+    ) -> list[str]:
+        kinds = list(forbidden_layer_types)
+        without_norms = any("norm" in kind.__name__.lower() for kind in kinds)
+        if without_norms and isinstance(model, _OURS):
+            return []
+        names: list[str] = names_of(model, kinds, *args, **kwargs)
+        return names
+
+    get_parameter_names._without_dynorm = names_of  # type: ignore[attr-defined]
+    utilities.get_parameter_names = get_parameter_names  # type: ignore[attr-defined]
+
+
+def name_as_norms(utilities: ModuleType) -> None:
+    """Put the layers into ``ALL_LAYERNORM_LAYERS``, the table that training scripts read."""
+    table: list[type] = utilities.ALL_LAYERNORM_LAYERS
+    for kind in _OURS:
+        if kind not in table:
+            table.append(kind)

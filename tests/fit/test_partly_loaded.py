@@ -1,0 +1,199 @@
+"""One norm is converted, saved and loaded, then another is converted: every verb works on the second."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynorm
+from dynorm.errors import CalibrationWarning, ModelError
+from dynorm.replace.specs import dynorm_layers
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 24)
+        self.first = nn.LayerNorm(24)
+        self.middle = nn.Linear(24, 24)
+        self.second = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        h = h + torch.tanh(self.middle(self.first(h)))
+        return self.head(self.second(h))
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def batches(count: int = 4) -> list[Tensor]:
+    source = torch.Generator().manual_seed(1)
+    return [3 * torch.randn(64, 8, generator=source) for _ in range(count)]
+
+
+def half_loaded(folder: Path, first: str = "dyisru", second: str = "dyisru", **options: int) -> Net:
+    """Return a model whose first layer was loaded and whose second one has just been converted."""
+    model = build()
+    x = batches()[0]
+    dynorm.convert_(model, dynorm.find_norms(model, x), first, only="first")
+    dynorm.calibrate_(model, batches())
+    dynorm.save(model, folder)
+    loaded = dynorm.load(folder, build())
+    assert isinstance(loaded, Net)
+    report = dynorm.convert_(loaded, dynorm.find_norms(loaded, x), second, **options)
+    assert [site.path for site in report.converted] == ["second"]
+    return loaded
+
+
+def first_layer(model: Net) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.first.state_dict().items()}
+
+
+@pytest.mark.parametrize("second", ["dyisru", "dyt", "annealed", "auto"])
+@pytest.mark.parametrize("witnesses", [0, 2])
+def test_calibration_sets_the_second_as_if_the_first_were_part_of_the_model(
+    tmp_path: Path, second: str, witnesses: int
+) -> None:
+    model = half_loaded(tmp_path / "model", second=second, witnesses=witnesses)
+    first = first_layer(model)
+    report = dynorm.calibrate_(model, batches())
+    assert [site.path for site in report.sites] == ["second"]
+    assert (report.left, report.unreached) == (["first"], [])
+    assert "first: left as it is, its norm is not known" in str(report)
+    assert all(torch.equal(value, first[name]) for name, value in model.first.state_dict().items())
+    # The same second layer, in a model whose first layer is plain arithmetic to dynorm.
+    plain = dynorm.load(tmp_path / "model", build())
+    assert isinstance(plain, Net)
+    alone = nn.Sequential(plain.second)
+    dynorm.convert_(
+        alone, dynorm.find_norms(alone, torch.randn(3, 24)), second, witnesses=witnesses
+    )
+    inputs = []
+    handle = model.second.register_forward_hook(lambda _, args, __: inputs.append(args[0].detach()))
+    for batch in batches():
+        model(batch)
+    handle.remove()
+    dynorm.calibrate_(alone, inputs)
+    for name, value in alone[0].state_dict().items():
+        torch.testing.assert_close(model.second.state_dict()[name], value)
+
+
+def test_refinement_moves_the_second_only(tmp_path: Path) -> None:
+    model = half_loaded(tmp_path / "model")
+    dynorm.calibrate_(model, batches())
+    first, second = first_layer(model), model.second.log_beta.detach().clone()
+    report = dynorm.refine_(model, batches(), steps=4)
+    assert report.left == ["first"]
+    assert "first: left as it is" in str(report)
+    assert all(torch.equal(value, first[name]) for name, value in model.first.state_dict().items())
+    assert not torch.equal(model.second.log_beta, second)
+
+
+def test_the_second_norm_comes_back(tmp_path: Path) -> None:
+    model = half_loaded(tmp_path / "model")
+    dynorm.calibrate_(model, batches())
+    first = model.first
+    with pytest.warns(
+        CalibrationWarning, match="left first as they are: their norms are not known"
+    ):
+        dynorm.restore_(model)
+    assert model.first is first
+    assert isinstance(model.second, nn.LayerNorm)
+    expected = dynorm.load(tmp_path / "model", build())
+    x = batches()[0]
+    assert torch.equal(model(x), expected(x))
+    # Then there is nothing left that is known.
+    with pytest.raises(ModelError, match="those of first are not"):
+        dynorm.restore_(model)
+    with pytest.raises(ModelError, match="the layer 'first' must have replaced a norm"):
+        dynorm.calibrate_(model, batches())
+
+
+def test_measure_compares_with_the_model_before_the_second_conversion(tmp_path: Path) -> None:
+    model = half_loaded(tmp_path / "model")
+    dynorm.calibrate_(model, batches())
+    report = dynorm.measure(model, batches())
+    assert [site.path for site in report.sites] == ["second"]
+    assert report.left == ["first"]
+    assert "first  left as it is, its norm is not known" in str(report)
+    assert report.to_dict()["left"] == ["first"]
+    before = dynorm.load(tmp_path / "model", build())
+    for original in (before, build()):
+        again = dynorm.measure(model, batches(), original=original)
+        assert [site.path for site in again.sites] == ["second"]
+    # With its own norm back the model is the one before: the same difference of the outputs.
+    assert dynorm.measure(model, batches(), original=before).output == report.output
+
+
+@pytest.mark.parametrize("which", ["none", "before", "original"])
+def test_distillation(tmp_path: Path, which: str) -> None:
+    model = half_loaded(tmp_path / "model")
+    dynorm.calibrate_(model, batches())
+    before = dynorm.load(tmp_path / "model", build())
+    teacher = {"none": None, "before": before, "original": build()}[which]
+    first, second = model.first.log_beta.detach().clone(), model.second.log_beta.detach().clone()
+
+    def distilled() -> None:
+        report = dynorm.distill_(model, batches(), teacher=teacher, steps=8, lr=1e-3, quiet=True)
+        assert report.steps == 8
+
+    if which == "none":
+        with pytest.warns(CalibrationWarning, match="left first as they are"):
+            distilled()
+    else:
+        distilled()
+    assert not torch.equal(model.first.log_beta, first)
+    assert not torch.equal(model.second.log_beta, second)
+
+
+def test_a_teacher_that_is_converted_like_a_loaded_model_is_still_refused(tmp_path: Path) -> None:
+    half_loaded(tmp_path / "model")
+    loaded = dynorm.load(tmp_path / "model", build())
+    with pytest.raises(ModelError, match="'first' is converted already"):
+        dynorm.distill_(loaded, batches(), teacher=copy.deepcopy(loaded), steps=2, quiet=True)
+
+
+def test_annealing_the_second_and_saving_again(tmp_path: Path) -> None:
+    model = half_loaded(tmp_path / "model", second="annealed")
+    with dynorm.AnnealStart(model):
+        for batch in batches():
+            model(batch)
+    dynorm.set_anneal_(model, 1.0)
+    dynorm.finalize_(model)
+    assert [type(layer).__name__ for layer in dynorm_layers(model).values()] == ["DyISRU"] * 2
+    dynorm.save(model, tmp_path / "both")
+    loaded = dynorm.load(tmp_path / "both", build())
+    x = batches()[0]
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_an_annealed_layer_that_was_loaded_as_the_norm_does_not_stop_refinement(
+    tmp_path: Path,
+) -> None:
+    model = half_loaded(tmp_path / "model", first="annealed")
+    dynorm.calibrate_(model, batches())
+    assert dynorm.refine_(model, batches(), steps=2).left == ["first"]
+
+
+def test_a_model_of_transformers_in_two_goes(tmp_path: Path) -> None:
+    from tests.ecosystem.models import first, gpt2, ids
+
+    model = gpt2(only="*.ln_1")
+    dynorm.save(model, tmp_path / "half")
+    loaded = dynorm.load(tmp_path / "half")
+    dynorm.convert_(loaded, dynorm.find_norms(loaded, ids()))
+    report = dynorm.calibrate_(loaded, [ids()])
+    assert [site.path.split(".")[-1] for site in report.sites] == ["ln_2", "ln_2", "ln_f"]
+    assert report.left == ["transformer.h.0.ln_1", "transformer.h.1.ln_1"]
+    dynorm.save(loaded, tmp_path / "both")
+    again = dynorm.load(tmp_path / "both")
+    assert len(dynorm_layers(again)) == 5
+    assert torch.equal(first(again), first(loaded))
