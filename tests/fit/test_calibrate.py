@@ -255,15 +255,79 @@ def site_errors(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, float]
     return errors
 
 
-def test_streaming_is_close_to_one_big_batch() -> None:
+def deep(blocks: int = 4) -> nn.Module:
+    """A residual network whose layers see what the ones before make of their tokens."""
+    torch.manual_seed(0)
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(C)
+            self.linear = nn.Linear(C, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(self.norm(x)).tanh()
+
+    return nn.Sequential(*(Residual() for _ in range(blocks)))
+
+
+@pytest.mark.parametrize("lean", [0, 0.7])
+@pytest.mark.parametrize("witnesses", [0, 3])
+def test_the_split_into_batches_does_not_matter(witnesses: int, lean: float) -> None:
+    """Every layer is fitted to all tokens before any goes on, however they are split."""
+    x = scaled_tokens(4000)
+    model = deep()
+    dynorm.convert_(model, dynorm.find_norms(model, x[:5]), witnesses=witnesses)
+    twins = [copy.deepcopy(model) for _ in range(3)]
+    dynorm.calibrate_(twins[0], [x], lean=lean)
+    dynorm.calibrate_(twins[1], x.split(400), lean=lean)
+    dynorm.calibrate_(twins[2], x.split(70), lean=lean)
+    expected = parameters(twins[0])
+    for twin in twins[1:]:
+        for name, value in parameters(twin).items():
+            assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_more_text_than_goes_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     x = scaled_tokens(4000)
     model = converted(site(nn.LayerNorm(C)), x[:5])
     other = copy.deepcopy(model)
     dynorm.calibrate_(model, [x])
-    dynorm.calibrate_(other, x.split(400))
+    monkeypatch.setattr("dynorm.fit.calibrate._TOKENS_AT_ONCE", 1000)
+    report = dynorm.calibrate_(other, x.split(400))
+    assert report.sites[0].tokens == 4000
     assert (model[0].beta() / other[0].beta()).item() == pytest.approx(1, rel=0.1)
     assert torch.allclose(model[0].weight, other[0].weight, rtol=0.1)
     assert torch.allclose(model[0].bias, other[0].bias, atol=0.1)
+
+
+class Remembering(nn.Module):
+    """Keeps the batch's mean on itself from one norm to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LayerNorm(C)
+        self.second = nn.LayerNorm(C)
+        self.mean = torch.zeros(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.mean(0)
+        y = self.first(x)
+        return self.second(y + 5 * self.mean)
+
+
+def test_a_model_that_keeps_something_of_a_batch_runs_batch_after_batch() -> None:
+    """Side by side the second norm would get the mean of another batch."""
+    torch.manual_seed(0)
+    batches = [torch.randn(50, C) + shift for shift in range(4)]
+    model = Remembering()
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    seen = []
+    model.second.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    dynorm.calibrate_(model, batches, lean=0)
+    means = [x.mean(0) for x in seen]
+    for mean, batch in zip(means[-4:], batches, strict=True):
+        assert torch.allclose(mean, 5 * batch.mean(0), atol=1.0)
 
 
 class Masked(nn.Module):
@@ -343,18 +407,20 @@ def test_iterables_and_forms_of_batches() -> None:
     assert all(same(results[0], result) for result in results)
 
 
-def test_two_forward_passes_a_batch() -> None:
+@pytest.mark.parametrize(("lean", "passes"), [(0, 1), (0.7, 2)])
+def test_forward_passes(lean: float, passes: int) -> None:
+    """One per batch, two where the original is needed too; the first batch tries the model once."""
     model, calls = transformer(2), []
     model[0].register_forward_pre_hook(lambda *_: calls.append(1))
     converted(model, torch.randn(2, 3, C))
     calls.clear()
-    dynorm.calibrate_(model, [torch.randn(2, 3, C) for _ in range(5)])
-    assert len(calls) == 10
+    dynorm.calibrate_(model, [torch.randn(2, 3, C) for _ in range(5)], lean=lean)
+    assert len(calls) == 5 * passes + 1
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_text() -> None:
-    """Ten times the batches, peak resident memory in a process of its own."""
+    """Twice and six times the tokens that go side by side, each in its own process."""
     program = """
 import resource, sys, torch, dynorm
 from torch import nn
@@ -366,7 +432,7 @@ dynorm.calibrate_(model, (torch.randn(2048, 256) for _ in range(int(sys.argv[1])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     peaks = []
-    for batches in ("3", "30"):
+    for batches in ("32", "96"):
         run = subprocess.run(
             [sys.executable, "-c", program, batches], capture_output=True, text=True, check=True
         )

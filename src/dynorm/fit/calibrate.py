@@ -2,8 +2,10 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from dynorm import watch
 from dynorm.arguments import check_not_negative, check_share
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
+from dynorm.fit.lockstep import LayerCall, PausedRun, keeps_state, stopping_at
 from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
@@ -32,6 +35,10 @@ Fits = dict[PointwiseNorm, SiteChoice]
 # Best on all-MiniLM-L6-v2 (post-norm), with two witnesses too. On SmolLM2-135M (pre-norm) 0 is best
 # by far.
 _LEAN = 0.7
+# Batches go through the model side by side up to this number of tokens, and of batches: so many
+# inputs of a layer are in memory at a time.
+_TOKENS_AT_ONCE = 1 << 15
+_RUNS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -113,13 +120,16 @@ def calibrate_(
 ) -> CalibrationReport:
     """Set the constants, witnesses, weight and bias of every point-wise layer from batches of real inputs, in place.
 
-    Each batch is run twice: once with the original norms, whose outputs are the targets, once with
-    the point-wise layers. There each layer, as it is reached, adds the batch to its running sums,
-    solves its least squares anew and passes on the output of the new constants. So every site is
-    fitted on the inputs that the converted part before it will feed it, and later batches, fed by
-    better constants, count more. The cost is two forward passes over the data and about 17
-    point-wise functions per site, whatever the number of sites. Memory is that of one batch, plus
-    O(C) per site.
+    Up to 32,768 tokens go through the model side by side. At each layer they stop until all have
+    arrived. The layer is then fitted to all of them at once, by least squares, and they go on with
+    its new output. So every layer is fitted on the inputs that the converted part before it feeds
+    it, and the order of the batches does not matter. Of more text, the next tokens go the same way
+    and are added to the sums; later ones, fed by better constants, count more.
+
+    The cost is two forward passes over the data, one if ``lean`` is 0, one more pass over the first
+    batch, and about 17 point-wise functions per site. In memory are the activations at one site, of
+    32,768 tokens, plus O(C) per site. A model that keeps something of a batch on its modules runs
+    batch after batch: there each batch is fitted to by itself, and added to the sums.
 
     A layer that :func:`convert_` allowed N witnesses gets at most N, chosen anew at each call, with
     their gains and the centre 0 (:class:`dynorm.fit.witnesses.TokenScales`; a matrix of 66 x 66
@@ -199,7 +209,7 @@ def calibrate_(
             for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
         }
         with watch.unchanged_on_error(fits), watch.undisturbed(model, evaluate=True):
-            used = _stream(model, fits, batches, ranks, lean)
+            used = _fit_groups(model, fits, batches, ranks, lean)
     swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
     unreached = [choice.path for choice in fits.values() if not choice.fit.tokens]
     if unreached:
@@ -221,52 +231,168 @@ def _report(choice: SiteChoice) -> SiteCalibration:
     return SiteCalibration(choice.path, fit.tokens, beta, fit.error, fit.witnesses, name, tried)
 
 
-def _stream(model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, lean: float) -> int:
-    """Go through the batches, and return how many there were on all ranks."""
-    given, batch, used, number = watch.iterate(batches), None, 0, 0
-    while set(ranks.all_say(OVER if (new := next(given, None)) is None else BATCH)) != {OVER}:
-        number += 1
-        used += new is not None
-        # A rank that has no batch left runs its last one again, for the others' sums, and adds
-        # nothing.
-        batch = batch if new is None else new
-        _fit_all(model, fits, batch, number, ranks, lean, counts=new is not None)
+def _fit_groups(
+    model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, lean: float
+) -> int:
+    """Fit the layers to group after group of batches; return how many batches all ranks had."""
+    remaining = watch.iterate(batches)
+    first = next(remaining, None)
+    side_by_side = first is not None and not keeps_state(model, fits, first)
+    remaining = chain([] if first is None else [first], remaining)
+    group_number = 0
+    used = 0
+    last_batch = None
+    with stopping_at(fits):
+        while True:
+            group = _Group(model, fits, lean)
+            try:
+                group.fill(remaining, used, side_by_side)
+                if set(ranks.all_say(BATCH if group.runs else OVER)) == {OVER}:
+                    break
+                group_number += 1
+                used += len(group.runs)
+                if group.runs:
+                    last_batch = group.runs[-1].batch
+                else:
+                    # The other ranks wait for this one at each layer: it runs its last batch once
+                    # more, and adds nothing to their sums.
+                    group.add(last_batch, used, counts=False)
+                # The later a group, the better the constants that fed it: its tokens count more.
+                group.fit(ranks, group_number)
+            finally:
+                group.close()
     return sum(ranks.all_say(used))
 
 
-def _fit_all(
-    model: nn.Module,
-    fits: Fits,
-    batch: Any,
-    number: int,
-    ranks: Ranks,
-    lean: float,
-    *,
-    counts: bool,
-) -> None:
-    """Fit each layer, as it is reached, to its norm, on the inputs that the layers before it make."""
-    masks, targets = watch.token_masks(batch), norm_outputs(model, batch)
+class _Run:
+    """The run of a batch through the layers, beside the same through the norms if the fit needs it."""
 
-    def fit(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        site, own = fits[layer], original_forward(layer, *args)
-        first = targets[layer].pop(0) if targets[layer] else own
-        target = torch.lerp(own, first, lean) if first.shape == own.shape else own
-        x, y = watch.site_tokens(layer, args[0], masks), watch.site_tokens(layer, target, masks)
-        watch.require_finite(site.path, x, y, where=f" in batch {number - 1}")
-        ranks.meet(site.path)
-        counted = len(x) if counts else 0
-        # The later a batch, the better the constants that fed it: its tokens count more.
-        site.fit_(
-            x[:counted],
-            y[:counted],
-            number,
-            lambda it: watch.site_tokens(layer, it.forward(args[0]), masks)[:counted],
-        )
-        return site.fit.layer.forward(args[0])
+    def __init__(
+        self, model: nn.Module, fits: Fits, batch: Any, number: int, lean: float, *, counts: bool
+    ) -> None:
+        self.batch = batch
+        self.counts = counts
+        self._masks = watch.token_masks(batch)
+        self._where = f" in batch {number}"
+        self._lean = lean
+        self._first_outputs: Outputs = defaultdict(list)
+        self._original: PausedRun | None = None
+        if lean > 0:
+            self._original = PausedRun(model, batch)
+        try:
+            self._converted = PausedRun(
+                model, batch, lambda layer, x: fits[layer].fit.layer.forward(x)
+            )
+        except BaseException:
+            self.close()
+            raise
 
-    with watch.hooked(fits, fit):
-        watch.call(model, batch)
-    ranks.meet()
+    @property
+    def call(self) -> LayerCall | None:
+        """The call of a layer that the run has come to, or None at its end."""
+        return self._converted.call
+
+    def resume(self) -> None:
+        """Go on to the next layer."""
+        self._converted.resume()
+
+    def close(self) -> None:
+        """End both runs."""
+        for run in (self._original, getattr(self, "_converted", None)):
+            if run is not None:
+                run.close()
+
+    def tokens(self, path: str) -> tuple[Tensor, Tensor]:
+        """Return the layer's inputs and the outputs that it should have, both (tokens, C)."""
+        assert self.call is not None
+        layer = self.call.layer
+        x = watch.site_tokens(layer, self.call.x, self._masks)
+        y = watch.site_tokens(layer, self._target(self.call), self._masks)
+        watch.require_finite(path, x, y, where=self._where)
+        return (x, y) if self.counts else (x[:0], y[:0])
+
+    def outputs(self, layer: PointwiseNorm) -> Tensor:
+        """Return what a candidate for the layer makes of its inputs, (tokens, C)."""
+        assert self.call is not None
+        y = watch.site_tokens(self.call.layer, layer.forward(self.call.x), self._masks)
+        return y if self.counts else y[:0]
+
+    def _target(self, call: LayerCall) -> Tensor:
+        if self._original is None:
+            return call.norm_output
+        kept = self._first_outputs[call.layer]
+        while not kept and self._original.call is not None:
+            passed = self._original.call
+            self._first_outputs[passed.layer].append(passed.norm_output)
+            self._original.resume()
+        # An expert of a mixture may get other tokens here than in the original.
+        if not kept or kept[0].shape != call.norm_output.shape:
+            kept[:1] = []
+            return call.norm_output
+        return torch.lerp(call.norm_output, kept.pop(0), self._lean)
+
+
+class _Group:
+    """Batches that go through the model side by side: a layer is fitted to all of them at once."""
+
+    def __init__(self, model: nn.Module, fits: Fits, lean: float) -> None:
+        self.runs: list[_Run] = []
+        self._model = model
+        self._fits = fits
+        self._lean = lean
+        self._places = {layer: place for place, layer in enumerate(fits)}
+
+    def fill(self, batches: Iterator[Any], number: int, side_by_side: bool) -> None:
+        """Start a run for each batch, until there are enough tokens; ``number`` is the first batch's."""
+        tokens = 0
+        for batch in batches:
+            run = self.add(batch, number + len(self.runs), counts=True)
+            if run.call is not None:
+                tokens += run.call.x.numel() // run.call.layer.channels
+            if not side_by_side or tokens >= _TOKENS_AT_ONCE or len(self.runs) == _RUNS_AT_ONCE:
+                return
+
+    def add(self, batch: Any, number: int, *, counts: bool) -> _Run:
+        """Start one run."""
+        run = _Run(self._model, self._fits, batch, number, self._lean, counts=counts)
+        self.runs.append(run)
+        return run
+
+    def fit(self, ranks: Ranks, weight: float) -> None:
+        """Fit layer after layer, the first in call order that a run has come to, up to the end."""
+        while True:
+            waiting = [run for run in self.runs if run.call is not None]
+            if not waiting:
+                ranks.meet()
+                return
+            place = min(self._places[run.call.layer] for run in waiting if run.call)
+            layer = list(self._fits)[place]
+            ranks.meet(self._fits[layer].path)
+            here = [run for run in waiting if run.call and run.call.layer is layer]
+            self._fit_layer(self._fits[layer], here, weight)
+            for run in here:
+                run.resume()
+
+    def _fit_layer(self, choice: SiteChoice, runs: list[_Run], weight: float) -> None:
+        parts = [runs]
+        if choice.chooses and len(runs) > 1:
+            # The second half measures the candidates that were fitted to the first.
+            half = (len(runs) + 1) // 2
+            parts = [runs[:half], runs[half:]]
+        for part in parts:
+            tokens = [run.tokens(choice.path) for run in part]
+            x = torch.cat([inputs for inputs, _ in tokens])
+            y = torch.cat([targets for _, targets in tokens])
+            choice.fit_(x, y, weight, partial(_outputs, part))
+
+    def close(self) -> None:
+        """End all runs."""
+        for run in self.runs:
+            run.close()
+
+
+def _outputs(runs: list[_Run], layer: PointwiseNorm) -> Tensor:
+    return torch.cat([run.outputs(layer) for run in runs])
 
 
 def norm_outputs(model: nn.Module, batch: Any) -> Outputs:

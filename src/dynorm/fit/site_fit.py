@@ -5,7 +5,7 @@ The fit is streamed: its memory is O(C), however many tokens there are.
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -119,8 +119,7 @@ class SiteFit:
         self.tokens += sum(counts)
         self._weight_sum += weight * sum(counts)
         sums = torch.zeros_like(self._sums)
-        size = max(1, _CHUNK // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
-        for some, wanted in zip(torch.split(x, size), torch.split(y, size), strict=True):
+        for some, wanted in zip(self._chunks(x), self._chunks(y), strict=True):
             wanted = wanted - self._y0
             sums[0, :2] += torch.stack([wanted.sum(0), wanted.square().sum(0)])
             for row, f, f0 in zip(sums[1:], self._functions(some), self._f0, strict=True):
@@ -169,14 +168,20 @@ class SiteFit:
     def _start(self, x: Tensor) -> None:
         """Choose centre and candidates by the first tokens that have a spread over their channels."""
         layer = self.layer
-        alive = x[own_betas(x, self.kind, 0.0).amax(1) > DEAD * x.square().sum(1)] if len(x) else x
-        if not any(self._ranks.all_say(len(alive))):
+        log_betas = x.new_zeros(2, x.shape[1], dtype=torch.float64)
+        for chunk in self._chunks(x):
+            spread = own_betas(chunk, self.kind, 0.0).amax(1)
+            alive = chunk[spread > DEAD * chunk.square().sum(1)]
+            beta = own_betas(alive, self.kind, self.eps)
+            # Without eps, the only channel of a token that is not 0 has a beta of 0.
+            if len(alive):
+                beta = beta.clamp_min(DEAD * beta.amax(1, keepdim=True))
+            log_betas[0] += beta.log().sum(0, dtype=torch.float64)
+            log_betas[1] += len(alive)
+        log_betas = self._ranks.summed(log_betas)
+        if not log_betas[1].any():
             return
-        beta = own_betas(alive, self.kind, self.eps)
-        # Without eps, the only channel of a token that is not 0 has a beta of 0.
-        self._typical = (
-            self._mean([beta.clamp_min(DEAD * beta.amax(1, keepdim=True)).log()]).mean().exp()
-        )
+        self._typical = (log_betas[0] / log_betas[1]).mean().exp()
         if self._scales is not None:
             self._scales.least = SMALL * float(self._typical)
         self._betas = self._grid(*_DECADES, x) * self._typical
@@ -250,10 +255,20 @@ class SiteFit:
             self._probe.fill_slope_(beta)
             yield self._probe(centred)
 
+    def _chunks(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the tokens in pieces that stay in a CPU's cache, and whose copies need little memory."""
+        size = _CHUNK // x.shape[1] if x.device.type == "cpu" else len(x)
+        return torch.split(x, max(1, size))
+
     def _mean(self, values: Iterable[Tensor]) -> Tensor:
         """Return the mean of each (tokens, C) over the tokens of all ranks: one exchange for all of them."""
         rows = [
-            torch.cat([each.double().sum(0), each.new_tensor([len(each)], dtype=torch.float64)])
+            torch.cat(
+                [
+                    each.sum(0, dtype=torch.float64),
+                    each.new_tensor([len(each)], dtype=torch.float64),
+                ]
+            )
             for each in values
         ]
         sums = self._ranks.summed(torch.stack(rows))
@@ -320,6 +335,11 @@ class SiteChoice:
         self.errors: dict[str, float] = {}
         self._squares = torch.zeros(len(self._fits), dtype=torch.float64)
         self._weight_sum = 0.0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there are several layers to choose from."""
+        return len(self._fits) > 1
 
     @torch.no_grad()
     def fit_(

@@ -1,6 +1,7 @@
 """Choose the witnesses of a site: the few channels whose squares tell a token's scale."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,6 +27,8 @@ _REPORTED = 4
 # nothing there.
 _TURNS, _TINY_PART = 5, 1e-12
 _TINY = 1e-300
+# So many values are held in float64 at a time.
+_CHUNK = 1 << 20
 # The gain of a fixed witness that tells nothing.
 _LEAST_GAIN = 1e-6
 # The golden ratio's multiples fall evenly between 0 and 1, whatever the length of a text: no period
@@ -85,35 +88,70 @@ class TokenScales:
     @torch.no_grad()
     def update(self, u: Tensor, first: int | None = None) -> None:
         """Add tokens (tokens, C) about their centre, the first of them number ``first`` among those of all ranks."""
-        number = (self._seen if first is None else first) + torch.arange(
-            len(u), device=u.device
-        ).double()
+        start = self._seen if first is None else first
         self._seen += len(u)
-        square = u.double().square().mean(1)
-        moment = square - u.double().mean(1).square() if self._kind == "layernorm" else square
-        # A token without a spread tells nothing.
-        alive = moment > DEAD * square
-        u, number, moment = u[alive].double(), number[alive], moment[alive, None]
-        parts, one, total = u.square(), torch.ones_like(moment), u.shape[1] * (moment + self._eps)
         if self.least is None:
-            # No exchange between ranks: AnnealStart adds tokens while a model trains.
-            self.least = SMALL * float(total.log().mean().exp()) if len(total) else None
-        # Of padding or blank tokens no relative error would leave anything to the others.
-        total = total.clamp_min(self.least or 0.0)
-        parts = parts / total
+            # Each rank by itself: AnnealStart adds tokens while a model trains.
+            self._set_least(u)
         if self._channels is None:
-            counts = parts.new_full(parts.shape[1:], len(parts))
-            sums = self._ranks.summed(torch.stack([parts.sum(0), parts.square().sum(0), counts]))
-            if not sums[2].any():
-                return
-            mean, square = sums[:2] / sums[2]
-            self._channels = (square - mean * mean).topk(min(_CANDIDATES, u.shape[1])).indices
-        columns = torch.cat([parts[:, self._channels.to(u.device)], 1 / total, one], 1) * total ** (
-            _LARGE / 2
-        )
-        held_out = (number * _GOLDEN) % 1 < _HELD_OUT
-        new = torch.stack([part.T @ part for part in (columns[~held_out], columns[held_out])])
-        self._sums = self._sums.to(new.device) + new
+            self._choose_candidates(u)
+        if self._channels is None:
+            return
+        channels = self._channels.to(u.device)
+        for offset, chunk in self._chunks(u):
+            alive, total = self._sums_of_tokens(chunk)
+            number = torch.arange(len(chunk), device=u.device, dtype=torch.float64)[alive]
+            parts = chunk[alive][:, channels].double().square() / total
+            columns = torch.cat([parts, 1 / total, torch.ones_like(total)], 1)
+            columns = columns * total ** (_LARGE / 2)
+            held_out = ((start + offset + number) * _GOLDEN) % 1 < _HELD_OUT
+            fit = columns[~held_out]
+            judge = columns[held_out]
+            self._sums = self._sums.to(u.device) + torch.stack([fit.T @ fit, judge.T @ judge])
+
+    def _set_least(self, u: Tensor) -> None:
+        """Set ``least`` to a quarter of the typical sum, if there is a token with a spread."""
+        logarithms = u.new_zeros((), dtype=torch.float64)
+        count = 0
+        for _, chunk in self._chunks(u):
+            _, total = self._sums_of_tokens(chunk)
+            logarithms += total.log().sum()
+            count += len(total)
+        if count:
+            self.least = SMALL * math.exp(float(logarithms) / count)
+
+    def _choose_candidates(self, u: Tensor) -> None:
+        """Choose the channels whose part of the token's sum varies most, if a rank has a token with a spread."""
+        sums = u.new_zeros(3, u.shape[1], dtype=torch.float64)
+        for _, chunk in self._chunks(u):
+            alive, total = self._sums_of_tokens(chunk)
+            parts = chunk[alive].double().square() / total
+            sums += torch.stack(
+                [parts.sum(0), parts.square().sum(0), parts.new_full(parts.shape[1:], len(parts))]
+            )
+        sums = self._ranks.summed(sums)
+        if sums[2].any():
+            mean, mean_square = sums[:2] / sums[2]
+            variance = mean_square - mean * mean
+            self._channels = variance.topk(min(_CANDIDATES, u.shape[1])).indices
+
+    def _sums_of_tokens(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which tokens have a spread over their channels, and the norm's sums of these, (tokens, 1)."""
+        u = u.double()
+        square = u.square().mean(1)
+        moment = square
+        if self._kind == "layernorm":
+            moment = square - u.mean(1).square()
+        alive = moment > DEAD * square
+        total = u.shape[1] * (moment[alive, None] + self._eps)
+        # Of padding or blank tokens no relative error would leave anything to the others.
+        return alive, total.clamp_min(self.least or 0.0)
+
+    def _chunks(self, u: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the tokens in pieces, whose copies in float64 need little memory, with the place of each piece."""
+        size = max(1, _CHUNK // u.shape[1])
+        for offset in range(0, len(u), size):
+            yield offset, u[offset : offset + size]
 
     def choose(self, limit: int) -> Witnesses:
         """Return at most ``limit`` witnesses, added one by one while each lessens the held-out error by 2 %.

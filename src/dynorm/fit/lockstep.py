@@ -1,0 +1,227 @@
+"""Run a model on many batches side by side: all of them stop at each layer until it is fitted.
+
+A layer should be fitted to what the finished layers before it feed it, over all tokens. So no batch
+may go on before every batch has arrived. A forward pass cannot be stopped from outside, but its
+hooks can wait: each batch runs in its own thread, and only one thread runs at a time.
+"""
+
+import contextvars
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dynorm import watch
+from dynorm.layers import PointwiseNorm
+from dynorm.replace.specs import original_forward
+
+# The run whose model calls the hooks of this thread.
+_running = threading.local()
+
+
+class _Closed(BaseException):
+    """Raised inside a model to end a run that nobody continues; no ``except Exception`` stops it."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of a layer at which a run has stopped."""
+
+    layer: PointwiseNorm
+    x: Tensor
+    norm_output: Tensor  # of the norm that the layer replaced, on the same input
+
+
+class PausedRun:
+    """One forward pass over one batch, stopped at the first layer, and then at each layer in turn.
+
+    ``answer(layer, x)`` gives the output with which the pass goes on, computed when it does. None
+    lets it go on with the output of the norm, as in the original model.
+
+    Random numbers are the run's own: each starts from the state at its creation, however the runs
+    are interleaved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        answer: Callable[[PointwiseNorm, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.call: LayerCall | None = None  # where it waits; None when the pass is over
+        self._model = model
+        self._batch = batch
+        self._answer = answer
+        self._error: BaseException | None = None
+        self._closed = False
+        self._over = False
+        self._go_on = threading.Semaphore(0)
+        self._has_stopped = threading.Semaphore(0)
+        self._random_states = _random_states(model)
+        self._torch_state = _TorchState(model)
+        # The thread sees the context variables of its maker.
+        work = contextvars.copy_context().run
+        self._thread = threading.Thread(target=work, args=(self._work,), daemon=True)
+        self._thread.start()
+        self.resume()
+
+    def resume(self) -> None:
+        """Go on to the next layer, or to the end; raise the error of the model, if there is one."""
+        self.call = None
+        outside = _random_states(self._model)
+        _set_random_states(self._random_states)
+        try:
+            self._go_on.release()
+            self._has_stopped.acquire()
+        finally:
+            self._random_states = _random_states(self._model)
+            _set_random_states(outside)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the run wherever it is, and free what it holds."""
+        if not self._over:
+            self._closed = True
+            self._go_on.release()
+        self._thread.join()
+        self.call = None
+
+    def stop_at(self, layer: PointwiseNorm, x: Tensor, norm_output: Tensor) -> Tensor:
+        """Wait at a layer for :meth:`resume`, and return the output to go on with."""
+        # A copy where the model goes on with the same tensor, for it may write into it.
+        kept = norm_output.clone() if self._answer is None else norm_output
+        self.call = LayerCall(layer, x, kept)
+        self._has_stopped.release()
+        self._go_on.acquire()
+        if self._closed:
+            raise _Closed
+        if self._answer is None:
+            return norm_output
+        return self._answer(layer, x)
+
+    def _work(self) -> None:
+        self._go_on.acquire()
+        _running.run = self
+        try:
+            if not self._closed:
+                with self._torch_state.restored():
+                    watch.call(self._model, self._batch)
+        except _Closed:
+            pass
+        except BaseException as error:  # resume() raises it where it is waited for
+            self._error = error
+        finally:
+            self._over = True
+            self._has_stopped.release()
+
+
+@contextmanager
+def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
+    """Have every :class:`PausedRun` stop at these layers, for as long as the context lasts."""
+
+    def stop(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        norm_output = original_forward(layer, *args)
+        run: PausedRun = _running.run
+        return run.stop_at(layer, args[0], norm_output)
+
+    with watch.hooked(layers, stop):
+        yield
+
+
+def keeps_state(model: nn.Module, layers: Iterable[PointwiseNorm], batch: Any) -> bool:
+    """Return whether a pass leaves something on the modules, by running one with the norms.
+
+    Such a model cannot run on several batches side by side: one would read what another has left.
+    """
+    before = _held_by_modules(model)
+    changed = False
+
+    def look(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        nonlocal changed
+        changed = changed or _held_by_modules(model) != before
+        return original_forward(layer, *args)
+
+    with watch.undisturbed(model, batch, attributes=True), watch.hooked(layers, look):
+        watch.call(model, batch)
+        return changed or _held_by_modules(model) != before
+
+
+class _Held:
+    """A value by its identity; a tensor also by how often it was written into."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value  # kept, so that no other object takes its address
+        self._writes = (
+            value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Held)
+            and self._value is other._value
+            and self._writes == other._writes
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _held_by_modules(model: nn.Module) -> list[dict[str, _Held]]:
+    tables = []
+    for module in model.modules():
+        for table in (vars(module), module._parameters, module._buffers):
+            tables.append({name: _Held(value) for name, value in table.items()})
+    return tables
+
+
+class _TorchState:
+    """The settings that torch keeps for each thread, as they are where this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first = next(model.parameters(), None)
+        self._kind = "cpu" if first is None else first.device.type
+        self._autocast = torch.is_autocast_enabled(self._kind)
+        self._autocast_dtype = torch.get_autocast_dtype(self._kind)
+        self._default_device = torch.get_default_device()
+        self._inference = torch.is_inference_mode_enabled()
+        self._gpu = torch.cuda.current_device() if self._kind == "cuda" else None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set them in the thread that this is called in; without gradients."""
+        with ExitStack() as settings:
+            if self._gpu is not None:
+                settings.enter_context(torch.cuda.device(self._gpu))
+            if self._default_device.type != "cpu":
+                settings.enter_context(self._default_device)
+            settings.enter_context(torch.inference_mode(self._inference))
+            settings.enter_context(torch.no_grad())
+            settings.enter_context(
+                torch.autocast(
+                    self._kind, self._autocast_dtype, self._autocast, cache_enabled=False
+                )
+            )
+            yield
+
+
+def _random_states(model: nn.Module) -> list[tuple[Callable[[Any], object], Any]]:
+    """Return pairs of a setter and the state for it, of Python, numpy, and torch on each device."""
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    return states
+
+
+def _set_random_states(states: list[tuple[Callable[[Any], object], Any]]) -> None:
+    for set_state, state in states:
+        set_state(state)
