@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dynorm.distill.media import Clip
 from dynorm.distill.pretrained import Pretrained
+from dynorm.watch import copied_tensors
 
 
 class Listener:
@@ -53,7 +54,8 @@ class Listener:
     @torch.no_grad()
     def write(self, model: Any, batch: dict[str, Tensor]) -> list[list[int]]:
         """Return the likeliest tokens that a model writes down of each sound; without a tokenizer, where it starts."""
-        sound = {model.main_input_name: batch[model.main_input_name].to(model.device)}
+        heard = batch[model.main_input_name].to(model.device)
+        sound = copied_tensors({model.main_input_name: heard})
         if not self.has_decoder:
             likeliest: list[list[int]] = model(**sound).logits.argmax(-1).tolist()
             return likeliest

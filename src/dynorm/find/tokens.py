@@ -123,12 +123,9 @@ class TokenFunction:
     def _run(self, tokens: Tensor) -> Tensor:
         others = [size for axis, size in enumerate(self.shape) if axis not in self.axes]
         last = tuple(range(-len(self.axes), 0))
-        given = (
-            tokens.reshape(*others, *self.sizes)
-            .movedim(last, self.axes)
-            .contiguous()
-            .to(self.device)
-        )
+        laid_out = tokens.reshape(*others, *self.sizes).movedim(last, self.axes)
+        # A copy, since a module may write into its input.
+        given = laid_out.to(self.device, copy=True, memory_format=torch.contiguous_format)
         try:
             output = self.module(given)
         # Foreign code may raise anything; its message becomes part of the reason for a refusal.
@@ -137,7 +134,9 @@ class TokenFunction:
             raise CannotProbeError(f"{type(error).__name__}: {message}") from error
         if not isinstance(output, Tensor) or output.shape != given.shape:
             raise CannotProbeError("its output has another shape for other values")
-        return output.detach().cpu().double().movedim(self.axes, last).reshape(tokens.shape)
+        # A copy again: a module may return the same buffer every time.
+        values = output.detach().to("cpu", torch.float64, copy=True)
+        return values.movedim(self.axes, last).reshape(tokens.shape)
 
     def odd_and_even(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return (f(x) - f(-x)) / 2 and (f(x) + f(-x)) / 2."""
