@@ -74,12 +74,35 @@ def register() -> None:
     def checked_from_pretrained(
         cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
+        if args and kwargs.get("config") is None:
+            config = _config_of_part(cls, args[0])
+            kwargs |= {} if config is None else {"config": config}
         model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
         _require_no_leftovers(model, info["unexpected_keys"])
         return (model, info) if output_loading_info else model
 
     checked_from_pretrained._without_dynorm = from_pretrained  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(checked_from_pretrained)  # type: ignore[arg-type]
+
+
+def _config_of_part(cls: Any, folder: Any) -> Any:
+    """Return the config for a class that takes a part of a larger one, such as its text_config.
+
+    It gets the layers' names, which are in the larger one. None if the class takes all of the
+    config, or the folder was not saved by dynorm.
+    """
+    kind = getattr(cls, "config_class", None)
+    is_part = bool(getattr(kind, "base_config_key", ""))
+    if not is_part or not isinstance(folder, (str, Path)) or not (Path(folder) / CONFIG).is_file():
+        return None
+    values = contents.read_json(Path(folder) / CONFIG)
+    quantization = values.get("quantization_config")
+    is_ours = isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD
+    if not is_ours or kind.base_config_key not in values:
+        return None
+    config = kind.from_pretrained(folder)
+    config.quantization_config = quantization
+    return config
 
 
 def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
@@ -100,8 +123,9 @@ def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
     if lost:
         raise StorageError(
             "the config must name the point-wise layers of the checkpoint, but it leaves norms at "
-            f"{contents.listed(lost)}: load without config=, or with the config that stands beside "
-            "the weights"
+            f"{contents.listed(lost)}: load without config=, or with the config next to the "
+            "weights; a class that takes only a part of that config, from a hub, by "
+            "AutoModelForCausalLM"
         )
 
 
