@@ -81,9 +81,7 @@ def test_the_text_model_gets_the_layers(folder: Path, name: str, tmp_path: Path)
         assert torch.equal(logits(again), expected)
 
 
-def test_layers_without_a_place_name_the_class_that_was_saved(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_layers_without_a_place_name_the_class_that_was_saved(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
     described = config["quantization_config"]

@@ -44,7 +44,7 @@ class Listener:
             return batch
         if not set(clips) <= self._written.keys():
             self._written |= dict(zip(clips, self.write(self.original, batch), strict=True))
-        ids = [torch.tensor(self._written[clip]) for clip in clips]
+        ids = [torch.tensor(self._written[clip], device="cpu") for clip in clips]
         mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
         return batch | {
             "decoder_input_ids": pad_sequence(ids, batch_first=True),

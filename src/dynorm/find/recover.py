@@ -360,7 +360,10 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
     if weight is not None and site.weight_offset:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + site.weight_offset
     if (site.has_weight and weight is None) or (site.has_bias and bias is None):
-        tensors = [*named_tensors(module).values(), torch.empty(0)]
+        tensors = [
+            *named_tensors(module).values(),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+        ]
         like = next(tensor for tensor in tensors if tensor.is_floating_point())
         given = TokenFunction(module, site.input_shape, channel_axes(site), like.dtype, like.device)
         try:

@@ -80,11 +80,12 @@ def plain_copy(
         return new
 
     replica: nn.Module = copied(module)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     for tensor in named_tensors(replica).values() if random else ():
         if tensor.is_floating_point() and tensor.numel() > 1:
             tensor.detach().copy_(
-                torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+                torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu")
+                + 0.5
             )
     return replica
 
@@ -151,9 +152,11 @@ class TokenFunction:
         """
         count, channels = self.count, math.prod(self.sizes)
         count *= max(2, -(-at_least // count))
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randn(count, channels, generator=generator, dtype=torch.float64)
-        tokens += 2 * torch.randn(count, 1, generator=generator, dtype=torch.float64)
-        outliers = torch.arange(0, count, 3)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        tokens = torch.randn(
+            count, channels, generator=generator, dtype=torch.float64, device="cpu"
+        )
+        tokens += 2 * torch.randn(count, 1, generator=generator, dtype=torch.float64, device="cpu")
+        outliers = torch.arange(0, count, 3, device="cpu")
         tokens[outliers, (7 * outliers) % channels] += 4 + math.sqrt(channels)
         return (tokens * scale).to(self.dtype).double()

@@ -255,7 +255,7 @@ def _stand_in_(model: nn.Module) -> None:
     for layer in dynorm_layers(model).values():
         for name in _AFFINE:
             if getattr(layer, name) is None:
-                empty = torch.empty(0)
+                empty = torch.empty(0, dtype=torch.float32, device="cpu")
                 # The mark of a tensor that transformers must not initialise.
                 empty._is_hf_initialized = True  # type: ignore[attr-defined]
                 # Before the parameter that is None, and not in the state dict.

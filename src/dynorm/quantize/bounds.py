@@ -75,7 +75,13 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         check_positive("sigmas", sigmas)
     with torch.no_grad():
         weight = (
-            torch.ones(layer.normalized_shape) if layer.weight is None else upcast(layer.weight)
+            torch.ones(
+                layer.normalized_shape,
+                dtype=torch.float32,
+                device=getattr(layer, layer.constants[0]).device,
+            )
+            if layer.weight is None
+            else upcast(layer.weight)
         )
         bias = torch.zeros_like(weight) if layer.bias is None else upcast(layer.bias)
         edges = [layer.scale * weight * edge + bias for edge in _edges(layer, sigmas)]

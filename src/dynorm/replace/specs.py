@@ -247,5 +247,6 @@ def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
     tensors = (t for m in (module, model) for t in (*m.parameters(), *m.buffers()))
     # One byte is a weight quantized to float8: no dtype to compute in.
     return next(
-        (t for t in tensors if t.is_floating_point() and t.element_size() > 1), torch.empty(0)
+        (t for t in tensors if t.is_floating_point() and t.element_size() > 1),
+        torch.empty(0, dtype=torch.float32, device="cpu"),
     )
