@@ -298,7 +298,7 @@ def _replace_conv1d_(model: nn.Module, path: str) -> None:
     """Put the ``nn.Linear`` that equals a ``Conv1D`` in its place, wherever the model holds it."""
     module: Any = model.get_submodule(path)
     if _is_conv1d(module):
-        linear = nn.Linear(1, 1).train(module.training)
+        linear = nn.Linear(1, 1, device=module.weight.device).train(module.training)
         linear.in_features, linear.out_features = module.weight.shape
         linear.weight, linear.bias = nn.Parameter(module.weight.T.contiguous()), module.bias
         for place in [
