@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dynorm.arguments import check_module, upcast
-from dynorm.errors import DataError, DynormError, ModelError
+from dynorm.errors import DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
 
@@ -83,7 +83,7 @@ def call(model: nn.Module, batch: Any) -> Any:
     args, kwargs = copied_tensors(arguments(model, batch))
     try:
         return model(*args, **kwargs)
-    except DynormError:
+    except (DataError, ModelError):
         raise
     # The model's code may raise anything: it was given the batch.
     except Exception as error:
