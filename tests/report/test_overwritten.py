@@ -52,9 +52,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "fold_": lambda batch: dynorm.fold_(built(), **example_of(batch)),
     "find_readers": lambda batch: find_readers(built(), **example_of(batch)),
     "observed_ranges": lambda batch: observed_ranges(built(), [batch]),
-    "distill_": lambda batch: dynorm.distill_(
-        built(), InPlace().eval(), [batch], steps=1, lr=1e-4, quiet=True
-    ),
+    "distill_": lambda batch: dynorm.distill_(built(), [batch], steps=1, lr=1e-4, quiet=True),
 }
 
 
