@@ -2,8 +2,17 @@
 
 from wrapt import register_post_import_hook
 
-from dynorm.hub.api import MODELING, load, register_with_transformers, save
+from dynorm.hub.api import (
+    MODELING,
+    QUANTIZERS,
+    load,
+    register_quantizer,
+    register_with_transformers,
+    save,
+)
 
 __all__ = ["load", "save"]
 
+# A program may read the quantization_config of a folder before it imports any model.
+register_post_import_hook(register_quantizer, QUANTIZERS)
 register_post_import_hook(register_with_transformers, MODELING)

@@ -176,6 +176,14 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
+def register(auto: Any) -> None:
+    """Enter the method into transformers' lists, again after a reload of dynorm."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
+    auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
+    auto.register_quantization_config(METHOD)(DynormConfig)
+    auto.register_quantizer(METHOD)(DynormQuantizer)
+
+
 def base_prefix(model: Any) -> str:
     """Return the prefix of the base model's paths: ``"bert."`` in a model with a head, ``""`` in a base model."""
     return "" if model.base_model is model else f"{model.base_model_prefix}."

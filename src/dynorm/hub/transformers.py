@@ -24,13 +24,12 @@ from dynorm.errors import ModelError, StorageError
 from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.fold.apply import is_changed
-from dynorm.hub import contents
+from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
     ADVICE,
     BARRIER,
     METHOD,
     DynormConfig,
-    DynormQuantizer,
     aliases_of,
     base_prefix,
 )
@@ -45,10 +44,7 @@ def register() -> None:
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ImportError(f"transformers must be 5.0 or newer, got {transformers.__version__}")
     # A reload of dynorm registers anew.
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
-    auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
-    auto.register_quantization_config(METHOD)(DynormConfig)
-    auto.register_quantizer(METHOD)(DynormQuantizer)
+    quantizer.register(auto)
     # transformers has no hook for this, and without the layers' names a load would put norms in
     # their place.
     save_pretrained = getattr(
