@@ -70,9 +70,9 @@ def lacking(source: str, where: str) -> list[str]:
         call = f"{where}: {ast.unparse(node)}"
         if not has_device:
             found.append(f"{call} lacks device=")
-        if name in OF_DEFAULT_DTYPE and "dtype" not in given:
-            if call not in EXEMPT_DTYPES and where not in EXEMPT_DTYPES:
-                found.append(f"{call} lacks dtype=")
+        is_exempt = call in EXEMPT_DTYPES or where in EXEMPT_DTYPES
+        if name in OF_DEFAULT_DTYPE and "dtype" not in given and not is_exempt:
+            found.append(f"{call} lacks dtype=")
     return found
 
 

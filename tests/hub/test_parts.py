@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dynorm
+from dynorm.distill.pretrained import Checkpoint, Pretrained
 from dynorm.errors import ModelError
 from dynorm.replace.specs import dynorm_layers
 from tests.hub.models import tokens, transformers, witnessed
@@ -92,3 +93,17 @@ def test_layers_without_a_place_name_the_class_that_was_saved(folder: Path, tmp_
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"\(Qwen3_5ForConditionalGeneration\)"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+
+
+def test_with_texts_only_it_is_a_language_model(folder: Path) -> None:
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.kind == "texts"
+    assert checkpoint.language_model
+    model, remarks = checkpoint.model(checkpoint.auto)
+    assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
+    assert remarks == ()
+    # The sizes of its text model hold.
+    assert (
+        Pretrained(model, None, True, folder).within_positions(1000)
+        == TEXT["max_position_embeddings"]
+    )

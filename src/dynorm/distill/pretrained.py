@@ -54,7 +54,7 @@ class Pretrained:
 
     def within_positions(self, max_length: int) -> int:
         """Return ``max_length``, or the number of the model's positions where it has fewer."""
-        config = self.model.config.get_text_config()
+        config = _text_config(self.model)
         return min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
 
     @torch.no_grad()
@@ -74,6 +74,11 @@ class Pretrained:
         finally:
             model.generation_config = own
         return found[:, ids.shape[1] :].cpu()
+
+
+def _text_config(model: Any) -> Any:
+    """Return a model's config, or the part of it that is of the text model."""
+    return getattr(model.config, "text_config", model.config)
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
@@ -378,7 +383,7 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
         else {"truncation": True, "max_length": max_length}
     )
     encoded: list[list[int]] = tokenizer(list(texts), **whole)["input_ids"]
-    config = pretrained.model.config.get_text_config()
+    config = _text_config(pretrained.model)
     require_known_words(tokenizer, encoded, getattr(config, "vocab_size", None))
     if not pretrained.language_model:
         return encoded

@@ -87,7 +87,7 @@ def _config_of_part(cls: Any, folder: Any) -> Any:
     It gets the layers' names, which are in the larger one. None if the class takes all of the
     config, or the folder was not saved by dynorm.
     """
-    kind = getattr(cls, "config_class", None)
+    kind: Any = getattr(cls, "config_class", None)
     is_part = bool(getattr(kind, "base_config_key", ""))
     if not is_part or not isinstance(folder, (str, Path)) or not (Path(folder) / CONFIG).is_file():
         return None
