@@ -283,7 +283,7 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
     of the same shape and holds no matrices is then tried as a copy on tokens of our own. It is a
     norm if, for every token alone, y = core(x) * weight + bias with core(x) = (x - mean) / sqrt(var
     + eps) or x / sqrt(mean(x^2) + eps). Mode, hooks, buffers and random states of the model stay as
-    they are.
+    they are, and so do the tensors of the example: the model gets copies.
 
     Args:
         model: Any module of plain torch; train or eval mode is kept.

@@ -25,8 +25,8 @@ Fits = dict[PointwiseNorm, SiteChoice]
 # Best on all-MiniLM-L6-v2 (post-norm), with two witnesses too. On SmolLM2-135M (pre-norm) 0 is best
 # by far.
 _LEAN = 0.7
-# With fewer tokens the reported error is too small: on held-out tokens it is larger by more than
-# about a tenth. Measured with LayerNorm and RMSNorm of 64 channels.
+# With fewer tokens the reported error is too small: on other tokens it is larger by some tenths.
+# Measured with a LayerNorm and an RMSNorm of 64 channels.
 FEW_TOKENS, FEW_WITH_WITNESSES = 64, 256
 
 
@@ -79,7 +79,7 @@ class CalibrationReport(Plain):
     def few(self) -> list[str]:
         """Return the paths of the sites that saw only few tokens: below 64, with witnesses below 256.
 
-        Their errors on other tokens will be larger than those reported, by a tenth or more.
+        Their errors on other tokens will be larger than those reported.
         """
         return [site.path for site in self.sites if site.is_few]
 

@@ -139,7 +139,7 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
         if any(replaced_by(layer) is not None for layer in dynorm_layers(model).values()):
             raise ModelError(
                 f"the model must be converted or quantized, but is both ({method}): config.json "
-                "names one"
+                "names one; save it before quantizing, and quantize what you load"
             )
         changes = None
     shared = (
