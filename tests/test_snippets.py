@@ -50,6 +50,7 @@ ELSEWHERE = {
     "docs/parallel.md": "tests/parallel",
     "docs/deploy.md": "tests/export",
     "docs/howto/processes.md": "tests/distill/test_ranks.py",
+    "docs/howto/programs.md": "tests/hub/test_registration.py",
     "docs/howto/encoder.md": "tests/ecosystem/test_sentence_transformers.py",
 }
 SLOW = {"docs/tutorial.md", "docs/howto/from-scratch.md", "docs/guide.md", "docs/anneal.md"}

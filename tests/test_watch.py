@@ -26,10 +26,41 @@ class Recorder(nn.Module):
 
 def test_calls() -> None:
     x, y = torch.ones(2), torch.zeros(2)
-    assert call(Recorder(), x) == ((x,), {})
+    args, kwargs = call(Recorder(), x)
+    assert (len(args), kwargs) == (1, {})
+    assert torch.equal(args[0], x)
     assert call(Recorder(), (x, "text", y))[0][1] == "text"
-    assert call(Recorder(), [x, y])[0] == (x, y)
-    assert call(Recorder(), UserDict(a=x, b=3))[1] == {"a": x, "b": 3}
+    assert all(map(torch.equal, call(Recorder(), [x, y])[0], (x, y)))
+    kwargs = call(Recorder(), UserDict(a=x, b=3))[1]
+    assert kwargs.keys() == {"a", "b"}
+    assert torch.equal(kwargs["a"], x)
+    assert kwargs["b"] == 3
+
+
+class Cache:
+    """No container that torch knows: it stays the same object."""
+
+
+def test_a_model_gets_copies_of_the_tensors() -> None:
+    x, cache = torch.ones(2), Cache()
+    batch = {"x": x, "twice": [x, (x, 1)], "data": UserDict(x=x), "cache": cache}
+    kwargs = call(Recorder(), batch)[1]
+    copy = kwargs["x"]
+    assert copy is not x
+    assert kwargs["twice"][0] is copy
+    assert kwargs["twice"][1][0] is copy
+    assert kwargs["data"]["x"] is not x
+    assert kwargs["cache"] is cache
+    copy.zero_()
+    assert torch.equal(x, torch.ones(2))
+
+
+def test_a_copy_requires_a_gradient_if_the_tensor_does() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert call(Recorder(), x)[0][0].requires_grad
+    call(Recorder(), x)[0][0].sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
 
 
 def test_what_a_model_raises_is_an_error_of_the_data() -> None:

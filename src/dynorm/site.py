@@ -31,7 +31,7 @@ class NormSite(Plain):
         has_bias: Whether it shifts them.
         refused: Why it cannot be replaced, or None.
         class_name: The qualified name of the module's class.
-        calls: How often the example called it.
+        calls: How often the example called it with tokens.
         order: Its place in the list of sites: call order, those never called last.
         weight_offset: 1.0 where the layer scales by 1 + w, else 0.0.
         weight_name: The parameter or buffer that holds w, relative to the module; None when no such

@@ -214,12 +214,10 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor
     channels = count(z, axes)
     # A tensor: a float must be positive, but beta is 0 without eps.
     beta, every = (
-        torch.full((1,), eps * channels, dtype=z.dtype),
+        torch.full((1,), eps * channels, dtype=z.dtype, device=z.device),
         torch.arange(channels, device=z.device),
     )
-    return dyisru(z, beta.to(z.device), scale=math.sqrt(channels), dim=dim, witnesses=every).to(
-        x.dtype
-    )
+    return dyisru(z, beta, scale=math.sqrt(channels), dim=dim, witnesses=every).to(x.dtype)
 
 
 def witness_derivative(

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import random
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dynorm.arguments import check_module, require_gathered, upcast
 from dynorm.errors import DataError, ModelError
@@ -76,11 +77,14 @@ def cycled(batches: Iterable[Any], steps: int) -> Iterator[Any]:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Call the model as the batch's form says, on its own device; DataError where it raises."""
-    args, kwargs = arguments(model, batch)
+    """Call the model as the batch's form says, on its own device; DataError where it raises.
+
+    The model gets copies of the tensors: its first operation may write into them.
+    """
+    args, kwargs = copied_tensors(arguments(model, batch))
     try:
         return model(*args, **kwargs)
-    except DataError:
+    except (DataError, ModelError):
         raise
     # The model's code may raise anything: it was given the batch.
     except Exception as error:
@@ -117,6 +121,36 @@ def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, 
     return tuple(
         moved(value) for value in (batch if isinstance(batch, (tuple, list)) else (batch,))
     ), {}
+
+
+def copied_tensors(value: Any) -> Any:
+    """Return the value with a copy of each tensor in it, so that a model can write into them.
+
+    Lists, tuples, dicts and what torch knows as such are copied too. Other objects, such as a cache
+    that a call fills, stay the same. A tensor that occurs twice stays one tensor.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, UserDict):
+            other = copy.copy(leaf)
+            other.data = copied_tensors(leaf.data)
+            return other
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            new = leaf.clone()
+            if leaf.requires_grad and not new.requires_grad:
+                new.requires_grad_()
+            copies[id(leaf)] = new
+        return copies[id(leaf)]
+
+    return tree_map(copied, value)
+
+
+def writes_of(tensor: Tensor) -> int | None:
+    """Return how often torch has noted a write into a tensor, or None if it keeps no count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def token_masks(batch: Any) -> list[Tensor]:

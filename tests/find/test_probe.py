@@ -1,8 +1,11 @@
 """find_norms: what is found, what is refused and why, and that nothing of the run stays behind."""
 
 import contextlib
+import functools
 import math
 import random
+import types
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -672,12 +675,58 @@ def test_norms_whose_copies_raise_are_refused() -> None:
     assert site.refused == "cannot be probed: RuntimeError: only ones"
 
 
-def test_a_norm_that_was_patched_differs_in_the_run() -> None:
-    norm = nn.LayerNorm(C)
-    norm.forward = lambda x: 2 * F.layer_norm(x, (C,))  # type: ignore[method-assign]
-    refused = only_of(norm, torch.randn(2, C)).refused
+def test_a_norm_that_computes_something_else_differs_in_the_run() -> None:
+    class CountingNorm(nn.LayerNorm):
+        called = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            factor = 1 if CountingNorm.called else 2
+            CountingNorm.called = True
+            return factor * super().forward(x)
+
+    refused = only_of(CountingNorm(C), torch.randn(2, C)).refused
     assert refused is not None
     assert refused.startswith("differs in the run")
+
+
+def liger_forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
+    return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+def test_a_norm_whose_instance_got_another_forward_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6))
+    model[1].forward = types.MethodType(liger_forward, model[1])
+    x = torch.randn(3, C)
+    site = only(model, x)
+    assert site.path == "1"
+    assert "undo the patch, or convert first" in str(site.refused)
+    with pytest.raises(ModelError, match="undo the patch, or convert first"):
+        dynorm.convert_(model, [site])
+    # Undone.
+    del model[1].forward
+    assert only(model, x).refused is None
+
+
+def test_a_hook_of_accelerate_is_no_other_forward() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6))
+    x = torch.randn(3, C)
+    hooks.add_hook_to_module(model[1], hooks.ModelHook())
+    site = only(model, x)
+    assert site.refused is None
+    with pytest.raises(ModelError, match="remove_hook_from_submodules"):
+        dynorm.convert_(model, [site])
+    # The advice helps.
+    hooks.remove_hook_from_submodules(model)
+    assert len(dynorm.convert_(model, [site]).converted) == 1
+
+
+def test_a_hook_of_accelerate_over_another_forward() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6))
+    model[1].forward = types.MethodType(liger_forward, model[1])
+    hooks.add_hook_to_module(model[1], hooks.ModelHook())
+    assert "undo the patch" in str(only(model, torch.randn(3, C)).refused)
 
 
 def test_layers_of_dynorm_are_left_out() -> None:
@@ -688,13 +737,186 @@ def test_layers_of_dynorm_are_left_out() -> None:
     assert only(outer, torch.randn(2, C)).path == "1"
 
 
+CONSTANT = "one channel: its output does not depend on the input"
+SIGN = "one channel: its output keeps only the sign of the input"
+
+
 @pytest.mark.parametrize(
-    ("channels", "reason"),
-    [(1, "one channel: "), (2, "two channels: LayerNorm makes them 1 and -1")],
+    ("norm", "reason"),
+    [
+        (nn.LayerNorm(1), CONSTANT),
+        (nn.RMSNorm(1, eps=1e-6), SIGN),
+        (Norm(lambda self, x: rms(x) * self.w, w=torch.ones(1)), SIGN),
+        (nn.LayerNorm(2), "two channels: LayerNorm makes them 1 and -1"),
+    ],
 )
-def test_a_norm_of_too_few_channels_says_so(channels: int, reason: str) -> None:
-    model = nn.Sequential(nn.Linear(C, channels), nn.LayerNorm(channels))
-    assert str(only(model, torch.randn(3, C)).refused).startswith(reason)
+@pytest.mark.parametrize("positions", [(), (5,)])
+def test_a_norm_of_too_few_channels_says_so(
+    norm: nn.Module, reason: str, positions: tuple[int, ...]
+) -> None:
+    channels = 2 if reason.startswith("two") else 1
+    model = nn.Sequential(nn.Linear(C, channels), norm)
+    assert str(only(model, torch.randn(3, *positions, C)).refused).startswith(reason)
+
+
+def float_in_place(self: Norm, x: Tensor) -> Tensor:
+    v = x.float()
+    v.mul_(v.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt())
+    return (v * self.w).to(x.dtype)
+
+
+def unnoticed(self: Norm, x: Tensor) -> Tensor:
+    x.data.mul_(x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt())
+    return x * self.w
+
+
+def returns_its_input(self: Norm, x: Tensor) -> Tensor:
+    return x.mul_(x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt())
+
+
+def view_of_its_input(self: Norm, x: Tensor) -> Tensor:
+    return returns_its_input(self, x).view_as(x)
+
+
+def into_its_input(self: Norm, x: Tensor) -> Tensor:
+    return torch.mul(x, x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt(), out=x)
+
+
+def after_the_norm(self: Norm, x: Tensor) -> Tensor:
+    y = rms(x) * self.w
+    x.zero_()
+    return y
+
+
+class InPlaceNorm(Norm):
+    """Named a norm."""
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        float_in_place,
+        unnoticed,
+        returns_its_input,
+        view_of_its_input,
+        into_its_input,
+        after_the_norm,
+    ],
+)
+def test_a_norm_that_modifies_its_input_is_refused(function: Any) -> None:
+    norm = InPlaceNorm(function, w=torch.rand(C) + 0.5)
+    model = Wrap(lambda self, x: x + self.norm(x), norm=norm)
+    x = torch.randn(3, C)
+    before = x.clone()
+    assert str(only(model, x).refused).startswith("modifies its input in place")
+    # Nor is the example modified.
+    assert torch.equal(x, before)
+
+
+def test_a_copy_in_another_dtype_may_be_modified() -> None:
+    norm = InPlaceNorm(float_in_place, w=torch.rand(C) + 0.5)
+    model = Wrap(lambda self, x: x + self.norm(x), norm=norm).bfloat16()
+    x = torch.randn(3, C, dtype=torch.bfloat16)
+    before = x.clone()
+    site = only(model, x)
+    assert (site.refused, site.kind, site.weight_name) == (None, "rmsnorm", "w")
+    assert torch.equal(x, before)
+
+
+def test_a_later_call_that_modifies_its_input_counts() -> None:
+    def second_time(self: Norm, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            x.mul_(2)
+        return rms(x) * self.w
+
+    norm = InPlaceNorm(second_time, w=torch.rand(C) + 0.5)
+    model = Wrap(lambda self, x: self.norm(x[:2]).sum() + self.norm(x), norm=norm)
+    assert str(only(model, torch.randn(3, C)).refused).startswith("modifies its input in place")
+
+
+def test_a_norm_that_returns_one_buffer_is_a_norm() -> None:
+    class BufferNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torch.empty(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kept.shape != x.shape or self.kept.dtype != x.dtype:
+                self.kept = torch.empty_like(x)
+            return torch.mul(x, (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(), out=self.kept)
+
+    site = only_of(BufferNorm(), torch.randn(3, C))
+    assert (site.refused, site.kind) == (None, "rmsnorm")
+
+
+def shifted(self: Wrap, x: Tensor) -> Tensor:
+    return self.norm(x.mul_(2).add_(1))
+
+
+def looked_up(self: Wrap, ids: Tensor) -> Tensor:
+    return self.norm(self.table(ids.clamp_(max=2)))
+
+
+@pytest.mark.parametrize(
+    ("function", "value"),
+    [(shifted, torch.arange(3.0 * C).view(3, C)), (looked_up, torch.arange(5))],
+)
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "keyword", "user dict"])
+def test_a_model_may_modify_its_input_but_not_the_example(
+    function: Any, value: Tensor, form: str
+) -> None:
+    model = Wrap(lambda self, x: function(self, x), norm=nn.LayerNorm(C), table=nn.Embedding(5, C))
+    x = value.clone()
+    if form == "keyword":
+        sites = find_norms(model, x=x)
+    else:
+        forms: dict[str, Any] = {
+            "tensor": x,
+            "tuple": (x,),
+            "dict": {"x": x},
+            "user dict": UserDict(x=x),
+        }
+        model.forward = functools.partial(_unpacked, function, model)  # type: ignore[method-assign]
+        sites = find_norms(model, forms[form])
+    assert [site.refused for site in sites] == [None]
+    assert torch.equal(x, value)
+
+
+def _unpacked(function: Any, model: Wrap, x: Tensor) -> Tensor:
+    return function(model, x)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Each expert has a norm; a token goes to the expert of its number."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(C, eps=1e-6) for _ in range(experts))
+        self.shared = nn.RMSNorm(C, eps=1e-6)
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, norm in enumerate(self.norms):
+            out[expert == number] = norm(x[expert == number])
+        # With rows, and then with none.
+        return self.shared(out) + self.shared(out[:0]).sum()
+
+
+def test_experts_without_tokens() -> None:
+    sites = find_norms(Experts(3), torch.randn(4, C), torch.tensor([0, 0, 2, 2]))
+    by_path = {site.path: site for site in sites}
+    found = [site.path for site in sites if site.refused is None]
+    assert found == ["norms.0", "norms.2", "shared"]
+    assert str(by_path["norms.1"].refused).startswith("not reached")
+    # A call without tokens does not count.
+    assert [site.calls for site in sites] == [1, 1, 1, 0]
+
+
+def test_an_expert_that_gets_tokens_later_only() -> None:
+    norm = nn.RMSNorm(C, eps=1e-6)
+    model = Wrap(lambda self, x: self.norm(x[:0]).sum() + self.norm(x), norm=norm)
+    site = only(model, torch.randn(4, C))
+    assert (site.refused, site.input_shape, site.calls) == (None, (4, C), 1)
 
 
 def test_the_example_may_be_a_batch_as_other_functions_take() -> None:

@@ -647,9 +647,10 @@ def test_the_report() -> None:
     report = dynorm.calibrate_(model, [x[None]])
     assert str(report).splitlines()[0] == "3 sites calibrated on 1 batch"
     assert str(report).splitlines()[2].split() == ["site", "tokens", "beta", "error"]
-    assert [line.split()[0] for line in str(report).splitlines()[3:]] == [
+    assert [line.split()[0] for line in str(report).splitlines()[3:6]] == [
         site.path for site in report.sites
     ]
+    assert report.few == [site.path for site in report.sites]
     assert len(report.sites) == 3
     assert report.to_dict()["sites"][0]["path"] == "0.norm1"
     assert report.sites[0].beta == pytest.approx(model[0].norm1.beta().item())
@@ -824,3 +825,71 @@ def test_without_a_lean_a_token_whose_witnesses_are_small_is_not_blown_up() -> N
     dynorm.calibrate_(model, [x], lean=0.0)
     assert model[0].witness_channels == (3,)
     assert (model(new).norm(dim=1) < 2.5 * right).all()
+
+
+class Routed(nn.Module):
+    """Two experts; a token goes to the second one if its first value is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(C, eps=1e-6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = x[:, 0] > 100
+        return torch.cat([self.norms[0](x[~second]), self.norms[1](x[second])])
+
+
+def routed(to_second: int, tokens: int = 100) -> tuple[nn.Module, list[Tensor]]:
+    """Return a converted model and two batches, in which so many tokens reach the second expert."""
+    model = Routed().eval()
+    torch.manual_seed(1)
+    batches = [torch.randn(tokens, C) for _ in range(2)]
+    example = torch.randn(4, C)
+    example[0, 0] = 101
+    dynorm.convert_(model, dynorm.find_norms(model, example))
+    for number in range(to_second):
+        batches[number % 2][number, 0] = 101 + number
+    return model, batches
+
+
+def test_sites_with_few_tokens_are_named() -> None:
+    model, batches = routed(to_second=10)
+    report = dynorm.calibrate_(model, batches)
+    assert [site.tokens for site in report.sites] == [190, 10]
+    assert report.few == ["norms.1"]
+    assert "few tokens, so that errors on others will be larger: norms.1" in str(report)
+    # Only the first batch reaches it.
+    model, batches = routed(to_second=1)
+    assert dynorm.calibrate_(model, batches).few == ["norms.1"]
+
+
+def test_sixty_four_tokens_are_not_few() -> None:
+    model, batches = routed(to_second=64)
+    report = dynorm.calibrate_(model, batches)
+    assert [site.tokens for site in report.sites] == [136, 64]
+    assert report.few == []
+    assert "few tokens" not in str(report)
+
+
+def test_with_witnesses_more_tokens_are_needed() -> None:
+    model = nn.Sequential(nn.LayerNorm(C))
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)), witnesses=2)
+    assert dynorm.calibrate_(model, [scaled_tokens(255)]).few == ["0"]
+    assert dynorm.calibrate_(model, [scaled_tokens(256)]).few == []
+
+
+def test_the_error_of_few_tokens_is_too_small() -> None:
+    """The limits are where an error holds for other tokens, within about a tenth."""
+    errors = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.LayerNorm(64))
+        dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 64)))
+        for tokens in (8, 64):
+            fitted = dynorm.calibrate_(model, [scaled_tokens(tokens, 64)]).sites[0].error
+            other = dynorm.measure(model, [scaled_tokens(1000, 64)]).sites[0].error_now
+            assert other is not None
+            errors.append(other / fitted)
+    few, enough = sum(errors[::2]) / 4, sum(errors[1::2]) / 4
+    assert few > 1.25
+    assert enough < 1.1

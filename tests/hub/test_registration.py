@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from dynorm.hub import save
@@ -79,3 +82,79 @@ except OSError as error:
     print(type(error).__name__, error)
 """
     assert "StorageError transformers 5 must be installed" in fresh(script, tmp_path / "m").stdout
+
+
+# What docs/howto/programs.md gives for a program that builds the model itself.
+SITECUSTOMIZE = """
+from wrapt import register_post_import_hook
+
+register_post_import_hook(lambda module: __import__("dynorm"), "transformers.modeling_utils")
+"""
+PROGRAM = """
+import multiprocessing
+import sys
+
+import transformers
+
+def load(folder):
+    model = transformers.AutoModel.from_pretrained(folder)
+    print(type(model.embeddings.LayerNorm).__name__, flush=True)
+
+def main():
+    load(sys.argv[1])
+    child = multiprocessing.get_context("spawn").Process(target=load, args=sys.argv[1:2])
+    child.start()
+    child.join()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where the folder is on its path."""
+    path = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def test_programs_that_build_the_model_themselves(tmp_path: Path) -> None:
+    save(bert(), tmp_path / "m")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    model = str(tmp_path / "m")
+    refused = ran(tmp_path, "-m", "program", model)
+    assert "import dynorm before you load this model" in refused.stderr
+    # By name, as a module or by its function.
+    for words in (
+        "import dynorm, runpy; runpy.run_module('program', run_name='__main__', alter_sys=True)",
+        "import dynorm; from program import main; main()",
+    ):
+        assert ran(tmp_path, "-c", words, model).stdout.splitlines()[:1] == ["DyISRU"]
+    # In every process of Python, the program's children too, and only if it uses transformers.
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    assert ran(tmp_path, "-m", "program", model).stdout.splitlines() == ["DyISRU"] * 2
+    idle = ran(tmp_path, "-c", "import sys; print('torch' in sys.modules)")
+    assert idle.stdout.split() == ["False"]
+
+
+def test_a_quantization_config_may_be_read_before_any_model_is_imported(tmp_path: Path) -> None:
+    save(bert(), tmp_path / "m")
+    script = """
+import sys, warnings, dynorm
+# transformers says that the config has one already, which it takes.
+warnings.simplefilter("ignore")
+from transformers import AutoConfig, AutoModel
+from transformers.quantizers.auto import AutoQuantizationConfig
+assert "transformers.modeling_utils" not in sys.modules
+config = AutoConfig.from_pretrained(sys.argv[1])
+method = AutoQuantizationConfig.from_dict(config.quantization_config)
+model = AutoModel.from_pretrained(sys.argv[1], quantization_config=method)
+print(type(model.embeddings.LayerNorm).__name__)
+"""
+    run = fresh(script, tmp_path / "m", check=False)
+    assert run.stdout.split() == ["DyISRU"], run.stderr

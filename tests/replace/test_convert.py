@@ -431,8 +431,12 @@ def test_the_model_is_the_norm_itself() -> None:
 def test_a_replaced_forward() -> None:
     model = mlp()
     sites = dynorm.find_norms(model, torch.randn(5, C))
+    model[1].forward = lambda x: x
+    fails(model, sites, ModelError, "undo the patch, or convert first")
+    # The class's own, as a hook that was removed leaves it.
+    del model[1].forward
     model[1].forward = model[1].forward
-    fails(model, sites, ModelError, r"accelerate\.hooks\.remove_hook_from_submodules")
+    assert dynorm.convert_(model, sites).converted
 
 
 def test_compiled_wrapped_and_meta_models() -> None:
@@ -672,3 +676,42 @@ def test_a_batch_that_is_a_list_of_rows_gets_words_that_help() -> None:
         DataError, match=r"got list at 0: make one of numbers with torch\.tensor\(rows\)"
     ):
         dynorm.calibrate_(model, [[[0.0] * 8, [1.0] * 8]])
+
+
+def test_a_loaded_model_has_no_norms_to_restore(tmp_path: Any) -> None:
+    model = mlp()
+    x = torch.randn(64, C)
+    sites = dynorm.find_norms(model, x)
+    dynorm.convert_(model, sites)
+    dynorm.calibrate_(model, [x])
+    # Here the norms are known.
+    for given in (sites, dynorm.find_norms(model, x)):
+        with pytest.raises(ModelError, match=r"converted already: call dynorm.restore_\(model\)"):
+            dynorm.convert_(model, given)
+    dynorm.save(model, tmp_path / "m")
+    loaded = dynorm.load(tmp_path / "m", mlp())
+    for given in (sites, dynorm.find_norms(loaded, x)):
+        with pytest.raises(ModelError, match="load the original model") as raised:
+            dynorm.convert_(loaded, given)
+        assert "restore_" not in str(raised.value)
+
+
+class FloatInPlaceNorm(nn.Module):
+    """Writes into its input, except where .float() makes a copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = x.float()
+        v.mul_(v.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt())
+        return v.to(x.dtype)
+
+
+def test_a_norm_that_modifies_its_input_after_a_cast() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(C, C), FloatInPlaceNorm(), nn.Linear(C, C)).bfloat16()
+    x = torch.randn(80, C, dtype=torch.bfloat16)
+    sites = dynorm.find_norms(model, x)
+    dynorm.convert_(model, sites)
+    assert dynorm.calibrate_(model, [x]).sites[0].error < 1
+    model.float()
+    with pytest.raises(ModelError, match=r"FloatInPlaceNorm .* does in torch.float32"):
+        dynorm.calibrate_(model, [x.float()])

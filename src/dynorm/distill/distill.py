@@ -310,7 +310,7 @@ def output_loss(ours: Any, theirs: Any, batch: Any) -> Tensor:
     if name == "logits" and target.dim() in (2, 3) and target.shape[-1] > 1:
         rows = [each.flatten(0, -2) for each in (target, found)]
         if (valid := valid_tokens(target.shape, (-1,), token_masks(batch))) is None:
-            valid = torch.ones(len(rows[0]), dtype=torch.bool)
+            valid = torch.ones(len(rows[0]), dtype=torch.bool, device="cpu")
         size, padding = max(1, _CHUNK // target.shape[-1]), ~valid.to(found.device)[:, None]
         parts = zip(*(torch.split(each, size) for each in (*rows, padding)), strict=True)
         # In parts that are computed again for the gradient: all logits at once would be held in
@@ -404,7 +404,7 @@ class _Distillation(nn.Module):
         self.loss, self.bf16, self.ranks = loss, bf16, ranks
         self.recipe: dict[str, Any] = {}  # what a checkpoint must have been made with
         self.samples, self.gone = 0, 0.0
-        self.last = torch.zeros(())
+        self.last = torch.zeros((), dtype=torch.float32, device="cpu")
         self.until: float | None = None  # when its time is over
 
     @torch.no_grad()
@@ -681,7 +681,7 @@ def _trainer(
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         # What no loss reaches gets its state too: a checkpoint is loaded into an optimizer that has
         # all of it.
-        step = torch.zeros((), device=p.device)
+        step = torch.zeros((), device=p.device, dtype=torch.float32)
         optimizer.state[p] = {
             "step": step,
             "exp_avg": torch.zeros_like(p),

@@ -63,7 +63,7 @@ def fold_pretrained(
 def example_of(model: Any) -> dict[str, Tensor]:
     """Return random inputs of a transformers model, by the names that its forward knows."""
     names, config = set(inspect.signature(model.forward).parameters), model.config
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def ids() -> Tensor:
@@ -76,11 +76,17 @@ def example_of(model: Any) -> dict[str, Tensor]:
             [_LENGTH, *(limit for limit in limits if isinstance(limit, int) and limit > 0)]
         )
         return torch.randint(
-            min(4, text.vocab_size - 1), text.vocab_size, (1, length), generator=generator
+            min(4, text.vocab_size - 1),
+            text.vocab_size,
+            (1, length),
+            generator=generator,
+            device="cpu",
         )
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=generator).to(dtype)
+        return torch.randn(1, *shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            dtype
+        )
 
     found: dict[str, Tensor] = {}
     if "pixel_values" in names:

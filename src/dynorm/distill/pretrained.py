@@ -54,9 +54,8 @@ class Pretrained:
 
     def within_positions(self, max_length: int) -> int:
         """Return ``max_length``, or the number of the model's positions where it has fewer."""
-        return min(
-            max_length, getattr(self.model.config, "max_position_embeddings", None) or max_length
-        )
+        config = _text_config(self.model)
+        return min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
 
     @torch.no_grad()
     def greedy(self, model: Any, prompts: Sequence[list[int]], tokens: int) -> Tensor:
@@ -75,6 +74,11 @@ class Pretrained:
         finally:
             model.generation_config = own
         return found[:, ids.shape[1] :].cpu()
+
+
+def _text_config(model: Any) -> Any:
+    """Return a model's config, or the part of it that is of the text model."""
+    return getattr(model.config, "text_config", model.config)
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
@@ -166,6 +170,16 @@ class Checkpoint:
                 "ForAudioClassification": transformers.AutoModelForAudioClassification,
                 "ForSequenceClassification": transformers.AutoModelForAudioClassification,
             }
+        # Images are optional to such a model: with texts only, it is a language model.
+        with_images = (
+            self.kind == "texts"
+            and type(self.config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            and not self.config.is_encoder_decoder
+            and names[0].endswith("ForConditionalGeneration")
+        )
+        if with_images:
+            heads["ForConditionalGeneration"] = transformers.AutoModelForImageTextToText
+            self.language_model = True
         found = (auto for end, auto in heads.items() if any(name.endswith(end) for name in names))
         self.auto = next(found, transformers.AutoModel)
 
@@ -369,7 +383,8 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
         else {"truncation": True, "max_length": max_length}
     )
     encoded: list[list[int]] = tokenizer(list(texts), **whole)["input_ids"]
-    require_known_words(tokenizer, encoded, getattr(pretrained.model.config, "vocab_size", None))
+    config = _text_config(pretrained.model)
+    require_known_words(tokenizer, encoded, getattr(config, "vocab_size", None))
     if not pretrained.language_model:
         return encoded
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dynorm.distill.media import Clip
 from dynorm.distill.pretrained import Pretrained
+from dynorm.watch import copied_tensors
 
 
 class Listener:
@@ -43,7 +44,7 @@ class Listener:
             return batch
         if not set(clips) <= self._written.keys():
             self._written |= dict(zip(clips, self.write(self.original, batch), strict=True))
-        ids = [torch.tensor(self._written[clip]) for clip in clips]
+        ids = [torch.tensor(self._written[clip], device="cpu") for clip in clips]
         mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
         return batch | {
             "decoder_input_ids": pad_sequence(ids, batch_first=True),
@@ -53,7 +54,8 @@ class Listener:
     @torch.no_grad()
     def write(self, model: Any, batch: dict[str, Tensor]) -> list[list[int]]:
         """Return the likeliest tokens that a model writes down of each sound; without a tokenizer, where it starts."""
-        sound = {model.main_input_name: batch[model.main_input_name].to(model.device)}
+        heard = batch[model.main_input_name].to(model.device)
+        sound = copied_tensors({model.main_input_name: heard})
         if not self.has_decoder:
             likeliest: list[list[int]] = model(**sound).logits.argmax(-1).tolist()
             return likeliest

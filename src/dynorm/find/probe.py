@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,30 @@ from dynorm.find.recover import (
     candidate_axes,
     channel_axes,
     core,
+    depends_on_sign,
     recover,
 )
 from dynorm.find.tokens import named_tensors, plain_arithmetic
 from dynorm.site import UNIT_LENGTH, NormSite
-from dynorm.watch import arguments, call_hint, require_plain_model, site_tokens, undisturbed
+from dynorm.watch import (
+    arguments,
+    call_hint,
+    copied_tensors,
+    require_plain_model,
+    site_tokens,
+    undisturbed,
+    writes_of,
+)
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
+_IN_PLACE = (
+    "modifies its input in place: a model that uses the input again, as a residual, would change; "
+    "let it compute on a copy, x.clone(), since x.float() copies only other dtypes than float32"
+)
+_PATCHED = (
+    "another forward was set on this instance, as Liger-Kernel does, and a replacement would drop "
+    "it: undo the patch, or convert first and patch the other modules then"
+)
 
 _FUNCTIONS = {
     functional.layer_norm,
@@ -49,7 +66,9 @@ class Observation:
     module: nn.Module
     paths: list[str]  # all of them, the first one found first
     calls: int = 0
+    without_tokens: int = 0  # how many more calls had an input without elements
     problem: str | None = None  # why its calls cannot be those of a replaceable norm
+    modifies_input: bool = False  # a call wrote into its argument
     shapes: list[tuple[int, ...]] = field(
         default_factory=list
     )  # the distinct ones of its input, in order
@@ -69,39 +88,79 @@ class Observation:
         default_factory=list
     )  # norm functions that its own forward called, one per call
 
-    def is_light(self) -> bool:
+    def is_light(self, shape: tuple[int, ...]) -> bool:
         """Return whether every parameter could be the scale or the shift of a norm: no matrices."""
 
-        def fits(p: Tensor, shape: tuple[int, ...]) -> bool:
+        def fits(p: Tensor) -> bool:
             tail = zip(p.shape, shape[-p.ndim :], strict=False)
             return p.numel() <= max(shape) or (
                 p.ndim <= len(shape) and all(own in (1, size) for own, size in tail)
             )
 
-        return all(fits(p, shape) for p in self.module.parameters() for shape in self.shapes[:1])
+        return all(fits(p) for p in self.module.parameters())
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Take down one call."""
+    def input_of(self, args: tuple[Any, ...]) -> "_Input | None":
+        """Return the input of a call that begins, if it may be that of a norm."""
+        if not args or not _is_plain(args[0]) or not self.is_light(tuple(args[0].shape)):
+            return None
+        return _Input(args[0].detach().clone(), writes_of(args[0]))
+
+    def record(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        before: "_Input | None",
+    ) -> None:
+        """Take down one call; ``before`` is its input as it was when the call began."""
+        # An expert that no token was sent to.
+        if args and isinstance(args[0], Tensor) and args[0].numel() == 0:
+            self.without_tokens += 1
+            return
         self.calls += 1
         self.output_at = output.data_ptr() if _is_plain(output) else 0
         self.problem = self.problem or _problem(args, kwargs, output)
         if self.problem is not None:
             return
         given = args[0]
+        modified = before is not None and before.differs_from(given)
+        self.modifies_input = self.modifies_input or modified
         if tuple(given.shape) not in self.shapes:
             self.shapes.append(tuple(given.shape))
-        if self.calls > 1 or output is given:
+        if self.calls > 1 or before is None or (output is given and not modified):
             return
         self.dtype, self.device = given.dtype, given.device
         halves = {torch.float16, torch.bfloat16} & {given.dtype, output.dtype}
         self.autocast = torch.is_autocast_enabled(given.device.type)
         self.output_dtype = given.dtype if self.autocast else output.dtype
         self.rounded = bool(halves) or self.autocast
-        for axes in candidate_axes(self.module, tuple(given.shape)) if self.is_light() else []:
+        for axes in candidate_axes(self.module, tuple(given.shape)):
             # Two of every axis but the channels' will do for the last check.
             part = tuple(slice(None) if axis in axes else slice(2) for axis in range(given.ndim))
-            # Cloned at once: later parts of the model may write into either of them.
-            self.samples[axes] = (given[part].detach().clone(), output[part].detach().clone())
+            # Cloned at once: later parts of the model may write into it.
+            self.samples[axes] = (before.value[part].clone(), output[part].detach().clone())
+
+
+class _Input(NamedTuple):
+    """The input of a call, as it was before."""
+
+    value: Tensor
+    writes: int | None
+
+    def differs_from(self, now: Tensor) -> bool:
+        """Return whether the call wrote into the tensor that it was given."""
+        if writes_of(now) != self.writes:
+            return True
+        # Through .data, or by a kernel, a write goes unnoticed. NaN is not equal to itself.
+        return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
+
+
+@dataclass
+class _Call:
+    """A call that is running: whose, and of a candidate its input."""
+
+    seen: Observation | None
+    before: _Input | None
 
 
 def _problem(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> str | None:
@@ -128,12 +187,12 @@ def _is_plain(value: Any) -> bool:
 class _NormFunctions(TorchFunctionMode):
     """Note which module's forward calls a norm as a function."""
 
-    def __init__(self, running: list[Observation | None]) -> None:
+    def __init__(self, running: list[_Call]) -> None:
         super().__init__()
         self.running = running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seen = self.running[-1] if self.running else None
+        seen = self.running[-1].seen if self.running else None
         if func in _FUNCTIONS and seen is not None:
             seen.functions.append(
                 ("F." if func.__module__ == functional.__name__ else "torch.") + func.__name__
@@ -159,23 +218,26 @@ def observe(
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) not in ours:
             found.setdefault(id(module), Observation(module, [])).paths.append(path)
-    called: list[Observation] = []
-    running: list[Observation | None] = []
+    called: dict[int, Observation] = {}
+    running: list[_Call] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen = found.get(id(module))
+        running.append(_Call(seen, seen.input_of(args) if seen is not None else None))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen = found[id(module)]
-        if not seen.calls:
-            called.append(seen)
-        seen.record(args, kwargs, output)
+        seen.record(args, kwargs, output, running[-1].before)
+        if seen.calls:
+            called.setdefault(id(module), seen)
 
+    args, kwargs = copied_tensors((args, kwargs))
     try:
         with undisturbed(model, (args, kwargs)), _NormFunctions(running), ExitStack() as hooks:
             for seen in found.values():
                 hooks.enter_context(seen.module.register_forward_hook(hook, with_kwargs=True))
             for part in model.modules():
-                hooks.enter_context(
-                    part.register_forward_pre_hook(lambda m, _: running.append(found.get(id(m))))
-                )
+                hooks.enter_context(part.register_forward_pre_hook(enter))
                 # A parent may catch what its child raises, and go on.
                 hooks.enter_context(
                     part.register_forward_hook(lambda *_: running.pop() and None, always_call=True)
@@ -186,7 +248,7 @@ def observe(
             "the model could not be run on the example, which must be what its forward takes: "
             f"it raised {type(error).__name__}: {error}{call_hint(args)}"
         ) from error
-    return list(found.values()), called
+    return list(found.values()), list(called.values())
 
 
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
@@ -223,7 +285,7 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
     of the same shape and holds no matrices is then tried as a copy on tokens of our own. It is a
     norm if, for every token alone, y = core(x) * weight + bias with core(x) = (x - mean) / sqrt(var
     + eps) or x / sqrt(mean(x^2) + eps). Mode, hooks, buffers and random states of the model stay as
-    they are.
+    they are, and so do the tensors of the example: the model gets copies.
 
     Args:
         model: Any module of plain torch; train or eval mode is kept.
@@ -323,8 +385,11 @@ class _Search:
             if not any(
                 id(part) in ids for part in seen.module.modules() if part is not seen.module
             ):
-                never = "never called by the example input; give an example that reaches it, if anything does"
-                self._refuse(seen, _family(seen.module, by_class=True) or never)
+                reason = "never called by the example input"
+                if seen.without_tokens:
+                    reason = "not reached: the example sends it no tokens"
+                reason += "; give an example that reaches it, if anything does"
+                self._refuse(seen, _family(seen.module, by_class=True) or reason)
 
     def add_functions(self, observations: list[Observation]) -> None:
         """Add the modules that call a norm as a function and are none themselves: nothing stands there to replace."""
@@ -347,27 +412,51 @@ class _Search:
     def _site_of(self, seen: Observation) -> NormSite | None:
         """Return the site of a module that was called; None if it neither is a norm nor is named one."""
         reason = _family(seen.module, by_class=True) or seen.problem
-        if reason is None and not seen.is_light():
+        if reason is None and not seen.is_light(seen.shapes[0]):
             reason = "holds matrices: its parameters are more than a scale and a shift"
+        # These hide any other reason, and refuse what is a norm otherwise.
+        way = _PATCHED if has_other_forward(seen.module) else None
+        if way is None and seen.modifies_input:
+            way = _IN_PLACE
         if reason is None and not seen.samples:
-            reason = "returns its input: it computes nothing, or in place"
+            reason = "returns its input: it computes nothing"
             if not candidate_axes(seen.module, seen.shapes[0]):
-                reason = "one channel: its output does not depend on the input"
+                reason = self._one_channel(seen)
         if reason is None:
             try:
-                site = _placed(self._recover(seen), seen)
-                if site.kind == "layernorm" and math.prod(site.normalized_shape) == 2:
-                    why = "LayerNorm makes them 1 and -1, by the sign of their difference alone"
-                    raise NotANormError(f"two channels: {why}")
-                weight, bias = affine_of(seen.module, site)
-                _require_agreement(seen, site, weight, bias)
-                is_unit = (
-                    bias is None and weight is not None and _is_unit_length(seen.module, weight)
-                )
-                return replace(site, refused=UNIT_LENGTH) if is_unit else site
+                site = self._recovered(seen)
+                return site if way is None else _placed(NormSite("", refused=way), seen)
             except NotANormError as error:
-                reason = _family(seen.module) or str(error)
-        return _placed(NormSite("", refused=reason), seen) if _is_named_norm(seen.module) else None
+                reason = _family(seen.module) or way or str(error)
+        if not _is_named_norm(seen.module):
+            return None
+        return _placed(NormSite("", refused=reason), seen)
+
+    def _recovered(self, seen: Observation) -> NormSite:
+        """Return the site of a norm; NotANormError if the module is not one."""
+        try:
+            site = _placed(self._recover(seen), seen)
+        except NotANormError:
+            if seen.shapes[0][-1] == 1:
+                raise NotANormError(self._one_channel(seen)) from None
+            raise
+        if site.kind == "layernorm" and math.prod(site.normalized_shape) == 2:
+            why = "LayerNorm makes them 1 and -1, by the sign of their difference alone"
+            raise NotANormError(f"two channels: {why}")
+        weight, bias = affine_of(seen.module, site)
+        _require_agreement(seen, site, weight, bias)
+        is_unit = bias is None and weight is not None and _is_unit_length(seen.module, weight)
+        return replace(site, refused=UNIT_LENGTH) if is_unit else site
+
+    def _one_channel(self, seen: Observation) -> str:
+        """Return the reason against a norm of one channel, which depends on its kind."""
+        reason = "one channel: no norm over it can be recovered"
+        try:
+            if depends_on_sign(seen.module, seen.shapes[0], seen.dtype, seen.device):
+                return "one channel: its output keeps only the sign of the input, as RMSNorm's does"
+            return "one channel: its output does not depend on the input, as LayerNorm's does not"
+        except NotANormError:
+            return reason
 
     def _recover(self, seen: Observation) -> NormSite:
         """Recover a norm once for all modules of its sort: the hundred norms of a large model are of two."""
@@ -381,6 +470,21 @@ class _Search:
         if isinstance(known := self._known[sort], NotANormError):
             raise known
         return known
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Return whether another forward than its class's was set on a module.
+
+    A hook of accelerate sets one that calls the forward from before. Removing the hook leaves the
+    class's own forward on the instance.
+    """
+    forward = vars(module).get("forward")
+    if "_hf_hook" in vars(module):
+        forward = vars(module).get("_old_forward", forward)
+    if forward is None:
+        return False
+    is_its_own = getattr(forward, "__self__", None) is module
+    return not (is_its_own and forward.__func__ is type(module).forward)
 
 
 def _sort_of(module: nn.Module) -> Iterator[Hashable]:

@@ -108,6 +108,21 @@ def recover(
     raise NotANormError(_explain(tried) if tried else f"cannot be probed: {failure}")
 
 
+def depends_on_sign(
+    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether the output of a copy of a module changes with the sign of its input.
+
+    NotANormError is raised if the copy cannot be tried.
+    """
+    try:
+        function = _open(TokenFunction(module, shape, (len(shape) - 1,), dtype, device))
+        odd, even = function.odd_and_even(function.sample(30.0, seed=6))
+    except CannotProbeError as error:
+        raise NotANormError(f"cannot be probed: {error}") from error
+    return _size(odd) > 1e-6 * _size(even) + 1e-30
+
+
 def measured_affine(given: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
     """Measure the weight and the bias of a norm of this kind from its outputs, whatever holds them; flat float64."""
     try:
@@ -382,7 +397,10 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
     if weight is not None and site.weight_offset:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + site.weight_offset
     if (site.has_weight and weight is None) or (site.has_bias and bias is None):
-        tensors = [*named_tensors(module).values(), torch.empty(0)]
+        tensors = [
+            *named_tensors(module).values(),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+        ]
         like = next(tensor for tensor in tensors if tensor.is_floating_point())
         given = TokenFunction(module, site.input_shape, channel_axes(site), like.dtype, like.device)
         try:

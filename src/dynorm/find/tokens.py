@@ -80,11 +80,12 @@ def plain_copy(
         return new
 
     replica: nn.Module = copied(module)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     for tensor in named_tensors(replica).values() if random else ():
         if tensor.is_floating_point() and tensor.numel() > 1:
             tensor.detach().copy_(
-                torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+                torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu")
+                + 0.5
             )
     return replica
 
@@ -123,12 +124,9 @@ class TokenFunction:
     def _run(self, tokens: Tensor) -> Tensor:
         others = [size for axis, size in enumerate(self.shape) if axis not in self.axes]
         last = tuple(range(-len(self.axes), 0))
-        given = (
-            tokens.reshape(*others, *self.sizes)
-            .movedim(last, self.axes)
-            .contiguous()
-            .to(self.device)
-        )
+        laid_out = tokens.reshape(*others, *self.sizes).movedim(last, self.axes)
+        # A copy, since a module may write into its input.
+        given = laid_out.to(self.device, copy=True, memory_format=torch.contiguous_format)
         try:
             output = self.module(given)
         # Foreign code may raise anything; its message becomes part of the reason for a refusal.
@@ -137,7 +135,9 @@ class TokenFunction:
             raise CannotProbeError(f"{type(error).__name__}: {message}") from error
         if not isinstance(output, Tensor) or output.shape != given.shape:
             raise CannotProbeError("its output has another shape for other values")
-        return output.detach().cpu().double().movedim(self.axes, last).reshape(tokens.shape)
+        # A copy again: a module may return the same buffer every time.
+        values = output.detach().to("cpu", torch.float64, copy=True)
+        return values.movedim(self.axes, last).reshape(tokens.shape)
 
     def odd_and_even(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return (f(x) - f(-x)) / 2 and (f(x) + f(-x)) / 2."""
@@ -152,9 +152,11 @@ class TokenFunction:
         """
         count, channels = self.count, math.prod(self.sizes)
         count *= max(2, -(-at_least // count))
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randn(count, channels, generator=generator, dtype=torch.float64)
-        tokens += 2 * torch.randn(count, 1, generator=generator, dtype=torch.float64)
-        outliers = torch.arange(0, count, 3)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        tokens = torch.randn(
+            count, channels, generator=generator, dtype=torch.float64, device="cpu"
+        )
+        tokens += 2 * torch.randn(count, 1, generator=generator, dtype=torch.float64, device="cpu")
+        outliers = torch.arange(0, count, 3, device="cpu")
         tokens[outliers, (7 * outliers) % channels] += 4 + math.sqrt(channels)
         return (tokens * scale).to(self.dtype).double()

@@ -333,7 +333,7 @@ class SiteChoice:
         # The simplest layer that holds so far. The errors are on held-out tokens, if there are any.
         self.name, self.fit = next(iter(self._fits.items()))
         self.errors: dict[str, float] = {}
-        self._squares = torch.zeros(len(self._fits), dtype=torch.float64)
+        self._squares = torch.zeros(len(self._fits), dtype=torch.float64, device="cpu")
         self._weight_sum = 0.0
 
     @property

@@ -78,12 +78,12 @@ class TokenScales:
     ) -> None:
         self._kind, self._eps = kind, eps
         self._ranks = ranks
-        self._channels = None if channels is None else torch.tensor(channels)
+        self._channels = None if channels is None else torch.tensor(channels, device="cpu")
         self._fixed = channels is not None
         self._seen = 0
         self.least = least
         size = 1 if channels is None else len(channels) + 2
-        self._sums = torch.zeros(2, size, size, dtype=torch.float64)
+        self._sums = torch.zeros(2, size, size, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def update(self, u: Tensor, first: int | None = None) -> None:
@@ -166,12 +166,15 @@ class TokenScales:
         # Of a few tokens all may stand on one side: then there is nothing to judge by.
         limit = limit if min(fit[-1, -1], judge[-1, -1]) > 0 else 0
         fit, judge = (each if each[-1, -1] > 0 else whole for each in (fit, judge))
-        first = [torch.arange(0), *([torch.arange(count)] if self._fixed else [])]
+        first = [
+            torch.arange(0, device="cpu"),
+            *([torch.arange(count, device="cpu")] if self._fixed else []),
+        ]
         errors = [_error(judge, each, _solve(fit, each[None])[0]) for each in first]
         chosen = kept = first[-1]
         wanted = not self._fixed
         while len(chosen) < min(max(limit, _REPORTED), count):
-            rest = torch.tensor([k for k in range(count) if k not in chosen])
+            rest = torch.tensor([k for k in range(count) if k not in chosen], device="cpu")
             tried = torch.cat([chosen.expand(len(rest), -1), rest[:, None]], 1)
             solved = _solve(fit, tried)
             best = min(range(len(rest)), key=lambda k: _error(fit, tried[k], solved[k]))
@@ -192,12 +195,12 @@ class TokenScales:
 
 def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
     """Return the gains and the constant of each row of channels (rows, m), none negative: (rows, m + 1)."""
-    columns = torch.cat([chosen, torch.full((len(chosen), 1), len(sums) - 2)], 1)
+    columns = torch.cat([chosen, torch.full((len(chosen), 1), len(sums) - 2, device="cpu")], 1)
     matrix, wanted = sums[columns[:, :, None], columns[:, None, :]], sums[columns, -1]
     scale = matrix.diagonal(dim1=1, dim2=2).clamp_min(_TINY).rsqrt()
     matrix, wanted = matrix * scale[:, :, None] * scale[:, None, :], wanted * scale
     # Without this part of it a matrix with two like channels has no solution.
-    unit = torch.eye(columns.shape[1], dtype=matrix.dtype)
+    unit = torch.eye(columns.shape[1], dtype=matrix.dtype, device="cpu")
     matrix, least = matrix + _TINY_PART * unit, _TINY_PART * wanted.abs().amax(1)
     found, free = torch.zeros_like(wanted), torch.ones_like(wanted, dtype=torch.bool)
     # Lawson and Hanson's active sets, of all rows at once. Go from what is found towards the best
@@ -226,7 +229,7 @@ def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
 
 def _error(sums: Tensor, chosen: Tensor, weights: Tensor) -> float:
     """Return the mean squared relative error over the tokens of ``sums``, at least what rounding leaves."""
-    columns = torch.cat([chosen, torch.tensor([len(sums) - 2])])
+    columns = torch.cat([chosen, torch.tensor([len(sums) - 2], device="cpu")])
     quadratic = weights @ sums[columns[:, None], columns] @ weights
     error = quadratic - 2 * weights @ sums[columns, -1] + sums[-1, -1]
     # Of tokens of one size rounding alone is left, and one processor would find a witness in it

@@ -272,7 +272,7 @@ def _all_comparable(tensors: Sequence[Tensor]) -> bool:
 
 def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = True) -> Inputs:
     """Return random inputs like an example; without ``integers`` or ``constants`` these tensors stay as they are."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
 
     def renewed(value: Tensor) -> Tensor:
         same = value.detach().clone()
@@ -293,7 +293,7 @@ def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = Tr
         # Zeros and ones are a mask.
         if low >= 0 and high <= 1:
             return same
-        return torch.randint(low, high + 1, value.shape, generator=generator).to(
+        return torch.randint(low, high + 1, value.shape, generator=generator, device="cpu").to(
             value.device, value.dtype
         )
 
@@ -308,13 +308,15 @@ def _renewed_floats(value: Tensor, generator: torch.Generator, constants: bool) 
         return value
     if low < high and low < 0:
         return wide.mean() + wide.std() * torch.randn(
-            wide.shape, generator=generator, dtype=torch.float64
+            wide.shape, generator=generator, dtype=torch.float64, device="cpu"
         )
     if low == high == 0:
-        return torch.randn(wide.shape, generator=generator, dtype=torch.float64)
+        return torch.randn(wide.shape, generator=generator, dtype=torch.float64, device="cpu")
     # What has one sign may need it, as under a logarithm.
     low, high = (low, high) if low < high else (0.5 * low, 1.5 * high)
-    return low + (high - low) * torch.rand(wide.shape, generator=generator, dtype=torch.float64)
+    return low + (high - low) * torch.rand(
+        wide.shape, generator=generator, dtype=torch.float64, device="cpu"
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -252,7 +252,9 @@ def moved_like(node: Node, source: Node, given: Tensor) -> Tensor:
 
     def tried(value: Node) -> Tensor:
         # Other tensors are indices: whichever token is taken, a channel stays the same.
-        return given if value is source else torch.zeros(shape(value), dtype=torch.long)
+        return (
+            given if value is source else torch.zeros(shape(value), dtype=torch.long, device="cpu")
+        )
 
     assert callable(op.target)
     result = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
@@ -341,7 +343,9 @@ def _before_permutations(value: Node) -> list[int]:
 
 def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:
     """Return a tensor that holds the channel of each element."""
-    return along(torch.arange(sizes[axis]), axis, len(sizes)).expand(sizes).contiguous()
+    return (
+        along(torch.arange(sizes[axis], device="cpu"), axis, len(sizes)).expand(sizes).contiguous()
+    )
 
 
 def along(vector: Tensor, axis: int, rank: int) -> Tensor:

@@ -95,7 +95,9 @@ def _follow(graph: Graph, fold: SiteFold, affine: bool, constants: bool) -> None
         fold.factor, fold.shift = fold.weight, fold.bias
     if fold.scale != 1 and (constants or affine) and fold.chosen:
         # A weight without its scale would leave the multiplication where it is.
-        scale = torch.full(fold.site.normalized_shape, fold.scale, dtype=torch.float64)
+        scale = torch.full(
+            fold.site.normalized_shape, fold.scale, dtype=torch.float64, device="cpu"
+        )
         fold.factor = scale if fold.factor is None else scale * fold.factor
     # The value, its channel axis, and the fewest bytes of a number on the way.
     todo = [(call, fold.axis(len(shape(call))), width(call)) for call in fold.calls]
@@ -336,7 +338,7 @@ class Part(Walk):
     takers: list[SiteFold] = field(
         default_factory=list
     )  # linear layers that give all they are to their readers
-    factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
+    factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64, device="cpu"))
     group: list["Part"] = field(
         default_factory=list
     )  # the parts that change with it: one side of every layer between
@@ -468,7 +470,9 @@ def _fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFo
     if fold.site.kind == "layernorm" and not fold.becomes_rms:
         raise RefusedError(f"it takes the mean out: {fold.stream_refused or 'center is off'}")
     # Each value with the number of each element's token, and whether a product has read the norm.
-    numbers = [torch.arange(math.prod(shape(call))).view(shape(call)) for call in fold.calls]
+    numbers = [
+        torch.arange(math.prod(shape(call)), device="cpu").view(shape(call)) for call in fold.calls
+    ]
     tokens = [n.amin(fold.axis(n.ndim), keepdim=True).expand(n.shape) for n in numbers]
     todo, found = (
         list(zip(fold.calls, tokens, [False] * len(tokens), strict=True)),

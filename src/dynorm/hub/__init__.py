@@ -3,11 +3,20 @@
 from wrapt import register_post_import_hook
 
 from dynorm.hub.adapters import PEFT_MODEL, check_adapters
-from dynorm.hub.api import MODELING, load, register_with_transformers, save
+from dynorm.hub.api import (
+    MODELING,
+    QUANTIZERS,
+    load,
+    register_quantizer,
+    register_with_transformers,
+    save,
+)
 from dynorm.hub.decay import NORM_CLASSES, PARAMETER_NAMES, leave_out_of_decay, name_as_norms
 
 __all__ = ["load", "save"]
 
+# A program may read the quantization_config of a folder before it imports any model.
+register_post_import_hook(register_quantizer, QUANTIZERS)
 register_post_import_hook(register_with_transformers, MODELING)
 register_post_import_hook(leave_out_of_decay, PARAMETER_NAMES)
 register_post_import_hook(check_adapters, PEFT_MODEL)

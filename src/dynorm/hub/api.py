@@ -20,6 +20,7 @@ from dynorm.wrappers import unwrapped
 
 _TRANSFORMERS_CONFIG = "config.json"
 MODELING = "transformers.modeling_utils"
+QUANTIZERS = "transformers.quantizers.auto"
 
 
 def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -144,6 +145,13 @@ def _read(folder: Path, model: nn.Module | None) -> nn.Module:
         )
     loaded: nn.Module = _with_transformers().read_transformers(folder)
     return loaded
+
+
+def register_quantizer(auto: ModuleType) -> None:
+    """Make transformers know dynorm's quantization method; called when its list of methods is there."""
+    # Another version of transformers is refused with its models, below.
+    if int(sys.modules["transformers"].__version__.split(".")[0]) >= 5:
+        importlib.import_module("dynorm.hub.quantizer").register(auto)
 
 
 def register_with_transformers(modeling: ModuleType) -> None:

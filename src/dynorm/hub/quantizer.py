@@ -1,6 +1,6 @@
 """A quantization method to transformers: it puts the layers that config.json names into a model before weights load."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +145,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
             (replace(spec, paths=tuple(paths)), dtypes) for spec, paths, dtypes in layers if paths
         ]
         if config.layers and not found:
-            saved = ", ".join(model.config.architectures or []) or "unknown"
+            saved = ", ".join(_architectures(model.config, checkpoint_files)) or "unknown"
             raise ModelError(
                 f"the saved layers must have a place in {type(model).__name__}, but none has: load "
                 "the class that was "
@@ -199,6 +199,14 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
+def register(auto: Any) -> None:
+    """Enter the method into transformers' lists, again after a reload of dynorm."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
+    auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
+    auto.register_quantization_config(METHOD)(DynormConfig)
+    auto.register_quantizer(METHOD)(DynormQuantizer)
+
+
 def _cast_(module: nn.Module, dtypes: Mapping[str, str]) -> None:
     """Give a module's own tensors the dtypes that are named; the weights are then read in these."""
     for name, dtype in dtypes.items():
@@ -230,16 +238,53 @@ def _places(model: Any, paths: Iterable[str], outside: Iterable[str]) -> list[st
     if type(model).__name__ in (getattr(model.config, "architectures", None) or []):
         return [*(prefix + path for path in paths), *outside]
     known = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    renamed = _renaming(model)
     found = []
     for path in paths:
         # Some base models are known to their heads by the prefix that others give to their base.
         choices = ((prefix, path), ("", path.removeprefix(f"{model.base_model_prefix}.")))
+        places = [start + rest for start, rest in choices if start + rest.split(".")[0] in known]
+        # The text model of a larger one renames the tensors of the checkpoint, and so their places.
+        if not places:
+            places = [place for place in [renamed(prefix + path)] if place in known]
         # Nowhere in a model that lacks the whole branch, as a decoder.
-        found += [start + rest for start, rest in choices if start + rest.split(".")[0] in known][
-            :1
-        ]
+        found += places[:1]
     # A base model has nothing outside of itself, even under the same name.
     return found + [path for path in outside if prefix and path in known]
+
+
+def _renaming(model: Any) -> Callable[[str], str]:
+    """Return how this model's class renames the modules of a checkpoint, by its tensors' names."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+    # The first versions of transformers 5 have no such classes that are built from a part.
+    except ImportError:
+        return lambda path: path
+    renamings = [
+        renaming
+        for renaming in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(renaming, WeightRenaming)
+    ]
+
+    def renamed(path: str) -> str:
+        name = f"{path}.weight"
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name.removesuffix(".weight")
+
+    return renamed
+
+
+def _architectures(config: Any, checkpoint_files: Iterable[str] | None) -> list[str]:
+    """Return the classes that a config names; that of a part may leave it to the file."""
+    if config.architectures:
+        return list(config.architectures)
+    for folder in {Path(file).parent for file in checkpoint_files or ()}:
+        if (folder / "config.json").is_file():
+            names = contents.read_json(folder / "config.json").get("architectures")
+            return names if contents.is_list_of_str(names) else []
+    return []
 
 
 def _stand_in_(model: nn.Module) -> None:
@@ -251,7 +296,7 @@ def _stand_in_(model: nn.Module) -> None:
     for layer in dynorm_layers(model).values():
         for name in _AFFINE:
             if getattr(layer, name) is None:
-                empty = torch.empty(0)
+                empty = torch.empty(0, dtype=torch.float32, device="cpu")
                 # The mark of a tensor that transformers must not initialise.
                 empty._is_hf_initialized = True  # type: ignore[attr-defined]
                 # Before the parameter that is None, and not in the state dict.

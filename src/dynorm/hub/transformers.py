@@ -26,14 +26,13 @@ from dynorm.errors import ModelError, StorageError
 from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.fold.apply import is_changed
-from dynorm.hub import contents
+from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
     ADVICE,
     BARRIER,
     DTYPE_GIVEN,
     METHOD,
     DynormConfig,
-    DynormQuantizer,
     aliases_of,
     base_prefix,
 )
@@ -49,10 +48,7 @@ def register() -> None:
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ImportError(f"transformers must be 5.0 or newer, got {transformers.__version__}")
     # A reload of dynorm registers anew.
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
-    auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
-    auto.register_quantization_config(METHOD)(DynormConfig)
-    auto.register_quantizer(METHOD)(DynormQuantizer)
+    quantizer.register(auto)
     # transformers has no hook for this, and without the layers' names a load would put norms in
     # their place.
     save_pretrained = getattr(
@@ -88,6 +84,9 @@ def register() -> None:
     def checked_from_pretrained(
         cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
+        if args and kwargs.get("config") is None:
+            config = _config_of_part(cls, args[0])
+            kwargs |= {} if config is None else {"config": config}
         asked = [kwargs.get(name) for name in ("dtype", "torch_dtype")]
         token = DTYPE_GIVEN.set(any(dtype not in (None, "auto") for dtype in asked))
         try:
@@ -99,6 +98,26 @@ def register() -> None:
 
     checked_from_pretrained._without_dynorm = from_pretrained  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(checked_from_pretrained)  # type: ignore[arg-type]
+
+
+def _config_of_part(cls: Any, folder: Any) -> Any:
+    """Return the config for a class that takes a part of a larger one, such as its text_config.
+
+    It gets the layers' names, which are in the larger one. None if the class takes all of the
+    config, or the folder was not saved by dynorm.
+    """
+    kind: Any = getattr(cls, "config_class", None)
+    is_part = bool(getattr(kind, "base_config_key", ""))
+    if not is_part or not isinstance(folder, (str, Path)) or not (Path(folder) / CONFIG).is_file():
+        return None
+    values = contents.read_json(Path(folder) / CONFIG)
+    quantization = values.get("quantization_config")
+    is_ours = isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD
+    if not is_ours or kind.base_config_key not in values:
+        return None
+    config = kind.from_pretrained(folder)
+    config.quantization_config = quantization
+    return config
 
 
 def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
@@ -119,8 +138,9 @@ def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
     if lost:
         raise StorageError(
             "the config must name the point-wise layers of the checkpoint, but it leaves norms at "
-            f"{contents.listed(lost)}: load without config=, or with the config that stands beside "
-            "the weights"
+            f"{contents.listed(lost)}: load without config=, or with the config next to the "
+            "weights; a class that takes only a part of that config, from a hub, by "
+            "AutoModelForCausalLM"
         )
 
 
@@ -138,7 +158,7 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
         if any(replaced_by(layer) is not None for layer in dynorm_layers(model).values()):
             raise ModelError(
                 f"the model must be converted or quantized, but is both ({method}): config.json "
-                "names one"
+                "names one; save it before quantizing, and quantize what you load"
             )
         changes = None
     modules = plain_modules(model, remove_duplicate=False)

@@ -325,7 +325,11 @@ class PointwiseNorm(nn.Module):
         """
         require_gathered(self)
         constant: Tensor = getattr(self, self.constants[0])
-        value = beta if isinstance(beta, Tensor) else torch.tensor(beta, dtype=torch.float64)
+        value = (
+            beta
+            if isinstance(beta, Tensor)
+            else torch.tensor(beta, dtype=torch.float64, device="cpu")
+        )
         value = value.to(torch.promote_types(value.dtype, upcast(constant).dtype))
         trailing = zip(reversed(value.shape), reversed(constant.shape), strict=False)
         if value.ndim > constant.ndim or any(n not in (1, m) for n, m in trailing):
@@ -384,7 +388,11 @@ class PointwiseNorm(nn.Module):
                 "witnesses"
             )
         like = getattr(self, self.constants[0])
-        gain = torch.tensor(values, dtype=torch.float64).log().to(like.device, like.dtype)
+        gain = (
+            torch.tensor(values, dtype=torch.float64, device="cpu")
+            .log()
+            .to(like.device, like.dtype)
+        )
         self._register_witnesses(
             channels, nn.Parameter(gain, like.requires_grad) if channels else None
         )
@@ -405,7 +413,7 @@ class PointwiseNorm(nn.Module):
             own = (
                 self.witnesses.to_local() if hasattr(self.witnesses, "to_local") else self.witnesses
             )
-            own.copy_(torch.tensor(self.witness_channels))
+            own.copy_(torch.tensor(self.witness_channels, device="cpu"))
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

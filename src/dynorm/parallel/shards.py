@@ -63,7 +63,7 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     axes = tuple(d % x.ndim for d in ((layer.dim,) if isinstance(layer.dim, int) else layer.dim))
     shape, held = (
         list(layer.normalized_shape),
-        torch.arange(layer.channels).reshape(layer.normalized_shape),
+        torch.arange(layer.channels, device="cpu").reshape(layer.normalized_shape),
     )
     groups = []
     for position, each in enumerate(x.placements):

@@ -75,7 +75,11 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         check_positive("sigmas", sigmas)
     with torch.no_grad():
         factor = layer.factor()
-        weight = torch.ones(layer.normalized_shape) if factor is None else upcast(factor)
+        if factor is None:
+            device = getattr(layer, layer.constants[0]).device
+            weight = torch.ones(layer.normalized_shape, dtype=torch.float32, device=device)
+        else:
+            weight = upcast(factor)
         bias = torch.zeros_like(weight) if layer.bias is None else upcast(layer.bias)
         edges = [layer.scale * weight * edge + bias for edge in _edges(layer, sigmas)]
         return torch.minimum(*edges), torch.maximum(*edges)

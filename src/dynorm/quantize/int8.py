@@ -14,7 +14,7 @@ from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.layers import PointwiseNorm
 from dynorm.quantize.bounds import Range, output_range, static_scale
 from dynorm.replace.specs import require_layers
-from dynorm.watch import require_plain_model
+from dynorm.watch import copied_tensors, require_plain_model
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Questions about a tensor that say nothing of its values.
@@ -91,6 +91,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
             stack.enter_context(module.register_forward_pre_hook(watch.enters, with_kwargs=True))
             stack.enter_context(module.register_forward_hook(watch.leaves, prepend=True))
         with torch.no_grad(), watch:
+            args, kwargs = copied_tensors((args, kwargs))
             result = model(*args, **kwargs)
     watch.others |= watch.sources(list(result.values()) if isinstance(result, Mapping) else result)
     reads = {path: [*watch.reads[path]] for path in linears.values() if path in watch.reads}
@@ -297,7 +298,7 @@ def _replace_conv1d_(model: nn.Module, path: str) -> None:
     """Put the ``nn.Linear`` that equals a ``Conv1D`` in its place, wherever the model holds it."""
     module: Any = model.get_submodule(path)
     if _is_conv1d(module):
-        linear = nn.Linear(1, 1).train(module.training)
+        linear = nn.Linear(1, 1, device=module.weight.device).train(module.training)
         linear.in_features, linear.out_features = module.weight.shape
         linear.weight, linear.bias = nn.Parameter(module.weight.T.contiguous()), module.bias
         for place in [

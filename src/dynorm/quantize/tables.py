@@ -86,7 +86,7 @@ class Int8Table(nn.Module):
             self.register_buffer(f"{name}_scale", scale)
             self.register_buffer(f"{name}_zero", zero)
         # Axes between, for a layer may count its own from the front.
-        codes = torch.arange(-128.0, 128.0).reshape(
+        codes = torch.arange(-128.0, 128.0, device="cpu").reshape(
             256, *[1] * max(map(abs, self.dims)), *[1] * len(shape)
         )
         x = ((codes - self.input_zero) * self.input_scale).expand(
@@ -103,7 +103,7 @@ class Int8Table(nn.Module):
         table = table[:1] if bool((table == table[:1]).all()) else table
         self.register_buffer("table", table.flatten())
         # Where an entry for 0 stands, for each channel.
-        first = 128 + 256 * torch.arange(len(table))
+        first = 128 + 256 * torch.arange(len(table), device="cpu")
         self.register_buffer("first", first.reshape(shape if len(table) > 1 else ()))
         self.to(device)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
 from dynorm.family import AUTO, NAMES, layer_class
+from dynorm.find.probe import has_other_forward
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.layers import AnnealedNorm, PointwiseNorm
@@ -157,13 +158,14 @@ def convert_(
             "to='dyisru')"
         )
     if not sites:
+        if layers := specs.dynorm_layers(model):
+            raise ModelError(
+                "the model must have norms, but those it had are converted already: "
+                f"{_undo(layers.values())}"
+            )
         raise ModelError(
-            "the model must have norms, but those it had are converted already: call "
-            "dynorm.restore_(model) first"
-            if any(isinstance(module, PointwiseNorm) for module in model.modules())
-            else "the model must have norms, but find_norms saw none: check that the example input "
-            "reaches them, or "
-            "print dynorm.find_norms(model, ...)"
+            "the model must have norms, but find_norms saw none: give find_norms an example that "
+            "reaches them; a norm that is computed by a function must become a module first"
         )
     only = only if only is None else as_globs(only)
     chosen = select_sites(sites, only, skip, filter_fn)
@@ -285,6 +287,17 @@ def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite
         )
 
 
+def _undo(layers: Iterable[nn.Module]) -> str:
+    """Return what to do about layers that stand where norms are expected."""
+    if all(specs.replaced_by(layer) is not None for layer in layers):
+        return "call dynorm.restore_(model) first"
+    return (
+        "it was loaded, or built so, and its norms are not known here; to convert it in another "
+        "way, load the original model; dynorm.distill_, dynorm.fold_ and dynorm.save take it as it "
+        "is"
+    )
+
+
 def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
     if not site.path:
         raise ModelError(
@@ -298,8 +311,7 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
         )
     if isinstance(module, PointwiseNorm):
         raise ModelError(
-            f"{site.path!r} must be a norm, but is converted already: call dynorm.restore_(model) "
-            "first"
+            f"{site.path!r} must be a norm, but is converted already: {_undo([module])}"
         )
     if type(module).__qualname__ != site.class_name:
         raise ModelError(
@@ -307,12 +319,16 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
             "and not a "
             f"{site.class_name}: call find_norms again"
         )
-    if "forward" in module.__dict__:
+    if hasattr(module, "_hf_hook"):
         raise ModelError(
-            f"{site.path!r} must keep its class's forward, but an instance attribute stands for it "
-            "(accelerate's "
-            "device hooks do so): remove it first, with "
-            "accelerate.hooks.remove_hook_from_submodules(model)"
+            f"{site.path!r} must keep its class's forward, but a hook of accelerate replaces it: "
+            "remove it first, with accelerate.hooks.remove_hook_from_submodules(model)"
+        )
+    if has_other_forward(module):
+        raise ModelError(
+            f"{site.path!r} must keep its class's forward, but another one was set on the instance "
+            "since find_norms saw it, as Liger-Kernel does: undo the patch, or convert first and "
+            "patch the other modules then"
         )
     return module
 

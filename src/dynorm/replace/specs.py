@@ -16,7 +16,7 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
 from dynorm.table import Plain
-from dynorm.watch import HOOK_TABLES
+from dynorm.watch import HOOK_TABLES, writes_of
 from dynorm.wrappers import plain_modules, without_wrappers
 
 _NESTED = "_dynorm_use_nested_tensor"
@@ -199,8 +199,16 @@ def original_(layer: PointwiseNorm) -> nn.Module:
 
 def original_forward(layer: PointwiseNorm, *args: Any) -> Tensor:
     """Return the output of the norm that ``layer`` replaced."""
+    writes = [writes_of(arg) for arg in args]
     # forward, not a call: layer and norm share their hooks, ours among them.
     output: Tensor = original_(layer).forward(*args)
+    # Found in bfloat16, and cast to float32 since.
+    if [writes_of(arg) for arg in args] != writes:
+        raise ModelError(
+            f"a norm must not modify its input, but the {type(original_(layer)).__name__} that a "
+            f"layer replaced does in {args[0].dtype}, to which the model was cast: convert the "
+            "original model in that dtype, where find_norms says so"
+        )
     return output
 
 
@@ -269,5 +277,6 @@ def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
     tensors = (t for m in (module, model) for t in (*m.parameters(), *m.buffers()))
     # One byte is a weight quantized to float8: no dtype to compute in.
     return next(
-        (t for t in tensors if t.is_floating_point() and t.element_size() > 1), torch.empty(0)
+        (t for t in tensors if t.is_floating_point() and t.element_size() > 1),
+        torch.empty(0, dtype=torch.float32, device="cpu"),
     )

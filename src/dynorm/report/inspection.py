@@ -166,7 +166,7 @@ class Outliers:
         self.site = site
         self._fitted, self._held_out = (Reservoir(_KEPT, seed + half) for half in (0, 1))
         # How many there are, the sum of their constants' logarithms and of the squares of these.
-        self._logs = torch.zeros(3, dtype=torch.float64)
+        self._logs = torch.zeros(3, dtype=torch.float64, device="cpu")
         self._exact = 0.0
 
     def add(self, x: Tensor, fitted: int = 0) -> None:
@@ -185,16 +185,24 @@ class Outliers:
         else 0.
         """
         fitted, held_out = self._fitted or self._held_out, self._held_out or self._fitted
-        x, y = torch.tensor(fitted.points(), dtype=torch.float64)
+        x, y = torch.tensor(fitted.points(), dtype=torch.float64, device="cpu")
         start = (
             float(((x - center).square() / y.square().clamp_min(1e-12)).median().clamp_min(1e-12))
             * scale**2
         )
         fit = core_fit(fitted, held_out, center, scale, start)
-        x, y = torch.tensor(held_out.points(), dtype=torch.float64)
+        x, y = torch.tensor(held_out.points(), dtype=torch.float64, device="cpu")
         residuals = {
             name: float(
-                (f(x, torch.tensor(fit.betas[name], dtype=torch.float64), center, scale) - y)
+                (
+                    f(
+                        x,
+                        torch.tensor(fit.betas[name], dtype=torch.float64, device="cpu"),
+                        center,
+                        scale,
+                    )
+                    - y
+                )
                 .abs()
                 .mean()
             )
@@ -225,5 +233,5 @@ class Outliers:
             if len(gap)
             else self._exact
         )
-        kept.add(outlier.cpu(), y.cpu(), torch.ones(len(y), dtype=torch.float64))
+        kept.add(outlier.cpu(), y.cpu(), torch.ones(len(y), dtype=torch.float64, device="cpu"))
         return beta[:, 0]

@@ -89,7 +89,7 @@ class OutputComparison:
         self._cosines: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}
         self._tokens = 0
-        self._predicted = torch.zeros(6, dtype=torch.float64)
+        self._predicted = torch.zeros(6, dtype=torch.float64, device="cpu")
         self._same_class: list[Tensor] = []
 
     def add(self, batch: Any, original: Any, now: Any, run_again: Callable[[Any], Any]) -> None:
@@ -132,7 +132,9 @@ class OutputComparison:
         kind, cosines = self.kind or "tensor", torch.cat(self._cosines).double()
         if not len(cosines):
             return OutputReport(kind, 0)
-        low, median = cosines.quantile(torch.tensor([0.05, 0.5], dtype=torch.float64)).tolist()
+        low, median = cosines.quantile(
+            torch.tensor([0.05, 0.5], dtype=torch.float64, device="cpu")
+        ).tolist()
         least, worst = cosines.min(0)
         figures: dict[str, Any] = {"worst": int(worst)}
         if self._kept:
@@ -238,9 +240,11 @@ def pairs_alike(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
     """
     if len(a) < 3:
         return None, None
-    even = torch.linspace(0, len(a) - 1, min(len(a), _MOST_PAIRED), dtype=torch.float64).long()
+    even = torch.linspace(
+        0, len(a) - 1, min(len(a), _MOST_PAIRED), dtype=torch.float64, device="cpu"
+    ).long()
     first, second = (each[even].double() @ each[even].double().T for each in (a, b))
-    rows, columns = torch.triu_indices(len(even), len(even), 1)
+    rows, columns = torch.triu_indices(len(even), len(even), 1, device="cpu")
     correlation = spearman(first[rows, columns], second[rows, columns])
     nearest, other = (each.fill_diagonal_(-math.inf).argmax(1) for each in (first, second))
     return correlation, float((nearest == other).double().mean())
@@ -290,7 +294,9 @@ def _predicted_ids(batch: Mapping[str, Any]) -> str:
 def _valid(tensor: Tensor, batch: Any) -> Tensor:
     """Return where the first two axes hold a token: everywhere where no mask fits; the decoder's mask goes first."""
     masks = [mask for mask in token_masks(batch) if mask.shape == tensor.shape[:2]]
-    return (masks or [torch.ones(tensor.shape[:2], dtype=torch.bool)])[-1].to(tensor.device)
+    return (masks or [torch.ones(tensor.shape[:2], dtype=torch.bool, device="cpu")])[-1].to(
+        tensor.device
+    )
 
 
 def sample_vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:

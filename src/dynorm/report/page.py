@@ -155,9 +155,11 @@ def draw(
     for side in (-1, 1):
         axes.axhline(side * fit.scale, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
     _draw_dots(axes, far, far_y, colors["outlier"])
-    curve = knee * torch.linspace(low, high, 121, dtype=torch.float64).sinh()
+    curve = knee * torch.linspace(low, high, 121, dtype=torch.float64, device="cpu").sinh()
     for name, function in FUNCTIONS.items():
-        y = function(curve, torch.tensor(fit.betas[name], dtype=torch.float64), 0.0, fit.scale)
+        y = function(
+            curve, torch.tensor(fit.betas[name], dtype=torch.float64, device="cpu"), 0.0, fit.scale
+        )
         axes.plot(
             curve.tolist(), y.tolist(), color=colors[name], linewidth=1.5, linestyle=_STYLES[name]
         )

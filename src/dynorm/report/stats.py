@@ -173,7 +173,9 @@ class Reservoir:
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
         """Add values with their weights."""
-        random = torch.rand(x.numel(), generator=self._generator, device=x.device).clamp_min(1e-30)
+        random = torch.rand(
+            x.numel(), generator=self._generator, device=x.device, dtype=torch.float32
+        ).clamp_min(1e-30)
         key, index = (random.log() / weight.flatten()).topk(min(self.size, x.numel()))
         new = torch.stack([part.double() for part in (key, x.flatten()[index], y.flatten()[index])])
         both = torch.cat([self._kept, new], dim=1)
@@ -181,7 +183,7 @@ class Reservoir:
 
     def error(self, name: str, betas: Tensor, center: float, scale: float) -> Tensor:
         """Return ``|y - f| / |y|`` for each beta of one of :data:`FUNCTIONS`."""
-        x, y = torch.tensor(self.points(), dtype=torch.float64)
+        x, y = torch.tensor(self.points(), dtype=torch.float64, device="cpu")
         residual = FUNCTIONS[name](x.expand(len(betas), -1), betas[:, None], center, scale) - y
         error: Tensor = residual.norm(dim=1) / y.norm().clamp_min(1e-300)
         return error
@@ -212,7 +214,7 @@ def _best_beta(error: Callable[[Tensor], Tensor], start: float) -> Tensor:
     """Return the beta of least error: a grid of twelve decades about ``start``, then four finer ones."""
     low, high, count = math.log10(start) - 4, math.log10(start) + 8, 97
     for _ in range(5):
-        grid = torch.linspace(low, high, count, dtype=torch.float64)
+        grid = torch.linspace(low, high, count, dtype=torch.float64, device="cpu")
         best = int(error(10**grid).argmin())
         low, high, count = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, count - 1)]), 17
     return 10 ** grid[best, None]
@@ -246,7 +248,7 @@ class SiteStats:
         if not hasattr(self, "sample"):
             self._start(tokens[: split or None])
         places = token_places(self.site, x, batch)
-        places = torch.full((len(tokens), 2), -1) if places is None else places
+        places = torch.full((len(tokens), 2), -1, device="cpu") if places is None else places
         for kept, part in ((self.fitted, slice(split)), (self.held_out, slice(split, None))):
             for some, known in zip(
                 *(torch.split(each[part], size) for each in (tokens, places)), strict=True
