@@ -1,0 +1,278 @@
+"""Closed forms: LayerNorm and RMSNorm are DyISRUs whose constants depend on other channels."""
+
+import math
+
+from sympy import Eq, Ge, Gt, Integer, Ne, Rational, exp, log, sqrt
+
+from dynorm.functional import dyisru, dyisru_general, rms_norm
+from dynorm.paper.proof.statement import OURS, Statement
+from dynorm.paper.proof.vocabulary import (
+    TOKEN,
+    C,
+    Expr,
+    beta_i,
+    d,
+    limit,
+    m_i,
+    mu,
+    others,
+    positive,
+    real,
+    sigma,
+    sigma_others,
+    sum_k,
+    v_i,
+    x_i,
+    x_k,
+    y_i,
+)
+from dynorm.theory import (
+    channel_beta,
+    closed_form_beta,
+    layer_norm_as_dyisru,
+    leave_one_out_beta,
+    leave_one_out_mean,
+    leave_one_out_variance,
+    rms_norm_as_dyisru,
+)
+
+
+def closed_form_1() -> Statement:
+    statement = Statement(
+        "closed-form-1",
+        title="The constant of eq. 14 does not know its channel",
+        source=OURS,
+        equations="14",
+        claim=r"$\beta_i = \frac{C-1}{C} \sum_{k \neq i} (x_k - m_i)^2 = \frac{(C-1)^2}{C} v_i$,"
+        " free of $x_i$",
+        assumes="$C > 1$; $m_i$ and $v_i$ are mean and biased variance of the $C - 1$ other "
+        "channels",
+        definitions=TOKEN,
+    )
+    statement.step(
+        Eq(mu - m_i, 1 / C * (x_i - m_i)), "Where the mean lies as seen from that of the others."
+    )
+    statement.step(Eq(x_i - mu, (C - 1) / C * (x_i - m_i)), "The deviation from it.")
+    statement.step(
+        Eq(others((x_k - mu) ** 2), others((x_k - m_i) ** 2) + (C - 1) * (mu - m_i) ** 2),
+        "Squares around another point than their mean.",
+    )
+    statement.then(others((x_k - m_i) ** 2) + (C - 1) / C**2 * (x_i - m_i) ** 2, "Put in.")
+    statement.step(
+        Eq(beta_i, (C - 1) / C * others((x_k - mu) ** 2) - 1 / C * (x_i - mu) ** 2),
+        "Appendix A.4, before eq. 14.",
+    )
+    statement.then(
+        (C - 1) / C * (others((x_k - m_i) ** 2) + (C - 1) / C**2 * (x_i - m_i) ** 2)
+        - 1 / C * ((C - 1) / C * (x_i - m_i)) ** 2,
+        "Put in.",
+    )
+    statement.then((C - 1) / C * others((x_k - m_i) ** 2), "Both terms with $x_i$ cancel.")
+    statement.then((C - 1) ** 2 / C * v_i, "The definition of $v_i$.")
+    statement.step(Eq(d(beta_i), 0), "So it stays while $x_i$ moves.")
+    statement.step(Ge(beta_i, 0), "And it is not negative.")
+    statement.step(
+        Eq(sigma_others**2, v_i + 1 / C**2 * (x_i - m_i) ** 2),
+        r"$\sigma_{\neq i}$ does move: it is not the deviation of the others, but more.",
+    )
+    statement.compare(beta_i, lambda x, _: channel_beta(x))
+    statement.compare(v_i, lambda x, _: leave_one_out_variance(x))
+    return statement
+
+
+def closed_form_2() -> Statement:
+    eps = positive("eps")
+    statement = Statement(
+        "closed-form-2",
+        title="LayerNorm is a DyISRU",
+        source=OURS,
+        equations="3, 13, 14",
+        claim=r"$\mathrm{LN}(x)_i = \sqrt{C-1}\,\frac{x_i - m_i}{\sqrt{C v_i + (x_i - m_i)^2}}$",
+        assumes=r"$C > 1$, $\sigma > 0$; with $\varepsilon$ inside the root, $\varepsilon > 0$",
+        definitions=TOKEN,
+    )
+    statement.step(
+        Eq(y_i, sqrt(C - 1) * ((x_i - mu) / sqrt(beta_i + (x_i - mu) ** 2))), "Theorem 4."
+    )
+    statement.then(
+        sqrt(C - 1)
+        * (
+            (C - 1)
+            / C
+            * (x_i - m_i)
+            / sqrt((C - 1) ** 2 / C * v_i + ((C - 1) / C * (x_i - m_i)) ** 2)
+        ),
+        "closed-form-1.",
+    )
+    statement.then(
+        sqrt(C - 1) * ((x_i - m_i) / sqrt(C * v_i + (x_i - m_i) ** 2)),
+        r"$\frac{C-1}{C} > 0$ is taken out.",
+    )
+    statement.step(
+        Eq(d(y_i), sqrt(C - 1) * (C * v_i) * (C * v_i + (x_i - m_i) ** 2) ** Rational(-3, 2)),
+        "Its derivative at constant $m_i$, $v_i$ is that of LayerNorm, as both stay while $x_i$"
+        " moves.",
+    )
+    statement.step(
+        Eq(
+            (x_i - mu) / sqrt(sigma**2 + eps),
+            sqrt(C - 1) * ((x_i - m_i) / sqrt(C * v_i + C**2 / (C - 1) * eps + (x_i - m_i) ** 2)),
+        ),
+        r"With $\varepsilon$ inside LayerNorm's root the constant gains "
+        r"$\frac{C^2}{C-1}\,\varepsilon$.",
+    )
+    statement.step(
+        Ne(
+            (x_i - mu) / sqrt(sigma**2 + eps),
+            sqrt(C - 1) * ((x_i - m_i) / sqrt(C * v_i + C * eps + (x_i - m_i) ** 2)),
+        ),
+        r"$C \varepsilon$, right for RMSNorm, would not do here.",
+    )
+    statement.compare(y_i, lambda x, _: layer_norm_as_dyisru(x))
+    statement.compare(
+        (x_i - mu) / sqrt(sigma**2 + eps), lambda x, at: layer_norm_as_dyisru(x, at.eps)
+    )
+    statement.compare(
+        (x_i - mu) / sqrt(eps + sigma**2),
+        lambda x, at: dyisru_general(
+            x, leave_one_out_beta(x, eps=at.eps).detach(), leave_one_out_mean(x).detach()
+        ),
+    )
+    return statement
+
+
+def closed_form_3() -> Statement:
+    eps = positive("eps")
+    MS = real("MS")
+    RMS_i = real("RMS_i")
+    s_i = real("s_i")
+    statement = Statement(
+        "closed-form-3",
+        title="RMSNorm is a DyISRU without a centre",
+        source=OURS,
+        equations="15",
+        claim=r"$\mathrm{RMS}(x)_i = \sqrt{C}\,\frac{x_i}{\sqrt{s_i + x_i^2}}$ with $s_i = "
+        r"\sum_{k \neq i} x_k^2$",
+        assumes=r"$C > 1$, x not 0, $\varepsilon > 0$",
+        definitions={
+            MS: sum_k(x_k**2) / C,
+            RMS_i: x_i / sqrt(MS),
+            s_i: others(x_k**2),
+        },
+    )
+    statement.step(Eq(RMS_i, x_i / sqrt(1 / C * sum_k(x_k**2))), "The definition.")
+    statement.then(sqrt(C) * (x_i / sqrt(sum_k(x_k**2))), "C is taken out of the root.")
+    statement.then(
+        sqrt(C) * (x_i / sqrt(others(x_k**2) + x_i**2)), "$k = i$ is taken out of the sum."
+    )
+    statement.then(sqrt(C) * (x_i / sqrt(s_i + x_i**2)), "The definition of $s_i$.")
+    statement.step(Eq(d(s_i), 0), "The constant stays while $x_i$ moves.")
+    statement.step(
+        Eq(d(RMS_i), 1 / (C * sqrt(MS)) * (C - RMS_i**2)),
+        "RMSNorm's derivative is eq. 5 with C for $C - 1$.",
+    )
+    statement.step(
+        Eq(x_i / sqrt(MS + eps), sqrt(C) * (x_i / sqrt(s_i + C * eps + x_i**2))),
+        r"With $\varepsilon$ the constant gains $C \varepsilon$.",
+    )
+    statement.compare(RMS_i, lambda x, _: rms_norm_as_dyisru(x))
+    statement.compare(x_i / sqrt(MS), lambda x, _: rms_norm(x, eps=0.0))
+    statement.compare(x_i / sqrt(MS + eps), lambda x, at: rms_norm_as_dyisru(x, at.eps))
+    return statement
+
+
+def closed_form_4() -> Statement:
+    beta = positive("beta")
+    beta_t = positive("beta_t")
+    p = real("p")
+    t = positive("t")
+    z = real("z")
+
+    def center_at(t: Expr) -> Expr:
+        return (1 - t) * m_i + t * p
+
+    def constant_at(t: Expr) -> Expr:
+        return exp((1 - t) * log(C * v_i) + t * log(beta))
+
+    M_0 = center_at(Integer(0))
+    B_0 = constant_at(Integer(0))
+    M_1 = center_at(Integer(1))
+    B_1 = constant_at(Integer(1))
+    M_t = center_at(t)
+    B_t = constant_at(t)
+    statement = Statement(
+        "closed-form-4",
+        title="The path from LayerNorm to DyISRU",
+        source=OURS,
+        equations="3, 13",
+        claim=r"With centre $(1-t)\,m_i + t\,p$ and $\log b = (1-t) \log(C v_i) + t \log \beta$,"
+        " a DyISRU is LayerNorm at $t = 0$ and uses no statistic at $t = 1$",
+        assumes=r"$v_i > 0$, hence $C > 2$ and the other channels not all equal; $\beta > 0$ and"
+        " the centre p are learned",
+        definitions=TOKEN,
+        least_channels=3,
+    )
+    statement.step(Eq(M_0, m_i), "At $t = 0$ the centre is that of the others.")
+    statement.step(Eq(B_0, C * v_i), "And the constant theirs.")
+    statement.step(
+        Eq(sqrt(C - 1) * ((x_i - M_0) / sqrt(B_0 + (x_i - M_0) ** 2)), y_i),
+        "So the function is LayerNorm, by closed-form-2.",
+    )
+    statement.step(
+        Eq(
+            sqrt(C - 1) * ((x_i - M_1) / sqrt(B_1 + (x_i - M_1) ** 2)),
+            sqrt(C - 1) * ((x_i - p) / sqrt(beta + (x_i - p) ** 2)),
+        ),
+        "At $t = 1$ it is eq. 13 with learned constants.",
+    )
+    statement.step(
+        Gt(C - 1, (sqrt(C - 1) * (z / sqrt(beta_t + z**2))) ** 2),
+        r"Whatever the constant $\beta_t > 0$ and the deviation $z$ from the centre, the bound "
+        "is the same.",
+    )
+    statement.step(Eq(d(B_t), 0), "All along, its constants stay while $x_i$ moves.")
+    statement.compare(
+        sqrt(C - 1) * ((x_i - M_t) / sqrt(B_t + (x_i - M_t) ** 2)),
+        lambda x, at: dyisru_general(
+            x,
+            leave_one_out_beta(x) ** (1 - at.t) * at.beta**at.t,
+            (1 - at.t) * leave_one_out_mean(x) + at.t * at.p,
+        ),
+    )
+    return statement
+
+
+def closed_form_5() -> Statement:
+    sigma = positive("sigma")
+    x = positive("x")
+    statement = Statement(
+        "closed-form-5",
+        title="A constant that needs no tuning",
+        source=OURS,
+        equations="15",
+        claim=r"With $\beta_0 = C \sigma^2$ and scale $\sqrt{C}$, DyISRU has slope $1/\sigma$ at"
+        r" 0 and bound $\sqrt{C}$",
+        assumes=r"$C > 1$; $\sigma > 0$ the deviation of a site's activations, a constant",
+        remarks=(
+            r"Scale and constant belong together: $\sqrt{C}$ with $\beta_0 = C\sigma^2$, or "
+            r"$\sqrt{C-1}$ with $(C-1)\,\sigma^2$.",
+        ),
+    )
+    statement.step(
+        Eq(limit(d(sqrt(C) * x / sqrt(C * sigma**2 + x**2), x), x), 1 / sigma),
+        r"The slope at 0 is that of LayerNorm at a token of deviation $\sigma$.",
+    )
+    statement.step(Gt(C, (sqrt(C) * x / sqrt(C * sigma**2 + x**2)) ** 2), "The bound.")
+    statement.step(
+        Eq(limit(d(sqrt(C - 1) * x / sqrt(C * sigma**2 + x**2), x), x), sqrt((C - 1) / C) / sigma),
+        r"With the scale $\sqrt{C-1}$ of eq. 15 the slope is a little less.",
+    )
+    statement.step(
+        Ne(limit(d(sqrt(C - 1) * x / sqrt(C * sigma**2 + x**2), x), x), 1 / sigma),
+        r"That is, not $1/\sigma$.",
+    )
+    statement.compare(
+        sqrt(C) * x_i / sqrt(C * sigma**2 + x_i**2),
+        lambda x, at: dyisru(x, closed_form_beta(at.sigma**2, at.C), scale=math.sqrt(at.C)),
+    )
+    return statement

@@ -1,0 +1,165 @@
+"""Witness channels: between DyISRU, which has none, and RMSNorm, which uses all channels."""
+
+import torch
+from sympy import Eq, Gt, Rational, sqrt
+
+from dynorm.functional import center, dyisru, dyisru_general
+from dynorm.paper.proof.statement import OURS, Statement
+from dynorm.paper.proof.vocabulary import (
+    TOKEN,
+    C,
+    d,
+    g_k,
+    mu,
+    others,
+    positive,
+    real,
+    sigma,
+    sum_k,
+    x_i,
+    x_k,
+)
+from dynorm.theory import rms_norm_by_witnesses
+
+
+def witness_none() -> Statement:
+    beta = positive("beta")
+    p = real("p")
+    R = sqrt(C - 1)
+    statement = Statement(
+        "witness-none",
+        title="Without witness channels it is DyISRU",
+        source=OURS,
+        equations="13, 15",
+        claim=r"With $\beta_i(x) = \beta + \sum_{k \neq i} g_k (x_k - p)^2$ and no witness, $g ="
+        " 0$, the function is eq. 13, and eq. 15 where the centre p is 0",
+        assumes=r"$C > 1$, $\beta > 0$; $g_k \geq 0$, and 0 where channel k is no witness",
+    )
+    statement.step(Eq(beta + others(0 * (x_k - p) ** 2), beta), "Every gain is 0.")
+    statement.step(
+        Eq(
+            R * ((x_i - p) / sqrt(beta + others(0 * (x_k - p) ** 2) + (x_i - p) ** 2)),
+            R * ((x_i - p) / sqrt(beta + (x_i - p) ** 2)),
+        ),
+        "So it is eq. 13 with a constant centre.",
+        tag="13",
+    )
+    statement.step(
+        Eq(R * (x_i / sqrt(beta + others(0 * x_k**2) + x_i**2)), R * (x_i / sqrt(beta + x_i**2))),
+        "And eq. 15 where the centre is 0.",
+        tag="15",
+    )
+    statement.compare(
+        sqrt(C - 1) * ((x_i - p) / sqrt(beta + (x_i - p) ** 2)),
+        lambda x, at: dyisru_general(x, at.beta, at.p, witnesses=torch.arange(0)),
+    )
+    statement.compare(
+        sqrt(C - 1) * (x_i / sqrt(beta + x_i**2)),
+        lambda x, at: dyisru(x, at.beta, witnesses=torch.arange(0)),
+    )
+    return statement
+
+
+def witness_all() -> Statement:
+    eps = positive("eps")
+    MS = real("MS")
+    statement = Statement(
+        "witness-all",
+        title="With all channels as witnesses it is RMSNorm",
+        source=OURS,
+        equations="3, 15",
+        claim=r"With all channels as witnesses of gain 1, $\beta = C \varepsilon$, scale "
+        r"$\sqrt{C}$ and centre 0, the function is RMSNorm; centred at $\mu$ it is "
+        "LayerNorm",
+        assumes=r"$C > 1$, $\varepsilon > 0$",
+        definitions={
+            **TOKEN,
+            MS: sum_k(x_k**2) / C,
+        },
+    )
+    statement.step(
+        Eq(x_i / sqrt(MS + eps), sqrt(C) * (x_i / sqrt(C * eps + sum_k(x_k**2)))),
+        "C is taken out of the root.",
+    )
+    statement.then(
+        sqrt(C) * (x_i / sqrt(C * eps + others(1 * x_k**2) + x_i**2)),
+        "$k = i$ is taken out of the sum; every gain is 1.",
+    )
+    statement.step(
+        Eq(
+            (x_i - mu) / sqrt(sigma**2 + eps),
+            sqrt(C) * ((x_i - mu) / sqrt(C * eps + sum_k((x_k - mu) ** 2))),
+        ),
+        "The same of LayerNorm.",
+    )
+    statement.then(
+        sqrt(C) * ((x_i - mu) / sqrt(C * eps + others(1 * (x_k - mu) ** 2) + (x_i - mu) ** 2)),
+        "Its centre is a statistic, so that this end is no function of a few channels.",
+    )
+    statement.compare(x_i / sqrt(MS + eps), lambda x, at: rms_norm_by_witnesses(x, at.eps))
+    statement.compare(
+        (x_i - mu) / sqrt(sigma**2 + eps), lambda x, at: rms_norm_by_witnesses(center(x), at.eps)
+    )
+    return statement
+
+
+def witness_derivative() -> Statement:
+    beta = positive("beta")
+    s = positive("s")
+    r = positive("r")
+    h = positive("h")
+    p = real("p")
+    u = real("u")
+    z = real("z")
+    beta_i = real("beta_i")
+    y_i = real("y_i")
+    Y = real("Y")
+    statement = Statement(
+        "witness-derivative",
+        title="The derivative with witness channels",
+        source=OURS,
+        equations="13, 15",
+        claim=r"$\frac{dy_i}{dx_i} = s\,\beta_i(x)\,(\beta_i(x) + (x_i - p)^2)^{-3/2}$ with "
+        r"$\beta_i(x) = \beta + \sum_{k \neq i} g_k (x_k - p)^2$, which stays while $x_i$ "
+        "moves",
+        assumes=r"$C > 1$, $\beta > 0$, $s > 0$, $g_k \geq 0$; a witness that is another channel"
+        " has gain h and lies z from its centre",
+        definitions={
+            beta_i: beta + others(g_k * (x_k - p) ** 2),
+            y_i: s * ((x_i - p) / sqrt(beta_i + (x_i - p) ** 2)),
+            Y: s * (x_i / sqrt(beta + others(g_k * x_k**2) + x_i**2)),
+        },
+    )
+    statement.step(Eq(d(beta_i), 0), "A channel is not its own witness.")
+    statement.step(
+        Gt(beta + others(g_k * x_k**2), 0),
+        "No gain is negative, so the root is real; here the constant centre is taken off already.",
+    )
+    statement.step(
+        Eq(d(y_i), s * beta_i * (beta_i + (x_i - p) ** 2) ** Rational(-3, 2)),
+        "So its derivative is that of eq. 13 with this constant.",
+    )
+    statement.step(Gt(d(Y), 0), "It rises.")
+    statement.step(Gt(s**2, Y**2), "And its bound is the scale, whatever the witnesses.")
+    statement.step(
+        Eq(
+            d(s * (u / sqrt(r + h * z**2 + u**2)), z),
+            -(s * u * h * z * (r + h * z**2 + u**2) ** Rational(-3, 2)),
+        ),
+        "Where another channel is a witness, the output falls in size as that moves away; r is "
+        r"the rest of $\beta_i(x)$.",
+    )
+    statement.step(
+        Eq(
+            d(s * (u / sqrt(r + h * z**2 + u**2)), h),
+            -(s * u * z**2 * (r + h * z**2 + u**2) ** Rational(-3, 2) / 2),
+        ),
+        "And as its gain grows.",
+    )
+    statement.compare(
+        y_i,
+        lambda x, at: dyisru_general(
+            x, at.beta, at.p, scale=at.s, witnesses=at.g.nonzero().flatten(), gain=at.g[at.g > 0]
+        ),
+    )
+    return statement
