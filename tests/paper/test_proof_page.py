@@ -12,12 +12,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from dynorm.paper.proof.formula import SYMBOLS, as_html, as_text, latex, one_line
 from rich.console import Console
 
 import dynorm.cli
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.paper.proof import prove, show
-from dynorm.paper.proof.formula import SYMBOLS, as_html, as_text, latex, one_line
 from dynorm.paper.proof.prove import STATEMENTS, Report
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}

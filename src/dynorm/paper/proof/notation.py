@@ -7,7 +7,7 @@ from html import escape
 import sympy as sp
 from sympy.printing.latex import LatexPrinter
 
-from dynorm.paper.proof.vocabulary import Expr
+from dynorm.paper.proof.vocabulary import Expr, Others
 
 # Names whose LaTeX sympy cannot guess.
 SYMBOLS = {
@@ -65,8 +65,10 @@ _SPACED = ("neq", "geq", "leq", "gg", "to", "log", "Rightarrow", "Leftrightarrow
 _LOW = dict(zip("0123456789ijklnt+-", "₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₗₙₜ₊₋", strict=True)) | {"≠": "≠", " ": ""}
 _HIGH = dict(zip("0123456789+-⊤′", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⊤′", strict=True))
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
-# A denominator that needs no parentheses.
-_SINGLE = re.compile(r"d?[\w′][ᵢⱼₖₗ₀-₉⁰¹²³⁴-⁹]*|√\w|√\([^()]*\)")
+# What a numerator with parentheses and a denominator without them consist of, outside of their own
+# parentheses.
+_TERMS = re.compile(r"(?<!·) (?!·)|/|[\w)][-+]")
+_SINGLE = re.compile(r"(?=.)d?[\w′]?[ᵢⱼₖₗ₀-₉⁰¹²³⁴-⁹]*|√\w?|\^")
 _INNERMOST = re.compile(r"\([^()]*\)")
 
 
@@ -79,7 +81,9 @@ class Printer(LatexPrinter):  # type: ignore[misc]
     def summand(self, term: Expr) -> str:
         """Return a term to follow a sum or derivative sign, in parentheses if it is long."""
         latex: str = self._print(term)
-        if term.is_Symbol or term.is_Indexed or _is_power_of_name(term):
+        if term.is_Symbol or term.is_Indexed:
+            return latex
+        if term.is_Pow and term.exp.is_Integer and term.exp.is_positive:
             return latex
         return rf"\left({latex}\right)"
 
@@ -100,6 +104,49 @@ class Printer(LatexPrinter):  # type: ignore[misc]
         latex: str = super()._print_Add(sp.Add(*terms, evaluate=False), order)
         return latex
 
+    def _print_Mul(self, product: Expr) -> str:
+        # Division by b is multiplication with b**-1 to sympy.
+        sign = ""
+        above = []
+        below = []
+        for factor in _factors(product):
+            if factor == -1:
+                sign = "" if sign else "- "
+            elif factor.is_Rational and not factor.is_Integer:
+                above.append(sp.Integer(factor.p))
+                below.append(sp.Integer(factor.q))
+            elif factor.is_Pow and factor.exp.is_negative:
+                below.append(_inverse(factor))
+            else:
+                above.append(factor)
+        if not below:
+            if sign and len(above) == 1 and above[0].is_Add:
+                return rf"- \left({self._print(above[0])}\right)"
+            return sign + self._product(above)
+        # 1 is shown only where nothing else is.
+        above = [factor for factor in above if factor != 1]
+        return rf"{sign}\frac{{{self._product(above)}}}{{{self._product(below)}}}"
+
+    def _product(self, factors: list[Expr]) -> str:
+        if not factors:
+            return "1"
+        if len(factors) == 1:
+            only: str = self._print(factors[0])
+            return only
+        text = ""
+        for place, factor in enumerate(factors):
+            if place:
+                text += r" \cdot " if factor.is_Number else self._settings["mul_symbol_latex"]
+            is_last = place == len(factors) - 1
+            takes_the_rest = isinstance(factor, sp.Sum | Others | sp.Limit) or (
+                isinstance(factor, sp.Derivative) and not factor.args[0].is_Symbol
+            )
+            if factor.is_Add or factor.is_Mul or (takes_the_rest and not is_last):
+                text += rf"\left({self._print(factor)}\right)"
+            else:
+                text += self._print(factor)
+        return text
+
     def _print_Sum(self, formula: Expr) -> str:
         term, (index, *_) = formula.args
         return rf"\sum_{{{index}=1}}^{{C}} {self.summand(term)}"
@@ -116,10 +163,21 @@ class Printer(LatexPrinter):  # type: ignore[misc]
         return rf"\lim_{{{self._print(variable)} \to 0}} {self.summand(body)}"
 
 
-def _is_power_of_name(term: Expr) -> bool:
-    if not term.is_Pow or not (term.base.is_Symbol or term.base.is_Indexed):
-        return False
-    return bool(term.exp.is_Integer and term.exp.is_positive)
+def _inverse(power: Expr) -> Expr:
+    """Return one over a power with a negative exponent."""
+    if power.exp == -1:
+        return power.base
+    return sp.Pow(power.base, -power.exp, evaluate=False)
+
+
+def _factors(product: Expr) -> list[Expr]:
+    """Return the factors of a product, and of the products among them."""
+    if not product.is_Mul:
+        return [product]
+    factors = []
+    for factor in product.args:
+        factors += _factors(factor)
+    return factors
 
 
 def latex(formula: Expr) -> str:
@@ -222,9 +280,9 @@ class _Reader:
 
 def _fraction(above: str, below: str) -> str:
     """Return a fraction in one line, with the parentheses that it needs."""
-    if re.search(r"[ /]|\w[-+]", _without_parentheses(above)):
+    if _TERMS.search(_without_parentheses(above)):
         above = f"({above.strip()})"
-    if not _SINGLE.fullmatch(below):
+    if not _SINGLE.fullmatch(_without_parentheses(below)):
         below = f"({below.strip()})"
     return f"{above}/{below}"
 

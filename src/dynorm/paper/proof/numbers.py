@@ -17,8 +17,8 @@ import torch
 from mpmath import mp, mpf
 from torch import Tensor
 
-from dynorm.paper.proof.statement import Statement, Step, symbols_in
-from dynorm.paper.proof.vocabulary import C, Expr, Others, as_written, d, i, j, k, x_i
+from dynorm.paper.proof.statement import Comparison, Statement, Step, symbols_in
+from dynorm.paper.proof.vocabulary import C, Expr, Others, i, j, k, x_i
 
 DIGITS = 50
 TOLERANCE = 1e-50
@@ -170,8 +170,8 @@ def free_numbers(statement: Statement) -> set[Expr]:
         symbols |= symbols_in(step.left) | symbols_in(step.right)
     for formula in statement.definitions.values():
         symbols |= symbols_in(formula)
-    for formula, _ in statement.compared:
-        symbols |= symbols_in(formula)
+    for comparison in statement.compared:
+        symbols |= symbols_in(comparison.formula)
     return symbols - statement.definitions.keys() - {C}
 
 
@@ -227,21 +227,18 @@ def autograd_error(statement: Statement, tokens: list[Token]) -> float:
         x = vectors.pop("x")
         named = {symbol.name: float(number) for symbol, number in token.numbers.items()}
         at = SimpleNamespace(C=len(x), **vectors, **named)
-        for formula, computed in statement.compared:
-            with as_written():
-                slope = d(formula)
-
-            def function(x: Tensor, computed: Any = computed, at: SimpleNamespace = at) -> Tensor:
-                result: Tensor = computed(x, at).expand_as(x)
-                return result
-
-            values = function(x)
-            slopes = torch.func.jacrev(function)(x)
+        for comparison in statement.compared:
+            values = _computed(x, comparison, at)
+            slopes = torch.func.jacrev(_computed)(x, comparison, at)
             for place in {0, token.places[i], len(x) - 1}:
                 here = token.at(i, place)
-                errors.append(_relative(values[place], here, formula))
-                errors.append(_relative(slopes[place, place], here, slope))
+                errors.append(_relative(values[place], here, comparison.formula))
+                errors.append(_relative(slopes[place, place], here, comparison.derivative))
     return max(errors)
+
+
+def _computed(x: Tensor, comparison: Comparison, at: SimpleNamespace) -> Tensor:
+    return comparison.computed(x, at).expand_as(x)
 
 
 def _relative(computed: Tensor, token: Token, formula: Expr) -> float:

@@ -9,10 +9,10 @@ import sympy as sp
 from torch import Tensor
 
 from dynorm.errors import ArgumentError
-from dynorm.paper.proof.vocabulary import Expr
+from dynorm.paper.proof.vocabulary import Expr, d
 
 # A function of a token x, and of the numbers of the statement by name.
-Computed = Callable[[Tensor, SimpleNamespace], Tensor | float]
+Computed = Callable[[Tensor, SimpleNamespace], Tensor]
 
 PAPER = (
     "The Mathematical Relationship Between Layer Normalization and Dynamic Activation Functions "
@@ -40,6 +40,15 @@ class Step:
     by_sums: bool = False
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A formula, and a function of dynorm that computes it for all channels of a token."""
+
+    formula: Expr
+    derivative: Expr
+    computed: Computed
+
+
 @dataclass
 class Statement:
     """A theorem, an equation or an identity, with its proof.
@@ -61,8 +70,7 @@ class Statement:
     misprint: bool = False  # whether it is about a mistake in a text, and shows the correction
     least_channels: int = 2  # the smallest C that it covers
     steps: list[Step] = field(default_factory=list)
-    # Formulas, each with a function of dynorm that computes it for all channels of a token.
-    compared: list[tuple[Expr, Computed]] = field(default_factory=list)
+    compared: list[Comparison] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Reject a definition that uses a later one, which the proofs would take for a number."""
@@ -96,7 +104,8 @@ class Statement:
         ``computed`` gets the token x and, as attributes, C, the vectors gamma, bias and g, and all
         numbers of the statement by name.
         """
-        self.compared.append((sp.sympify(formula), computed))
+        formula = sp.sympify(formula)
+        self.compared.append(Comparison(formula, d(formula), computed))
 
     def _add(self, step: Step) -> None:
         for formula in (step.left, step.right):
