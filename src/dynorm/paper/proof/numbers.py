@@ -216,9 +216,9 @@ def autograd_error(statement: Statement, tokens: list[Token]) -> float:
     """Return how far dynorm's functions are from a statement's formulas, in float64.
 
     The result is the largest difference of values and of automatic derivatives over tokens and
-    channels, relative to the larger or to 1.
+    channels, relative to the larger or to 1; 0 if nothing is compared.
     """
-    errors = []
+    errors = [0.0]
     for token in tokens:
         vectors = {}
         for name, vector in token.vectors.items():
