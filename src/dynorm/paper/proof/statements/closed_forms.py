@@ -40,24 +40,24 @@ from dynorm.theory import (
 def closed_form_1() -> Statement:
     statement = Statement(
         "closed-form-1",
-        title="The constant of eq. 14 does not know its channel",
+        title="The constant of eq. 14 does not depend on its channel",
         source=OURS,
         equations="14",
         claim=r"$\beta_i = \frac{C-1}{C} \sum_{k \neq i} (x_k - m_i)^2 = \frac{(C-1)^2}{C} v_i$,"
-        " free of $x_i$",
+        " without $x_i$",
         assumes="$C > 1$; $m_i$ and $v_i$ are mean and biased variance of the $C - 1$ other "
         "channels",
         definitions=TOKEN,
     )
     statement.step(
-        Eq(mu - m_i, 1 / C * (x_i - m_i)), "Where the mean lies as seen from that of the others."
+        Eq(mu - m_i, 1 / C * (x_i - m_i)), "The mean, relative to the mean of the others."
     )
-    statement.step(Eq(x_i - mu, (C - 1) / C * (x_i - m_i)), "The deviation from it.")
+    statement.step(Eq(x_i - mu, (C - 1) / C * (x_i - m_i)), "The deviation from the mean.")
     statement.step(
         Eq(others((x_k - mu) ** 2), others((x_k - m_i) ** 2) + (C - 1) * (mu - m_i) ** 2),
-        "Squares around another point than their mean.",
+        "The squares around a point that is not their mean.",
     )
-    statement.then(others((x_k - m_i) ** 2) + (C - 1) / C**2 * (x_i - m_i) ** 2, "Put in.")
+    statement.then(others((x_k - m_i) ** 2) + (C - 1) / C**2 * (x_i - m_i) ** 2, "Inserted.")
     statement.step(
         Eq(beta_i, (C - 1) / C * others((x_k - mu) ** 2) - 1 / C * (x_i - mu) ** 2),
         "Appendix A.4, before eq. 14.",
@@ -65,15 +65,15 @@ def closed_form_1() -> Statement:
     statement.then(
         (C - 1) / C * (others((x_k - m_i) ** 2) + (C - 1) / C**2 * (x_i - m_i) ** 2)
         - 1 / C * ((C - 1) / C * (x_i - m_i)) ** 2,
-        "Put in.",
+        "Inserted.",
     )
     statement.then((C - 1) / C * others((x_k - m_i) ** 2), "Both terms with $x_i$ cancel.")
     statement.then((C - 1) ** 2 / C * v_i, "The definition of $v_i$.")
-    statement.step(Eq(d(beta_i), 0), "So it stays while $x_i$ moves.")
-    statement.step(Ge(beta_i, 0), "And it is not negative.")
+    statement.step(Eq(d(beta_i), 0), "So it is constant while $x_i$ moves.")
+    statement.step(Ge(beta_i, 0), "It is not negative.")
     statement.step(
         Eq(sigma_others**2, v_i + 1 / C**2 * (x_i - m_i) ** 2),
-        r"$\sigma_{\neq i}$ does move: it is not the deviation of the others, but more.",
+        r"$\sigma_{\neq i}$ does move: it is larger than the deviation of the others.",
     )
     statement.compare(beta_i, lambda x, _: channel_beta(x))
     statement.compare(v_i, lambda x, _: leave_one_out_variance(x))
@@ -106,12 +106,12 @@ def closed_form_2() -> Statement:
     )
     statement.then(
         sqrt(C - 1) * ((x_i - m_i) / sqrt(C * v_i + (x_i - m_i) ** 2)),
-        r"$\frac{C-1}{C} > 0$ is taken out.",
+        r"$\frac{C-1}{C} > 0$ cancels.",
     )
     statement.step(
         Eq(d(y_i), sqrt(C - 1) * (C * v_i) * (C * v_i + (x_i - m_i) ** 2) ** Rational(-3, 2)),
-        "Its derivative at constant $m_i$, $v_i$ is that of LayerNorm, as both stay while $x_i$"
-        " moves.",
+        "Its derivative at constant $m_i$, $v_i$ is that of LayerNorm, because neither moves with "
+        "$x_i$.",
     )
     statement.step(
         Eq(
@@ -126,7 +126,7 @@ def closed_form_2() -> Statement:
             (x_i - mu) / sqrt(sigma**2 + eps),
             sqrt(C - 1) * ((x_i - m_i) / sqrt(C * v_i + C * eps + (x_i - m_i) ** 2)),
         ),
-        r"$C \varepsilon$, right for RMSNorm, would not do here.",
+        r"$C \varepsilon$ is right for RMSNorm, but not here.",
     )
     statement.compare(y_i, lambda x, _: layer_norm_as_dyisru(x))
     statement.compare(
@@ -166,7 +166,7 @@ def closed_form_3() -> Statement:
         sqrt(C) * (x_i / sqrt(others(x_k**2) + x_i**2)), "$k = i$ is taken out of the sum."
     )
     statement.then(sqrt(C) * (x_i / sqrt(s_i + x_i**2)), "The definition of $s_i$.")
-    statement.step(Eq(d(s_i), 0), "The constant stays while $x_i$ moves.")
+    statement.step(Eq(d(s_i), 0), "The constant does not move with $x_i$.")
     statement.step(
         Eq(d(RMS_i), 1 / (C * sqrt(MS)) * (C - RMS_i**2)),
         "RMSNorm's derivative is eq. 5 with C for $C - 1$.",
@@ -213,7 +213,7 @@ def closed_form_4() -> Statement:
         least_channels=3,
     )
     statement.step(Eq(M_0, m_i), "At $t = 0$ the centre is that of the others.")
-    statement.step(Eq(B_0, C * v_i), "And the constant theirs.")
+    statement.step(Eq(B_0, C * v_i), "The constant is that of the others, too.")
     statement.step(
         Eq(sqrt(C - 1) * ((x_i - M_0) / sqrt(B_0 + (x_i - M_0) ** 2)), y_i),
         "So the function is LayerNorm, by closed-form-2.",
@@ -227,10 +227,10 @@ def closed_form_4() -> Statement:
     )
     statement.step(
         Gt(C - 1, (sqrt(C - 1) * (z / sqrt(beta_t + z**2))) ** 2),
-        r"Whatever the constant $\beta_t > 0$ and the deviation $z$ from the centre, the bound "
-        "is the same.",
+        r"The bound is the same for every constant $\beta_t > 0$ and every deviation $z$ from the "
+        "centre.",
     )
-    statement.step(Eq(d(B_t), 0), "All along, its constants stay while $x_i$ moves.")
+    statement.step(Eq(d(B_t), 0), "On the whole path the constant does not move with $x_i$.")
     statement.compare(
         sqrt(C - 1) * ((x_i - M_t) / sqrt(B_t + (x_i - M_t) ** 2)),
         lambda x, at: dyisru_general(
@@ -252,7 +252,7 @@ def closed_form_5() -> Statement:
         equations="15",
         claim=r"With $\beta_0 = C \sigma^2$ and scale $\sqrt{C}$, DyISRU has slope $1/\sigma$ at"
         r" 0 and bound $\sqrt{C}$",
-        assumes=r"$C > 1$; $\sigma > 0$ the deviation of a site's activations, a constant",
+        assumes=r"$C > 1$; $\sigma > 0$ is the standard deviation of a site's activations, a constant",
         remarks=(
             r"Scale and constant belong together: $\sqrt{C}$ with $\beta_0 = C\sigma^2$, or "
             r"$\sqrt{C-1}$ with $(C-1)\,\sigma^2$.",

@@ -36,11 +36,11 @@ def reduction() -> Statement:
     r = real("r")
     statement = Statement(
         "reduction",
-        title="What one channel sees of its token",
+        title="The dependence of one channel on its token",
         source=OURS,
         equations="1, 2",
-        claim=r"Every mean and variance of a token depends on $x_i$, C, $\sum_{k \neq i} x_k$ "
-        r"and $\sum_{k \neq i} x_k^2$ alone, and the last two do not move with $x_i$",
+        claim=r"Every mean and variance of a token depends only on $x_i$, C, $\sum_{k \neq i} x_k$ "
+        r"and $\sum_{k \neq i} x_k^2$, and the last two do not move with $x_i$",
         assumes=r"$C \geq 2$ an integer, $1 \leq i \leq C$; the first seven steps are proven "
         "with sympy's own sums and derivatives over symbolic bounds, and all other "
         "proofs rest on them. p, q and r are free of k",
@@ -53,7 +53,7 @@ def reduction() -> Statement:
     )
     statement.step(
         Eq(others(p + q * x_k + r * x_k**2), (C - 1) * p + q * others(x_k) + r * others(x_k**2)),
-        "So is the sum that leaves channel i out.",
+        "So is a sum that leaves channel i out.",
         by_sums=True,
     )
     statement.step(
@@ -61,7 +61,7 @@ def reduction() -> Statement:
     )
     statement.step(
         Eq(d(sum_k(x_k**2)), 2 * x_i),
-        "The sum of squares moves as the one square does.",
+        "The sum of squares moves as its one square does.",
         by_sums=True,
     )
     statement.step(
@@ -72,7 +72,7 @@ def reduction() -> Statement:
             others(g_k * (p + q * x_k + r * x_k**2)),
             p * others(g_k) + q * others(g_k * x_k) + r * others(g_k * x_k**2),
         ),
-        "Likewise where witnesses' gains weigh the channels.",
+        "The same holds for sums weighted by the gains of witnesses.",
         by_sums=True,
     )
     statement.step(
@@ -80,7 +80,7 @@ def reduction() -> Statement:
     )
     statement.step(
         Eq(others(x_k), (C - 1) * m_i),
-        "In place of the two sums stand mean and variance of the other channels: any $m_i$ and "
+        "The two sums are expressed by mean and variance of the other channels: any $m_i$ and "
         r"any $v_i \geq 0$.",
     )
     statement.step(
@@ -89,11 +89,11 @@ def reduction() -> Statement:
     )
     statement.step(
         Eq(x_i - mu, (C - 1) / C * (x_i - m_i)),
-        "The deviation from the mean of all is a part of that from the mean of the others.",
+        "The deviation from the mean of all, by the deviation from the mean of the others.",
     )
     statement.step(
         Eq(C * sigma**2, (C - 1) * v_i + (C - 1) / C * (x_i - m_i) ** 2),
-        "The variance of all, of that of the others and one deviation.",
+        "The variance of all, by the variance of the others and one deviation.",
     )
     statement.compare(x_i - mu, lambda x, _: center(x))
     statement.compare(sigma**2, lambda x, _: x.var(correction=0))
@@ -113,7 +113,7 @@ def theorem_1() -> Statement:
         claim=r"$\frac{dy_i}{dx_i} = F(x)\,(C - 1 - y_i^2)$ with $F(x) = "
         r"\frac{1}{C\sqrt{\sigma^2}}$",
         assumes=r"$C > 1$ channels that are not all equal, so that $\sigma > 0$; the other "
-        r"channels are held while $x_i$ moves, $\mu$ and $\sigma$ move with it",
+        r"channels are constant while $x_i$ moves, $\mu$ and $\sigma$ move with it",
         definitions={
             **TOKEN,
             f: x_i - mu,
@@ -132,7 +132,7 @@ def theorem_1() -> Statement:
     )
     statement.step(
         Eq(d(f), 1 - d(1 / C * sum_k(x_k))),
-        "The mean moves with $x_i$: by eq. 1 it is a sum that holds $x_i$.",
+        "The mean moves with $x_i$: by eq. 1 it is a sum that contains $x_i$.",
     )
     statement.then(1 - 1 / C, "One term of the sum is $x_i$, the others stay.")
     statement.then((C - 1) / C, "Over a common denominator.", tag="24")
@@ -166,7 +166,7 @@ def theorem_1() -> Statement:
     statement.step(Eq(d(y_i), (d(f) * g - f * d(g)) / g**2), "Eq. 23 again.")
     statement.then(
         ((C - 1) / C * sqrt(sigma**2) - (x_i - mu) * (y_i / C)) / sigma**2,
-        "Eq. 24 and 25 are put in.",
+        "Eq. 24 and 25 are inserted.",
     )
     statement.then(
         ((C - 1) / C * sqrt(sigma**2) - 1 / C * sqrt(sigma**2) * y_i**2) / sigma**2,
@@ -194,16 +194,16 @@ def equation_7() -> Statement:
     statement.step(Eq(F * (C - 1 - (-sqrt(C - 1)) ** 2), 0), "Eq. 5 at the lower extreme.", tag="7")
     statement.step(
         Eq(C - 1 - y_i**2, (sqrt(C - 1) - y_i) * (sqrt(C - 1) + y_i)),
-        "No other value is stationary: the factor vanishes at these two alone, and $F > 0$.",
+        "No other value is stationary: the factor is 0 only at these two, and $F > 0$.",
     )
     statement.step(
         Eq(C - 1 - y_i**2, (C - 1) * (C * v_i) / (C * v_i + (x_i - m_i) ** 2)),
-        "How far $y_i$ stays from them: $v_i$ is the variance of the other channels.",
+        "The distance of $y_i$ from them; $v_i$ is the variance of the other channels.",
     )
     statement.step(
         Ge(C - 1 - y_i**2, 0),
-        "So no channel passes them, and one reaches them only where all others are equal, $v_i "
-        "= 0$; with $C = 2$ that is always so.",
+        "So no channel passes them. A channel reaches them only if all others are equal, $v_i = 0$; "
+        "with $C = 2$ that is always so.",
     )
     statement.compare(
         sqrt(C - 1), lambda x, _: layer_norm(torch.diag(x.abs() + 1), eps=0.0).diagonal()
@@ -217,7 +217,7 @@ def equation_7() -> Statement:
 def equation_8() -> Statement:
     statement = Statement(
         "equation-8",
-        title="Equation 8: what holding F constant neglects",
+        title="Equation 8: the error of a constant F",
         source=PAPER,
         equations="8",
         claim=r"$\frac{dF}{dx_i} = -y_i\,F^2$, so F is constant to first order only at $x_i = "

@@ -57,8 +57,8 @@ def misprint_first_version() -> Statement:
             c: z * sqrt((C - 1) * y ** (-2) - 1),
         },
         remarks=(
-            "The later text has all of these right. It numbers the separated equation too: 27"
-            " and 28 became 28 and 29.",
+            "The later text has all of these right. It also numbers the separated equation, so "
+            "that 27 and 28 became 28 and 29.",
             "The first version also draws $N = 50$ values (section 4.1) where a token has $C "
             "= 100$; the later one has C.",
         ),
@@ -66,24 +66,24 @@ def misprint_first_version() -> Statement:
     )
     statement.step(
         Ne(1 / C * (1 / z), 1 / (C - 1 * y - y**3) * Dy),
-        "Printed in the separated equation: read as it stands, it is another function.",
+        "Printed in the separated equation: taken literally, it is another function.",
     )
     statement.step(Eq(1 / C * (1 / z), 1 / ((C - 1) * y - y**3) * Dy), "Meant.")
     statement.step(
         Ne(1 / ((C - 1) * y - y**3) * dy_du, -(1 / (C - 1 * y ** (-2) - 1) / 2)),
-        "Printed where $u$ is put in, by $y$: read as it stands, it is another function.",
+        "Printed after substitution, in $y$: taken literally, it is another function.",
     )
     statement.step(
         Eq(1 / ((C - 1) * y - y**3) * dy_du, -(1 / ((C - 1) * y ** (-2) - 1) / 2)), "Meant."
     )
     statement.step(
         Ne(1 / ((C - 1) * y - y**3) * dy_du, -(1 / (C - 1 * u - 1) / 2)),
-        "Printed where $u$ is put in, by $u$: read as it stands, it is another function.",
+        "Printed after substitution, in $u$: taken literally, it is another function.",
     )
     statement.step(Eq(1 / ((C - 1) * y - y**3) * dy_du, -(1 / ((C - 1) * u - 1) / 2)), "Meant.")
     statement.step(
         Ne(-(1 / ((C - 1) * u - 1) / 2), d(-(1 / (2 * C - 1) * log(C - 1 * u - 1)), u)),
-        "Printed in the integral over $u$: read as it stands, it is another function.",
+        "Printed in the integral over $u$: taken literally, it is another function.",
     )
     statement.step(
         Eq(-(1 / ((C - 1) * u - 1) / 2), d(-(1 / (2 * (C - 1)) * log((C - 1) * u - 1)), u)),
@@ -91,11 +91,11 @@ def misprint_first_version() -> Statement:
     )
     statement.step(
         Ne(-(1 / (C - 1 * u - 1) / 2), d(-(1 / (2 * C - 1) * log(C - 1 * u - 1)), u)),
-        "Nor is it consistent: the integral as printed is none of the integrand as printed.",
+        "Nor is it consistent: the printed integral is not an integral of the printed integrand.",
     )
     statement.step(
         Ne(1 / ((C - 1) * y - y**3), d(-(1 / (2 * C - 1) * log(C - 1 * y ** (-2) - 1)), y)),
-        "Printed in eq. 28: read as it stands, it is another function.",
+        "Printed in eq. 28: taken literally, it is another function.",
     )
     statement.step(
         Eq(1 / ((C - 1) * y - y**3), d(-(1 / (2 * (C - 1)) * log((C - 1) * y ** (-2) - 1)), y)),
@@ -105,7 +105,7 @@ def misprint_first_version() -> Statement:
         Ne(
             1 / (C - 1) * log(z), -(1 / (2 * C - 1) * log(C - 1 * y ** (-2) - 1)) + log(c) / (C - 1)
         ),
-        "Printed where both sides are compared: read as it stands, it is another function.",
+        "Printed where both sides are compared: taken literally, it is another function.",
     )
     statement.step(
         Eq(
@@ -116,22 +116,22 @@ def misprint_first_version() -> Statement:
     )
     statement.step(
         Ne(log(c**2 / z**2), log(C - 1 * y ** (-2) - 1)),
-        "Printed in the next three lines: read as it stands, it is another function.",
+        "Printed in the next three lines: taken literally, it is another function.",
     )
     statement.step(Eq(log(c**2 / z**2), log((C - 1) * y ** (-2) - 1)), "Meant.")
     statement.step(
         Ne(c**2 / z**2, C - 1 * y ** (-2) - 1),
-        "Printed where they are exponentiated: read as it stands, it is another function.",
+        "Printed where they are exponentiated: taken literally, it is another function.",
     )
     statement.step(Eq(c**2 / z**2, (C - 1) * y ** (-2) - 1), "Meant.")
     statement.step(
         Ne(y ** (-2), (c**2 + z**2) / (C - 1 * z**2)),
-        "Printed in the last line but one: read as it stands, it is another function.",
+        "Printed in the last line but one: taken literally, it is another function.",
     )
     statement.step(Eq(y ** (-2), (c**2 + z**2) / ((C - 1) * z**2)), "Meant.")
     statement.step(
         Ne(y**2, (C - 1 * z**2) / (c**2 + z**2)),
-        "Printed in the last line: read as it stands, it is another function.",
+        "Printed in the last line: taken literally, it is another function.",
     )
     statement.step(Eq(y**2, (C - 1) * z**2 / (c**2 + z**2)), "Meant.")
     statement.compare(1, lambda x, _: slope_by_integrand(x))
@@ -146,14 +146,14 @@ def misprint_note() -> Statement:
         equations="c(x)",
         claim=r"The note's first display has $x\,(1 - \frac{1}{d} 1^\top 1)$; $I - \frac{1}{d} "
         r"1^\top 1$ is meant, as its later lines have it",
-        assumes=r"a number less a matrix is read entry by entry: each entry is $1 - \frac{1}{C}$",
+        assumes=r"a number minus a matrix is taken entry by entry: each is $1 - \frac{1}{C}$",
         definitions={
             mu: sum_k(x_k) / C,
         },
         misprint=True,
     )
     statement.step(
-        Ne(x_i - mu, sum_k(x_k * (1 - 1 / C))), "Printed: read as it stands, it does not centre."
+        Ne(x_i - mu, sum_k(x_k * (1 - 1 / C))), "Printed: taken literally, it does not centre."
     )
     statement.step(Eq(x_i - mu, sum_k(x_k * (delta(k, i) - 1 / C))), "Meant.")
     statement.compare(x_i - mu, lambda x, at: x @ (torch.eye(at.C).double() - 1 / at.C))

@@ -61,7 +61,7 @@ def note_centering() -> Statement:
         "The matrix is its own square: centring twice is centring once.",
     )
     statement.step(Eq(sum_k(delta(k, i) - 1 / C), 0), "It takes a constant row to 0.")
-    statement.step(Eq(sum_k(x_k - mu), 0), "So what was centred has mean 0.")
+    statement.step(Eq(sum_k(x_k - mu), 0), "So a centred row has mean 0.")
     statement.step(
         Eq(sum_k(delta(k, k) - 1 / C), C - 1),
         "Its trace is its rank: one dimension, the mean, is lost.",
@@ -80,7 +80,7 @@ def note_centering() -> Statement:
 def note_variance() -> Statement:
     statement = Statement(
         "note-variance",
-        title="The variance is the mean of squares of what was centred",
+        title="The variance is the mean square after centring",
         source=NOTE_SOURCE,
         equations="RMS, MS, Var",
         claim=r"$\mathrm{Var}(x) = \mathrm{MS}(c(x))$, $\mathrm{MS}(x) = \mathrm{RMS}(x)^2 = "
@@ -92,16 +92,14 @@ def note_variance() -> Statement:
         Eq(sqrt(1 / C * sum_k(x_k**2)), sqrt(sum_k(x_k**2)) / sqrt(C)),
         r"The root mean square is a norm over $\sqrt{C}$.",
     )
-    statement.step(
-        Eq((sqrt(sum_k(x_k**2)) / sqrt(C)) ** 2, MS), "Its square is the mean of squares."
-    )
+    statement.step(Eq((sqrt(sum_k(x_k**2)) / sqrt(C)) ** 2, MS), "Its square is the mean square.")
     statement.step(Eq(Var, 1 / C * sum_k((x_k - mu) ** 2)), "The definition.")
     statement.then(
         1 / C * sum_k(sum_l(x_l * (delta(ell, k) - 1 / C)) ** 2),
         "Each deviation is an entry of $c(x)$.",
     )
     statement.then(MS_c, "The definition of MS.")
-    statement.step(Eq(Var, MS - mu**2), "It is what the mean takes from the mean of squares.")
+    statement.step(Eq(Var, MS - mu**2), "It is the mean square less the square of the mean.")
     statement.compare(Var, lambda x, _: x.var(correction=0))
     statement.compare(MS - mu**2, lambda x, _: mean_square(center(x)))
     statement.compare(sqrt(MS), lambda x, _: rms(x))
@@ -128,8 +126,8 @@ def note_rmsnorm() -> Statement:
     )
     statement.then(
         c_i / sqrt(MS_c + eps) * gamma[i] + bias[i],
-        r"note-variance: $\mathrm{Var}(x) = \mathrm{MS}(c(x))$; what is left of the bias is "
-        "RMSNorm of $c(x)$.",
+        r"note-variance: $\mathrm{Var}(x) = \mathrm{MS}(c(x))$; without the bias it is RMSNorm "
+        "of $c(x)$.",
     )
     statement.compare(
         (x_i - mu) / sqrt(Var + eps) * gamma[i] + bias[i],
@@ -172,7 +170,7 @@ def note_matrix() -> Statement:
     )
     statement.then(
         1 / sqrt(Var + eps) * sum_k(x_k * (delta(k, i) - 1 / C)) * gamma[i] + bias[i],
-        "The division, the one step that is not linear, is the same for all channels.",
+        "The division, the only step that is not linear, is the same for all channels.",
     )
     statement.then((x_i - mu) / sqrt(Var + eps) * gamma[i] + bias[i], "note-centering.")
     statement.compare(

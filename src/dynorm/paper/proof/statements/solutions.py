@@ -84,13 +84,15 @@ def theorem_2() -> Statement:
     )
     statement.step(
         Eq(d(1 / (2 * R) * log((R + y) / (R - y)), y) * Dy, d(F * x, x)),
-        "Along $x$, with $dy/dx$ of eq. 9, the two differ by a constant alone: $c$ is its name.",
+        "Along $x$, with $dy/dx$ of eq. 9, the two differ by a constant, which is called $c$.",
     )
     statement.step(
         Eq(exp(2 * R * (F * x + c / (2 * R))), exp(2 * R * F * x + c)),
         r"Both are equal; times $2\sqrt{C-1}$, and exponentiated, the right one gives $Q$.",
     )
-    statement.step(Eq(exp(2 * R * (1 / (2 * R) * log((R + y) / (R - y)))), Q), "And the left one.")
+    statement.step(
+        Eq(exp(2 * R * (1 / (2 * R) * log((R + y) / (R - y)))), Q), "The left one is $Q$ itself."
+    )
     statement.step(Eq((R + y) / (R - y), Q), "$Q$ is the quotient; it is solved for $y$.")
     statement.step(Eq(R + y, (R - y) * Q), "Times the denominator.")
     statement.step(Eq(R + y, R * Q - Q * y), "Multiplied out.")
@@ -102,14 +104,14 @@ def theorem_2() -> Statement:
             R * ((exp(2 * R * F * x + c) - 1) / (exp(2 * R * F * x + c) + 1)),
             R * ((A * exp(2 * R * F * x) - 1) / (A * exp(2 * R * F * x) + 1)),
         ),
-        "$Q$ is put in again, with $A = e^c$.",
+        "$Q$ is inserted again, with $A = e^c$.",
     )
     statement.step(
         Eq(R * ((A * exp(0) - 1) / (A * exp(0) + 1)), y_0), "At $x = 0$ the solution is $y_0$."
     )
     statement.step(
         Eq(A, (R + y_0) / (R - y_0)),
-        "So $A$ follows from $y_0$, and $y_0 = 0$, eq. 10, leaves $A = 1$ alone.",
+        "So $A$ follows from $y_0$, and $y_0 = 0$, eq. 10, gives $A = 1$.",
         tag="10",
     )
     statement.step(
@@ -119,10 +121,10 @@ def theorem_2() -> Statement:
     )
     statement.step(
         Eq(d(R * tanh(alpha * x), x), F * (C - 1 - (R * tanh(alpha * x)) ** 2)),
-        "Put back: eq. 11 solves eq. 9.",
+        "Inserted again: eq. 11 solves eq. 9.",
         tag="9",
     )
-    statement.step(Eq(R * tanh(alpha * 0), 0), "And meets eq. 10.", tag="10")
+    statement.step(Eq(R * tanh(alpha * 0), 0), "It satisfies eq. 10, too.", tag="10")
     statement.step(
         Gt(C - 1, (R * tanh(alpha * x)) ** 2),
         r"It stays within $\pm\sqrt{C-1}$, as was assumed when dividing.",
@@ -169,7 +171,7 @@ def theorem_3() -> Statement:
             Y_i: sqrt(C - 1) * ((x_i - mu) / sqrt(beta_i + (x_i - mu) ** 2)),
         },
         remarks=(
-            r"The texts write $\log(x - \mu)$, which asks for $x > \mu$; the proof here holds "
+            r"The texts write $\log(x - \mu)$, which needs $x > \mu$; the proof here holds "
             "on both sides.",
             "The last two lines of eq. 28 (27 in the first version) are the same line, "
             "printed twice.",
@@ -199,7 +201,7 @@ def theorem_3() -> Statement:
     statement.then(
         d(1 / (C - 1) * (log((x_i - mu) ** 2) / 2) + log(c_lhs) / (C - 1)),
         r"Its integral; $\frac{1}{2}\,\log (x - \mu)^2$ is $\log(x - \mu)$ where $x > \mu$, and "
-        "it serves both sides.",
+        "covers both sides of $\\mu$.",
         tag="28",
     )
     statement.step(Eq(d(y ** (-2), y), -(2 * y ** (-3))), "For the right hand side: $u = y^{-2}$.")
@@ -226,8 +228,8 @@ def theorem_3() -> Statement:
             d(1 / (C - 1) * (log((x_i - mu) ** 2) / 2)),
             d(-(1 / (2 * (C - 1)) * log((C - 1) * y_i ** (-2) - 1))),
         ),
-        "Along $x_i$ the integrals of both sides move alike, so they differ by a constant "
-        "alone: $c$ is its name.",
+        "Along $x_i$ the integrals of both sides move alike, so they differ by a constant, which "
+        "is called $c$.",
     )
     statement.step(
         Eq(
@@ -248,7 +250,7 @@ def theorem_3() -> Statement:
     statement.step(Eq((C - 1) * (z**2 / (c**2 + z**2)), y**2), r"Inverted, with $\beta = c^2$.")
     statement.step(
         Eq(Y**2, (C - 1) * ((x_i - mu) ** 2 / (beta + (x_i - mu) ** 2))),
-        "The root leaves two signs; eq. 13 squared is what was found.",
+        "The root leaves two signs; this is eq. 13 squared.",
     )
     statement.step(
         Gt(d(Y), 0), r"Eq. 13 rises with $x_i$ on both sides of $\mu$, as eq. 12 asks.", tag="12"
@@ -256,14 +258,13 @@ def theorem_3() -> Statement:
     statement.step(Gt(0, d(-Y)), "With the other sign it would fall.", tag="12")
     statement.step(
         Eq(d(Y), Y / (C * (x_i - mu)) * (C - 1 - Y**2)),
-        r"Put back: eq. 13 solves eq. 5 for every constant $\beta$, F being $y / (C (x - \mu))$ "
-        "as above.",
+        r"Inserted again: eq. 13 solves eq. 5 for every constant $\beta$, with $F = y / (C (x - "
+        r"\mu))$ as above.",
         tag="13",
     )
     statement.step(
         Eq(d(beta_i), 0),
-        r"The constant that belongs to a token, $\beta_i$ of theorem 4, indeed does not move "
-        "with $x_i$.",
+        r"The constant of a token, $\beta_i$ of theorem 4, does not move with $x_i$.",
     )
     statement.step(
         Eq(d(Y_i), F * (C - 1 - Y_i**2)),
@@ -285,7 +286,7 @@ def theorem_4() -> Statement:
         claim=r"$\frac{x_i - \mu}{\sqrt{\sigma^2}} = \sqrt{C-1}\,\frac{x_i - \mu}{\sqrt{\beta + "
         r"(x_i - \mu)^2}} \Leftrightarrow \beta = \beta_i = (C-1)\,\sigma_{\neq i}^2 - "
         r"\sigma^2$",
-        assumes=r"$C > 1$, $\sigma > 0$; the converse, that no other $\beta$ will do, needs $x_i"
+        assumes=r"$C > 1$, $\sigma > 0$; the converse, that no other $\beta$ solves it, needs $x_i"
         r" \neq \mu$",
         definitions={
             **TOKEN,
@@ -294,7 +295,7 @@ def theorem_4() -> Statement:
         remarks=(
             r"The texts state the equivalence without $x_i \neq \mu$. At $x_i = \mu$ both "
             r"sides are 0 for every $\beta$.",
-            r"With $C = 2$, and wherever all other channels are equal, $\beta_i = 0$ and $y_i "
+            r"With $C = 2$, and whenever all other channels are equal, $\beta_i = 0$ and $y_i "
             r"= \pm\sqrt{C-1}$.",
             r"$\sigma_{\neq i}$ is taken around the mean $\mu$ of all channels, so it moves "
             "with $x_i$; see closed-form-1.",
@@ -333,7 +334,7 @@ def theorem_4() -> Statement:
             (C - 1) / C * others((x_k - mu) ** 2) - 1 / C * (x_i - mu) ** 2,
             others((x_k - mu) ** 2) - 1 / C * sum_k((x_k - mu) ** 2),
         ),
-        r"$-\frac{1}{C}$ of the other squares goes to the second sum.",
+        r"$-\frac{1}{C}$ of the other squares moves to the second sum.",
     )
     statement.then(
         (C - 1) * sigma_others**2 - sigma**2, "The definitions of both variances.", tag="14"
@@ -347,7 +348,7 @@ def theorem_4() -> Statement:
             (C - 1) * (x_i - mu) ** 2 / y_i**2 - (x_i - mu) ** 2,
             (C - 1) * sigma_others**2 - sigma**2,
         ),
-        "So the $y_i$ of eq. 3 leaves one value for it.",
+        "So the $y_i$ of eq. 3 determines it.",
         tag="14",
     )
     statement.step(Ge(beta_i, 0), "It is not negative, so that the root of eq. 13 is real.")
@@ -369,13 +370,13 @@ def equation_15() -> Statement:
     DROPPED = sqrt(C - 1) * x / sqrt(beta + x**2)
     statement = Statement(
         "equation-15",
-        title="Equation 15: DyISRU, and what dropping the centre neglects",
+        title="Equation 15: DyISRU, and the error of dropping the centre",
         source=PAPER,
         equations="15",
-        claim=r"For $|x| \gg |\mu|$, eq. 13 goes over into $y = \sqrt{C-1}\,\frac{x}{\sqrt{\beta"
+        claim=r"For $|x| \gg |\mu|$, eq. 13 approaches $y = \sqrt{C-1}\,\frac{x}{\sqrt{\beta"
         " + x^2}}$",
-        assumes=r"$C > 1$, $\beta > 0$ and $\mu$ constant; $h = 1/x$ goes to 0 from above, the "
-        "other side is alike",
+        assumes=r"$C > 1$, $\beta > 0$ and $\mu$ constant; $h = 1/x$ goes to 0 from above; the "
+        "other side is the same",
     )
     statement.step(
         Eq(limit(FAR_EXACT / FAR, h), 1),
@@ -384,14 +385,14 @@ def equation_15() -> Statement:
     )
     statement.step(
         Eq(limit((1 - FAR_EXACT / FAR) / h**3, h), beta * mu),
-        "It does so with the third power of the distance.",
+        "The rest falls with the third power of the distance.",
     )
     statement.step(
         Eq(
             DROPPED**2 - EXACT**2,
             (C - 1) * beta * mu * (2 * x - mu) / ((beta + x**2) * (beta + (x - mu) ** 2)),
         ),
-        "What is neglected, exactly, of the squares.",
+        "The exact difference of the squares.",
     )
     statement.step(Eq(sqrt(C - 1) * -x / sqrt(beta + (-x) ** 2), -DROPPED), "The function is odd.")
     statement.step(Gt(C - 1, DROPPED**2), "Its bound is that of eq. 7.")
@@ -421,7 +422,7 @@ def appendix_b() -> Statement:
     )
     statement.step(
         Eq(x / sqrt(1 + alpha * x**2), x / sqrt(alpha * (1 / alpha + x**2))),
-        r"Eq. 30, $\alpha$ taken out under the root.",
+        r"Eq. 30, with $\alpha$ factored out under the root.",
     )
     statement.then(
         1 / sqrt(alpha) * (x / sqrt(1 / alpha + x**2)), "The root of a product of positive numbers."
@@ -433,7 +434,7 @@ def appendix_b() -> Statement:
             sqrt(C - 1) * (x / sqrt(beta + x**2)),
             sqrt((C - 1) / beta) * (sqrt(beta) * x / sqrt(beta + x**2)),
         ),
-        r"DyISRU is the ISRU but for the height: $\sqrt{C-1}$ stands for $\sqrt{\beta}$.",
+        r"DyISRU is the ISRU with another height: $\sqrt{C-1}$ in place of $\sqrt{\beta}$.",
     )
     statement.step(
         Eq(d(x / sqrt(1 + alpha * x**2), x), (1 + alpha * x**2) ** Rational(-3, 2)),

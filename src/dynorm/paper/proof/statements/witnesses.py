@@ -32,8 +32,8 @@ def witness_none() -> Statement:
         source=OURS,
         equations="13, 15",
         claim=r"With $\beta_i(x) = \beta + \sum_{k \neq i} g_k (x_k - p)^2$ and no witness, $g ="
-        " 0$, the function is eq. 13, and eq. 15 where the centre p is 0",
-        assumes=r"$C > 1$, $\beta > 0$; $g_k \geq 0$, and 0 where channel k is no witness",
+        " 0$, the function is eq. 13, and eq. 15 if the centre p is 0",
+        assumes=r"$C > 1$, $\beta > 0$; $g_k \geq 0$, and 0 if channel k is not a witness",
     )
     statement.step(Eq(beta + others(0 * (x_k - p) ** 2), beta), "Every gain is 0.")
     statement.step(
@@ -46,7 +46,7 @@ def witness_none() -> Statement:
     )
     statement.step(
         Eq(R * (x_i / sqrt(beta + others(0 * x_k**2) + x_i**2)), R * (x_i / sqrt(beta + x_i**2))),
-        "And eq. 15 where the centre is 0.",
+        "With centre 0 it is eq. 15.",
         tag="15",
     )
     statement.compare(
@@ -90,11 +90,11 @@ def witness_all() -> Statement:
             (x_i - mu) / sqrt(sigma**2 + eps),
             sqrt(C) * ((x_i - mu) / sqrt(C * eps + sum_k((x_k - mu) ** 2))),
         ),
-        "The same of LayerNorm.",
+        "The same for LayerNorm.",
     )
     statement.then(
         sqrt(C) * ((x_i - mu) / sqrt(C * eps + others(1 * (x_k - mu) ** 2) + (x_i - mu) ** 2)),
-        "Its centre is a statistic, so that this end is no function of a few channels.",
+        "Its centre is a statistic, so LayerNorm is not a function of a few channels.",
     )
     statement.compare(x_i / sqrt(MS + eps), lambda x, at: rms_norm_by_witnesses(x, at.eps))
     statement.compare(
@@ -120,8 +120,8 @@ def witness_derivative() -> Statement:
         source=OURS,
         equations="13, 15",
         claim=r"$\frac{dy_i}{dx_i} = s\,\beta_i(x)\,(\beta_i(x) + (x_i - p)^2)^{-3/2}$ with "
-        r"$\beta_i(x) = \beta + \sum_{k \neq i} g_k (x_k - p)^2$, which stays while $x_i$ "
-        "moves",
+        r"$\beta_i(x) = \beta + \sum_{k \neq i} g_k (x_k - p)^2$, which does not move with "
+        "$x_i$",
         assumes=r"$C > 1$, $\beta > 0$, $s > 0$, $g_k \geq 0$; a witness that is another channel"
         " has gain h and lies z from its centre",
         definitions={
@@ -133,28 +133,28 @@ def witness_derivative() -> Statement:
     statement.step(Eq(d(beta_i), 0), "A channel is not its own witness.")
     statement.step(
         Gt(beta + others(g_k * x_k**2), 0),
-        "No gain is negative, so the root is real; here the constant centre is taken off already.",
+        "No gain is negative, so the root is real. Here x is already centred.",
     )
     statement.step(
         Eq(d(y_i), s * beta_i * (beta_i + (x_i - p) ** 2) ** Rational(-3, 2)),
         "So its derivative is that of eq. 13 with this constant.",
     )
     statement.step(Gt(d(Y), 0), "It rises.")
-    statement.step(Gt(s**2, Y**2), "And its bound is the scale, whatever the witnesses.")
+    statement.step(Gt(s**2, Y**2), "Its bound is the scale, with any witnesses.")
     statement.step(
         Eq(
             d(s * (u / sqrt(r + h * z**2 + u**2)), z),
             -(s * u * h * z * (r + h * z**2 + u**2) ** Rational(-3, 2)),
         ),
-        "Where another channel is a witness, the output falls in size as that moves away; r is "
-        r"the rest of $\beta_i(x)$.",
+        "If another channel is a witness, the output shrinks as that channel moves away; r is the "
+        r"rest of $\beta_i(x)$.",
     )
     statement.step(
         Eq(
             d(s * (u / sqrt(r + h * z**2 + u**2)), h),
             -(s * u * z**2 * (r + h * z**2 + u**2) ** Rational(-3, 2) / 2),
         ),
-        "And as its gain grows.",
+        "It also shrinks as the gain grows.",
     )
     statement.compare(
         y_i,
