@@ -71,7 +71,7 @@ def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
         )
     from matplotlib import rc_context
 
-    metadata = {}
+    metadata: dict[str, None] = {}
     if format == "svg":
         # No date, so that the files of two runs are equal.
         metadata["Date"] = None
@@ -155,7 +155,7 @@ def _label_decades(axis: Axis) -> None:
     """
     superscripts = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
-    def power_of_ten(value: float, _: int | None) -> str:
+    def power_of_ten(value: float, _: float) -> str:
         exponent = round(math.log10(value))
         return "10" + str(exponent).translate(superscripts)
 

@@ -125,7 +125,7 @@ def _fit_table(reproduction: Reproduction) -> str:
             constant = f"{constant} = C v_o"
         value, mean = paper.get(fit.name, ("", ""))
         rows.append((fit.name, constant, fit.value, value, fit.mean_absolute_residual, mean))
-    columns = [
+    columns: list[str | Column] = [
         "function",
         "constant",
         Column("value", ".8g"),

@@ -102,6 +102,11 @@ def limit(formula: Expr, variable: Expr) -> Expr:
     return sp.Limit(formula, variable, 0, "+")
 
 
+def isr_unit(z: Expr, beta: Expr) -> Expr:
+    """Return the inverse square root unit: z over the root of ``beta + z**2``."""
+    return z / sp.sqrt(beta + z**2)
+
+
 # LayerNorm's quantities, and those that leave channel i out.
 mu = real("mu")
 sigma = real("sigma")
@@ -119,18 +124,23 @@ u = real("u")
 dy_du = real("dy_du")
 
 with as_written():
+    n = C - 1  # the number of other channels
+    R = sp.sqrt(C - 1)  # the bound of LayerNorm
+    from_mean = x_i - mu
+    from_others = x_i - m_i
+
     TOKEN = {
         mu: sum_k(x_k) / C,
         sigma: sp.sqrt(sum_k((x_k - mu) ** 2) / C),
-        y_i: (x_i - mu) / sigma,
+        y_i: from_mean / sigma,
         F: 1 / (C * sigma),
-        sigma_others: sp.sqrt(others((x_k - mu) ** 2) / (C - 1)),
-        m_i: others(x_k) / (C - 1),
-        v_i: others((x_k - m_i) ** 2) / (C - 1),
-        beta_i: (C - 1) * sigma_others**2 - sigma**2,
+        sigma_others: sp.sqrt(others((x_k - mu) ** 2) / n),
+        m_i: others(x_k) / n,
+        v_i: others((x_k - m_i) ** 2) / n,
+        beta_i: n * sigma_others**2 - sigma**2,
     }
     SUBSTITUTED = {
-        y: sp.sqrt((C - 1) / (w + 1)),
+        y: sp.sqrt(n / (w + 1)),
         u: y ** (-2),
         dy_du: 1 / d(y ** (-2), y),
     }

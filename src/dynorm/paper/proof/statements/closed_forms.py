@@ -10,11 +10,16 @@ from dynorm.paper.proof.vocabulary import (
     TOKEN,
     C,
     Expr,
+    R,
     beta_i,
     d,
+    from_mean,
+    from_others,
+    isr_unit,
     limit,
     m_i,
     mu,
+    n,
     others,
     positive,
     real,
@@ -38,6 +43,8 @@ from dynorm.theory import (
 
 
 def closed_form_1() -> Statement:
+    around_mean = others((x_k - mu) ** 2)
+    around_others = others((x_k - m_i) ** 2)
     statement = Statement(
         "closed-form-1",
         title="The constant of eq. 14 does not depend on its channel",
@@ -50,29 +57,28 @@ def closed_form_1() -> Statement:
         definitions=TOKEN,
     )
     statement.step(
-        Eq(mu - m_i, 1 / C * (x_i - m_i)), "The mean, relative to the mean of the others."
+        Eq(mu - m_i, 1 / C * from_others), "The mean, relative to the mean of the others."
     )
-    statement.step(Eq(x_i - mu, (C - 1) / C * (x_i - m_i)), "The deviation from the mean.")
+    statement.step(Eq(from_mean, n / C * from_others), "The deviation from the mean.")
     statement.step(
-        Eq(others((x_k - mu) ** 2), others((x_k - m_i) ** 2) + (C - 1) * (mu - m_i) ** 2),
+        Eq(around_mean, around_others + n * (mu - m_i) ** 2),
         "The squares around a point that is not their mean.",
     )
-    statement.then(others((x_k - m_i) ** 2) + (C - 1) / C**2 * (x_i - m_i) ** 2, "Inserted.")
+    statement.then(around_others + n / C**2 * from_others**2, "Inserted.")
     statement.step(
-        Eq(beta_i, (C - 1) / C * others((x_k - mu) ** 2) - 1 / C * (x_i - mu) ** 2),
+        Eq(beta_i, n / C * around_mean - 1 / C * from_mean**2),
         "Appendix A.4, before eq. 14.",
     )
     statement.then(
-        (C - 1) / C * (others((x_k - m_i) ** 2) + (C - 1) / C**2 * (x_i - m_i) ** 2)
-        - 1 / C * ((C - 1) / C * (x_i - m_i)) ** 2,
+        n / C * (around_others + n / C**2 * from_others**2) - 1 / C * (n / C * from_others) ** 2,
         "Inserted.",
     )
-    statement.then((C - 1) / C * others((x_k - m_i) ** 2), "Both terms with $x_i$ cancel.")
-    statement.then((C - 1) ** 2 / C * v_i, "The definition of $v_i$.")
+    statement.then(n / C * around_others, "Both terms with $x_i$ cancel.")
+    statement.then(n**2 / C * v_i, "The definition of $v_i$.")
     statement.step(Eq(d(beta_i), 0), "So it is constant while $x_i$ moves.")
     statement.step(Ge(beta_i, 0), "It is not negative.")
     statement.step(
-        Eq(sigma_others**2, v_i + 1 / C**2 * (x_i - m_i) ** 2),
+        Eq(sigma_others**2, v_i + 1 / C**2 * from_others**2),
         r"$\sigma_{\neq i}$ does move: it is larger than the deviation of the others.",
     )
     statement.compare(beta_i, lambda x, _: channel_beta(x))
@@ -82,6 +88,7 @@ def closed_form_1() -> Statement:
 
 def closed_form_2() -> Statement:
     eps = positive("eps")
+    with_eps = from_mean / sqrt(sigma**2 + eps)
     statement = Statement(
         "closed-form-2",
         title="LayerNorm is a DyISRU",
@@ -91,49 +98,39 @@ def closed_form_2() -> Statement:
         assumes=r"$C > 1$, $\sigma > 0$; with $\varepsilon$ inside the root, $\varepsilon > 0$",
         definitions=TOKEN,
     )
-    statement.step(
-        Eq(y_i, sqrt(C - 1) * ((x_i - mu) / sqrt(beta_i + (x_i - mu) ** 2))), "Theorem 4."
-    )
+    statement.step(Eq(y_i, R * isr_unit(from_mean, beta_i)), "Theorem 4.")
     statement.then(
-        sqrt(C - 1)
-        * (
-            (C - 1)
-            / C
-            * (x_i - m_i)
-            / sqrt((C - 1) ** 2 / C * v_i + ((C - 1) / C * (x_i - m_i)) ** 2)
-        ),
+        R * (n / C * from_others / sqrt(n**2 / C * v_i + (n / C * from_others) ** 2)),
         "closed-form-1.",
     )
     statement.then(
-        sqrt(C - 1) * ((x_i - m_i) / sqrt(C * v_i + (x_i - m_i) ** 2)),
+        R * isr_unit(from_others, C * v_i),
         r"$\frac{C-1}{C} > 0$ cancels.",
     )
     statement.step(
-        Eq(d(y_i), sqrt(C - 1) * (C * v_i) * (C * v_i + (x_i - m_i) ** 2) ** Rational(-3, 2)),
+        Eq(d(y_i), R * (C * v_i) * (C * v_i + from_others**2) ** Rational(-3, 2)),
         "Its derivative at constant $m_i$, $v_i$ is that of LayerNorm, because neither moves with "
         "$x_i$.",
     )
     statement.step(
         Eq(
-            (x_i - mu) / sqrt(sigma**2 + eps),
-            sqrt(C - 1) * ((x_i - m_i) / sqrt(C * v_i + C**2 / (C - 1) * eps + (x_i - m_i) ** 2)),
+            with_eps,
+            R * isr_unit(from_others, C * v_i + C**2 / n * eps),
         ),
         r"With $\varepsilon$ inside LayerNorm's root the constant gains "
         r"$\frac{C^2}{C-1}\,\varepsilon$.",
     )
     statement.step(
         Ne(
-            (x_i - mu) / sqrt(sigma**2 + eps),
-            sqrt(C - 1) * ((x_i - m_i) / sqrt(C * v_i + C * eps + (x_i - m_i) ** 2)),
+            with_eps,
+            R * isr_unit(from_others, C * v_i + C * eps),
         ),
         r"$C \varepsilon$ is right for RMSNorm, but not here.",
     )
     statement.compare(y_i, lambda x, _: layer_norm_as_dyisru(x))
+    statement.compare(with_eps, lambda x, at: layer_norm_as_dyisru(x, at.eps))
     statement.compare(
-        (x_i - mu) / sqrt(sigma**2 + eps), lambda x, at: layer_norm_as_dyisru(x, at.eps)
-    )
-    statement.compare(
-        (x_i - mu) / sqrt(eps + sigma**2),
+        from_mean / sqrt(eps + sigma**2),
         lambda x, at: dyisru_general(
             x, leave_one_out_beta(x, eps=at.eps).detach(), leave_one_out_mean(x).detach()
         ),
@@ -162,17 +159,15 @@ def closed_form_3() -> Statement:
     )
     statement.step(Eq(RMS_i, x_i / sqrt(1 / C * sum_k(x_k**2))), "The definition.")
     statement.then(sqrt(C) * (x_i / sqrt(sum_k(x_k**2))), "C is taken out of the root.")
-    statement.then(
-        sqrt(C) * (x_i / sqrt(others(x_k**2) + x_i**2)), "$k = i$ is taken out of the sum."
-    )
-    statement.then(sqrt(C) * (x_i / sqrt(s_i + x_i**2)), "The definition of $s_i$.")
+    statement.then(sqrt(C) * isr_unit(x_i, others(x_k**2)), "$k = i$ is taken out of the sum.")
+    statement.then(sqrt(C) * isr_unit(x_i, s_i), "The definition of $s_i$.")
     statement.step(Eq(d(s_i), 0), "The constant does not move with $x_i$.")
     statement.step(
         Eq(d(RMS_i), 1 / (C * sqrt(MS)) * (C - RMS_i**2)),
         "RMSNorm's derivative is eq. 5 with C for $C - 1$.",
     )
     statement.step(
-        Eq(x_i / sqrt(MS + eps), sqrt(C) * (x_i / sqrt(s_i + C * eps + x_i**2))),
+        Eq(x_i / sqrt(MS + eps), sqrt(C) * isr_unit(x_i, s_i + C * eps)),
         r"With $\varepsilon$ the constant gains $C \varepsilon$.",
     )
     statement.compare(RMS_i, lambda x, _: rms_norm_as_dyisru(x))
@@ -215,24 +210,24 @@ def closed_form_4() -> Statement:
     statement.step(Eq(M_0, m_i), "At $t = 0$ the centre is that of the others.")
     statement.step(Eq(B_0, C * v_i), "The constant is that of the others, too.")
     statement.step(
-        Eq(sqrt(C - 1) * ((x_i - M_0) / sqrt(B_0 + (x_i - M_0) ** 2)), y_i),
+        Eq(R * isr_unit(x_i - M_0, B_0), y_i),
         "So the function is LayerNorm, by closed-form-2.",
     )
     statement.step(
         Eq(
-            sqrt(C - 1) * ((x_i - M_1) / sqrt(B_1 + (x_i - M_1) ** 2)),
-            sqrt(C - 1) * ((x_i - p) / sqrt(beta + (x_i - p) ** 2)),
+            R * isr_unit(x_i - M_1, B_1),
+            R * isr_unit(x_i - p, beta),
         ),
         "At $t = 1$ it is eq. 13 with learned constants.",
     )
     statement.step(
-        Gt(C - 1, (sqrt(C - 1) * (z / sqrt(beta_t + z**2))) ** 2),
+        Gt(n, (R * isr_unit(z, beta_t)) ** 2),
         r"The bound is the same for every constant $\beta_t > 0$ and every deviation $z$ from the "
         "centre.",
     )
     statement.step(Eq(d(B_t), 0), "On the whole path the constant does not move with $x_i$.")
     statement.compare(
-        sqrt(C - 1) * ((x_i - M_t) / sqrt(B_t + (x_i - M_t) ** 2)),
+        R * isr_unit(x_i - M_t, B_t),
         lambda x, at: dyisru_general(
             x,
             leave_one_out_beta(x) ** (1 - at.t) * at.beta**at.t,
@@ -245,6 +240,8 @@ def closed_form_4() -> Statement:
 def closed_form_5() -> Statement:
     sigma = positive("sigma")
     x = positive("x")
+    scaled = sqrt(C) * x / sqrt(C * sigma**2 + x**2)
+    slope_at_0 = limit(d(R * x / sqrt(C * sigma**2 + x**2), x), x)
     statement = Statement(
         "closed-form-5",
         title="A constant that needs no tuning",
@@ -259,16 +256,16 @@ def closed_form_5() -> Statement:
         ),
     )
     statement.step(
-        Eq(limit(d(sqrt(C) * x / sqrt(C * sigma**2 + x**2), x), x), 1 / sigma),
+        Eq(limit(d(scaled, x), x), 1 / sigma),
         r"The slope at 0 is that of LayerNorm at a token of deviation $\sigma$.",
     )
-    statement.step(Gt(C, (sqrt(C) * x / sqrt(C * sigma**2 + x**2)) ** 2), "The bound.")
+    statement.step(Gt(C, (scaled) ** 2), "The bound.")
     statement.step(
-        Eq(limit(d(sqrt(C - 1) * x / sqrt(C * sigma**2 + x**2), x), x), sqrt((C - 1) / C) / sigma),
+        Eq(slope_at_0, sqrt(n / C) / sigma),
         r"With the scale $\sqrt{C-1}$ of eq. 15 the slope is a little less.",
     )
     statement.step(
-        Ne(limit(d(sqrt(C - 1) * x / sqrt(C * sigma**2 + x**2), x), x), 1 / sigma),
+        Ne(slope_at_0, 1 / sigma),
         r"That is, not $1/\sigma$.",
     )
     statement.compare(

@@ -9,10 +9,14 @@ from dynorm.paper.proof.vocabulary import (
     TOKEN,
     C,
     F,
+    R,
     d,
+    from_mean,
+    from_others,
     g_k,
     m_i,
     mu,
+    n,
     others,
     real,
     sigma,
@@ -52,7 +56,7 @@ def reduction() -> Statement:
         by_sums=True,
     )
     statement.step(
-        Eq(others(p + q * x_k + r * x_k**2), (C - 1) * p + q * others(x_k) + r * others(x_k**2)),
+        Eq(others(p + q * x_k + r * x_k**2), n * p + q * others(x_k) + r * others(x_k**2)),
         "So is a sum that leaves channel i out.",
         by_sums=True,
     )
@@ -79,23 +83,23 @@ def reduction() -> Statement:
         Eq(d(others(g_k * (p * x_k + q * x_k**2))), 0), "These do not move either.", by_sums=True
     )
     statement.step(
-        Eq(others(x_k), (C - 1) * m_i),
+        Eq(others(x_k), n * m_i),
         "The two sums are expressed by mean and variance of the other channels: any $m_i$ and "
         r"any $v_i \geq 0$.",
     )
     statement.step(
-        Eq(others(x_k**2), (C - 1) * (v_i + m_i**2)),
+        Eq(others(x_k**2), n * (v_i + m_i**2)),
         "The second sum; $v_i$ is a mean of squares, hence not negative.",
     )
     statement.step(
-        Eq(x_i - mu, (C - 1) / C * (x_i - m_i)),
+        Eq(from_mean, n / C * from_others),
         "The deviation from the mean of all, by the deviation from the mean of the others.",
     )
     statement.step(
-        Eq(C * sigma**2, (C - 1) * v_i + (C - 1) / C * (x_i - m_i) ** 2),
+        Eq(C * sigma**2, n * v_i + n / C * from_others**2),
         "The variance of all, by the variance of the others and one deviation.",
     )
-    statement.compare(x_i - mu, lambda x, _: center(x))
+    statement.compare(from_mean, lambda x, _: center(x))
     statement.compare(sigma**2, lambda x, _: x.var(correction=0))
     statement.compare(m_i, lambda x, _: leave_one_out_mean(x))
     statement.compare(v_i, lambda x, _: leave_one_out_variance(x))
@@ -105,6 +109,9 @@ def reduction() -> Statement:
 def theorem_1() -> Statement:
     f = real("f")
     g = real("g")
+    root = sqrt(sigma**2)
+    quotient_rule = (d(f) * g - f * d(g)) / g**2
+    slope_factor = 1 / (C * root)
     statement = Statement(
         "theorem-1",
         title="Theorem 1: the derivative of LayerNorm",
@@ -116,8 +123,8 @@ def theorem_1() -> Statement:
         r"channels are constant while $x_i$ moves, $\mu$ and $\sigma$ move with it",
         definitions={
             **TOKEN,
-            f: x_i - mu,
-            g: sqrt(sigma**2),
+            f: from_mean,
+            g: root,
         },
         remarks=(
             r"Both texts abbreviate $f^\prime = df/dx$; $df/dx_i$ is meant, as eq. 24 has it.",
@@ -125,7 +132,7 @@ def theorem_1() -> Statement:
         ),
     )
     statement.step(
-        Eq(d(y_i), (d(f) * g - f * d(g)) / g**2),
+        Eq(d(y_i), quotient_rule),
         r"The quotient rule, of $y_i = f / g$ with $f = x_i - \mu$ and $g = \sqrt{\sigma^2}$ "
         "(eq. 20 to 22).",
         tag="23",
@@ -135,44 +142,44 @@ def theorem_1() -> Statement:
         "The mean moves with $x_i$: by eq. 1 it is a sum that contains $x_i$.",
     )
     statement.then(1 - 1 / C, "One term of the sum is $x_i$, the others stay.")
-    statement.then((C - 1) / C, "Over a common denominator.", tag="24")
+    statement.then(n / C, "Over a common denominator.", tag="24")
     statement.step(
-        Eq(d(g), 1 / (2 * sqrt(sigma**2)) * d(sigma**2)),
+        Eq(d(g), 1 / (2 * root) * d(sigma**2)),
         r"The chain rule for the root; $\sigma > 0$.",
     )
-    statement.then(1 / (2 * sqrt(sigma**2)) * d(1 / C * sum_k((x_k - mu) ** 2)), "Eq. 2.")
+    statement.then(1 / (2 * root) * d(1 / C * sum_k((x_k - mu) ** 2)), "Eq. 2.")
     statement.then(
-        1 / (2 * C * sqrt(sigma**2)) * d((x_i - mu) ** 2 + others((x_k - mu) ** 2)),
+        1 / (2 * C * root) * d(from_mean**2 + others((x_k - mu) ** 2)),
         "The term $k = i$ is taken out of the sum.",
     )
     statement.then(
-        1 / (C * sqrt(sigma**2)) * ((x_i - mu) * d(x_i - mu) + others((x_k - mu) * d(x_k - mu))),
+        slope_factor * (from_mean * d(from_mean) + others((x_k - mu) * d(x_k - mu))),
         "The chain rule for each square.",
     )
     statement.then(
-        1 / (C * sqrt(sigma**2)) * ((x_i - mu) * (1 - 1 / C) - others((x_k - mu) * (1 / C))),
+        slope_factor * (from_mean * (1 - 1 / C) - others((x_k - mu) * (1 / C))),
         r"Eq. 24; for $k \neq i$ only the mean moves, by $1/C$.",
     )
     statement.then(
-        1 / (C * sqrt(sigma**2)) * (x_i - mu - 1 / C * sum_k(x_k - mu)),
+        slope_factor * (x_i - mu - 1 / C * sum_k(x_k - mu)),
         r"The term $-\frac{1}{C}\,(x_i - \mu)$ completes the sum.",
     )
     statement.then(
-        1 / (C * sqrt(sigma**2)) * (x_i - mu - 1 / C * (C * mu - C * mu)),
+        slope_factor * (x_i - mu - 1 / C * (C * mu - C * mu)),
         r"Eq. 1: $\sum_k x_k = C \mu$.",
     )
-    statement.then(1 / (C * sqrt(sigma**2)) * (x_i - mu), "Deviations from the mean add up to 0.")
+    statement.then(slope_factor * from_mean, "Deviations from the mean add up to 0.")
     statement.then(y_i / C, "Eq. 3.", tag="25")
-    statement.step(Eq(d(y_i), (d(f) * g - f * d(g)) / g**2), "Eq. 23 again.")
+    statement.step(Eq(d(y_i), quotient_rule), "Eq. 23 again.")
     statement.then(
-        ((C - 1) / C * sqrt(sigma**2) - (x_i - mu) * (y_i / C)) / sigma**2,
+        (n / C * root - from_mean * (y_i / C)) / sigma**2,
         "Eq. 24 and 25 are inserted.",
     )
     statement.then(
-        ((C - 1) / C * sqrt(sigma**2) - 1 / C * sqrt(sigma**2) * y_i**2) / sigma**2,
+        (n / C * root - 1 / C * root * y_i**2) / sigma**2,
         r"Eq. 3: $x_i - \mu = \sigma y_i$.",
     )
-    statement.then(1 / (C * sqrt(sigma**2)) * (C - 1 - y_i**2), r"One $\sigma$ cancels.", tag="26")
+    statement.then(slope_factor * (C - 1 - y_i**2), r"One $\sigma$ cancels.", tag="26")
     statement.then(F * (C - 1 - y_i**2), "Eq. 6.", tag="5")
     statement.compare(y_i, lambda x, _: layer_norm(x, eps=0.0))
     statement.compare(F * (C - 1 - y_i**2), lambda x, _: layer_norm_derivative(x))
@@ -190,14 +197,14 @@ def equation_7() -> Statement:
         assumes=r"$C > 1$ channels that are not all equal, so that $\sigma > 0$",
         definitions=TOKEN,
     )
-    statement.step(Eq(F * (C - 1 - sqrt(C - 1) ** 2), 0), "Eq. 5 at the upper extreme.", tag="7")
-    statement.step(Eq(F * (C - 1 - (-sqrt(C - 1)) ** 2), 0), "Eq. 5 at the lower extreme.", tag="7")
+    statement.step(Eq(F * (C - 1 - R**2), 0), "Eq. 5 at the upper extreme.", tag="7")
+    statement.step(Eq(F * (C - 1 - (-R) ** 2), 0), "Eq. 5 at the lower extreme.", tag="7")
     statement.step(
-        Eq(C - 1 - y_i**2, (sqrt(C - 1) - y_i) * (sqrt(C - 1) + y_i)),
+        Eq(C - 1 - y_i**2, (R - y_i) * (R + y_i)),
         "No other value is stationary: the factor is 0 only at these two, and $F > 0$.",
     )
     statement.step(
-        Eq(C - 1 - y_i**2, (C - 1) * (C * v_i) / (C * v_i + (x_i - m_i) ** 2)),
+        Eq(C - 1 - y_i**2, n * (C * v_i) / (C * v_i + from_others**2)),
         "The distance of $y_i$ from them; $v_i$ is the variance of the other channels.",
     )
     statement.step(
@@ -205,12 +212,8 @@ def equation_7() -> Statement:
         "So no channel passes them. A channel reaches them only if all others are equal, $v_i = 0$; "
         "with $C = 2$ that is always so.",
     )
-    statement.compare(
-        sqrt(C - 1), lambda x, _: layer_norm(torch.diag(x.abs() + 1), eps=0.0).diagonal()
-    )
-    statement.compare(
-        -sqrt(C - 1), lambda x, _: layer_norm(-torch.diag(x.abs() + 1), eps=0.0).diagonal()
-    )
+    statement.compare(R, lambda x, _: layer_norm(torch.diag(x.abs() + 1), eps=0.0).diagonal())
+    statement.compare(-R, lambda x, _: layer_norm(-torch.diag(x.abs() + 1), eps=0.0).diagonal())
     return statement
 
 
@@ -235,7 +238,7 @@ def equation_8() -> Statement:
         tag="8",
     )
     statement.step(
-        Ge((C - 1) * F**2 - (d(F) / F) ** 2, 0),
+        Ge(n * F**2 - (d(F) / F) ** 2, 0),
         r"The largest relative rate of change is that of an outlier, $F\sqrt{C-1}$.",
     )
     statement.compare(F, lambda x, _: layer_norm_slope_factor(x))

@@ -42,6 +42,15 @@ def misprint_first_version() -> Statement:
     z = positive("z")
     Dy = real("Dy")
     c = real("c")
+    integrand = 1 / ((C - 1) * y - y**3)
+    ratio = (C - 1) * y ** (-2) - 1
+    integral = -(1 / (2 * (C - 1)) * log(ratio))
+    integrand_u = -(1 / ((C - 1) * u - 1) / 2)
+    # The same as printed: 1 * y for 1y.
+    printed_ratio = C - 1 * y ** (-2) - 1
+    printed_integral = -(1 / (2 * C - 1) * log(printed_ratio))
+    printed_integrand_u = -(1 / (C - 1 * u - 1) / 2)
+    printed_integral_u = -(1 / (2 * C - 1) * log(C - 1 * u - 1))
     statement = Statement(
         "misprint-first-version",
         title="Appendix A.3 of the first version: lost parentheses",
@@ -54,7 +63,7 @@ def misprint_first_version() -> Statement:
         definitions={
             **SUBSTITUTED,
             Dy: y / (C * z) * (C - 1 - y**2),
-            c: z * sqrt((C - 1) * y ** (-2) - 1),
+            c: z * sqrt(ratio),
         },
         remarks=(
             "The later text has all of these right. It also numbers the separated equation, so "
@@ -68,62 +77,58 @@ def misprint_first_version() -> Statement:
         Ne(1 / C * (1 / z), 1 / (C - 1 * y - y**3) * Dy),
         "Printed in the separated equation: taken literally, it is another function.",
     )
-    statement.step(Eq(1 / C * (1 / z), 1 / ((C - 1) * y - y**3) * Dy), "Meant.")
+    statement.step(Eq(1 / C * (1 / z), integrand * Dy), "Meant.")
     statement.step(
-        Ne(1 / ((C - 1) * y - y**3) * dy_du, -(1 / (C - 1 * y ** (-2) - 1) / 2)),
+        Ne(integrand * dy_du, -(1 / (printed_ratio) / 2)),
         "Printed after substitution, in $y$: taken literally, it is another function.",
     )
+    statement.step(Eq(integrand * dy_du, -(1 / (ratio) / 2)), "Meant.")
     statement.step(
-        Eq(1 / ((C - 1) * y - y**3) * dy_du, -(1 / ((C - 1) * y ** (-2) - 1) / 2)), "Meant."
-    )
-    statement.step(
-        Ne(1 / ((C - 1) * y - y**3) * dy_du, -(1 / (C - 1 * u - 1) / 2)),
+        Ne(integrand * dy_du, printed_integrand_u),
         "Printed after substitution, in $u$: taken literally, it is another function.",
     )
-    statement.step(Eq(1 / ((C - 1) * y - y**3) * dy_du, -(1 / ((C - 1) * u - 1) / 2)), "Meant.")
+    statement.step(Eq(integrand * dy_du, integrand_u), "Meant.")
     statement.step(
-        Ne(-(1 / ((C - 1) * u - 1) / 2), d(-(1 / (2 * C - 1) * log(C - 1 * u - 1)), u)),
+        Ne(integrand_u, d(printed_integral_u, u)),
         "Printed in the integral over $u$: taken literally, it is another function.",
     )
     statement.step(
-        Eq(-(1 / ((C - 1) * u - 1) / 2), d(-(1 / (2 * (C - 1)) * log((C - 1) * u - 1)), u)),
+        Eq(integrand_u, d(-(1 / (2 * (C - 1)) * log((C - 1) * u - 1)), u)),
         "Meant.",
     )
     statement.step(
-        Ne(-(1 / (C - 1 * u - 1) / 2), d(-(1 / (2 * C - 1) * log(C - 1 * u - 1)), u)),
+        Ne(printed_integrand_u, d(printed_integral_u, u)),
         "Nor is it consistent: the printed integral is not an integral of the printed integrand.",
     )
     statement.step(
-        Ne(1 / ((C - 1) * y - y**3), d(-(1 / (2 * C - 1) * log(C - 1 * y ** (-2) - 1)), y)),
+        Ne(integrand, d(printed_integral, y)),
         "Printed in eq. 28: taken literally, it is another function.",
     )
     statement.step(
-        Eq(1 / ((C - 1) * y - y**3), d(-(1 / (2 * (C - 1)) * log((C - 1) * y ** (-2) - 1)), y)),
+        Eq(integrand, d(integral, y)),
         "Meant.",
     )
     statement.step(
-        Ne(
-            1 / (C - 1) * log(z), -(1 / (2 * C - 1) * log(C - 1 * y ** (-2) - 1)) + log(c) / (C - 1)
-        ),
+        Ne(1 / (C - 1) * log(z), printed_integral + log(c) / (C - 1)),
         "Printed where both sides are compared: taken literally, it is another function.",
     )
     statement.step(
         Eq(
             1 / (C - 1) * log(z),
-            -(1 / (2 * (C - 1)) * log((C - 1) * y ** (-2) - 1)) + log(c) / (C - 1),
+            integral + log(c) / (C - 1),
         ),
         "Meant.",
     )
     statement.step(
-        Ne(log(c**2 / z**2), log(C - 1 * y ** (-2) - 1)),
+        Ne(log(c**2 / z**2), log(printed_ratio)),
         "Printed in the next three lines: taken literally, it is another function.",
     )
-    statement.step(Eq(log(c**2 / z**2), log((C - 1) * y ** (-2) - 1)), "Meant.")
+    statement.step(Eq(log(c**2 / z**2), log(ratio)), "Meant.")
     statement.step(
-        Ne(c**2 / z**2, C - 1 * y ** (-2) - 1),
+        Ne(c**2 / z**2, printed_ratio),
         "Printed where they are exponentiated: taken literally, it is another function.",
     )
-    statement.step(Eq(c**2 / z**2, (C - 1) * y ** (-2) - 1), "Meant.")
+    statement.step(Eq(c**2 / z**2, ratio), "Meant.")
     statement.step(
         Ne(y ** (-2), (c**2 + z**2) / (C - 1 * z**2)),
         "Printed in the last line but one: taken literally, it is another function.",

@@ -11,6 +11,7 @@ from dynorm.paper.proof.vocabulary import (
     bias,
     delta,
     ell,
+    from_mean,
     gamma,
     i,
     j,
@@ -31,12 +32,16 @@ c_i = real("c_i")
 MS_c = real("MS_c")
 
 with as_written():
+    # The centring matrix.
+    entry_ki = delta(k, i) - 1 / C
+    entry_kl = delta(k, ell) - 1 / C
+    entry_lk = delta(ell, k) - 1 / C
     CENTERED = {
         mu: sum_k(x_k) / C,
         Var: sum_k((x_k - mu) ** 2) / C,
         MS: sum_k(x_k**2) / C,
-        c_i: sum_k(x_k * (delta(k, i) - 1 / C)),
-        MS_c: sum_k(sum_l(x_l * (delta(ell, k) - 1 / C)) ** 2) / C,
+        c_i: sum_k(x_k * entry_ki),
+        MS_c: sum_k(sum_l(x_l * entry_lk) ** 2) / C,
     }
 
 
@@ -51,22 +56,20 @@ def note_centering() -> Statement:
         assumes=r"C channels, x a row; entry (k, i) of the matrix is $\delta_{ki} - \frac{1}{C}$",
         definitions=CENTERED,
     )
-    statement.step(Eq(x_i - mu, x_i - 1 / C * sum_k(x_k)), r"The mean is $\frac{1}{C}\,x 1^\top$.")
+    statement.step(Eq(from_mean, x_i - 1 / C * sum_k(x_k)), r"The mean is $\frac{1}{C}\,x 1^\top$.")
     statement.then(sum_k(x_k * delta(k, i)) - sum_k(x_k * (1 / C)), "$x_i$ is entry i of $x I$.")
-    statement.then(
-        sum_k(x_k * (delta(k, i) - 1 / C)), r"Entry i of $x\,(I - \frac{1}{C} 1^\top 1)$."
-    )
+    statement.then(sum_k(x_k * entry_ki), r"Entry i of $x\,(I - \frac{1}{C} 1^\top 1)$.")
     statement.step(
-        Eq(sum_l((delta(k, ell) - 1 / C) * (delta(ell, j) - 1 / C)), delta(k, j) - 1 / C),
+        Eq(sum_l(entry_kl * (delta(ell, j) - 1 / C)), delta(k, j) - 1 / C),
         "The matrix is its own square: centring twice is centring once.",
     )
-    statement.step(Eq(sum_k(delta(k, i) - 1 / C), 0), "It takes a constant row to 0.")
+    statement.step(Eq(sum_k(entry_ki), 0), "It takes a constant row to 0.")
     statement.step(Eq(sum_k(x_k - mu), 0), "So a centred row has mean 0.")
     statement.step(
         Eq(sum_k(delta(k, k) - 1 / C), C - 1),
         "Its trace is its rank: one dimension, the mean, is lost.",
     )
-    statement.compare(x_i - mu, lambda x, _: center(x))
+    statement.compare(from_mean, lambda x, _: center(x))
     statement.compare(c_i, lambda x, at: x @ centering_matrix(at.C, dtype=x.dtype))
     statement.compare(
         x_i - sum_k(x_k) / C,
@@ -95,7 +98,7 @@ def note_variance() -> Statement:
     statement.step(Eq((sqrt(sum_k(x_k**2)) / sqrt(C)) ** 2, MS), "Its square is the mean square.")
     statement.step(Eq(Var, 1 / C * sum_k((x_k - mu) ** 2)), "The definition.")
     statement.then(
-        1 / C * sum_k(sum_l(x_l * (delta(ell, k) - 1 / C)) ** 2),
+        1 / C * sum_k(sum_l(x_l * entry_lk) ** 2),
         "Each deviation is an entry of $c(x)$.",
     )
     statement.then(MS_c, "The definition of MS.")
@@ -108,6 +111,8 @@ def note_variance() -> Statement:
 
 def note_rmsnorm() -> Statement:
     eps = positive("eps")
+    output = from_mean / sqrt(Var + eps) * gamma[i] + bias[i]
+    centered = c_i / sqrt(Var + eps) * gamma[i] + bias[i]
     statement = Statement(
         "note-rmsnorm",
         title="LayerNorm is centring, then RMSNorm, then the bias",
@@ -119,8 +124,8 @@ def note_rmsnorm() -> Statement:
     )
     statement.step(
         Eq(
-            (x_i - mu) / sqrt(Var + eps) * gamma[i] + bias[i],
-            c_i / sqrt(Var + eps) * gamma[i] + bias[i],
+            output,
+            centered,
         ),
         r"note-centering: $x_i - \mu = c(x)_i$.",
     )
@@ -130,11 +135,11 @@ def note_rmsnorm() -> Statement:
         "of $c(x)$.",
     )
     statement.compare(
-        (x_i - mu) / sqrt(Var + eps) * gamma[i] + bias[i],
+        output,
         lambda x, at: torch.nn.functional.layer_norm(x, x.shape, at.gamma, at.bias, at.eps),
     )
     statement.compare(
-        c_i / sqrt(Var + eps) * gamma[i] + bias[i],
+        centered,
         lambda x, at: rms_norm(center(x), at.gamma, None, at.eps) + at.bias,
     )
     return statement
@@ -143,6 +148,7 @@ def note_rmsnorm() -> Statement:
 def note_matrix() -> Statement:
     eps = positive("eps")
     U_k = x_k / sqrt(Var + eps)
+    output = from_mean / sqrt(Var + eps) * gamma[i] + bias[i]
     statement = Statement(
         "note-matrix",
         title="LayerNorm in matrix form",
@@ -156,25 +162,25 @@ def note_matrix() -> Statement:
     )
     statement.step(
         Eq(
-            sum_l((delta(k, ell) - 1 / C) * (delta(ell, j) * gamma[j])),
+            sum_l(entry_kl * (delta(ell, j) * gamma[j])),
             (delta(k, j) - 1 / C) * gamma[j],
         ),
         "The product of both matrices, entry by entry.",
     )
     statement.step(
         Eq(
-            sum_k(U_k * sum_l((delta(k, ell) - 1 / C) * (delta(ell, i) * gamma[i]))) + bias[i],
-            sum_k(U_k * ((delta(k, i) - 1 / C) * gamma[i])) + bias[i],
+            sum_k(U_k * sum_l(entry_kl * (delta(ell, i) * gamma[i]))) + bias[i],
+            sum_k(U_k * (entry_ki * gamma[i])) + bias[i],
         ),
         "The product before, at $j = i$.",
     )
     statement.then(
-        1 / sqrt(Var + eps) * sum_k(x_k * (delta(k, i) - 1 / C)) * gamma[i] + bias[i],
+        1 / sqrt(Var + eps) * sum_k(x_k * entry_ki) * gamma[i] + bias[i],
         "The division, the only step that is not linear, is the same for all channels.",
     )
-    statement.then((x_i - mu) / sqrt(Var + eps) * gamma[i] + bias[i], "note-centering.")
+    statement.then(output, "note-centering.")
     statement.compare(
-        (x_i - mu) / sqrt(Var + eps) * gamma[i] + bias[i],
+        output,
         lambda x, at: layer_norm(x, at.gamma, at.bias, at.eps),
     )
     statement.compare(

@@ -11,11 +11,15 @@ from dynorm.paper.proof.vocabulary import (
     TOKEN,
     C,
     F,
+    R,
     beta_i,
     d,
     dy_du,
+    from_mean,
+    isr_unit,
     limit,
     mu,
+    n,
     others,
     positive,
     real,
@@ -42,7 +46,11 @@ def theorem_2() -> Statement:
     A = real("A")
     y_0 = real("y_0")
     alpha = real("alpha")
-    R = sqrt(C - 1)
+    integral = 1 / (2 * R) * log((R + y) / (R - y))
+    growth = exp(2 * R * F * x)
+    solution = R * tanh(alpha * x)
+    shifted = exp(2 * R * F * x + c)
+    product = (R - y) * (R + y)
     statement = Statement(
         "theorem-2",
         title="Theorem 2: scaled DyT",
@@ -53,12 +61,12 @@ def theorem_2() -> Statement:
         assumes=r"$C > 1$, $F > 0$ constant (eq. 8), $|y| < \sqrt{C-1}$: every such $y$ is "
         r"$\sqrt{C-1}\,\frac{w-1}{w+1}$ with some $w > 0$. The index i is dropped",
         definitions={
-            y: sqrt(C - 1) * (w - 1) / (w + 1),
+            y: R * (w - 1) / (w + 1),
             Dy: F * (C - 1 - y**2),
-            Q: (sqrt(C - 1) + y) / (sqrt(C - 1) - y),
+            Q: (R + y) / (R - y),
             A: exp(c),
-            y_0: sqrt(C - 1) * (A - 1) / (A + 1),
-            alpha: sqrt(C - 1) * F,
+            y_0: R * (A - 1) / (A + 1),
+            alpha: R * F,
         },
         remarks=(
             r"Dividing by $C - 1 - y^2$ leaves out the constant solutions $y = \pm\sqrt{C-1}$ "
@@ -69,13 +77,11 @@ def theorem_2() -> Statement:
         Eq(F, 1 / (C - 1 - y**2) * Dy),
         "Eq. 9, divided by $C - 1 - y^2 > 0$: the variables are separated.",
     )
-    statement.then(1 / ((R - y) * (R + y)) * Dy, "A difference of squares.")
-    statement.then(
-        1 / (2 * R) * ((R - y + R + y) / ((R - y) * (R + y))) * Dy, "$y$ is added and taken away."
-    )
+    statement.then(1 / product * Dy, "A difference of squares.")
+    statement.then(1 / (2 * R) * ((R - y + R + y) / product) * Dy, "$y$ is added and taken away.")
     statement.then(1 / (2 * R) * (1 / (R + y) + 1 / (R - y)) * Dy, "Partial fractions.")
     statement.step(
-        Eq(d(1 / (2 * R) * log((R + y) / (R - y)), y), 1 / (C - 1 - y**2)),
+        Eq(d(integral, y), 1 / (C - 1 - y**2)),
         "An integral of the right hand side over $y$, checked by its derivative.",
     )
     statement.step(
@@ -83,16 +89,14 @@ def theorem_2() -> Statement:
         "An integral of the left hand side over $x$, with the constant $c$.",
     )
     statement.step(
-        Eq(d(1 / (2 * R) * log((R + y) / (R - y)), y) * Dy, d(F * x, x)),
+        Eq(d(integral, y) * Dy, d(F * x, x)),
         "Along $x$, with $dy/dx$ of eq. 9, the two differ by a constant, which is called $c$.",
     )
     statement.step(
-        Eq(exp(2 * R * (F * x + c / (2 * R))), exp(2 * R * F * x + c)),
+        Eq(exp(2 * R * (F * x + c / (2 * R))), shifted),
         r"Both are equal; times $2\sqrt{C-1}$, and exponentiated, the right one gives $Q$.",
     )
-    statement.step(
-        Eq(exp(2 * R * (1 / (2 * R) * log((R + y) / (R - y)))), Q), "The left one is $Q$ itself."
-    )
+    statement.step(Eq(exp(2 * R * integral), Q), "The left one is $Q$ itself.")
     statement.step(Eq((R + y) / (R - y), Q), "$Q$ is the quotient; it is solved for $y$.")
     statement.step(Eq(R + y, (R - y) * Q), "Times the denominator.")
     statement.step(Eq(R + y, R * Q - Q * y), "Multiplied out.")
@@ -101,8 +105,8 @@ def theorem_2() -> Statement:
     statement.step(Eq(y, R * ((Q - 1) / (Q + 1))), "$Q + 1$ is never 0.")
     statement.step(
         Eq(
-            R * ((exp(2 * R * F * x + c) - 1) / (exp(2 * R * F * x + c) + 1)),
-            R * ((A * exp(2 * R * F * x) - 1) / (A * exp(2 * R * F * x) + 1)),
+            R * ((shifted - 1) / (shifted + 1)),
+            R * ((A * growth - 1) / (A * growth + 1)),
         ),
         "$Q$ is inserted again, with $A = e^c$.",
     )
@@ -115,27 +119,27 @@ def theorem_2() -> Statement:
         tag="10",
     )
     statement.step(
-        Eq(R * ((exp(2 * R * F * x) - 1) / (exp(2 * R * F * x) + 1)), R * tanh(alpha * x)),
+        Eq(R * ((growth - 1) / (growth + 1)), solution),
         r"With $A = 1$ and $\alpha = \sqrt{C-1}\,F$ it is the scaled DyT.",
         tag="11",
     )
     statement.step(
-        Eq(d(R * tanh(alpha * x), x), F * (C - 1 - (R * tanh(alpha * x)) ** 2)),
+        Eq(d(solution, x), F * (C - 1 - solution**2)),
         "Inserted again: eq. 11 solves eq. 9.",
         tag="9",
     )
     statement.step(Eq(R * tanh(alpha * 0), 0), "It satisfies eq. 10, too.", tag="10")
     statement.step(
-        Gt(C - 1, (R * tanh(alpha * x)) ** 2),
+        Gt(n, solution**2),
         r"It stays within $\pm\sqrt{C-1}$, as was assumed when dividing.",
     )
     statement.step(
-        Eq(R * tanh(alpha * x) / R, tanh(alpha * x)),
+        Eq(solution / R, tanh(alpha * x)),
         r"Divided by $\sqrt{C-1}$ it is DyT as first published.",
         tag="4",
     )
     statement.compare(
-        sqrt(C - 1) * tanh(alpha * x_i / C),
+        R * tanh(alpha * x_i / C),
         lambda x, at: scaled_dyt(x, math.sqrt(at.C - 1) * at.F / at.C),
     )
     statement.compare(
@@ -152,6 +156,11 @@ def theorem_3() -> Statement:
     c = real("c")
     Y = real("Y")
     Y_i = real("Y_i")
+    # Both sides of the separated equation, and their logarithms.
+    rate = 1 / C * (1 / from_mean)
+    integrand = 1 / (n * y - y**3)
+    log_mean = log(from_mean**2) / 2
+    ratio = n * y ** (-2) - 1
     statement = Statement(
         "theorem-3",
         title="Theorem 3: general DyISRU",
@@ -166,9 +175,9 @@ def theorem_3() -> Statement:
         definitions={
             **TOKEN,
             **SUBSTITUTED,
-            c: z * sqrt((C - 1) * y ** (-2) - 1),
-            Y: sqrt(C - 1) * ((x_i - mu) / sqrt(beta + (x_i - mu) ** 2)),
-            Y_i: sqrt(C - 1) * ((x_i - mu) / sqrt(beta_i + (x_i - mu) ** 2)),
+            c: z * sqrt(ratio),
+            Y: R * isr_unit(from_mean, beta),
+            Y_i: R * isr_unit(from_mean, beta_i),
         },
         remarks=(
             r"The texts write $\log(x - \mu)$, which needs $x > \mu$; the proof here holds "
@@ -185,71 +194,69 @@ def theorem_3() -> Statement:
     statement.step(Eq(F, 1 / (C - 1 - y_i**2) * d(y_i)), "Eq. 5, divided by $C - 1 - y^2$.")
     statement.step(Eq(F, 1 / (C * sqrt(sigma**2))), "Eq. 6.")
     statement.then(
-        1 / C * (y_i / (x_i - mu)), r"Eq. 3: $\sigma = (x_i - \mu) / y_i$ where $x_i \neq \mu$."
+        1 / C * (y_i / from_mean), r"Eq. 3: $\sigma = (x_i - \mu) / y_i$ where $x_i \neq \mu$."
     )
     statement.step(
-        Eq(1 / C * (1 / (x_i - mu)), 1 / ((C - 1) * y_i - y_i**3) * d(y_i)),
+        Eq(rate, 1 / (n * y_i - y_i**3) * d(y_i)),
         "Both together, divided by $y$.",
         tag="27",
     )
-    statement.step(Eq(d(x_i - mu), (C - 1) / C), "The mean moves with $x_i$.", tag="24")
+    statement.step(Eq(d(from_mean), n / C), "The mean moves with $x_i$.", tag="24")
     statement.step(
-        Eq(1 / C * (1 / (x_i - mu)), 1 / C * (1 / (x_i - mu)) * d(x_i - mu) * (C / (C - 1))),
+        Eq(rate, rate * d(from_mean) * (C / n)),
         r"Eq. 24: $dx = \frac{C}{C-1}\,d(x - \mu)$.",
     )
-    statement.then(1 / (C - 1) * (1 / (x_i - mu)) * d(x_i - mu), "C cancels.")
+    statement.then(1 / n * (1 / from_mean) * d(from_mean), "C cancels.")
     statement.then(
-        d(1 / (C - 1) * (log((x_i - mu) ** 2) / 2) + log(c_lhs) / (C - 1)),
+        d(1 / n * (log_mean) + log(c_lhs) / n),
         r"Its integral; $\frac{1}{2}\,\log (x - \mu)^2$ is $\log(x - \mu)$ where $x > \mu$, and "
         "covers both sides of $\\mu$.",
         tag="28",
     )
     statement.step(Eq(d(y ** (-2), y), -(2 * y ** (-3))), "For the right hand side: $u = y^{-2}$.")
     statement.step(
-        Eq(1 / ((C - 1) * y - y**3) * dy_du, 1 / ((C - 1) * y - y**3) * -(y**3 / 2)),
+        Eq(integrand * dy_du, integrand * -(y**3 / 2)),
         "$dy/du$ is one over the derivative before.",
     )
-    statement.then(-(1 / ((C - 1) * y ** (-2) - 1) / 2), "Divided through by $y^3$.")
-    statement.then(-(1 / ((C - 1) * u - 1) / 2), "$u = y^{-2}$.")
+    statement.then(-(1 / (n * y ** (-2) - 1) / 2), "Divided through by $y^3$.")
+    statement.then(-(1 / (n * u - 1) / 2), "$u = y^{-2}$.")
     statement.then(
-        d(-(1 / (2 * (C - 1)) * log((C - 1) * u - 1)), u),
+        d(-(1 / (2 * n) * log(n * u - 1)), u),
         "Its integral over $u$, checked by its derivative.",
     )
     statement.step(
         Eq(
-            d(-(1 / (2 * (C - 1)) * log((C - 1) * y ** (-2) - 1)) + log(c_rhs) / (C - 1), y),
-            1 / ((C - 1) * y - y**3),
+            d(-(1 / (2 * n) * log(ratio)) + log(c_rhs) / n, y),
+            integrand,
         ),
         "The same in $y$, with a constant.",
         tag="29",
     )
     statement.step(
         Eq(
-            d(1 / (C - 1) * (log((x_i - mu) ** 2) / 2)),
-            d(-(1 / (2 * (C - 1)) * log((C - 1) * y_i ** (-2) - 1))),
+            d(1 / n * (log_mean)),
+            d(-(1 / (2 * n) * log(n * y_i ** (-2) - 1))),
         ),
         "Along $x_i$ the integrals of both sides move alike, so they differ by a constant, which "
         "is called $c$.",
     )
     statement.step(
         Eq(
-            1 / (C - 1) * log(z),
-            -(1 / (2 * (C - 1)) * log((C - 1) * y ** (-2) - 1)) + log(c) / (C - 1),
+            1 / n * log(z),
+            -(1 / (2 * n) * log(ratio)) + log(c) / n,
         ),
         r"Eq. 28 equals eq. 29: with $z = |x - \mu|$ and $c = c^{\mathrm{RHS}} / "
         r"c^{\mathrm{LHS}}$ this sets $c$.",
     )
-    statement.step(Eq(log(z) - log(c), -(log((C - 1) * y ** (-2) - 1) / 2)), "Times $C - 1$.")
-    statement.step(Eq(log(z / c), -(log((C - 1) * y ** (-2) - 1) / 2)), "One logarithm.")
-    statement.step(Eq(log(c**2 / z**2), log((C - 1) * y ** (-2) - 1)), "Times $-2$.")
-    statement.step(Eq(c**2 / z**2, (C - 1) * y ** (-2) - 1), "Exponentiated.")
-    statement.step(Eq(1 / (C - 1) * (c**2 / z**2 + 1), y ** (-2)), "Solved for $y^{-2}$.")
+    statement.step(Eq(log(z) - log(c), -(log(ratio) / 2)), "Times $C - 1$.")
+    statement.step(Eq(log(z / c), -(log(ratio) / 2)), "One logarithm.")
+    statement.step(Eq(log(c**2 / z**2), log(ratio)), "Times $-2$.")
+    statement.step(Eq(c**2 / z**2, ratio), "Exponentiated.")
+    statement.step(Eq(1 / n * (c**2 / z**2 + 1), y ** (-2)), "Solved for $y^{-2}$.")
+    statement.step(Eq(1 / n * ((c**2 + z**2) / z**2), y ** (-2)), "Over a common denominator.")
+    statement.step(Eq(n * (z**2 / (c**2 + z**2)), y**2), r"Inverted, with $\beta = c^2$.")
     statement.step(
-        Eq(1 / (C - 1) * ((c**2 + z**2) / z**2), y ** (-2)), "Over a common denominator."
-    )
-    statement.step(Eq((C - 1) * (z**2 / (c**2 + z**2)), y**2), r"Inverted, with $\beta = c^2$.")
-    statement.step(
-        Eq(Y**2, (C - 1) * ((x_i - mu) ** 2 / (beta + (x_i - mu) ** 2))),
+        Eq(Y**2, n * (from_mean**2 / (beta + from_mean**2))),
         "The root leaves two signs; this is eq. 13 squared.",
     )
     statement.step(
@@ -257,7 +264,7 @@ def theorem_3() -> Statement:
     )
     statement.step(Gt(0, d(-Y)), "With the other sign it would fall.", tag="12")
     statement.step(
-        Eq(d(Y), Y / (C * (x_i - mu)) * (C - 1 - Y**2)),
+        Eq(d(Y), Y / (C * from_mean) * (C - 1 - Y**2)),
         r"Inserted again: eq. 13 solves eq. 5 for every constant $\beta$, with $F = y / (C (x - "
         r"\mu))$ as above.",
         tag="13",
@@ -278,6 +285,7 @@ def theorem_3() -> Statement:
 def theorem_4() -> Statement:
     beta = positive("beta")
     Y = real("Y")
+    squares = others((x_k - mu) ** 2)
     statement = Statement(
         "theorem-4",
         title="Theorem 4: the constant of each channel",
@@ -290,7 +298,7 @@ def theorem_4() -> Statement:
         r" \neq \mu$",
         definitions={
             **TOKEN,
-            Y: sqrt(C - 1) * ((x_i - mu) / sqrt(beta + (x_i - mu) ** 2)),
+            Y: R * isr_unit(from_mean, beta),
         },
         remarks=(
             r"The texts state the equivalence without $x_i \neq \mu$. At $x_i = \mu$ both "
@@ -301,52 +309,41 @@ def theorem_4() -> Statement:
             "with $x_i$; see closed-form-1.",
         ),
     )
-    statement.step(Eq(y_i, (x_i - mu) / sqrt(sigma**2)), "Eq. 3.")
-    statement.then((x_i - mu) / sqrt(1 / C * sum_k((x_k - mu) ** 2)), "Eq. 2.")
+    statement.step(Eq(y_i, from_mean / sqrt(sigma**2)), "Eq. 3.")
+    statement.then(from_mean / sqrt(1 / C * sum_k((x_k - mu) ** 2)), "Eq. 2.")
     statement.then(
-        sqrt(C) * ((x_i - mu) / sqrt(others((x_k - mu) ** 2) + (x_i - mu) ** 2)),
+        sqrt(C) * isr_unit(from_mean, squares),
         "$k = i$ is taken out of the sum.",
     )
     statement.then(
-        sqrt(C - 1)
-        * (
-            (x_i - mu) / sqrt((C - 1) / C * others((x_k - mu) ** 2) + (C - 1) / C * (x_i - mu) ** 2)
-        ),
+        R * (from_mean / sqrt(n / C * squares + n / C * from_mean**2)),
         r"Multiplied and divided by $\sqrt{(C-1)/C}$.",
     )
     statement.then(
-        sqrt(C - 1)
-        * (
-            (x_i - mu)
-            / sqrt(
-                (C - 1) / C * others((x_k - mu) ** 2) - 1 / C * (x_i - mu) ** 2 + (x_i - mu) ** 2
-            )
-        ),
+        R * (from_mean / sqrt(n / C * squares - 1 / C * from_mean**2 + from_mean**2)),
         r"$\frac{C-1}{C} = 1 - \frac{1}{C}$.",
     )
     statement.then(
-        sqrt(C - 1) * ((x_i - mu) / sqrt(beta_i + (x_i - mu) ** 2)),
+        R * isr_unit(from_mean, beta_i),
         r"This is eq. 13 with $\beta = \beta_i$.",
         tag="13",
     )
     statement.step(
         Eq(
-            (C - 1) / C * others((x_k - mu) ** 2) - 1 / C * (x_i - mu) ** 2,
-            others((x_k - mu) ** 2) - 1 / C * sum_k((x_k - mu) ** 2),
+            n / C * squares - 1 / C * from_mean**2,
+            squares - 1 / C * sum_k((x_k - mu) ** 2),
         ),
         r"$-\frac{1}{C}$ of the other squares moves to the second sum.",
     )
-    statement.then(
-        (C - 1) * sigma_others**2 - sigma**2, "The definitions of both variances.", tag="14"
-    )
+    statement.then(n * sigma_others**2 - sigma**2, "The definitions of both variances.", tag="14")
     statement.step(
-        Eq((C - 1) * (x_i - mu) ** 2 / Y**2 - (x_i - mu) ** 2, beta),
+        Eq(n * from_mean**2 / Y**2 - from_mean**2, beta),
         r"Conversely, eq. 13 can be solved for $\beta$ where $x_i \neq \mu$.",
     )
     statement.step(
         Eq(
-            (C - 1) * (x_i - mu) ** 2 / y_i**2 - (x_i - mu) ** 2,
-            (C - 1) * sigma_others**2 - sigma**2,
+            n * from_mean**2 / y_i**2 - from_mean**2,
+            n * sigma_others**2 - sigma**2,
         ),
         "So the $y_i$ of eq. 3 determines it.",
         tag="14",
@@ -364,10 +361,10 @@ def equation_15() -> Statement:
     mu = real("mu")
     x = real("x")
     h = positive("h")
-    FAR_EXACT = sqrt(C - 1) * (1 / h - mu) / sqrt(beta + (1 / h - mu) ** 2)
-    FAR = sqrt(C - 1) * (1 / h) / sqrt(beta + (1 / h) ** 2)
-    EXACT = sqrt(C - 1) * (x - mu) / sqrt(beta + (x - mu) ** 2)
-    DROPPED = sqrt(C - 1) * x / sqrt(beta + x**2)
+    FAR_EXACT = R * (1 / h - mu) / sqrt(beta + (1 / h - mu) ** 2)
+    FAR = R * (1 / h) / sqrt(beta + (1 / h) ** 2)
+    EXACT = R * (x - mu) / sqrt(beta + (x - mu) ** 2)
+    DROPPED = R * x / sqrt(beta + x**2)
     statement = Statement(
         "equation-15",
         title="Equation 15: DyISRU, and the error of dropping the centre",
@@ -390,17 +387,17 @@ def equation_15() -> Statement:
     statement.step(
         Eq(
             DROPPED**2 - EXACT**2,
-            (C - 1) * beta * mu * (2 * x - mu) / ((beta + x**2) * (beta + (x - mu) ** 2)),
+            n * beta * mu * (2 * x - mu) / ((beta + x**2) * (beta + (x - mu) ** 2)),
         ),
         "The exact difference of the squares.",
     )
-    statement.step(Eq(sqrt(C - 1) * -x / sqrt(beta + (-x) ** 2), -DROPPED), "The function is odd.")
-    statement.step(Gt(C - 1, DROPPED**2), "Its bound is that of eq. 7.")
+    statement.step(Eq(R * -x / sqrt(beta + (-x) ** 2), -DROPPED), "The function is odd.")
+    statement.step(Gt(n, DROPPED**2), "Its bound is that of eq. 7.")
     statement.compare(
-        sqrt(C - 1) * (x_i - mu) / sqrt(beta + (x_i - mu) ** 2),
+        R * from_mean / sqrt(beta + from_mean**2),
         lambda x, at: dyisru_general(x, at.beta, at.mu),
     )
-    statement.compare(sqrt(C - 1) * x_i / sqrt(beta + x_i**2), lambda x, at: dyisru(x, at.beta))
+    statement.compare(R * x_i / sqrt(beta + x_i**2), lambda x, at: dyisru(x, at.beta))
     return statement
 
 
@@ -408,6 +405,7 @@ def appendix_b() -> Statement:
     alpha = positive("alpha")
     x = real("x")
     beta = real("beta")
+    isru_of_x = x / sqrt(1 + alpha * x**2)
     statement = Statement(
         "appendix-b",
         title="Appendix B: the inverse square root unit",
@@ -421,26 +419,26 @@ def appendix_b() -> Statement:
         },
     )
     statement.step(
-        Eq(x / sqrt(1 + alpha * x**2), x / sqrt(alpha * (1 / alpha + x**2))),
+        Eq(isru_of_x, x / sqrt(alpha * (1 / alpha + x**2))),
         r"Eq. 30, with $\alpha$ factored out under the root.",
     )
     statement.then(
-        1 / sqrt(alpha) * (x / sqrt(1 / alpha + x**2)), "The root of a product of positive numbers."
+        1 / sqrt(alpha) * isr_unit(x, 1 / alpha), "The root of a product of positive numbers."
     )
     statement.then(sqrt(beta) * x / sqrt(beta + x**2), r"Eq. 32: $\beta = 1/\alpha$.", tag="31")
     statement.step(Eq(alpha * beta, 1), "The constants are each other's inverse.", tag="32")
     statement.step(
         Eq(
-            sqrt(C - 1) * (x / sqrt(beta + x**2)),
-            sqrt((C - 1) / beta) * (sqrt(beta) * x / sqrt(beta + x**2)),
+            R * isr_unit(x, beta),
+            sqrt(n / beta) * (sqrt(beta) * x / sqrt(beta + x**2)),
         ),
         r"DyISRU is the ISRU with another height: $\sqrt{C-1}$ in place of $\sqrt{\beta}$.",
     )
     statement.step(
-        Eq(d(x / sqrt(1 + alpha * x**2), x), (1 + alpha * x**2) ** Rational(-3, 2)),
+        Eq(d(isru_of_x, x), (1 + alpha * x**2) ** Rational(-3, 2)),
         "The slope of ISRU, 1 at 0.",
     )
-    statement.step(Gt(beta, (x / sqrt(1 + alpha * x**2)) ** 2), "Its height.")
+    statement.step(Gt(beta, (isru_of_x) ** 2), "Its height.")
     statement.compare(x_i / sqrt(1 + alpha * x_i**2), lambda x, at: isru(x, at.alpha))
     statement.compare(
         sqrt(beta) * x_i / sqrt(beta + x_i**2),

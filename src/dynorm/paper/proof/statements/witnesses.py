@@ -8,8 +8,11 @@ from dynorm.paper.proof.statement import OURS, Statement
 from dynorm.paper.proof.vocabulary import (
     TOKEN,
     C,
+    R,
     d,
+    from_mean,
     g_k,
+    isr_unit,
     mu,
     others,
     positive,
@@ -25,7 +28,6 @@ from dynorm.theory import rms_norm_by_witnesses
 def witness_none() -> Statement:
     beta = positive("beta")
     p = real("p")
-    R = sqrt(C - 1)
     statement = Statement(
         "witness-none",
         title="Without witness channels it is DyISRU",
@@ -38,23 +40,23 @@ def witness_none() -> Statement:
     statement.step(Eq(beta + others(0 * (x_k - p) ** 2), beta), "Every gain is 0.")
     statement.step(
         Eq(
-            R * ((x_i - p) / sqrt(beta + others(0 * (x_k - p) ** 2) + (x_i - p) ** 2)),
-            R * ((x_i - p) / sqrt(beta + (x_i - p) ** 2)),
+            R * isr_unit(x_i - p, beta + others(0 * (x_k - p) ** 2)),
+            R * isr_unit(x_i - p, beta),
         ),
         "So it is eq. 13 with a constant centre.",
         tag="13",
     )
     statement.step(
-        Eq(R * (x_i / sqrt(beta + others(0 * x_k**2) + x_i**2)), R * (x_i / sqrt(beta + x_i**2))),
+        Eq(R * isr_unit(x_i, beta + others(0 * x_k**2)), R * isr_unit(x_i, beta)),
         "With centre 0 it is eq. 15.",
         tag="15",
     )
     statement.compare(
-        sqrt(C - 1) * ((x_i - p) / sqrt(beta + (x_i - p) ** 2)),
+        R * isr_unit(x_i - p, beta),
         lambda x, at: dyisru_general(x, at.beta, at.p, witnesses=torch.arange(0)),
     )
     statement.compare(
-        sqrt(C - 1) * (x_i / sqrt(beta + x_i**2)),
+        R * isr_unit(x_i, beta),
         lambda x, at: dyisru(x, at.beta, witnesses=torch.arange(0)),
     )
     return statement
@@ -82,23 +84,23 @@ def witness_all() -> Statement:
         "C is taken out of the root.",
     )
     statement.then(
-        sqrt(C) * (x_i / sqrt(C * eps + others(1 * x_k**2) + x_i**2)),
+        sqrt(C) * isr_unit(x_i, C * eps + others(1 * x_k**2)),
         "$k = i$ is taken out of the sum; every gain is 1.",
     )
     statement.step(
         Eq(
-            (x_i - mu) / sqrt(sigma**2 + eps),
-            sqrt(C) * ((x_i - mu) / sqrt(C * eps + sum_k((x_k - mu) ** 2))),
+            from_mean / sqrt(sigma**2 + eps),
+            sqrt(C) * (from_mean / sqrt(C * eps + sum_k((x_k - mu) ** 2))),
         ),
         "The same for LayerNorm.",
     )
     statement.then(
-        sqrt(C) * ((x_i - mu) / sqrt(C * eps + others(1 * (x_k - mu) ** 2) + (x_i - mu) ** 2)),
+        sqrt(C) * isr_unit(from_mean, C * eps + others(1 * (x_k - mu) ** 2)),
         "Its centre is a statistic, so LayerNorm is not a function of a few channels.",
     )
     statement.compare(x_i / sqrt(MS + eps), lambda x, at: rms_norm_by_witnesses(x, at.eps))
     statement.compare(
-        (x_i - mu) / sqrt(sigma**2 + eps), lambda x, at: rms_norm_by_witnesses(center(x), at.eps)
+        from_mean / sqrt(sigma**2 + eps), lambda x, at: rms_norm_by_witnesses(center(x), at.eps)
     )
     return statement
 
@@ -114,6 +116,8 @@ def witness_derivative() -> Statement:
     beta_i = real("beta_i")
     y_i = real("y_i")
     Y = real("Y")
+    output = s * isr_unit(u, r + h * z**2)
+    falling = (r + h * z**2 + u**2) ** Rational(-3, 2)
     statement = Statement(
         "witness-derivative",
         title="The derivative with witness channels",
@@ -126,8 +130,8 @@ def witness_derivative() -> Statement:
         " has gain h and lies z from its centre",
         definitions={
             beta_i: beta + others(g_k * (x_k - p) ** 2),
-            y_i: s * ((x_i - p) / sqrt(beta_i + (x_i - p) ** 2)),
-            Y: s * (x_i / sqrt(beta + others(g_k * x_k**2) + x_i**2)),
+            y_i: s * isr_unit(x_i - p, beta_i),
+            Y: s * isr_unit(x_i, beta + others(g_k * x_k**2)),
         },
     )
     statement.step(Eq(d(beta_i), 0), "A channel is not its own witness.")
@@ -143,16 +147,16 @@ def witness_derivative() -> Statement:
     statement.step(Gt(s**2, Y**2), "Its bound is the scale, with any witnesses.")
     statement.step(
         Eq(
-            d(s * (u / sqrt(r + h * z**2 + u**2)), z),
-            -(s * u * h * z * (r + h * z**2 + u**2) ** Rational(-3, 2)),
+            d(output, z),
+            -(s * u * h * z * falling),
         ),
         "If another channel is a witness, the output shrinks as that channel moves away; r is the "
         r"rest of $\beta_i(x)$.",
     )
     statement.step(
         Eq(
-            d(s * (u / sqrt(r + h * z**2 + u**2)), h),
-            -(s * u * z**2 * (r + h * z**2 + u**2) ** Rational(-3, 2) / 2),
+            d(output, h),
+            -(s * u * z**2 * falling / 2),
         ),
         "It also shrinks as the gain grows.",
     )
