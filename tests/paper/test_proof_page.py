@@ -258,6 +258,15 @@ def test_every_sentence_can_be_shown(sentence: str) -> None:
         assert "\\" not in "".join(ElementTree.fromstring(element).itertext())
 
 
+def test_greek_letters_are_those_of_unicode() -> None:
+    assert as_text(r"$\lambda_i \tau + \Delta x$") == "λᵢ τ + Δx"
+
+
+def test_an_unknown_command_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"\\perp.*_COMMANDS"):
+        as_text(r"$v \perp x$")
+
+
 def test_symbols_are_not_repeated() -> None:
     symbols = [real(name) for name in SYMBOLS]
     for shown in ([latex(symbol) for symbol in symbols], [one_line(symbol) for symbol in symbols]):

@@ -22,7 +22,7 @@ import sympy as sp
 
 from dynorm.errors import DynormError
 from dynorm.paper.proof.statement import Statement, Step
-from dynorm.paper.proof.vocabulary import C, Expr, Others, g, i, x, x_i
+from dynorm.paper.proof.vocabulary import C, Expr, Others, g, i, k, x, x_i
 
 Outcome = Literal["proven", "false", "undecided"]
 Definitions = tuple[tuple[Expr, Expr], ...]  # each symbol with its formula
@@ -203,19 +203,46 @@ def _refutes(value: Expr, relation: str) -> bool:
 
 
 def _decide_by_sums(difference: Expr) -> Verdict:
-    """Decide with sympy's own rules for symbolic sums."""
+    """Decide with sympy's own rules for symbolic sums, and with linearity where they give up."""
     difference = sp.refine(difference.doit(), sp.Q.le(i, C))
-    difference = sp.simplify(sp.expand(difference))
-    if difference == 0:
+    simplest = sp.simplify(sp.expand(difference))
+    if simplest == 0:
         return Verdict("proven")
-    # One token of three channels, 4, 8 and 16, is enough to refute it.
+    if _differs_at_a_token(simplest):
+        return Verdict("false", str(simplest))
+    # sympy does not take factors that are sums themselves out of a sum.
+    linear = difference.replace(lambda part: isinstance(part, sp.Sum), _expanded_sum)
+    if sp.expand(sp.numer(sp.together(linear))) == 0:
+        return Verdict("proven")
+    return Verdict("undecided", str(simplest))
+
+
+def _differs_at_a_token(difference: Expr) -> bool:
+    """Return whether a difference is not 0 at one token of three channels."""
     value = difference.subs({C: 3, i: 2}).doit()
-    value = value.replace(lambda part: part.is_Indexed, lambda part: 2 ** (part.indices[0] + 1))
-    symbols = sorted(value.free_symbols, key=str)
-    value = value.subs({symbol: 11 + 3 * number for number, symbol in enumerate(symbols)})
-    if value.is_number and value != 0:
-        return Verdict("false", str(difference))
-    return Verdict("undecided", str(difference))
+    channels = value.atoms(sp.Indexed)
+    vectors = sorted({channel.base.name for channel in channels})
+    numbers = {}
+    # The channels of the first vector are 4, 8 and 16, those of the second 9, 27 and 81.
+    for channel in channels:
+        base = 2 + vectors.index(channel.base.name)
+        numbers[channel] = base ** (channel.indices[0] + 1)
+    value = value.xreplace(numbers)
+    for number, symbol in enumerate(sorted(value.free_symbols, key=str)):
+        value = value.subs(symbol, 11 + 3 * number)
+    return bool(value.is_number and value != 0)
+
+
+def _expanded_sum(total: Expr) -> Expr:
+    """Return a sum over the channels as a sum of sums, with all constant factors outside."""
+    body, (index, *_) = total.args
+    result = sp.Integer(0)
+    for term in sp.Add.make_args(sp.expand(body)):
+        constant, rest = term.as_independent(index)
+        # One name for the index, so that equal sums are found equal.
+        name = index if k in rest.free_symbols else k
+        result += constant * sp.Sum(rest.subs(index, name), (name, 1, C))
+    return result
 
 
 def remainder(formula: Expr) -> Expr:

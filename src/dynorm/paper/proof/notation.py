@@ -7,6 +7,7 @@ from html import escape
 import sympy as sp
 from sympy.printing.latex import LatexPrinter
 
+from dynorm.errors import ArgumentError
 from dynorm.paper.proof.vocabulary import Expr, Others
 
 # Names whose LaTeX sympy cannot guess.
@@ -29,14 +30,8 @@ SYMBOLS = {
 
 RELATIONS = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
 
-# LaTeX's commands as text.
+# LaTeX's commands as text; Greek letters are those of Unicode.
 _COMMANDS = {
-    "mu": "μ",
-    "sigma": "σ",
-    "alpha": "α",
-    "beta": "β",
-    "gamma": "γ",
-    "delta": "δ",
     "varepsilon": "ε",
     "sum": "Σ",
     "neq": "≠",
@@ -62,11 +57,11 @@ _COMMANDS = {
 # A space after these separates; after other commands it only ends their name.
 _SPACED = ("neq", "geq", "leq", "gg", "to", "log", "Rightarrow", "Leftrightarrow", "in", "|", ",")
 
-_LOW = dict(zip("0123456789ijklnt+-", "₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₗₙₜ₊₋", strict=True)) | {"≠": "≠", " ": ""}
+_LOW = dict(zip("0123456789ijklnt+-≠", "₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₗₙₜ₊₋≠", strict=True))
 _HIGH = dict(zip("0123456789+-⊤′", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⊤′", strict=True))
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
-# What a numerator with parentheses and a denominator without them consist of, outside of their own
-# parentheses.
+# A numerator needs parentheses if this is found in it, and a denominator unless it matches; both
+# are compared without the text in their own parentheses.
 _TERMS = re.compile(r"(?<!·) (?!·)|/|[\w)][-+]")
 _SINGLE = re.compile(r"(?=.)d?[\w′]?[ᵢⱼₖₗ₀-₉⁰¹²³⁴-⁹]*|√\w?|\^")
 _INNERMOST = re.compile(r"\([^()]*\)")
@@ -123,7 +118,7 @@ class Printer(LatexPrinter):  # type: ignore[misc]
             if sign and len(above) == 1 and above[0].is_Add:
                 return rf"- \left({self._print(above[0])}\right)"
             return sign + self._product(above)
-        # 1 is shown only where nothing else is.
+        # A numerator shows 1 only if it has no other factor.
         above = [factor for factor in above if factor != 1]
         return rf"{sign}\frac{{{self._product(above)}}}{{{self._product(below)}}}"
 
@@ -138,10 +133,7 @@ class Printer(LatexPrinter):  # type: ignore[misc]
             if place:
                 text += r" \cdot " if factor.is_Number else self._settings["mul_symbol_latex"]
             is_last = place == len(factors) - 1
-            takes_the_rest = isinstance(factor, sp.Sum | Others | sp.Limit) or (
-                isinstance(factor, sp.Derivative) and not factor.args[0].is_Symbol
-            )
-            if factor.is_Add or factor.is_Mul or (takes_the_rest and not is_last):
+            if factor.is_Add or factor.is_Mul or (_is_open(factor) and not is_last):
                 text += rf"\left({self._print(factor)}\right)"
             else:
                 text += self._print(factor)
@@ -161,6 +153,13 @@ class Printer(LatexPrinter):  # type: ignore[misc]
     def _print_Limit(self, formula: Expr) -> str:
         body, variable, *_ = formula.args
         return rf"\lim_{{{self._print(variable)} \to 0}} {self.summand(body)}"
+
+
+def _is_open(factor: Expr) -> bool:
+    """Return whether a reader would take the next factor as a part of this one."""
+    if isinstance(factor, sp.Derivative):
+        return not factor.args[0].is_Symbol
+    return isinstance(factor, sp.Sum | Others | sp.Limit)
 
 
 def _inverse(power: Expr) -> Expr:
@@ -275,7 +274,21 @@ class _Reader:
         ends_name = re.match(r" [\w\\(]", next_tokens)
         if ends_name and name not in _SPACED:
             self.tokens.pop(0)
-        return _COMMANDS[name]
+        if name in _COMMANDS:
+            return _COMMANDS[name]
+        return _greek(name)
+
+
+def _greek(name: str) -> str:
+    kind = "SMALL" if name.islower() else "CAPITAL"
+    # Unicode's spelling.
+    letter = name.upper().replace("LAMBDA", "LAMDA")
+    try:
+        return unicodedata.lookup(f"GREEK {kind} LETTER {letter}")
+    except KeyError as error:
+        raise ArgumentError(
+            f"there is no text for the LaTeX command \\{name}: add it to _COMMANDS in {__name__}"
+        ) from error
 
 
 def _fraction(above: str, below: str) -> str:
@@ -300,8 +313,9 @@ def _script(mark: str, text: str) -> str:
     if "→" in text:
         return f"[{text.replace(' ', '')}]"
     small = _LOW if mark == "_" else _HIGH
-    if all(character in small for character in text):
-        return "".join(small[character] for character in text)
+    letters = text.replace(" ", "")
+    if all(letter in small for letter in letters):
+        return "".join(small[letter] for letter in letters)
     if len(text) == 1 or text.isalpha():
         return mark + text
     return f"{mark}({text})"

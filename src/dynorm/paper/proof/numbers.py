@@ -34,7 +34,7 @@ Number = Any  # an mpmath number; mpmath has no types
 class Token:
     """A token, the channel i of a statement, and values for its other symbols."""
 
-    # x, gamma, bias and g by name, each with one number per channel.
+    # x and the other vectors by name, each with one number per channel.
     vectors: Mapping[str, Sequence[Number]]
     places: Mapping[Expr, int]  # the channel that each index refers to, from 0
     numbers: Mapping[Expr, Number]  # the values of symbols; x_i is added while it varies
@@ -149,30 +149,35 @@ def _random_token(statement: Statement, channels: int, draw: random.Random) -> T
         noise = number() * 3 / 10 / channels
         token.append(offset + grid + noise)
     draw.shuffle(token)
-    vectors = {"x": token}
-    for name in ("gamma", "bias"):
+    places = {index: draw.randrange(channels) for index in (i, j, k)}
+    # About half of the channels have a gain; a channel without one is not a witness. Channel i has
+    # a gain: otherwise a channel that is its own witness would not be noticed.
+    gains = [draw.choice((number(1), mpf(0))) for _ in token]
+    gains[places[i]] = number(1)
+    vectors = {"x": token, "g": gains}
+    for name in sorted(vectors_in(statement) - vectors.keys()):
         vectors[name] = [number() for _ in token]
-    # About half of the channels have a gain; a channel without one is not a witness.
-    vectors["g"] = [draw.choice((number(1), mpf(0))) for _ in token]
     numbers = {}
     for symbol in sorted(free_numbers(statement), key=str):
         numbers[symbol] = number(1) if symbol.is_nonnegative else number()
-    places = {index: draw.randrange(channels) for index in (i, j, k)}
-    # Channel i has a gain: otherwise a channel that is its own witness would not be noticed.
-    vectors["g"][places[i]] = number(1)
     return Token(vectors, places, numbers, statement.definitions)
 
 
 def free_numbers(statement: Statement) -> set[Expr]:
-    """Return the symbols of a statement that stand for any number: without C and definitions."""
+    """Return the symbols of a statement that may be any number: neither C nor definitions."""
     symbols: set[Expr] = set()
-    for step in statement.steps:
-        symbols |= symbols_in(step.left) | symbols_in(step.right)
-    for formula in statement.definitions.values():
+    for formula in statement.formulas:
         symbols |= symbols_in(formula)
-    for comparison in statement.compared:
-        symbols |= symbols_in(comparison.formula)
     return symbols - statement.definitions.keys() - {C}
+
+
+def vectors_in(statement: Statement) -> set[str]:
+    """Return the names of the vectors of a statement."""
+    names = set()
+    for formula in statement.formulas:
+        for channel in formula.atoms(sp.Indexed):
+            names.add(channel.base.name)
+    return names
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class Step:
     tag: str = ""  # the equation's number in the source, if it has one
     # Whether ``left`` is the ``right`` of the previous step, so that it need not be shown again.
     follows: bool = False
-    # Whether sympy's own symbolic sums prove it. All other steps use the rules that these prove.
+    # Whether symbolic sums prove it. All other steps may contain only means and variances, which
+    # the statement "reduction" replaces.
     by_sums: bool = False
 
 
@@ -56,6 +57,20 @@ class Statement:
     Build one inside :func:`~dynorm.paper.proof.vocabulary.as_written`: first its words and
     definitions, then one call of :meth:`step` or :meth:`then` per step and one of :meth:`compare`
     per function of dynorm. The words may contain LaTeX between dollar signs.
+
+    Example:
+        >>> from sympy import Eq
+        >>> from dynorm.paper.proof.prove import check
+        >>> from dynorm.paper.proof.vocabulary import as_written, positive, x_i
+        >>> with as_written():
+        ...     a = positive("a")
+        ...     statement = Statement(
+        ...         "scaling", "Scaling", "example", "1", "Squares scale with $a^2$", "$a > 0$"
+        ...     )
+        ...     statement.step(Eq((a * x_i) ** 2, a**2 * x_i**2), "The square of a product.")
+        ...     statement.compare((a * x_i) ** 2, lambda x, at: (at.a * x).square())
+        >>> check(statement).holds
+        True
     """
 
     name: str  # short, for the command line
@@ -90,19 +105,22 @@ class Statement:
                 f"a step of {self.name} must be an Eq, Ne, Ge or Gt built with as_written(), "
                 f"got {claim}"
             )
+        if by_sums and not isinstance(claim, sp.Eq):
+            raise ArgumentError(f"sums can prove only an Eq, got {claim}: leave out by_sums")
         relation = _RELATIONS[type(claim)]
         self._add(Step(claim.lhs, relation, claim.rhs, reason, tag, by_sums=by_sums))
 
-    def then(self, right: Expr, reason: str, *, tag: str = "") -> None:
+    def then(self, right: Expr, reason: str, *, tag: str = "", by_sums: bool = False) -> None:
         """Add a step that goes on from the right side of the one before: it equals ``right``."""
         left = self.steps[-1].right
-        self._add(Step(left, "=", sp.sympify(right), reason, tag, follows=True))
+        right = sp.sympify(right)
+        self._add(Step(left, "=", right, reason, tag, follows=True, by_sums=by_sums))
 
     def compare(self, formula: Expr, computed: Computed) -> None:
         """Add a function of dynorm that computes a formula for all channels of a token.
 
-        ``computed`` gets the token x and, as attributes, C, the vectors gamma, bias and g, and all
-        numbers of the statement by name.
+        ``computed`` gets the token x and, as attributes, C and all other vectors and numbers of the
+        statement by name.
         """
         formula = sp.sympify(formula)
         self.compared.append(Comparison(formula, d(formula), computed))
@@ -115,6 +133,16 @@ class Statement:
                     "write Rational(1, 2), not 1/2"
                 )
         self.steps.append(step)
+
+    @property
+    def formulas(self) -> list[Expr]:
+        """All formulas: of the definitions, the steps and the comparisons."""
+        formulas = list(self.definitions.values())
+        for step in self.steps:
+            formulas += [step.left, step.right]
+        for comparison in self.compared:
+            formulas.append(comparison.formula)
+        return formulas
 
 
 def symbols_in(formula: Expr) -> set[Any]:

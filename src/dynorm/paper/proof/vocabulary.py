@@ -41,13 +41,18 @@ def positive(name: str) -> Expr:
     return sp.Symbol(name, positive=True)
 
 
+def vector(name: str) -> Expr:
+    """Return a vector with one real number per channel: ``v[k]`` is its channel k."""
+    return sp.IndexedBase(name, real=True)
+
+
 C = sp.Symbol("C", integer=True, positive=True)
 i, j, k, ell = sp.symbols("i j k l", integer=True, positive=True)
 
 # One number per channel: the token, LayerNorm's weight and bias, and the gains of witnesses.
-x = sp.IndexedBase("x", real=True)
-gamma = sp.IndexedBase("gamma", real=True)
-bias = sp.IndexedBase("bias", real=True)
+x = vector("x")
+gamma = vector("gamma")
+bias = vector("bias")
 g = sp.IndexedBase("g", nonnegative=True)
 
 x_i = x[i]
