@@ -215,13 +215,13 @@ with as_written():
         (log(a + b), r"\log{\left(a + b \right)}", "log(a + b)"),
         (
             sum_k(x_k + a) * b,
-            r"\left(\sum_{k=1}^{C} \left(x_{k} + a\right)\right)\,b",
+            r"\left(\sum\limits_{k=1}^{C} \left(x_{k} + a\right)\right)\,b",
             "(Σₖ (xₖ + a))·b",
         ),
-        (b * others(x_k**2), r"b\,\sum_{k \neq i} x_{k}^{2}", "b·Σₖ≠ᵢ xₖ²"),
+        (b * others(x_k**2), r"b\,\sum\limits_{k \neq i} x_{k}^{2}", "b·Σₖ≠ᵢ xₖ²"),
         (
             others((x_k - mu) ** 2) / C,
-            r"\frac{\sum_{k \neq i} \left(x_{k} - \mu\right)^{2}}{C}",
+            r"\frac{\sum\limits_{k \neq i} \left(x_{k} - \mu\right)^{2}}{C}",
             "(Σₖ≠ᵢ (xₖ − μ)²)/C",
         ),
         (delta(k, i) - 1 / C, r"\delta_{k i} - \frac{1}{C}", "δₖᵢ − 1/C"),

@@ -34,6 +34,7 @@ RELATIONS = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
 _COMMANDS = {
     "varepsilon": "ε",
     "sum": "Σ",
+    "limits": "",
     "neq": "≠",
     "geq": "≥",
     "leq": "≤",
@@ -141,7 +142,7 @@ class Printer(LatexPrinter):  # type: ignore[misc]
 
     def _print_Sum(self, formula: Expr) -> str:
         term, (index, *_) = formula.args
-        return rf"\sum_{{{index}=1}}^{{C}} {self.summand(term)}"
+        return rf"\sum\limits_{{{index}=1}}^{{C}} {self.summand(term)}"
 
     def _print_Derivative(self, formula: Expr) -> str:
         body, (variable, _) = formula.args

@@ -72,7 +72,7 @@ class Others(sp.Function):  # type: ignore[misc]
         return sp.Sum(term, (k, 1, C)) - term.subs(k, i)
 
     def _latex(self, printer: Any) -> str:
-        return rf"\sum_{{k \neq i}} {printer.summand(self.args[0])}"
+        return rf"\sum\limits_{{k \neq i}} {printer.summand(self.args[0])}"
 
 
 def sum_over(term: Expr, index: Expr) -> Expr:
