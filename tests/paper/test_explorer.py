@@ -785,6 +785,8 @@ def contrast(first: str, second: str) -> float:
 class TestWithoutABrowser:
     def test_tests_are_skipped_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.paper.browser.CHROMIUM", Path("/nowhere/chromium"))
+        # Any file that exists, so that the test does not depend on the machine.
+        monkeypatch.setattr("tests.paper.browser.DRIVER", Path(__file__))
         monkeypatch.delenv("DYNORM_BROWSER", raising=False)
         with pytest.raises(
             pytest.skip.Exception, match="/nowhere/chromium missing: apt-get install chromium"

@@ -20,6 +20,8 @@ CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 MEANS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # in units of sigma
 QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
+Setting = tuple[int, float, float]  # C, sigma and mean
+
 # The largest number of float64 values in memory at once.
 _CHUNK = 2**22
 
@@ -128,7 +130,7 @@ def study_all(
     sigma: float = 2.0,
     samples: int = 1000,
     *,
-    track: Callable[[list[tuple[int, float, float]]], Iterable[tuple[int, float, float]]] = iter,
+    track: Callable[[list[Setting]], Iterable[Setting]] = iter,
 ) -> Generality:
     """Repeat the simulation and the fits over many samples, over C, over sigma and over the mean.
 
@@ -150,7 +152,7 @@ def study_all(
     return Generality(base, axes)
 
 
-def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float, float]]]:
+def settings_of(channels: int, sigma: float) -> dict[str, list[Setting]]:
     """Return the settings (C, sigma, mean) of each axis; the base setting is on all of them."""
     return {
         "base": [(channels, sigma, 0.0)],

@@ -1,12 +1,14 @@
 """Decide whether a step is proven, by exact algebra and for every number of channels.
 
 A step is never accepted because two numbers are close. sympy works out the symbolic sums and
-derivatives. Channel i depends on the other channels only through two sums, of their values and of
-their squares; the statement "reduction" proves this. In place of the sums, and of C and x_i, the
-algebra uses n = C - 1, the mean m and the variance v of the other channels, and e = x_i - m.
-Together they describe every token: n > 0, v >= 0, any m, any e. In these symbols every root is the
-root of a quantity that is not negative, and two formulas are equal if the numerator of their
-difference is the zero polynomial.
+derivatives; a step that is marked with ``by_sums`` is decided by them.
+
+All other steps may contain only means and variances. Then channel i depends on the other channels
+only through two sums, of their values and of their squares; the statement "reduction" proves this.
+In place of the sums, and of C and x_i, the algebra uses n = C - 1, the mean m and the variance v of
+the other channels, and e = x_i - m. Together they describe every token: n > 0, v >= 0, any m, any
+e. In these symbols every root is the root of a quantity that is not negative, and two formulas are
+equal if the numerator of their difference is the zero polynomial.
 """
 
 import random
@@ -81,11 +83,12 @@ def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
     """Prove a step of a statement or refute it; a step that sympy cannot finish is undecided."""
     definitions = tuple(statement.definitions.items())
     try:
-        left = evaluated(step.left, definitions)
-        right = evaluated(step.right, definitions)
-        if step.by_sums:
-            return _decide_by_sums(left - right)
-        return _decide_by_channel(left - right, step.relation, seed)
+        with sp.evaluate(True):
+            left = evaluated(step.left, definitions)
+            right = evaluated(step.right, definitions)
+            if step.by_sums:
+                return _decide_by_sums(left - right)
+            return _decide_by_channel(left - right, step.relation, seed)
     except _GIVES_UP as error:
         problem = str(error) or type(error).__name__
         return Verdict("undecided", f"sympy could not decide it: {problem}")

@@ -10,11 +10,15 @@ the symbolic number of channels, so a proof holds for every number of channels.
 ``d(f, y)``         derivative with respect to the number y, a ``sympy.Derivative``
 ``limit(f, h)``     limit for h to 0 from above, a ``sympy.Limit``
 ``delta(k, i)``     Kronecker's delta
+``real("a")``       a symbol for any real number; ``positive("a")`` is a positive number
+``vector("v")``     a vector with one number per channel, a ``sympy.IndexedBase``: ``v[k]``
+``isr_unit(z, b)``  the inverse square root unit, z over the root of b + z**2
 ==================  ========================================================================
 
 sympy simplifies and sorts as soon as an expression is built, which would turn most steps of a proof
-into ``0 = 0``. :func:`as_written` switches that off; the shared definitions below and all statements
-are built inside it.
+into ``0 = 0``. :func:`as_written` switches that off; the shared definitions below and all
+statements are built inside it. Python still computes numbers: write ``Rational(1, 2)`` or ``x / 2``,
+not ``1 / 2``.
 """
 
 from contextlib import AbstractContextManager
