@@ -1,4 +1,4 @@
-"""Every statement is proven; each one broken on purpose fails, in algebra and, independently, in numbers."""
+"""Every statement is proven; every broken one fails in algebra and, independently, in numbers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_statement_holds_on_other_tokens(name: str) -> None:
     assert autograd_error(statement, tokens) < 1e-12
 
 
-def test_what_must_be_covered_is() -> None:
+def test_all_theorems_and_equations_are_covered() -> None:
     assert len(BY_NAME) == len(STATEMENTS)
     expected = (
         {f"theorem-{n}" for n in range(1, 5)}
@@ -202,7 +202,7 @@ def test_every_comparison_turned_around_fails_in_algebra_and_in_numbers(name: st
             assert not measure(equal, tokens).holds
 
 
-def test_what_was_meant_is_no_misprint() -> None:
+def test_equal_sides_are_not_a_misprint() -> None:
     """A pair of sides that are equal cannot be shown to differ."""
     for statement in STATEMENTS:
         for step in statement.steps[:3]:
@@ -267,7 +267,7 @@ def test_a_mean_that_does_not_move_fails(name: str) -> None:
     assert not measure(mean_held, tokens_for(statement, 0)).holds
 
 
-def test_what_remains_is_told() -> None:
+def test_the_remaining_difference_is_shown() -> None:
     with as_written():
         step = Step(d(y_i), "=", F * (C - y_i**2), "")
     verdict = decide(step, BY_NAME["theorem-1"])
@@ -288,7 +288,7 @@ def statement_of(step: Step) -> Statement:
         (sqrt(3 + 2 * sqrt(2), evaluate=False), 1 + sqrt(2)),
     ],
 )
-def test_what_sympy_cannot_decide_is_not_proven(left: Expr, right: Expr) -> None:
+def test_a_step_that_sympy_cannot_decide_is_not_proven(left: Expr, right: Expr) -> None:
     statement = statement_of(Step(left, "=", right, ""))
     checked = check(statement)
     assert checked.steps[0].verdict.outcome == "undecided"
