@@ -3,5 +3,5 @@
 from dynorm.errors import require_library
 
 # The statements are sympy expressions, so nothing here can be imported without these.
-for library in ("sympy", "mpmath"):
+for library in ("mpmath", "sympy"):
     require_library(library, "the proofs", "paper")
