@@ -13,12 +13,34 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from sympy import Rational, exp, log, sqrt
 
 import dynorm.cli
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.paper.proof import prove, show
-from dynorm.paper.proof.formula import SYMBOLS, as_html, as_text, latex, one_line
-from dynorm.paper.proof.prove import STATEMENTS, Report
+from dynorm.paper.proof.notation import SYMBOLS, as_html, as_text, latex, one_line
+from dynorm.paper.proof.prove import Report
+from dynorm.paper.proof.statement import Statement, Step
+from dynorm.paper.proof.statements import STATEMENTS
+from dynorm.paper.proof.vocabulary import (
+    C,
+    Expr,
+    as_written,
+    d,
+    delta,
+    i,
+    k,
+    limit,
+    mu,
+    others,
+    positive,
+    real,
+    sigma,
+    sum_k,
+    x_i,
+    x_k,
+    y_i,
+)
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 SENTENCES = [
@@ -31,9 +53,12 @@ SENTENCES = [
         *(step.reason for step in statement.steps),
     )
 ]
-FORMULAS = sorted(
-    {f for statement in STATEMENTS for step in statement.steps for f in (step.left, step.right)}
-)
+FORMULAS = [
+    formula
+    for statement in STATEMENTS
+    for step in statement.steps
+    for formula in (step.left, step.right)
+]
 
 
 class Page(HTMLParser):
@@ -67,7 +92,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def broken() -> Report:
     statement = next(s for s in STATEMENTS if s.name == "appendix-b")
-    wrong = replace(statement, definitions={"beta": "alpha"})
+    wrong = replace(statement, definitions={real("beta"): positive("alpha")})
     return Report((prove.check(wrong),), 0, 0.1)
 
 
@@ -147,45 +172,82 @@ def test_the_terminal_shows_a_failure(broken: Report) -> None:
     assert "✗" in text
     assert "not proven" in text
     assert "1 of 1 statements do not hold: appendix-b" in text
-    assert (
-        "appendix-b: (1 / √α)·(x / √(1 / α + x²)) = √β·x / √(β + x²): false, numbers contradict"
-        in text
-    )
+    assert "appendix-b: x/(√α·√(1/α + x²)) = √β·x/√(β + x²): false, numbers contradict" in text
 
 
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_every_formula_can_be_shown(formula: str) -> None:
-    assert latex(formula).count("{") == latex(formula).count("}")
-    assert re.search(r"[*_]|sqrt|sum|mu|sigma", one_line(formula)) is None
+def test_every_formula_can_be_shown() -> None:
+    for formula in FORMULAS:
+        assert latex(formula).count("{") == latex(formula).count("}")
+        assert re.search(r"[*_]|sqrt|sum|mu|sigma", one_line(formula)) is None
 
 
-@pytest.mark.parametrize(
-    ("formula", "as_latex", "as_plain"),
-    [
-        ("(x_i - mu) / sqrt(sigma**2)", r"\frac{x_i - \mu}{\sqrt{\sigma^{2}}}", "(xᵢ − μ) / √(σ²)"),
-        ("a - (b - c)", r"a - \left(b - c\right)", "a − (b − c)"),
-        ("a - (b + c)", r"a - \left(b + c\right)", "a − (b + c)"),
-        ("a - b - c", "a - b - c", "a − b − c"),
-        ("a / (b*c)", r"\frac{a}{b\,c}", "a / (b·c)"),
-        ("a / b / c", r"\frac{\frac{a}{b}}{c}", "a / b / c"),
-        ("a / b * c", r"\frac{a}{b}\,c", "(a / b)·c"),
-        ("(a*b)**2", r"\left(a\,b\right)^{2}", "(a·b)²"),
-        ("(-a)**2", r"\left(-a\right)^{2}", "(−a)²"),
-        ("-(a + b)", r"-\left(a + b\right)", "−(a + b)"),
-        ("a - (-b)", r"a - \left(-b\right)", "a − (−b)"),
-        ("a * (-b)", r"a\,\left(-b\right)", "a·(−b)"),
-        ("2*3", r"2 \cdot 3", "2·3"),
-        ("x**(-3/2)", "x^{-3/2}", "x^(-3/2)"),
+a = real("a")
+b = real("b")
+c = real("c")
+
+with as_written():
+    NOTATION = [
+        ((x_i - mu) / sqrt(sigma**2), r"\frac{x_{i} - \mu}{\sqrt{\sigma^{2}}}", "(xᵢ − μ)/√(σ²)"),
+        (a - (b - c), r"a - \left(b - c\right)", "a − (b − c)"),
+        (a - (b + c), r"a - \left(b + c\right)", "a − (b + c)"),
+        (a + (b + c), r"a + \left(b + c\right)", "a + (b + c)"),
+        (a - b - c, "a - b - c", "a − b − c"),
+        (C - 1 - y_i**2, "C - 1 - y_{i}^{2}", "C − 1 − yᵢ²"),
+        (a / (b * c), r"\frac{a}{b\,c}", "a/(b·c)"),
+        (a / b / c, r"\frac{a}{b\,c}", "a/(b·c)"),
+        (a / (b / c), r"\frac{a}{\frac{b}{c}}", "a/(b/c)"),
+        (a / b * c, r"\frac{a\,c}{b}", "a·c/b"),
+        (a * (b + c) / 2, r"\frac{a\,\left(b + c\right)}{2}", "a·(b + c)/2"),
+        (1 / (a + b) * (1 / c), r"\frac{1}{\left(a + b\right)\,c}", "1/((a + b)·c)"),
+        ((a + b) / c, r"\frac{a + b}{c}", "(a + b)/c"),
+        (1 - 1 / C, r"1 - \frac{1}{C}", "1 − 1/C"),
+        ((a * b) ** 2, r"\left(a\,b\right)^{2}", "(a·b)²"),
+        ((-a) ** 2, r"\left(- a\right)^{2}", "(−a)²"),
+        (-(a + b), r"- \left(a + b\right)", "−(a + b)"),
+        (-(a / b), r"- \frac{a}{b}", "−a/b"),
+        (-a / b, r"- \frac{a}{b}", "−a/b"),
+        (a * (-b), r"- a\,b", "−a·b"),
+        (a * 0, r"a \cdot 0", "a·0"),
+        (a ** Rational(-3, 2), "a^{-3/2}", "a^(−3/2)"),
+        ((a + b) ** (-2), r"\frac{1}{\left(a + b\right)^{2}}", "1/(a + b)²"),
+        (sqrt(a) * sqrt(b + c), r"\sqrt{a}\,\sqrt{b + c}", "√a·√(b + c)"),
+        (exp(a * b), r"e^{a\,b}", "e^(a·b)"),
+        (log(a + b), r"\log{\left(a + b \right)}", "log(a + b)"),
         (
-            "sum_k(x_k + a) * b",
-            r"\left(\sum\limits_{k=1}^{C} \left(x_k + a\right)\right)\,b",
+            sum_k(x_k + a) * b,
+            r"\left(\sum\limits_{k=1}^{C} \left(x_{k} + a\right)\right)\,b",
             "(Σₖ (xₖ + a))·b",
         ),
-        ("d(y_i)", r"\frac{dy_i}{dx_i}", "dyᵢ/dxᵢ"),
-    ],
-)
-def test_notation_keeps_the_meaning(formula: str, as_latex: str, as_plain: str) -> None:
+        (b * others(x_k**2), r"b\,\sum\limits_{k \neq i} x_{k}^{2}", "b·Σₖ≠ᵢ xₖ²"),
+        (
+            others((x_k - mu) ** 2) / C,
+            r"\frac{\sum\limits_{k \neq i} \left(x_{k} - \mu\right)^{2}}{C}",
+            "(Σₖ≠ᵢ (xₖ − μ)²)/C",
+        ),
+        (delta(k, i) - 1 / C, r"\delta_{k i} - \frac{1}{C}", "δₖᵢ − 1/C"),
+        (d(y_i), r"\frac{dy_{i}}{dx_{i}}", "dyᵢ/dxᵢ"),
+        (d(a * b, a) * c, r"\left(\frac{d}{da} \left(a\,b\right)\right)\,c", "(d/da (a·b))·c"),
+        (limit(1 / a, a), r"\lim_{a \to 0} \left(\frac{1}{a}\right)", "lim[a→0] (1/a)"),
+        (real("sigma_others") ** 2, r"\sigma_{\neq i}^{2}", "σ≠ᵢ²"),
+    ]
+
+
+@pytest.mark.parametrize(("formula", "as_latex", "as_plain"), NOTATION)
+def test_notation_keeps_the_meaning(formula: Expr, as_latex: str, as_plain: str) -> None:
     assert (latex(formula), one_line(formula)) == (as_latex, as_plain)
+
+
+def test_only_definitions_that_a_proof_uses_are_shown() -> None:
+    with as_written():
+        statement = Statement(
+            "new", "", "ours", "1", "", "", definitions={b: 3 * x_i, a: 2 * b, c: b}
+        )
+        step = Step(a, "=", 6 * x_i, "")
+    statement.steps.append(step)
+    page = show.render(Report((prove.check(statement),), 0, 0.1))
+    items = re.findall("<li>(<math.*?)</li>", page, flags=re.DOTALL)
+    shown = ["".join(ElementTree.fromstring(item).itertext()) for item in items]
+    assert shown == ["b=3xi", "a=2b"]
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
@@ -196,8 +258,18 @@ def test_every_sentence_can_be_shown(sentence: str) -> None:
         assert "\\" not in "".join(ElementTree.fromstring(element).itertext())
 
 
+def test_greek_letters_are_those_of_unicode() -> None:
+    assert as_text(r"$\lambda_i \tau + \Delta x$") == "λᵢ τ + Δx"
+
+
+def test_an_unknown_command_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"\\perp.*_COMMANDS"):
+        as_text(r"$v \perp x$")
+
+
 def test_symbols_are_not_repeated() -> None:
-    for shown in ([latex(name) for name in SYMBOLS], [one_line(name) for name in SYMBOLS]):
+    symbols = [real(name) for name in SYMBOLS]
+    for shown in ([latex(symbol) for symbol in symbols], [one_line(symbol) for symbol in symbols]):
         assert len(shown) == len(set(shown))
 
 
@@ -244,9 +316,8 @@ def test_a_failure_ends_with_1(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     (statement,) = prove.choose(["appendix-b"])
-    monkeypatch.setattr(
-        prove, "STATEMENTS", (replace(statement, definitions={"beta": "1/alpha + C"}),)
-    )
+    wrong = replace(statement, definitions={real("beta"): 1 / positive("alpha") + C})
+    monkeypatch.setattr(prove, "STATEMENTS", (wrong,))
     assert run(monkeypatch, *arguments) == 1
     out = capsys.readouterr().out
     if arguments:

@@ -1,12 +1,10 @@
-"""``dynorm paper``, ``dynorm prove`` and ``dynorm explore``: the paper's figures, theorems and a page to play with."""
+"""The commands ``dynorm paper``, ``dynorm prove`` and ``dynorm explore``."""
 
 import json
 import os
 import webbrowser
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,7 +14,7 @@ from dynorm.cli.application import command
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import require_writable, write_bytes, write_text
 
-# A token of these, times a thousand samples, is a minute of work.
+# With a thousand samples, tokens of this size take a minute.
 MOST_CHANNELS = 1 << 16
 
 
@@ -30,7 +28,7 @@ def paper(
     samples: int | None = None,
     as_json: bool = False,
 ) -> None:
-    """Reproduce section 4: outliers, fits of DyT and DyISRU, the closed form, and how general the claim is.
+    """Reproduce section 4: outliers, fits, the closed form, and a study over many samples.
 
     Example: dynorm paper --out paper
     """
@@ -38,35 +36,36 @@ def paper(
     from dynorm.paper.generality import PAPER_SEED, reproduce, study_all
     from dynorm.paper.table import document, outliers_csv, printed
 
-    names = list(
-        dict.fromkeys(figure or [name for name in FIGURES if seed is None or name != "fig5"])
-    )
+    names = list(figure or FIGURES)
+    if not figure and seed is not None:
+        # One sample has no study to draw.
+        names.remove("fig5")
+    names = list(dict.fromkeys(names))
     check_figures(names, with_study=seed is None)
     _check(channels, sigma, seed, samples)
-    tables: dict[str, Callable[[Any], str]] = {
-        "table.json": lambda found: json.dumps(document(found), indent=1) + "\n",
-        "table.csv": outliers_csv,
-    }
-    for file in [*tables, *(f"{name}.{format}" for name in names for format in FORMATS)]:
+    files = ["table.json", "table.csv"]
+    for name in names:
+        files += [f"{name}.{format}" for format in FORMATS]
+    for file in files:
         require_writable(out / file)
     stderr = Console(stderr=True)
-    progress = partial(
-        track, console=stderr, transient=True, disable=as_json or not stderr.is_terminal
-    )
-    generality = None
+    quiet = as_json or not stderr.is_terminal
+    progress = partial(track, console=stderr, transient=True, disable=quiet)
     if seed is None:
-        generality = study_all(
-            channels, sigma, samples or 1000, track=partial(progress, description="study")
-        )
-    reproduction = reproduce(channels, sigma, PAPER_SEED if seed is None else seed, generality)
-    for name, text in tables.items():
-        write_text(out / name, text(reproduction))
+        study_progress = partial(progress, description="study")
+        generality = study_all(channels, sigma, samples or 1000, track=study_progress)
+        reproduction = reproduce(channels, sigma, PAPER_SEED, generality)
+    else:
+        reproduction = reproduce(channels, sigma, seed)
+    as_text = json.dumps(document(reproduction), indent=1)
+    write_text(out / "table.json", as_text + "\n")
+    write_text(out / "table.csv", outliers_csv(reproduction))
     for name in progress(names, description="figures"):
         drawn = draw(name, reproduction)
         for format in FORMATS:
             write_bytes(out / f"{name}.{format}", render(drawn, format))
     if as_json:
-        typer.echo(json.dumps(document(reproduction), indent=1))
+        typer.echo(as_text)
         return
     console = Console(highlight=False)
     for part in printed(reproduction):
@@ -83,14 +82,13 @@ def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -
     if channels < 3:
         raise ArgumentError(
             f"channels must be at least 3, got {channels}: LayerNorm of one channel is undefined "
-            "and of two always "
-            "1 and -1, which leaves nothing to fit"
+            "and of two always 1 and -1, which leaves nothing to fit"
         )
     if channels > MOST_CHANNELS:
         raise ArgumentError(
             f"channels must be at most {MOST_CHANNELS:,}, got {channels:,}: no model has more"
         )
-    check_settings(channels, sigma, 0.0, 0 if seed is None else seed)
+    check_settings(channels, sigma, 0.0, seed or 0)
     if seed is not None and samples is not None:
         raise ArgumentError(
             "samples is for the study over many, but one seed was given: leave out one of the two"
@@ -105,28 +103,30 @@ def prove(
     brief: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Prove the paper's theorems for every number of channels, step by step, and confirm them with numbers.
+    """Prove the paper's theorems step by step, for every number of channels, and check by numbers.
 
-    Exit status 1 if one of them does not hold.
+    The exit status is 1 if a statement does not hold.
 
     Example: dynorm prove --out proofs.html
     """
     from dynorm.paper.proof import prove, show
 
-    prove.choose(only or ())
+    patterns = only or ()
+    prove.choose(patterns)
     if out is not None:
         show.prepare(out)
-    console = Console(stderr=True, quiet=as_json)
-    progress = partial(track, description="proving", console=console, transient=True)
-    report = prove.prove(only or (), seed=seed, track=progress)
+    stderr = Console(stderr=True, quiet=as_json)
+    progress = partial(track, description="proving", console=stderr, transient=True)
+    report = prove.prove(patterns, seed=seed, track=progress)
     if out is not None:
         show.save(report, out)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
     else:
-        # rich takes 80 columns where there is no terminal, which breaks formulas.
-        width = None if Console().is_terminal or "COLUMNS" in os.environ else 140
-        show.show(report, Console(highlight=False, width=width), brief=brief)
+        # Without a terminal rich assumes 80 columns, which would break formulas.
+        has_width = Console().is_terminal or "COLUMNS" in os.environ
+        console = Console(highlight=False, width=None if has_width else 140)
+        show.show(report, console, brief=brief)
         if out is not None:
             typer.echo(f"The proofs are in {out}")
     raise typer.Exit(0 if report.holds else 1)
@@ -134,7 +134,7 @@ def prove(
 
 @command
 def explore(out: Path = Path("explore.html"), show: bool = False, as_json: bool = False) -> None:
-    """Write one HTML page that works offline: drag an outlier and see LayerNorm, DyT, Derf and DyISRU follow.
+    """Write an HTML page that works offline: LayerNorm, DyT, Derf and DyISRU with a movable outlier.
 
     Example: dynorm explore --out explore.html --open
     """

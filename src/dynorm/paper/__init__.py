@@ -1,4 +1,4 @@
-"""The papers' claims, to run and to check: the simulation of section 4, its fits, figures, and how far they hold.
+"""The papers' claims, to run and to check: simulation, fits, figures, a study and proofs.
 
 Importing this package loads nothing heavy. matplotlib, scipy and sympy come with ``pip install
 'dynorm[paper]'``.

@@ -1,10 +1,10 @@
-"""One-constant fits of the point-wise functions to LayerNorm's outliers, and the closed form, which needs none.
+"""One-constant fits of the point-wise functions to LayerNorm's outliers, and the closed form.
 
-Each bounded function is sqrt(C - 1) f(k x) with an f that rises from -1 to 1, and its constant is a
-power of k. A point (x, y) therefore names the k that meets it exactly, and the best k of several
-points lies between the least and the largest of theirs. In that bracket the root of the sum of
-squares' derivative is found to the last digit or two, with no start to choose. The mirror images
-(-x, -y), which the paper fits along, double the sum and change no constant.
+Each bounded function is sqrt(C - 1) f(k x), where f rises from -1 to 1, and its constant is a power
+of k. One point (x, y) determines k. The least-squares k of several points therefore lies between
+the smallest and the largest k of the single points. In that bracket the root of the derivative is
+found to the last digit or two, and no starting value is needed. The paper also fits the mirror
+images (-x, -y); these double the sum of squares and do not change the constants.
 """
 
 import math
@@ -30,135 +30,164 @@ class Family:
     name: str
     constant: str
     power: int
-    # The function of :mod:`dynorm.functional`: of x, the constant and the keyword scale, sqrt(C -
-    # 1).
+    # The function of :mod:`dynorm.functional`; it takes x, the constant and the keyword scale.
     curve: Callable[..., Tensor]
     slope: Callable[[Tensor], Tensor]  # f'
     inverse: Callable[[Tensor], Tensor]  # the inverse of f
 
 
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family("DyT", "alpha", 1, dyt, lambda z: torch.cosh(z) ** -2, torch.atanh),
-        Family(
-            "Derf",
-            "alpha",
-            1,
-            derf,
-            lambda z: 2 / math.sqrt(math.pi) * torch.exp(-z * z),
-            torch.erfinv,
-        ),
-        Family(
-            "DyISRU",
-            "beta",
-            -2,
-            dyisru,
-            lambda z: (1 + z * z) ** -1.5,
-            lambda f: f / ((1 - f) * (1 + f)) ** 0.5,
-        ),
-    )
-}
+DYT = Family(
+    "DyT",
+    constant="alpha",
+    power=1,
+    curve=dyt,
+    slope=lambda z: torch.cosh(z) ** -2,
+    inverse=torch.atanh,
+)
+DERF = Family(
+    "Derf",
+    constant="alpha",
+    power=1,
+    curve=derf,
+    slope=lambda z: 2 / math.sqrt(math.pi) * torch.exp(-z * z),
+    inverse=torch.erfinv,
+)
+DYISRU = Family(
+    "DyISRU",
+    constant="beta",
+    power=-2,
+    curve=dyisru,
+    slope=lambda z: (1 + z * z) ** -1.5,
+    inverse=lambda f: f / ((1 - f) * (1 + f)) ** 0.5,
+)
+FAMILIES = {family.name: family for family in (DYT, DERF, DYISRU)}
 FITTED = (*FAMILIES, "linear")
 CLOSED = "closed form"
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A function with its constant, fitted or known, and how far it is from some points."""
+    """A function with its constant, fitted or known, and its distance from some points."""
 
     name: str  # DyT, Derf, DyISRU, linear or closed form
-    constant: str  # what the constant is called: alpha, beta or slope
+    constant: str  # the name of the constant: alpha, beta or slope
     value: float
     x: Array
     y: Array
     of: Callable[[Tensor], Tensor]
-    center: float = 0.0  # what is taken off x; of the closed form alone
+    center: float = 0.0  # subtracted from x; only the closed form has one
 
     def function(self, x: ArrayLike) -> Array:
         """Return the function of an array of any shape."""
-        # A copy: torch refuses read-only and reversed arrays.
-        copied = torch.from_numpy(np.array(x, dtype=np.float64, order="C", ndmin=1))
-        return self.of(copied).numpy().reshape(np.shape(x))
+        # A copy, because torch refuses read-only and reversed arrays.
+        inputs = np.array(x, dtype=np.float64, order="C", ndmin=1)
+        outputs = self.of(torch.from_numpy(inputs))
+        return outputs.numpy().reshape(np.shape(x))
 
     @cached_property
     def residuals(self) -> Array:
-        """Return the function minus y, at each x."""
+        """The function minus y, at each x."""
         return self.function(self.x) - self.y
 
     @property
     def mean_absolute_residual(self) -> float:
-        """Return the mean of ``abs(residuals)``, the paper's measure."""
+        """The mean of ``abs(residuals)``, which the paper reports."""
         return float(np.abs(self.residuals).mean())
 
 
 def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
-    r"""Fit one function by least squares, ``"DyT"``, ``"Derf"``, ``"DyISRU"`` or ``"linear"`` (eq. 11, 15, 18 and 19).
+    r"""Fit the constant of one function by least squares (eq. 11, 15, 18 and 19).
 
     .. math:: \min_\alpha \sum_S \left(\sqrt{C - 1} \tanh(\alpha x_S) - y_S\right)^2
 
-    is the fit of DyT. Derf has the error function in place of tanh, and DyISRU is
-    :math:`\sqrt{C - 1} \, x / \sqrt{\beta + x^2}`. The linear control's slope is
-    :math:`\sum_S x_S y_S / \sum_S x_S^2`, whatever C.
+    is the fit of ``"DyT"``. ``"Derf"`` has the error function in place of tanh, and ``"DyISRU"`` is
+    :math:`\sqrt{C - 1} \, x / \sqrt{\beta + x^2}`. The slope of ``"linear"``, the control, is
+    :math:`\sum_S x_S y_S / \sum_S x_S^2` for every C.
 
-    x has the shape (n,), each of the sign of its output y, which is within the bounds of LayerNorm.
-    ArgumentError is raised for points that cannot be fitted, and where scipy is not installed.
+    Args:
+        name: One of the four functions.
+        x: Inputs of shape (n,).
+        y: Outputs of shape (n,), with the signs of x and within the bounds of LayerNorm.
+        channels: C.
+
+    Raises:
+        ArgumentError: If the points cannot be fitted, or if scipy is not installed.
     """
-    inputs, outputs = (points.numpy() for points in _points(x, y, channels))
-    (value,) = fit_many(name, inputs[None], outputs[None], channels).tolist()
+    x_tensor, y_tensor = _points(x, y, channels)
+    inputs = x_tensor.numpy()
+    outputs = y_tensor.numpy()
+    constants = fit_many(name, inputs[None], outputs[None], channels)
+    value = float(constants[0])
     label = FAMILIES[name].constant if name in FAMILIES else "slope"
-    return Fit(name, label, value, inputs, outputs, lambda z: outputs_of(name, z, value, channels))
+
+    def fitted(z: Tensor) -> Tensor:
+        return outputs_of(name, z, value, channels)
+
+    return Fit(name, label, value, inputs, outputs, fitted)
 
 
 def closed_form(simulation: Simulation) -> Fit:
-    r"""Return LayerNorm's function of the outlier, known before any outlier is seen: no fit is needed.
+    r"""Return LayerNorm as a function of the outlier, computed from the sample without a fit.
 
     .. math:: y_o = \sqrt{C - 1} \frac{x_o - m_o}{\sqrt{C v_o + (x_o - m_o)^2}}
 
     m_o, the centre, and v_o are the mean and the biased variance of the other channels. They do not
-    change when the outlier does, so they are taken from the sample alone, and one pair of constants
-    serves every step. This is eq. 13 with that centre; its beta, C v_o, is eq. 14's times (C / (C -
-    1))**2. The residuals are rounding errors.
+    change when the outlier does, so the sample determines them and they are the same at every step.
+    This is eq. 13 with that centre; its beta, C v_o, is that of eq. 14 times (C / (C - 1))**2. The
+    residuals are rounding errors.
     """
-    # A beta of 0, at C = 2, is refused as a float: it stays a tensor.
-    sample, scale = torch.from_numpy(simulation.tokens[0]), math.sqrt(simulation.channels - 1)
-    center, beta = float(leave_one_out_mean(sample)[-1]), leave_one_out_beta(sample)[-1:]
-    function = partial(dyisru_general, beta=beta, center=center, scale=scale)
+    sample = torch.from_numpy(simulation.tokens[0])
+    center = float(leave_one_out_mean(sample)[-1])
+    # With C = 2 beta is 0, which the function accepts only as a tensor.
+    beta = leave_one_out_beta(sample)[-1:]
+    scale = math.sqrt(simulation.channels - 1)
     return Fit(
-        CLOSED, "beta", float(beta), simulation.outliers, simulation.outputs, function, center
+        CLOSED,
+        constant="beta",
+        value=float(beta),
+        x=simulation.outliers,
+        y=simulation.outputs,
+        of=partial(dyisru_general, beta=beta, center=center, scale=scale),
+        center=center,
     )
 
 
 def outputs_of(name: str, x: Tensor, constant: float | Tensor, channels: int) -> Tensor:
-    """Return the outputs of a function at x, with its constant, or one constant per row."""
+    """Return the outputs of a function at x; ``constant`` is a number, or has one per row of x."""
     if name == "linear":
         return linear(x, constant)
     return FAMILIES[name].curve(x, constant, scale=math.sqrt(channels - 1))
 
 
 def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
-    """Return the constants (sets,) that :func:`fit` would find for each of many sets of points, x and y (sets, n)."""
+    """Return the constant that :func:`fit` finds, for each of many sets of points.
+
+    x and y have the shape (sets, n), the constants the shape (sets,).
+    """
     if name not in FITTED:
         raise ArgumentError(
             f"the function must be one of {', '.join(FITTED)}, got {name!r}: give one of those"
         )
     inputs, outputs = _points(x, y, channels, dimensions=2)
     if name == "linear":
-        return ((inputs * outputs).sum(-1) / (inputs * inputs).sum(-1)).numpy()
-    family, scale = FAMILIES[name], math.sqrt(channels - 1)
-    # The log of the k with which the function goes through each point. An extreme outlier's output
-    # rounds to the bound, which no finite k reaches.
-    share = (outputs / scale).clamp(np.nextafter(-1.0, 0.0), np.nextafter(1.0, 0.0))
-    exact = torch.log(family.inverse(share) / inputs).numpy()
+        slopes = (inputs * outputs).sum(-1) / (inputs * inputs).sum(-1)
+        return slopes.numpy()
+    family = FAMILIES[name]
+    scale = math.sqrt(channels - 1)
+    # The log of the k with which the function goes through each point. The output of an extreme
+    # outlier rounds to the bound, which no finite k reaches.
+    relative = (outputs / scale).clamp(np.nextafter(-1.0, 0.0), np.nextafter(1.0, 0.0))
+    exact = torch.log(family.inverse(relative) / inputs).numpy()
 
     def gradient(log_k: Array, row: Array) -> Array:
-        # Sets that have converged are left out by the search, and the row numbers of those that
-        # remain passed.
+        # The search passes only the sets that have not converged, with their row numbers.
         rows = torch.from_numpy(row).long()
-        logs, x = torch.from_numpy(log_k)[:, None], inputs[rows]
-        misses = family.curve(x, (family.power * logs).exp(), scale=scale) - outputs[rows]
+        logs = torch.from_numpy(log_k)[:, None]
+        x = inputs[rows]
+        residuals = family.curve(x, (family.power * logs).exp(), scale=scale) - outputs[rows]
         z = logs.exp() * x
-        return (misses * (scale * z * family.slope(z))).sum(-1).numpy()
+        slopes = scale * z * family.slope(z)
+        return (residuals * slopes).sum(-1).numpy()
 
     try:
         # Only the fits need scipy.
@@ -167,51 +196,46 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
         raise ArgumentError(
             "the fits need scipy 1.15 or newer: pip install 'dynorm[paper]'"
         ) from error
-    # Below the least exact k every output is too small, above the largest too large: the derivative
-    # changes sign. A bracket of no width, where all points of a set agree, is widened by what
-    # rounding may have cost.
-    low, high = exact.min(-1) - 1e-9, exact.max(-1) + 1e-9
-    found = find_root(gradient, (low, high), args=(np.arange(len(inputs), dtype=np.float64),))
-    if not found.success.all():
-        raise ArgumentError(
-            f"{name} has no least-squares fit to {(~found.success).sum()} sets: check the points"
-        )
-    return np.asarray(np.exp(family.power * found.x))
+    # Below the smallest exact k every output is too small, above the largest every output is too
+    # large, so the derivative changes sign. If all points of a set agree, the bracket has no width;
+    # the margin covers rounding.
+    low = exact.min(-1) - 1e-9
+    high = exact.max(-1) + 1e-9
+    every_row = np.arange(len(inputs), dtype=np.float64)
+    search = find_root(gradient, (low, high), args=(every_row,))
+    if not search.success.all():
+        failed = (~search.success).sum()
+        raise ArgumentError(f"{name} has no least-squares fit to {failed} sets: check the points")
+    return np.asarray(np.exp(family.power * search.x))
 
 
 def _points(
     x: ArrayLike, y: ArrayLike, channels: int, dimensions: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return the points as tensors, refusing those to which no such function comes near."""
-    inputs, outputs = (np.array(values, dtype=np.float64, order="C") for values in (x, y))
-    if (
-        inputs.shape != outputs.shape
-        or inputs.ndim != dimensions
-        or inputs.size == 0
-        or channels < 2
-    ):
+    """Return the points as tensors; reject points that no such function can fit."""
+    inputs = np.array(x, dtype=np.float64, order="C")
+    outputs = np.array(y, dtype=np.float64, order="C")
+    has_points = inputs.ndim == dimensions and inputs.size > 0
+    if not has_points or inputs.shape != outputs.shape or channels < 2:
         shape = "(n,)" if dimensions == 1 else "(sets, n)"
         raise ArgumentError(
             f"a fit needs x and y of the same shape {shape}, at least one point, and at least 2 "
-            "channels, "
-            f"got {inputs.shape}, {outputs.shape} and {channels} channels: give those"
+            f"channels, got {inputs.shape}, {outputs.shape} and {channels} channels: give those"
         )
-    # Written so that NaN is refused too.
-    if not ((inputs * outputs > 0) & np.isfinite(inputs)).all():
+    # Written so that NaN is rejected too.
+    same_sign = inputs * outputs > 0
+    if not (same_sign & np.isfinite(inputs)).all():
         raise ArgumentError(
-            "each x must be finite and have the sign of its y, as a function through 0 can have no "
-            "other: "
-            "leave out the other points, or subtract a centre from x"
+            "each x must be finite and have the sign of its y, because these functions go through "
+            "0: leave out the other points, or subtract a centre from x"
         )
     bound = math.sqrt(channels - 1)
-    if (
-        not (np.abs(outputs) < bound * (1 + 1e-12)).all()
-        or (np.abs(outputs) > bound * (1 - 1e-12)).all()
-    ):
+    within = np.abs(outputs) < bound * (1 + 1e-12)
+    on_bound = np.abs(outputs) > bound * (1 - 1e-12)
+    if not within.all() or on_bound.all():
         raise ArgumentError(
             f"LayerNorm's outputs must lie within sqrt(C - 1) = {bound:g} and not all on it, got "
-            f"{outputs.min():g} to "
-            f"{outputs.max():g}: no constant fits these; take more than 2 channels, or less "
-            "extreme outliers"
+            f"{outputs.min():g} to {outputs.max():g}: no constant fits these; take more than 2 "
+            "channels, or less extreme outliers"
         )
     return torch.from_numpy(inputs), torch.from_numpy(outputs)

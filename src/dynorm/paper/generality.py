@@ -1,9 +1,10 @@
-"""Section 4, reproduced: one simulation with its fits, and the study of how general they are over many samples."""
+"""Section 4: one simulation with its fits, and a study of the same fits over many samples."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ CHANNELS = (4, 16, 64, 100, 256, 768, 4096)
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 MEANS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # in units of sigma
 QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
-# Values that are held in memory at once, eight bytes each.
+Setting = tuple[int, float, float]  # C, sigma and mean
+
+# The largest number of float64 values in memory at once.
 _CHUNK = 2**22
 
 
@@ -31,13 +34,13 @@ class Study:
     sigma: float
     mean: float
     seeds: NDArray[np.int64]
-    # Samples left out because x_o is not positive after the first step: no function through 0 can
-    # be fitted.
+    # Samples left out because x_o is not positive after the first step, so that no function
+    # through 0 can be fitted.
     skipped: int
     residuals: dict[str, Array]  # mean absolute residuals of DyT, Derf, DyISRU and linear
     betas: Array  # DyISRU's fitted beta
     centers: Array  # m_o, the mean of the other channels
-    closed_betas: Array  # C v_o, which the closed form has for beta
+    closed_betas: Array  # C v_o, the beta of the closed form
     closed_residuals: Array  # mean absolute residuals of the closed form
 
     @property
@@ -47,7 +50,7 @@ class Study:
 
     @property
     def lost(self) -> int:
-        """In how many of the samples DyT has a smaller residual than DyISRU."""
+        """Number of samples in which DyT has a smaller residual than DyISRU."""
         return int((self._ratio < 1).sum())
 
     @property
@@ -57,28 +60,31 @@ class Study:
 
     @property
     def below_paper(self) -> float:
-        """Share of the samples in which DyISRU's residual is below 0.01, as the paper's is."""
+        """Share of the samples in which DyISRU's residual is below 0.01, as in the paper."""
         return float((self.residuals["DyISRU"] < 0.01).mean())
 
     @cached_property
     def best(self) -> dict[str, float]:
         """Share of the samples in which each function has the smallest residual of the four."""
         winner = np.argmin([self.residuals[name] for name in FITTED], axis=0)
-        return {name: float((winner == i).mean()) for i, name in enumerate(FITTED)}
+        shares = {}
+        for place, name in enumerate(FITTED):
+            shares[name] = float((winner == place).mean())
+        return shares
 
     @property
     def closest(self) -> tuple[int, float]:
-        """Return the seed in which DyT comes closest to DyISRU, or beats it most, and the ratio of residuals there."""
-        i = int(self._ratio.argmin())
-        return int(self.seeds[i]), float(self._ratio[i])
+        """The seed with the smallest ratio of DyT's residual to DyISRU's, and that ratio."""
+        place = int(self._ratio.argmin())
+        return int(self.seeds[place]), float(self._ratio[place])
 
     @property
     def _ratio(self) -> Array:
-        # A residual may be 0 to rounding, where every function reaches the bound.
+        # A residual may round to 0, if every function reaches the bound.
         return (self.residuals["DyT"] + 1e-300) / (self.residuals["DyISRU"] + 1e-300)
 
     def middle(self, name: str) -> tuple[float, float, float]:
-        """Return the median of a function's residuals, and where their middle nine tenths begin and end."""
+        """Return the median of a function's residuals, and their 5 % and 95 % quantiles."""
         low, median, high = np.quantile(self.residuals[name], (0.05, 0.5, 0.95)).tolist()
         return median, low, high
 
@@ -86,9 +92,13 @@ class Study:
         """Return the setting and the distributions as plain numbers."""
         seed, ratio = self.closest
         return {
-            **{name: getattr(self, name) for name in ("channels", "sigma", "mean")},
+            "channels": self.channels,
+            "sigma": self.sigma,
+            "mean": self.mean,
             "samples": len(self.seeds),
-            **{name: getattr(self, name) for name in ("skipped", "dyt_wins", "best")},
+            "skipped": self.skipped,
+            "dyt_wins": self.dyt_wins,
+            "best": self.best,
             "dyisru_below_0.01": self.below_paper,
             "closest": {"seed": seed, "dyt_over_dyisru": ratio},
             "residuals": {name: _distribution(values) for name, values in self.residuals.items()},
@@ -101,20 +111,18 @@ class Study:
 
 @dataclass(frozen=True)
 class Generality:
-    """A setting, and what changes when C, sigma or the mean does, the rest being held."""
+    """A base setting, and studies in which one quantity differs from it."""
 
     base: Study
-    axes: Mapping[
-        str, tuple[Study, ...]
-    ]  # by the quantity that varies in them: channels, sigma and mean
+    # By the quantity that varies: channels, sigma and mean.
+    axes: Mapping[str, tuple[Study, ...]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return every study as plain numbers."""
-        over = {
-            f"over_{axis}": [study.to_dict() for study in studies]
-            for axis, studies in self.axes.items()
-        }
-        return {"base": self.base.to_dict(), **over}
+        numbers: dict[str, Any] = {"base": self.base.to_dict()}
+        for axis, studies in self.axes.items():
+            numbers[f"over_{axis}"] = [study.to_dict() for study in studies]
+        return numbers
 
 
 def study_all(
@@ -122,23 +130,29 @@ def study_all(
     sigma: float = 2.0,
     samples: int = 1000,
     *,
-    track: Callable[[list[tuple[int, float, float]]], Iterable[tuple[int, float, float]]] = iter,
+    track: Callable[[list[Setting]], Iterable[Setting]] = iter,
 ) -> Generality:
     """Repeat the simulation and the fits over many samples, over C, over sigma and over the mean.
 
-    What a study does not vary is that of the base setting. ``track`` wraps the list of settings,
-    for a progress bar.
+    Each study varies one quantity; the others are those of the base setting. ``track`` wraps the
+    list of settings, for a progress bar.
     """
     settings = settings_of(channels, sigma)
-    wanted = list(dict.fromkeys(setting for axis in settings.values() for setting in axis))
-    for setting in wanted:
+    # The base setting is on every axis and is studied once.
+    distinct = list(dict.fromkeys(chain(*settings.values())))
+    for setting in distinct:
         check_settings(*setting, seed=0)
-    done = {setting: study(*setting, samples) for setting in track(wanted)}
-    axes = {axis: tuple(done[setting] for setting in chosen) for axis, chosen in settings.items()}
-    return Generality(axes.pop("base")[0], axes)
+    studies = {}
+    for setting in track(distinct):
+        studies[setting] = study(*setting, samples)
+    axes = {}
+    for axis, along in settings.items():
+        axes[axis] = tuple(studies[setting] for setting in along)
+    (base,) = axes.pop("base")
+    return Generality(base, axes)
 
 
-def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float, float]]]:
+def settings_of(channels: int, sigma: float) -> dict[str, list[Setting]]:
     """Return the settings (C, sigma, mean) of each axis; the base setting is on all of them."""
     return {
         "base": [(channels, sigma, 0.0)],
@@ -151,56 +165,95 @@ def settings_of(channels: int, sigma: float) -> dict[str, list[tuple[int, float,
 def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: int = 1000) -> Study:
     """Repeat the simulation and the fits of section 4 over many samples.
 
-    The seeds are 1, 2, ..., so that each sample can be looked at alone. C is at least 3: with 2,
-    LayerNorm's output is 1 or -1 whatever x is.
+    The seeds are 1, 2, ..., so that any one sample can be reproduced. C must be at least 3, because
+    with 2 channels LayerNorm's output is always 1 or -1.
     """
     check_settings(channels, sigma, mean, seed=samples)
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}: give more, say 1000")
     size = max(_CHUNK // (channels * STEPS), 1)
     seeds = np.arange(1, samples + 1)
-    parts = [_outliers(channels, sigma, mean, seeds[i : i + size]) for i in range(0, samples, size)]
-    x, y, centers, betas = (np.concatenate(column) for column in zip(*parts, strict=True))
-    fitted = x[:, 0] > 0
-    if not fitted.any():
+    parts = []
+    for start in range(0, samples, size):
+        parts.append(_outliers(channels, sigma, mean, seeds[start : start + size]))
+    outliers = _Outliers.joined(parts)
+    can_be_fitted = outliers.x[:, 0] > 0
+    if not can_be_fitted.any():
         raise ArgumentError(
-            f"the outlier must be positive after its first step of {STEP:g} in one sample at "
-            "least, but is in none of "
-            f"{samples} with C={channels}, sigma={sigma} and mean={mean}: take a smaller sigma or "
-            "a larger mean"
+            f"the outlier must be positive after its first step of {STEP:g} in at least one "
+            f"sample, but is in none of {samples} with C={channels}, sigma={sigma} and "
+            f"mean={mean}: take a smaller sigma or a larger mean"
         )
-    x, y, centers, betas = x[fitted], y[fitted], centers[fitted], betas[fitted]
-    inputs, center, beta = (
-        torch.from_numpy(values) for values in (x, centers[:, None], betas[:, None])
+    outliers = outliers.where(can_be_fitted)
+    x = torch.from_numpy(outliers.x)
+    y = outliers.y
+    residuals = {}
+    constants = {}
+    for name in FITTED:
+        constants[name] = fit_many(name, outliers.x, y, channels)
+        outputs = outputs_of(name, x, torch.from_numpy(constants[name])[:, None], channels)
+        residuals[name] = np.abs(outputs.numpy() - y).mean(-1)
+    closed = dyisru_general(
+        x,
+        torch.from_numpy(outliers.betas[:, None]),
+        torch.from_numpy(outliers.centers[:, None]),
+        scale=math.sqrt(channels - 1),
     )
-    constants = {name: fit_many(name, x, y, channels) for name in FITTED}
-    residuals = {
-        name: np.abs(
-            outputs_of(name, inputs, torch.from_numpy(found)[:, None], channels).numpy() - y
-        ).mean(-1)
-        for name, found in constants.items()
-    }
-    closed = dyisru_general(inputs, beta, center, scale=math.sqrt(channels - 1)).numpy() - y
-    found = (residuals, constants["DyISRU"], centers, betas, np.abs(closed).mean(-1))
-    return Study(channels, sigma, mean, seeds[fitted], samples - len(x), *found)
+    return Study(
+        channels,
+        sigma,
+        mean,
+        seeds=seeds[can_be_fitted],
+        skipped=samples - len(x),
+        residuals=residuals,
+        betas=constants["DyISRU"],
+        centers=outliers.centers,
+        closed_betas=outliers.betas,
+        closed_residuals=np.abs(closed.numpy() - y).mean(-1),
+    )
 
 
-def _outliers(
-    channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]
-) -> tuple[Array, Array, Array, Array]:
-    """Return the raised outliers, LayerNorm's outputs at them, and the mean and C times the variance of the others."""
-    generator, x = np.random.RandomState(), np.empty((len(seeds), channels))
-    for row, seed in zip(x, seeds.tolist(), strict=True):
+@dataclass(frozen=True)
+class _Outliers:
+    """The outliers of many samples: x and y have the shape (samples, STEPS), the rest (samples,)."""
+
+    x: Array
+    y: Array  # LayerNorm's outputs at x
+    centers: Array  # the mean of the other channels
+    betas: Array  # C times the variance of the other channels
+
+    @classmethod
+    def joined(cls, parts: Sequence["_Outliers"]) -> "_Outliers":
+        return cls(
+            np.concatenate([part.x for part in parts]),
+            np.concatenate([part.y for part in parts]),
+            np.concatenate([part.centers for part in parts]),
+            np.concatenate([part.betas for part in parts]),
+        )
+
+    def where(self, chosen: NDArray[np.bool_]) -> "_Outliers":
+        return _Outliers(self.x[chosen], self.y[chosen], self.centers[chosen], self.betas[chosen])
+
+
+def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]) -> _Outliers:
+    """Draw the samples of some seeds and raise their largest elements."""
+    generator = np.random.RandomState()
+    samples = np.empty((len(seeds), channels))
+    for sample, seed in zip(samples, seeds.tolist(), strict=True):
         generator.seed(seed)
-        row[:] = mean + sigma * generator.randn(channels)
-    x.sort()
-    others, tokens = x[:, :-1], raised(x)[:, 1:]
-    outputs = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()[..., -1]
-    return tokens[..., -1], outputs, others.mean(-1), channels * others.var(-1)
+        sample[:] = mean + sigma * generator.randn(channels)
+    samples.sort()
+    others = samples[:, :-1]
+    tokens = raised(samples)[:, 1:]
+    outputs = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()
+    return _Outliers(tokens[..., -1], outputs[..., -1], others.mean(-1), channels * others.var(-1))
 
 
 def _distribution(values: Array) -> dict[str, float]:
-    return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
+    distribution = {}
+    for name, share in QUANTILES.items():
+        distribution[name] = float(np.quantile(values, share))
+    return distribution
 
 
 PAPER_SEED = 1  # the seed of the published figures
@@ -210,11 +263,11 @@ PAPER: Mapping[str, tuple[str, str]] = {"DyT": ("0.049", "0.33"), "DyISRU": ("30
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What ``dynorm paper`` shows."""
+    """The results that ``dynorm paper`` shows."""
 
     simulation: Simulation
     fits: Mapping[str, Fit]  # DyT, Derf, DyISRU, linear and the closed form, by name
-    generality: Generality | None = None  # None for one sample alone
+    generality: Generality | None = None  # None for one sample only
 
 
 def reproduce(
@@ -223,7 +276,13 @@ def reproduce(
     seed: int = PAPER_SEED,
     generality: Generality | None = None,
 ) -> Reproduction:
-    """Simulate, fit and compare with the closed form (section 4, eq. 16 to 19); ``generality`` is to be shown along."""
+    """Simulate, fit and compare with the closed form (section 4, eq. 16 to 19).
+
+    ``generality`` is the study that is shown with the results.
+    """
     simulation = simulate(channels, sigma, seed=seed)
-    fits = {name: fit(name, simulation.outliers, simulation.outputs, channels) for name in FITTED}
-    return Reproduction(simulation, fits | {CLOSED: closed_form(simulation)}, generality)
+    fits = {}
+    for name in FITTED:
+        fits[name] = fit(name, simulation.outliers, simulation.outputs, channels)
+    fits[CLOSED] = closed_form(simulation)
+    return Reproduction(simulation, fits, generality)

@@ -1,4 +1,4 @@
-"""The simulation of section 4: one random token whose largest element is pushed away, step by step."""
+"""The simulation of section 4: a random token whose largest element grows, step by step."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,10 @@ from dynorm.theory import channel_beta
 
 Array = NDArray[np.float64]
 
-STEP, STEPS = 5.0, 9  # the paper's (eq. 17)
-# The squares of larger numbers, summed, may leave the range of float64.
+# The paper's outlier grows by STEP, STEPS times (eq. 17).
+STEP = 5.0
+STEPS = 9
+# A sum of squares of larger numbers may overflow float64.
 _LARGEST = 1e100
 
 
@@ -35,59 +37,66 @@ class Simulation:
 
     @property
     def outliers(self) -> Array:
-        """Return the raised element x_o for S = 1, 2, ..., of shape (STEPS,): the paper fits on these."""
+        """The raised element x_o for S = 1, 2, ..., of shape (STEPS,); the paper fits to these."""
         return self.tokens[1:, -1]
 
     @property
     def outputs(self) -> Array:
-        """Return LayerNorm's output y_o at each outlier, of shape (STEPS,)."""
+        """LayerNorm's output y_o at each outlier, of shape (STEPS,)."""
         return self.normalized[1:, -1]
 
 
 def simulate(
     channels: int = 100, sigma: float = 2.0, mean: float = 0.0, seed: int = 1
 ) -> Simulation:
-    r"""Draw a token, push its largest element away in equal steps, and normalise every version.
+    r"""Draw a token, raise its largest element in equal steps, and normalise every version.
 
-    .. math:: x \sim \mathcal{N}(\mathrm{mean}, \sigma^2), \quad x_o \to x_o + 5 S, \quad S = 0, \dots, 9
+    .. math::
 
-    The defaults are the paper's (eq. 16 and 17), the seed, of NumPy's legacy generator, that of its
-    figures. LayerNorm ignores scale and offset, so only C, sigma and the seed matter to its
-    outputs.
+        x \sim \mathcal{N}(\mathrm{mean}, \sigma^2), \quad x_o \to x_o + 5 S, \quad S = 0, \dots, 9
+
+    The defaults are the paper's (eq. 16 and 17). The seed is that of its figures, for NumPy's
+    legacy generator. LayerNorm ignores scale and offset, so its outputs depend only on C, sigma and
+    the seed.
     """
     check_settings(channels, sigma, mean, seed)
     sample = np.sort(mean + sigma * np.random.RandomState(seed).randn(channels))
     if sample[0] == sample[-1]:
         raise ArgumentError(
             f"the values of a sample must differ, got {channels} times {sample[0]}: LayerNorm "
-            "would divide by 0; "
-            "give a sample with some spread"
+            "would divide by 0; increase sigma"
         )
     tokens = raised(sample)
     normalized = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()
     if not np.isfinite(normalized).all():
         raise ArgumentError(
-            "the variance must be within the range of float64, which it is not with "
-            f"sigma={sigma} and mean={mean}: choose another unit of x, on which LayerNorm does not "
-            "depend"
+            f"the variance must be within the range of float64, got sigma={sigma} and mean={mean}: "
+            "choose another unit of x, because LayerNorm does not depend on it"
         )
     return Simulation(channels, float(sigma), float(mean), seed, tokens, normalized)
 
 
 def raised(samples: Array) -> Array:
-    """Return each sorted sample (..., C) as it is, and with its largest element raised step by step."""
+    """Return each sorted sample (..., C), and with its largest element raised step by step.
+
+    The result has the shape (..., STEPS + 1, C).
+    """
     tokens = np.repeat(samples[..., None, :], STEPS + 1, axis=-2)
     tokens[..., -1] += STEP * np.arange(STEPS + 1)
     return tokens
 
 
 def channel_betas(simulation: Simulation) -> Array:
-    """Return Theorem 4's constant of the outlier's channel (STEPS,): always the same, as it does not contain x_o."""
-    return channel_beta(torch.from_numpy(simulation.tokens[1:]))[:, -1].numpy()
+    """Return Theorem 4's constant of the outlier's channel at each step, of shape (STEPS,).
+
+    It is the same at every step, because it does not depend on x_o.
+    """
+    betas = channel_beta(torch.from_numpy(simulation.tokens[1:]))
+    return betas[:, -1].numpy()
 
 
 def check_settings(channels: int, sigma: float, mean: float, seed: int) -> None:
-    """Refuse what no sample can be drawn from."""
+    """Reject settings from which no sample can be drawn."""
     if channels < 2:
         raise ArgumentError(
             f"channels must be at least 2 to have a variance, got {channels}: give more"

@@ -1,4 +1,4 @@
-"""The page to play with: one HTML file that draws LayerNorm, its point-wise rivals and the annealing between them."""
+"""The explorer: an interactive HTML page with LayerNorm and the point-wise functions."""
 
 import os
 from importlib.resources import files
@@ -9,31 +9,45 @@ from dynorm import __version__
 from dynorm.family import css_colors
 from dynorm.files import require_writable, write_text
 
-# The page's scripts, in the order in which they use each other.
-_NAMES = "random functions fits state model plots handle controls table main"
-SCRIPTS = tuple(f"{name}.js" for name in _NAMES.split())
+# The page's scripts; each uses only those before it.
+SCRIPTS = (
+    "random.js",
+    "functions.js",
+    "fits.js",
+    "state.js",
+    "model.js",
+    "plots.js",
+    "handle.js",
+    "controls.js",
+    "table.js",
+    "main.js",
+)
 
 
 def build_page() -> str:
-    """Return the explorer as one self-contained HTML page, which loads nothing and works from a file.
+    """Return the explorer as one self-contained HTML page that works offline.
 
-    It shows, for one token with a movable outlier, LayerNorm beside scaled DyT, Derf and DyISRU,
-    with the fits and the residuals of the paper's section 4, the derivative, and the annealing
-    between both (closed form 4).
+    For one token with a movable outlier it shows LayerNorm, scaled DyT, Derf and DyISRU, the fits
+    and residuals of the paper's section 4, the derivative, and the annealing from LayerNorm to
+    DyISRU (closed form 4).
     """
+    scripts = "\n".join(_read(name) for name in SCRIPTS)
     return Template(_read("page.html")).substitute(
         version=__version__,
         licence=_read("vendor", "LICENSE").strip(),
         style=_read("vendor", "uPlot.min.css") + css_colors() + _read("style.css"),
         equations=_read("equations.html").strip(),
         library=_read("vendor", "uPlot.iife.min.js"),
-        # A block keeps the names of the scripts to themselves.
-        script="{\n" + "\n".join(_read(name) for name in SCRIPTS) + "}",
+        # The braces make a block, so that the scripts define no global names.
+        script="{\n" + scripts + "}",
     )
 
 
 def save_page(path: str | os.PathLike[str]) -> Path:
-    """Write the explorer's page, whole or not at all, and return its absolute path; a missing folder is made."""
+    """Write the explorer's page, all or nothing, and return its absolute path.
+
+    A missing folder is made.
+    """
     require_writable(path)
     write_text(path, build_page())
     return Path(path).resolve()

@@ -1,4 +1,4 @@
-// The controls: a slider and a number field for each choice, buttons that follow a fit, and complaints beside them.
+// The controls: a slider and a number field for each choice, buttons that follow a fit, and error messages.
 
 /** Sliders reach where it is interesting, number fields the whole domain. A slider of ratios is even in the log. */
 const CONTROLS = [

@@ -1,5 +1,5 @@
-// The mathematics: LayerNorm, what leaves one channel out, the point-wise functions, and the annealing between them.
-// Each has its counterpart in dynorm.functional or dynorm.theory, with which the tests compare it.
+// The mathematics: LayerNorm, leave-one-out statistics, the point-wise functions, and the annealing between them.
+// The tests compare each function with its counterpart in dynorm.functional or dynorm.theory.
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const mean = (values) => sum(values) / values.length;
@@ -31,7 +31,7 @@ function leaveOneOut(x, outlier) {
   const deviation = x.map((value) => value - rest.mean);
   const peak = deviation[outlier];
   const centre = deviation.map((d) => rest.mean + (peak - d) / others);
-  // What taking the outlier in and channel i out adds to the sum of squares, as a product.
+  // The change of the sum of squares when the outlier is added and channel i removed, as a product.
   const variance = deviation.map((d) => {
     const added = ((peak - d) * ((others - 1) * peak + (others + 1) * d)) / others;
     return Math.max(others * rest.variance + added, 0) / others;

@@ -1,4 +1,4 @@
-// The outlier on the plot: a native-feeling slider that is dragged, or moved with the arrow keys.
+// The outlier on the plot: a slider that is dragged, or moved with the arrow keys.
 
 const KEYS = { ArrowRight: 0.1, ArrowUp: 0.1, ArrowLeft: -0.1, ArrowDown: -0.1, PageUp: 1, PageDown: -1 };
 

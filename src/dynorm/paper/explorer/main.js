@@ -1,4 +1,4 @@
-// Ties state, plots, controls and numbers together: a change marks the page, and one frame later all of it is drawn.
+// Connects state, plots, controls and numbers: after a change the whole page is redrawn in the next frame.
 
 const byId = (id) => document.getElementById(id);
 
@@ -37,7 +37,7 @@ class Explorer {
     for (const plot of this.plots) watcher.observe(plot.host);
     addEventListener("hashchange", () => this.follow(location.hash));
     addEventListener("click", (event) => {
-      // The settings, written a moment later, would take the place of the equation in the address.
+      // Otherwise the settings, which are written later, would replace the equation in the address.
       if (event.target.closest("a[href^='#']")) clearTimeout(this.saving);
     });
     byId("reset").addEventListener("click", () => this.reset());
@@ -81,7 +81,7 @@ class Explorer {
     }
     for (const [key, control] of Object.entries(this.controls)) {
       const choice = key === "position" ? "steps" : key;
-      // What was typed in vain is out of date once the value has changed by other means.
+      // A message about a wrong input is out of date once the value has changed in another way.
       if (state[choice] !== this.state[choice]) control.complain(null);
     }
     this.state = state;

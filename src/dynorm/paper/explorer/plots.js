@@ -58,7 +58,7 @@ class Plot {
           width,
           dash,
           points: { show: false },
-          // Not rounded to whole pixels, which would make stairs of a shallow slope.
+          // Not rounded to whole pixels, which would turn a shallow slope into stairs.
           pxAlign: 0,
         })),
       ],
@@ -171,7 +171,7 @@ class Pen {
 }
 
 const formatTick = (value) => String(Number(value.toPrecision(6))).replace("-", "−");
-// At least four signs wide, so that the plots stand in line.
+// At least four characters wide, so that the plots are aligned.
 const tickWidth = (values) => 22 + 7.5 * Math.max(4, ...(values ?? []).map((text) => text.length));
 const largest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
 

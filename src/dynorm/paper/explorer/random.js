@@ -1,4 +1,4 @@
-// NumPy's legacy generator: a seed gives the sample that numpy.random.RandomState(seed).randn() gives.
+// NumPy's legacy generator: a seed gives the same sample as numpy.random.RandomState(seed).randn().
 
 /** The Mersenne Twister MT19937, seeded with one 32-bit number. */
 class RandomState {

@@ -1,4 +1,4 @@
-// What the reader has chosen, what may be chosen, and the link that holds it.
+// The reader's settings, their limits, and the link that stores them.
 
 const STEP = 5;
 

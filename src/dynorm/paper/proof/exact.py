@@ -1,289 +1,344 @@
-"""Decide whether a step is proven: by exact algebra, for every number of channels, never by how close numbers are.
+"""Decide whether a step is proven, by exact algebra and for every number of channels.
 
-sympy reads a formula with its own symbolic sums and derivatives. Channel i sees of its token only
-x_i, C and the sums A and B of the other channels and of their squares; the statement "reduction"
-proves so. In their place come C = n + 1, the mean m and the variance v of the others, and e = x_i -
-m, which reach every token: n > 0, v >= 0, any m, any e. In these all roots are of positive things,
-and two formulas are equal where the numerator of their difference is the zero polynomial.
+A step is never accepted because two numbers are close. sympy works out the symbolic sums and
+derivatives; a step that is marked with ``by_sums`` is decided by them.
+
+All other steps may contain only means and variances. Then channel i depends on the other channels
+only through two sums, of their values and of their squares; the statement "reduction" proves this.
+In place of the sums, and of C and x_i, the algebra uses n = C - 1, the mean m and the variance v of
+the other channels, and e = x_i - m. Together they describe every token: n > 0, v >= 0, any m, any
+e. In these symbols every root is the root of a quantity that is not negative, and two formulas are
+equal if the numerator of their difference is the zero polynomial.
 """
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 import sympy as sp
 
 from dynorm.errors import DynormError
-from dynorm.paper.proof.formula import SUMS, Reading, indexed
 from dynorm.paper.proof.statement import Statement, Step
+from dynorm.paper.proof.vocabulary import C, Expr, Others, g, i, k, x, x_i
 
 Outcome = Literal["proven", "false", "undecided"]
-Expr = Any  # a sympy expression; sympy itself is not fully typed
+Definitions = tuple[tuple[Expr, Expr], ...]  # each symbol with its formula
 
-# Values are computed to 50 digits; what is smaller than this may be 0.
+# Values are computed to 50 digits; anything smaller than this may be 0.
 _NOISE = sp.Float("1e-30")
 
-# The size of the token, and a channel's place in it.
-_C = sp.Symbol("C", integer=True, positive=True)
-_PLACES = {name: sp.Symbol(name, integer=True, positive=True) for name in "ijkl"}
-_X_I = sp.IndexedBase("x", real=True)[_PLACES["i"]]
-
-
-def _channel(vector: str, place: Expr) -> Expr:
-    return sp.IndexedBase(vector, **{"nonnegative" if vector == "g" else "real": True})[place]
-
-
-# Dummies, so that no name in a formula can be taken for one of them.
+# Dummies, so that no name in a formula can be mistaken for one of them.
 _N = sp.Dummy("n", positive=True)
-_M, _E = (sp.Dummy(name, real=True) for name in "me")
+_M = sp.Dummy("m", real=True)
+_E = sp.Dummy("e", real=True)
 _V = sp.Dummy("v", nonnegative=True)
-_EVERY_TOKEN = {_X_I: _M + _E, _C: _N + 1}
-_OTHERS = (_N, _N * _M, _N * (_V + _M**2))  # sums of 1, of the other channels and of their squares
+_X = sp.Dummy("x", real=True)
+_EVERY_TOKEN = {x_i: _M + _E, C: _N + 1}
 
-# The same with gains as weights: their sum, and the weighted mean and variance of the other
-# channels.
-_G, _VG = (sp.Dummy(name, nonnegative=True) for name in ("g", "w"))
-_MG, _X = (sp.Dummy(name, real=True) for name in "qx")
-_WEIGHED = (_G, _G * _MG, _G * (_VG + _MG**2))
+# The sums of 1, of the other channels and of their squares.
+_OTHERS = (_N, _N * _M, _N * (_V + _M**2))
+
+# The same sums weighted by the gains: the sum of the gains, and the weighted mean and variance.
+_GAINS = sp.Dummy("g", nonnegative=True)
+_WEIGHTED_M = sp.Dummy("q", real=True)
+_WEIGHTED_V = sp.Dummy("w", nonnegative=True)
+_WEIGHTED_OTHERS = (_GAINS, _GAINS * _WEIGHTED_M, _GAINS * (_WEIGHTED_V + _WEIGHTED_M**2))
 
 
 class NotReducibleError(DynormError):
-    """A formula is outside the rules of algebra here; what rests on it stays undecided."""
+    """A formula that this algebra has no rules for; steps that contain it stay undecided."""
 
 
-# sympy gives up with a NotImplementedError, and with a ValueError or TypeError where a value is not
-# a number.
+# sympy raises NotImplementedError if it has no method, and ValueError or TypeError if a value is
+# not a number.
 _GIVES_UP = (NotReducibleError, NotImplementedError, ValueError, TypeError, ZeroDivisionError)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What algebra says of a step."""
+    """The result of the algebra for one step."""
 
-    # "false" where a token was found for which the step does not hold; "undecided" is no proof
+    # "false": there is a token for which the step does not hold; "undecided": neither was shown.
     outcome: Outcome
-    difference: Expr = ""  # of both sides; or words, where there is none, and nothing when proven
+    # The difference of both sides, or the reason why there is none; nothing if the step is proven.
+    difference: Expr = ""
 
     @cached_property
     def remains(self) -> str:
-        """What is left of the difference, as text; to work it out takes longer than to refute a step."""
-        try:
-            left = (
-                self.difference
-                if isinstance(self.difference, str)
-                else sp.factor(remainder(self.difference))
-            )
-        except _GIVES_UP:
-            left = self.difference
-        # sympy marks the names of dummies by an underscore.
-        return re.sub(r"\b_(?=\w)", "", str(left))
+        """The simplified difference as text; simplifying takes longer than refuting the step."""
+        text = str(self.difference)
+        if not isinstance(self.difference, str):
+            with suppress(*_GIVES_UP):
+                text = str(sp.factor(remainder(self.difference)))
+        # sympy marks the names of dummies with an underscore.
+        return re.sub(r"\b_(?=\w)", "", text)
 
 
 def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
-    """Prove a step of a statement or refute it; what sympy cannot bring to an end is undecided."""
+    """Prove a step of a statement or refute it; a step that sympy cannot finish is undecided."""
+    definitions = tuple(statement.definitions.items())
     try:
-        reading = _Exact(statement)
-        difference = reading.read(step.left) - reading.read(step.right)
-        return (
-            _by_sums(difference) if step.by_sums else _by_channel(difference, step.relation, seed)
-        )
+        with sp.evaluate(True):
+            left = evaluated(step.left, definitions)
+            right = evaluated(step.right, definitions)
+            if step.by_sums:
+                return _decide_by_sums(left - right)
+            return _decide_by_channel(left - right, step.relation, seed)
     except _GIVES_UP as error:
-        return Verdict("undecided", f"sympy could not decide it: {error or type(error).__name__}")
+        problem = str(error) or type(error).__name__
+        return Verdict("undecided", f"sympy could not decide it: {problem}")
 
 
-class _Exact(Reading):
-    """Formulas of a statement as sympy expressions, with symbolic sums."""
+def evaluated(formula: Expr, definitions: Definitions) -> Expr:
+    """Return a formula with its definitions inserted and its derivatives and limits worked out.
 
-    library, number = sp, sp.Integer
-
-    def __init__(self, statement: Statement) -> None:
-        self.definitions = statement.definitions
-        self.numbers = statement.numbers
-        self._held: frozenset[str] = frozenset()
-        self._known: dict[tuple[str, frozenset[str]], Expr] = {}
-
-    def name(self, name: str) -> Expr:
-        if name == "C":
-            return _C
-        if pair := indexed(name):
-            if name.startswith("delta_"):
-                return sp.KroneckerDelta(*(_PLACES[place] for place in pair))
-            return _channel(pair[0], _PLACES[pair[1]])
-        if name not in self.definitions or name in self._held:
-            return sp.Symbol(name, **{self.numbers.get(name, "real"): True})
-        if (name, self._held) not in self._known:
-            self._known[name, self._held] = self.read(self.definitions[name])
-        return self._known[name, self._held]
-
-    def total(self, name: str, body: Callable[[], Expr]) -> Expr:
-        place, term = _PLACES[SUMS[name]], body()
-        return sp.Sum(term, (place, 1, _C)) - (
-            term.subs(place, _PLACES["i"]) if name == "others" else 0
-        )
-
-    def diff(self, body: Callable[[], Expr], variable: str) -> Expr:
-        # What is held changes the meaning of the definitions that use it.
-        before, self._held = self._held, self._held | ({variable} & self.definitions.keys())
-        free, held = self.name(variable), body()
-        self._held = before
-        return sp.diff(held, free).subs(free, self.name(variable))
-
-    def limit(self, body: Callable[[], Expr], variable: str) -> Expr:
-        return sp.limit(body().subs(_C, _N + 1), self.name(variable), 0, "+")
+    Sums become sums over all channels. This is the point at which sympy may simplify.
+    """
+    meanings = _meanings(definitions)
+    if formula in meanings:
+        return meanings[formula]
+    if isinstance(formula, sp.Indexed) or not formula.args:
+        return formula
+    if isinstance(formula, sp.Derivative):
+        body, (variable, _) = formula.args
+        # The variable itself may be a definition, which must not be inserted before the derivative.
+        free = tuple(item for item in definitions if item[0] != variable)
+        slope = sp.diff(evaluated(body, free), variable)
+        return slope.subs(variable, evaluated(variable, definitions))
+    parts = [evaluated(part, definitions) for part in formula.args]
+    if isinstance(formula, sp.Limit):
+        body, variable, *_ = parts
+        return sp.limit(body.subs(C, _N + 1), variable, 0, "+")
+    worked_out = formula.func(*parts)
+    if isinstance(worked_out, Others):
+        return worked_out.as_sum()
+    return worked_out
 
 
-def reduced(expression: Expr) -> Expr:
-    """Return an expression of what channel i sees."""
-    return expression.replace(lambda e: isinstance(e, sp.Sum), _reduced_sum).xreplace(_EVERY_TOKEN)
+@lru_cache(maxsize=256)
+def _meanings(definitions: Definitions) -> dict[Expr, Expr]:
+    """Return the evaluated formula of each symbol, which may use the symbols before it."""
+    meanings: dict[Expr, Expr] = {}
+    for number, (symbol, formula) in enumerate(definitions):
+        meanings[symbol] = evaluated(formula, definitions[:number])
+    return meanings
+
+
+def reduced(formula: Expr) -> Expr:
+    """Return an evaluated formula in n, m, v and e: without sums, as channel i depends on them."""
+    without_sums = formula.replace(lambda part: isinstance(part, sp.Sum), _reduced_sum)
+    return without_sums.xreplace(_EVERY_TOKEN)
 
 
 def _reduced_sum(total: Expr) -> Expr:
     body, (place, *_) = total.args
-    body, alone = sp.expand(body), sp.Integer(0)
-    # A term with Kronecker's delta counts at one channel alone.
-    while deltas := [delta for delta in body.atoms(sp.KroneckerDelta) if place in delta.args]:
-        (other,) = set(deltas[0].args) - {place}
-        elsewhere = body.xreplace({deltas[0]: sp.Integer(0)})
-        alone += (body - elsewhere).subs(place, other)
+    body = sp.expand(body)
+    result = sp.Integer(0)
+    # A term with Kronecker's delta contributes at one channel only.
+    while True:
+        deltas = [delta for delta in body.atoms(sp.KroneckerDelta) if place in delta.args]
+        if not deltas:
+            break
+        delta = deltas[0]
+        other = delta.args[1] if delta.args[0] == place else delta.args[0]
+        elsewhere = body.xreplace({delta: sp.Integer(0)})
+        result += (body - elsewhere).subs(place, other)
         body = sp.expand(elsewhere)
-    x_k, g_k = (_channel(vector, place) for vector in "xg")
-    coefficients = []
-    for weight, others in ((sp.Integer(1), _OTHERS), (g_k, _WEIGHED)):
-        for degree, other in enumerate(others):
-            coefficient = body.coeff(g_k, int(weight != 1)).coeff(x_k, degree)
-            body = sp.expand(body - coefficient * weight * x_k**degree)
-            alone += coefficient * (other + weight.subs(place, _PLACES["i"]) * _X_I**degree)
-            coefficients.append(coefficient)
-    if body != 0 or any(coefficient.has(place) for coefficient in coefficients):
+    # The rest must be a polynomial of degree 2 in x_k, and may have a factor g_k.
+    for gain, sums in ((sp.Integer(1), _OTHERS), (g[place], _WEIGHTED_OTHERS)):
+        has_gain = 0 if gain == 1 else 1
+        for degree, sum_of_others in enumerate(sums):
+            coefficient = body.coeff(g[place], has_gain).coeff(x[place], degree)
+            if coefficient.has(place):
+                break
+            term_of_i = gain.subs(place, i) * x_i**degree
+            result += coefficient * (sum_of_others + term_of_i)
+            body = sp.expand(body - coefficient * gain * x[place] ** degree)
+    if body != 0:
         raise NotReducibleError(
-            f"{total} is no mean or variance: only those are seen by one channel"
+            f"{total} is not a mean or a variance: channel i depends on no other sums"
         )
-    return alone
+    return result
 
 
-def _by_channel(difference: Expr, relation: str, seed: int) -> Verdict:
+def _decide_by_channel(difference: Expr, relation: str, seed: int) -> Verdict:
     difference = reduced(difference)
     if difference.has(sp.zoo, sp.nan, sp.oo):
         return Verdict("undecided", f"a side is not finite: {difference}")
     values = _values(difference, seed)
     if relation == "!=":
-        differs = any(value.is_real and abs(value) > _NOISE for value in values)
-        return (
-            Verdict("proven")
-            if differs
-            else Verdict("undecided", "no token tells both sides apart")
-        )
-    # One token refutes nearly all that is false, in a fraction of the time of algebra. What is not
+        return _decide_unequal(values)
+    # One token refutes nearly every false equation, much faster than algebra. A value that is not
     # real is not 0.
     if relation == "=" and any(abs(value) > _NOISE for value in islice(values, 1)):
         return Verdict("false", difference)
-    rest = remainder(difference)
-    if rest == 0 if relation == "=" else _has_sign(rest, strict=relation == ">"):
+    if _is_proven(remainder(difference), relation):
         return Verdict("proven")
-    for value in values:
-        negative = value.is_real and (value < -_NOISE or (relation == ">" and value == 0))
-        if abs(value) > _NOISE if relation == "=" else negative:
-            return Verdict("false", difference)
+    if any(_refutes(value, relation) for value in values):
+        return Verdict("false", difference)
     return Verdict("undecided", difference)
 
 
-def _by_sums(difference: Expr) -> Verdict:
-    difference = sp.simplify(sp.expand(sp.refine(difference.doit(), sp.Q.le(_PLACES["i"], _C))))
-    if difference == 0:
+def _decide_unequal(values: Iterator[Expr]) -> Verdict:
+    for value in values:
+        if value.is_real and abs(value) > _NOISE:
+            return Verdict("proven")
+    return Verdict("undecided", "both sides agree at every token that was tried")
+
+
+def _is_proven(rest: Expr, relation: str) -> bool:
+    if relation == "=":
+        return bool(rest == 0)
+    return _has_sign(rest, strict=relation == ">")
+
+
+def _refutes(value: Expr, relation: str) -> bool:
+    if relation == "=":
+        return bool(abs(value) > _NOISE)
+    if not value.is_real:
+        return False
+    return bool(value < -_NOISE or (relation == ">" and value == 0))
+
+
+def _decide_by_sums(difference: Expr) -> Verdict:
+    """Decide with sympy's own rules for symbolic sums, and with linearity where they give up."""
+    difference = sp.refine(difference.doit(), sp.Q.le(i, C))
+    simplest = sp.simplify(sp.expand(difference))
+    if simplest == 0:
         return Verdict("proven")
-    # One token, of three channels, is enough to refute it.
-    values = difference.subs({_C: 3, _PLACES["i"]: 2}).doit()
-    values = values.replace(lambda e: e.is_Indexed, lambda e: sp.Integer(2) ** (e.indices[0] + 1))
-    values = values.subs(
-        {s: 11 + 3 * place for place, s in enumerate(sorted(values.free_symbols, key=str))}
-    )
-    return Verdict("false" if values.is_number and values != 0 else "undecided", str(difference))
+    if _differs_at_a_token(simplest):
+        return Verdict("false", str(simplest))
+    # sympy does not take factors that are sums themselves out of a sum.
+    linear = difference.replace(lambda part: isinstance(part, sp.Sum), _expanded_sum)
+    if sp.expand(sp.numer(sp.together(linear))) == 0:
+        return Verdict("proven")
+    return Verdict("undecided", str(simplest))
 
 
-def remainder(expression: Expr) -> Expr:
-    """Return what is left of an expression of n, v, e, m and numbers; 0 only where it is 0 identically.
+def _differs_at_a_token(difference: Expr) -> bool:
+    """Return whether a difference is not 0 at one token of three channels."""
+    value = difference.subs({C: 3, i: 2}).doit()
+    channels = value.atoms(sp.Indexed)
+    vectors = sorted({channel.base.name for channel in channels})
+    numbers = {}
+    # The channels of the first vector are 4, 8 and 16, those of the second 9, 27 and 81.
+    for channel in channels:
+        base = 2 + vectors.index(channel.base.name)
+        numbers[channel] = base ** (channel.indices[0] + 1)
+    value = value.xreplace(numbers)
+    for number, symbol in enumerate(sorted(value.free_symbols, key=str)):
+        value = value.subs(symbol, 11 + 3 * number)
+    return bool(value.is_number and value != 0)
 
-    Roots, logarithms and exponentials become symbols of their own, the squares of roots are put in
-    again, and the numerator, over positive denominators, is divided by these relations. An
-    expression that is not a quotient of polynomials in such symbols keeps its form, and is 0 only
-    if sympy says so.
+
+def _expanded_sum(total: Expr) -> Expr:
+    """Return a sum over the channels as a sum of sums, with all constant factors outside."""
+    body, (index, *_) = total.args
+    result = sp.Integer(0)
+    for term in sp.Add.make_args(sp.expand(body)):
+        constant, rest = term.as_independent(index)
+        # One name for the index, so that equal sums are found equal.
+        name = index if k in rest.free_symbols else k
+        result += constant * sp.Sum(rest.subs(index, name), (name, 1, C))
+    return result
+
+
+def remainder(formula: Expr) -> Expr:
+    """Return the simplest form of a formula in n, v, e, m and numbers; 0 only if it is always 0.
+
+    Roots and exponentials become symbols, and the squares of the root symbols are replaced by
+    what is under the roots. Then only the numerator decides, because all denominators are positive.
+    A formula that is not a quotient of polynomials in such symbols keeps its form, and is 0 only if
+    sympy finds that.
     """
-    expression = _split(expression.rewrite(sp.exp))
     roots: dict[Expr, Expr] = {}
     exponentials: dict[Expr, Expr] = {}
 
-    def name_root(e: Expr) -> Expr:
-        return roots.setdefault(e.base, sp.Dummy("r", positive=True)) ** (2 * e.exp)
+    def name_root(power: Expr) -> Expr:
+        root = roots.setdefault(power.base, sp.Dummy("r", positive=True))
+        return root ** (2 * power.exp)
 
-    def name_exponential(e: Expr) -> Expr:
+    def name_exponential(exponential: Expr) -> Expr:
         # Exponentials of multiples of one argument are powers of one symbol.
-        factor, argument = e.args[0].as_coeff_Mul()
-        return exponentials.setdefault(argument, sp.Dummy("E", positive=True)) ** factor
+        factor, argument = exponential.args[0].as_coeff_Mul()
+        symbol = exponentials.setdefault(argument, sp.Dummy("E", positive=True))
+        return symbol**factor
 
-    expression = expression.replace(_is_root, name_root)
-    expression = expression.replace(lambda e: isinstance(e, sp.exp), name_exponential)
-    numerator, denominator = sp.fraction(sp.together(expression))
+    formula = _split(formula.rewrite(sp.exp))
+    formula = formula.replace(_is_root, name_root)
+    formula = formula.replace(lambda part: isinstance(part, sp.exp), name_exponential)
+    numerator, denominator = sp.fraction(sp.together(formula))
     numerator = sp.expand(numerator)
     for base, root in roots.items():
         numerator = sp.expand(sp.rem(numerator, root**2 - base, root))
-    meant = {r: sp.sqrt(base) for base, r in roots.items()} | {
-        e: sp.exp(z) for z, e in exponentials.items()
-    }
-    return (numerator / denominator).xreplace(meant)
+    meanings = {root: sp.sqrt(base) for base, root in roots.items()}
+    for argument, symbol in exponentials.items():
+        meanings[symbol] = sp.exp(argument)
+    return (numerator / denominator).xreplace(meanings)
 
 
 # The same roots return in step after step.
 @lru_cache(maxsize=8192)
-def _split(expression: Expr) -> Expr:
-    """Bring what is under roots and in logarithms into factors, and take those of known sign out."""
-    if not expression.args:
-        return expression
-    expression = expression.func(*(_split(argument) for argument in expression.args))
-    if _is_root(expression):
-        return sp.expand_power_base(sp.factor(expression.base) ** expression.exp)
-    if isinstance(expression, sp.log):
-        return sp.expand_log(sp.log(sp.factor(expression.args[0])))
-    if isinstance(expression, sp.exp):
-        return sp.expand_power_exp(sp.exp(sp.expand(expression.args[0])))
-    return expression
+def _split(formula: Expr) -> Expr:
+    """Factor what is under roots and in logarithms, and move factors of known sign outside."""
+    if not formula.args:
+        return formula
+    formula = formula.func(*(_split(part) for part in formula.args))
+    if _is_root(formula):
+        return sp.expand_power_base(sp.factor(formula.base) ** formula.exp)
+    if isinstance(formula, sp.log):
+        return sp.expand_log(sp.log(sp.factor(formula.args[0])))
+    if isinstance(formula, sp.exp):
+        return sp.expand_power_exp(sp.exp(sp.expand(formula.args[0])))
+    return formula
 
 
-def _is_root(expression: Expr) -> bool:
-    return bool(expression.is_Pow and expression.exp.is_Rational and expression.exp.q == 2)
+def _is_root(formula: Expr) -> bool:
+    return bool(formula.is_Pow and formula.exp.is_Rational and formula.exp.q == 2)
 
 
-def _has_sign(expression: Expr, *, strict: bool) -> bool:
+def _has_sign(formula: Expr, *, strict: bool) -> bool:
     """Return whether a quotient is not negative, or positive, wherever its denominator is not 0."""
-    parts = sp.fraction(sp.together(expression))
-    # The sign may show in the deviation e, or in x_i itself.
-    for forms in (
-        [sp.factor(p) for p in parts],
-        [sp.expand(p.xreplace({_E: _X - _M})) for p in parts],
-    ):
-        numerator, denominator = (-p for p in forms) if forms[1].is_nonpositive else forms
-        if denominator.is_nonnegative and (
-            numerator.is_positive if strict else numerator.is_nonnegative
-        ):
-            return True
-    return False
+    numerator, denominator = sp.fraction(sp.together(formula))
+    if _is_quotient_positive(sp.factor(numerator), sp.factor(denominator), strict=strict):
+        return True
+    # The sign may be visible in x_i, and not in the deviation e.
+    in_x = {_E: _X - _M}
+    numerator = sp.expand(numerator.xreplace(in_x))
+    denominator = sp.expand(denominator.xreplace(in_x))
+    return _is_quotient_positive(numerator, denominator, strict=strict)
 
 
-def _values(expression: Expr, seed: int) -> Iterator[Expr]:
-    """Yield the values of an expression at a few tokens of rational numbers."""
+def _is_quotient_positive(numerator: Expr, denominator: Expr, *, strict: bool) -> bool:
+    if denominator.is_nonpositive:
+        numerator = -numerator
+        denominator = -denominator
+    if not denominator.is_nonnegative:
+        return False
+    if strict:
+        return bool(numerator.is_positive)
+    return bool(numerator.is_nonnegative)
+
+
+def _values(formula: Expr, seed: int) -> Iterator[Expr]:
+    """Yield the values of a formula at a few tokens of rational numbers."""
     draw = random.Random(seed)
     for _ in range(4):
-        symbols = expression.atoms(sp.Symbol, sp.Indexed, sp.KroneckerDelta)
         values = {}
+        symbols = formula.atoms(sp.Symbol, sp.Indexed, sp.KroneckerDelta)
         for symbol in sorted(symbols, key=str):
             if isinstance(symbol, sp.KroneckerDelta):
                 values[symbol] = sp.Integer(draw.randint(0, 1))
                 continue
             number = sp.Rational(draw.randint(1, 40), draw.randint(1, 9))
-            values[symbol] = number if symbol.is_nonnegative else number * draw.choice((-1, 1))
-        value = sp.N(expression.xreplace(values), 50)
+            if not symbol.is_nonnegative:
+                number *= draw.choice((-1, 1))
+            values[symbol] = number
+        value = sp.N(formula.xreplace(values), 50)
         if value.is_number:
             yield value

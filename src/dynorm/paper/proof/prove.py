@@ -1,36 +1,50 @@
-"""All statements, proven and measured, as one report."""
+"""Prove statements, check them with numbers, and collect the results in one report."""
 
 import fnmatch
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dynorm.errors import ArgumentError, require_library
-from dynorm.paper.proof.statement import Statement, Step, load
+from sympy import sstr
+
+from dynorm.errors import ArgumentError
+from dynorm.paper.proof.exact import Verdict, decide
+from dynorm.paper.proof.numbers import Measured, autograd_error, measure, tokens_for
+from dynorm.paper.proof.statement import Statement, Step
+from dynorm.paper.proof.statements import STATEMENTS
 from dynorm.table import plain
 
-if TYPE_CHECKING:
-    from dynorm.paper.proof.exact import Verdict
-    from dynorm.paper.proof.numbers import Measured
-
-STATEMENTS: tuple[Statement, ...] = load()  # in the order in which they rest on each other
-
+# Larger differences from dynorm's float64 are not rounding.
 _ROUNDING = 1e-11
 
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """A step, what algebra says of it, and what numbers say of it."""
+    """A step with the result of the algebra and of the numbers."""
 
     step: Step
-    verdict: "Verdict"
-    measured: "Measured"
+    verdict: Verdict
+    measured: Measured
 
     @property
     def holds(self) -> bool:
-        """Return whether it is proven, and no number contradicts."""
+        """Whether it is proven and no number contradicts it."""
         return self.verdict.outcome == "proven" and self.measured.holds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the step as JSON can hold it, its formulas as sympy writes them."""
+        return {
+            "left": sstr(self.step.left, order="none"),
+            "relation": self.step.relation,
+            "right": sstr(self.step.right, order="none"),
+            "reason": self.step.reason,
+            "equation": self.step.tag,
+            "outcome": self.verdict.outcome,
+            "remains": self.verdict.remains,
+            "numbers_hold": self.measured.holds,
+            "digits_error": self.measured.error,
+        }
 
 
 @dataclass(frozen=True)
@@ -39,43 +53,59 @@ class CheckedStatement:
 
     statement: Statement
     steps: tuple[CheckedStep, ...]
-    autograd: (
-        float  # largest relative error against dynorm and automatic differentiation, in float64
-    )
+    # The largest relative error of dynorm and of automatic differentiation, in float64.
+    autograd: float
     seconds: float
 
     @property
     def proven(self) -> bool:
-        """Return whether algebra proves each step."""
+        """Whether algebra proves each step."""
         return all(step.verdict.outcome == "proven" for step in self.steps)
 
     @property
     def digits_hold(self) -> bool:
-        """Return whether the numbers agree with each step to 50 digits."""
+        """Whether the numbers agree with each step to 50 digits."""
         return all(step.measured.holds for step in self.steps)
 
     @property
     def digits(self) -> float:
-        """Return the largest relative difference of both sides of an equation, in 50-digit arithmetic."""
-        return max(
-            (step.measured.error for step in self.steps if step.measured.error is not None),
-            default=0.0,
-        )
+        """The largest relative difference of two equal sides, in 50-digit arithmetic."""
+        largest = 0.0
+        for step in self.steps:
+            if step.measured.error is not None:
+                largest = max(largest, step.measured.error)
+        return largest
 
     @property
     def autograd_holds(self) -> bool:
-        """Return whether dynorm and automatic differentiation differ by rounding alone."""
+        """Whether dynorm and automatic differentiation are exact up to rounding."""
         return self.autograd < _ROUNDING
 
     @property
     def holds(self) -> bool:
-        """Return whether it is proven, and no number contradicts."""
+        """Whether it is proven and no number contradicts it."""
         return self.proven and self.digits_hold and self.autograd_holds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statement as JSON can hold it."""
+        return {
+            "name": self.statement.name,
+            "title": self.statement.title,
+            "source": self.statement.source,
+            "equations": self.statement.equations,
+            "misprint": self.statement.misprint,
+            "holds": self.holds,
+            "proven": self.proven,
+            "autograd_error": self.autograd,
+            "digits_error": self.digits,
+            "seconds": round(self.seconds, 3),
+            "steps": [step.to_dict() for step in self.steps],
+        }
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of all statements, with random tokens of a seed."""
+    """The results of all statements, with the seed of the random tokens."""
 
     statements: tuple[CheckedStatement, ...]
     seed: int
@@ -83,86 +113,64 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Return whether every statement holds."""
+        """Whether every statement holds."""
         return all(checked.holds for checked in self.statements)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON can hold it; errors that are not finite are None."""
-        rows = []
-        for checked in self.statements:
-            about = ("name", "title", "source", "equations", "misprint")
-            row = {name: getattr(checked.statement, name) for name in about} | {
-                "holds": checked.holds,
-                "proven": checked.proven,
-                "autograd_error": checked.autograd,
-                "digits_error": checked.digits,
-                "seconds": round(checked.seconds, 3),
-                "steps": [
-                    {
-                        name: getattr(row.step, name)
-                        for name in ("left", "relation", "right", "reason")
-                    }
-                    | {
-                        "equation": row.step.tag,
-                        "outcome": row.verdict.outcome,
-                        "remains": row.verdict.remains,
-                    }
-                    | {"numbers_hold": row.measured.holds, "digits_error": row.measured.error}
-                    for row in checked.steps
-                ],
-            }
-            rows.append(row)
-        found = {
+        report = {
             "holds": self.holds,
             "seed": self.seed,
             "seconds": round(self.seconds, 3),
-            "statements": rows,
+            "statements": [checked.to_dict() for checked in self.statements],
         }
-        return {name: plain(value) for name, value in found.items()}
+        return {name: plain(value) for name, value in report.items()}
+
+
+def _untracked(statements: Iterable[Statement]) -> Iterable[Statement]:
+    return statements
 
 
 def prove(
     only: Sequence[str] = (),
     *,
     seed: int = 0,
-    track: Callable[[Iterable[Statement]], Iterable[Statement]] = lambda statements: statements,
+    track: Callable[[Iterable[Statement]], Iterable[Statement]] = _untracked,
 ) -> Report:
-    """Prove the statements of some names or globs, or all, and confirm them with numbers, on random tokens of a seed.
+    """Prove the statements with certain names or globs, or all, and check them at random tokens.
 
-    A statement that fails is a row of the report, not an error; a name that fits none is one, and
-    so is a library that is not installed. ``track`` wraps the statements, for a progress bar.
+    A statement that fails is a row of the report, not an error. A name that fits no statement is an
+    error. ``track`` wraps the statements, for a progress bar.
     """
     chosen = choose(only)
-    for library in ("sympy", "mpmath"):
-        require_library(library, "the proofs", "paper")
     start = time.perf_counter()
     checked = tuple(check(statement, seed) for statement in track(chosen))
     return Report(checked, seed, time.perf_counter() - start)
 
 
 def choose(only: Sequence[str]) -> tuple[Statement, ...]:
-    """Return the statements of the given names or globs, all when there are none."""
+    """Return the statements with the given names or globs, or all if there are none."""
+    if not only:
+        return STATEMENTS
     names = [statement.name for statement in STATEMENTS]
+    chosen: set[str] = set()
     for pattern in only:
-        if not fnmatch.filter(names, pattern):
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
             raise ArgumentError(
                 f"no statement is called {pattern!r}: give one of {', '.join(names)}, or a glob"
             )
-    return tuple(
-        s for s in STATEMENTS if not only or any(fnmatch.fnmatchcase(s.name, p) for p in only)
-    )
+        chosen.update(matching)
+    return tuple(statement for statement in STATEMENTS if statement.name in chosen)
 
 
 def check(statement: Statement, seed: int = 0) -> CheckedStatement:
-    """Prove and measure one statement: one of :data:`STATEMENTS`, or an altered copy that keeps its name."""
-    from dynorm.paper.proof.exact import decide
-    from dynorm.paper.proof.numbers import autograd_error, measure, tokens_for
-
+    """Prove one statement and check it with numbers."""
     start = time.perf_counter()
     tokens = tokens_for(statement, seed)
-    steps = tuple(
-        CheckedStep(s, decide(s, statement, seed), measure(s, tokens)) for s in statement.steps
-    )
-    return CheckedStatement(
-        statement, steps, autograd_error(statement, tokens), time.perf_counter() - start
-    )
+    steps = []
+    for step in statement.steps:
+        verdict = decide(step, statement, seed)
+        steps.append(CheckedStep(step, verdict, measure(step, tokens)))
+    autograd = autograd_error(statement, tokens)
+    return CheckedStatement(statement, tuple(steps), autograd, time.perf_counter() - start)

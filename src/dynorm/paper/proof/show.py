@@ -1,4 +1,7 @@
-"""The report in the terminal, and as one HTML page that needs no other file: browsers show its formulas, in MathML."""
+"""The report in the terminal, and as one HTML page whose formulas are MathML.
+
+The page needs no other file: browsers show MathML without help.
+"""
 
 import os
 import re
@@ -11,75 +14,105 @@ from rich.text import Text
 
 from dynorm.errors import require_library
 from dynorm.files import require_writable, write_text
-from dynorm.paper.proof.formula import as_html, as_text, latex, mathml, names, one_line
+from dynorm.paper.proof.notation import RELATIONS, as_html, as_text, latex, mathml, one_line
 from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
-from dynorm.paper.proof.statement import METHOD, Statement, Step
+from dynorm.paper.proof.statement import Statement, Step, symbols_in
 from dynorm.report.page import rendered
 
-_LATEX = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
-_RELATIONS = {"=": "=", "!=": "≠", ">=": "≥", ">": ">"}
+METHOD = (
+    "Each step is one formula, written once. The page, the algebra and the numbers all use the "
+    "same sympy expression.",
+    "Algebra: the statement “The dependence of one channel on its token” shows that sums over "
+    "channels can be replaced by $x_i$, C and mean $m_i$ and variance $v_i$ of the other channels, "
+    r"which describe every token: $m_i$ is any number and $v_i \geq 0$ any other. After "
+    "differentiation, each step is a quotient of polynomials in $x_i - m_i$, $m_i$, $v_i$, $C - 1$ "
+    "and in roots of quantities that are not negative. Two sides are equal if the numerator of "
+    "their difference, divided by the relations of the roots, is the zero polynomial. A step that "
+    "sympy cannot bring to that form is “not proven”, which counts as a failure.",
+    "Numbers: both sides are evaluated at a random token to 65 digits, sums channel by channel, "
+    "derivatives by differences at twice as many. They must agree to 50 digits. No rule of the "
+    "algebra is used.",
+    "A step with ≠ is proven by one exact token at which the two sides differ. A misprint is "
+    "proven to be one in the same way.",
+)
+"""How statements are proven, in paragraphs."""
 
 
 def prepare(path: str | os.PathLike[str]) -> None:
-    """Make sure, before the long work, that :func:`save` can make a page and write it there; its folder is made."""
+    """Check, before the long work, that :func:`save` can write a page there; make its folder."""
     require_library("latex2mathml", "the page of proofs", "paper")
     require_writable(path)
 
 
 def save(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write a report as one HTML page, whole or not at all; errors are those of :func:`prepare`."""
+    """Write a report as one HTML page, all or nothing; errors are those of :func:`prepare`."""
     prepare(path)
     write_text(path, render(report))
 
 
 def render(report: Report) -> str:
     """Return the page as text."""
-    known = "|".join(checked.statement.name for checked in report.statements)
+    names = "|".join(checked.statement.name for checked in report.statements)
 
-    def formula(step: Step) -> str:
-        left = "" if step.follows else latex(step.left)
-        return mathml(f"{left} {_LATEX[step.relation]} {latex(step.right)}", display=True)
+    def linked(sentence: str) -> str:
+        """Return a sentence as HTML in which names of statements are links to them."""
+        return re.sub(rf"\b({names})\b", r'<a href="#\1">\1</a>', as_html(sentence))
 
     return rendered(
         "proofs.html",
         report=report,
         method=METHOD,
         summary=summary,
-        source=lambda text: re.sub(
-            r"\d{4}\.\d{5}", r'<a href="https://arxiv.org/abs/\g<0>">arXiv \g<0></a>', text
-        ),
+        source=_linked_source,
         equations=equations,
         definitions=_definitions,
-        formula=formula,
+        formula=_formula,
         failure=failure,
         as_html=as_html,
-        # The names of other statements lead to them.
-        linked=lambda sentence: re.sub(
-            rf"\b({known})\b", r'<a href="#\1">\1</a>', as_html(sentence)
-        ),
+        linked=linked,
     )
+
+
+def _linked_source(source: str) -> str:
+    link = r'<a href="https://arxiv.org/abs/\g<0>">arXiv \g<0></a>'
+    return re.sub(r"\d{4}\.\d{5}", link, source)
+
+
+def _formula(step: Step) -> str:
+    left = "" if step.follows else latex(step.left)
+    return mathml(f"{left} {RELATIONS[step.relation]} {latex(step.right)}", display=True)
 
 
 def _definitions(statement: Statement) -> Iterator[str]:
-    """Yield the definitions that the proof uses, itself or through other ones, as MathML."""
-    waiting = [formula for step in statement.steps for formula in (step.left, step.right)]
-    found: set[str] = set()
-    while waiting:
-        new = names(waiting.pop()) & statement.definitions.keys() - found
-        found |= new
-        waiting += [statement.definitions[name] for name in new]
-    yield from (
-        mathml(f"{latex(k)} = {latex(text)}")
-        for k, text in statement.definitions.items()
-        if k in found
-    )
+    """Yield the definitions that a proof uses, directly or through others, as MathML."""
+    used = set()
+    for step in statement.steps:
+        used |= symbols_in(step.left) | symbols_in(step.right)
+    # A definition uses only those before it.
+    for symbol, formula in reversed(statement.definitions.items()):
+        if symbol in used:
+            used |= symbols_in(formula)
+    for symbol, formula in statement.definitions.items():
+        if symbol in used:
+            yield mathml(f"{latex(symbol)} = {latex(formula)}")
 
 
 def show(report: Report, console: Console, *, brief: bool = False) -> None:
-    """Print a report; when brief, its table alone."""
-    for checked in () if brief else report.statements:
-        console.print(_proof(checked))
-        console.print()
+    """Print a report, or only its table if brief."""
+    if not brief:
+        for checked in report.statements:
+            console.print(_proof(checked))
+            console.print()
+    console.print(_table(report))
+    console.print(summary(report), markup=False)
+    for checked in report.statements:
+        for step in checked.steps:
+            if not step.holds:
+                line = f"{checked.statement.name}: {failure(step)}"
+                console.print(line, style="red", markup=False)
+
+
+def _table(report: Report) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("statement", no_wrap=True)
     table.add_column("equations", overflow="fold")
@@ -91,57 +124,55 @@ def show(report: Report, console: Console, *, brief: bool = False) -> None:
             checked.statement.name,
             checked.statement.equations,
             Text("proven", "green") if checked.proven else Text("not proven", "bold red"),
-            Text(f"{checked.autograd:.0e}", "" if checked.autograd_holds else "bold red"),
-            Text(f"{checked.digits:.0e}", "" if checked.digits_hold else "bold red"),
+            _error(checked.autograd, checked.autograd_holds),
+            _error(checked.digits, checked.digits_hold),
             f"{checked.seconds:.2f}",
         )
-    console.print(table)
-    console.print(summary(report), markup=False)
-    for checked in report.statements:
-        for step in checked.steps:
-            if not step.holds:
-                console.print(
-                    f"{checked.statement.name}: {failure(step)}", style="red", markup=False
-                )
+    return table
+
+
+def _error(error: float, holds: bool) -> Text:
+    return Text(f"{error:.0e}", style="" if holds else "bold red")
 
 
 def summary(report: Report) -> str:
     """Return the report in one sentence."""
-    count, steps = len(report.statements), sum(len(checked.steps) for checked in report.statements)
+    count = len(report.statements)
+    steps = sum(len(checked.steps) for checked in report.statements)
     failed = [checked.statement.name for checked in report.statements if not checked.holds]
     if failed:
         return f"{len(failed)} of {count} statements do not hold: {', '.join(failed)}"
-    what = "The statement holds" if count == 1 else f"All {count} statements hold"
-    return f"{what}: {steps} steps, each proven for every C and confirmed to 50 digits, in {report.seconds:.1f} s"
+    subject = "The statement holds" if count == 1 else f"All {count} statements hold"
+    return (
+        f"{subject}: {steps} steps, each proven for every C and confirmed to 50 digits, "
+        f"in {report.seconds:.1f} s"
+    )
 
 
 def failure(checked: CheckedStep) -> str:
-    """Return in one line what is wrong with a step."""
-    claim = f"{one_line(checked.step.left)} {_RELATIONS[checked.step.relation]} {one_line(checked.step.right)}"
-    numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
-    remains = (
-        f"; what remains of the difference: {checked.verdict.remains}"
-        if checked.verdict.remains
-        else ""
-    )
+    """Return in one line why a step does not hold."""
     outcome = checked.verdict.outcome.replace("undecided", "not proven")
-    return f"{claim}: {outcome}, {numbers}{remains}"
+    numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
+    line = f"{one_line(checked.step.left)} {_right_side(checked.step)}: {outcome}, {numbers}"
+    if checked.verdict.remains:
+        line += f"; what remains of the difference: {checked.verdict.remains}"
+    return line
 
 
 def equations(statement: Statement) -> str:
-    """Return the numbers of a statement's equations, or the names where they have none."""
-    return f"{'eq. ' if statement.equations[0].isdigit() else ''}{statement.equations}"
+    """Return the numbers of a statement's equations, or their names if they have no numbers."""
+    if statement.equations[0].isdigit():
+        return f"eq. {statement.equations}"
+    return statement.equations
 
 
 def _proof(checked: CheckedStatement) -> Group:
     statement = checked.statement
-    reference = f"   {statement.name}, {equations(statement)}"
     heading = Text.assemble(
-        _tick(checked.holds), " ", (statement.title, "bold"), (reference, "dim")
-    )
-    about = (
-        Text(as_text(statement.claim), style="cyan"),
-        Text(f"Assumed: {as_text(statement.assumes)}.", style="dim"),
+        _tick(checked.holds),
+        " ",
+        (statement.title, "bold"),
+        (f"   {statement.name}, {equations(statement)}", "dim"),
     )
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(width=1)
@@ -150,15 +181,24 @@ def _proof(checked: CheckedStatement) -> Group:
     grid.add_column(ratio=2, overflow="fold", style="dim")
     for row in checked.steps:
         left = " " if row.step.follows else one_line(row.step.left)
-        formula = Text(f"{left} {_RELATIONS[row.step.relation]} {one_line(row.step.right)}")
         grid.add_row(
             _tick(row.holds),
-            formula,
-            f"({row.step.tag})" * bool(row.step.tag),
+            Text(f"{left} {_right_side(row.step)}"),
+            f"({row.step.tag})" if row.step.tag else "",
             as_text(row.step.reason),
         )
     notes = [Text(f"Note: {as_text(remark)}", style="dim") for remark in statement.remarks]
-    return Group(heading, Padding(Group(*about, grid, *notes), (0, 0, 0, 2)))
+    proof = Group(
+        Text(as_text(statement.claim), style="cyan"),
+        Text(f"Assumed: {as_text(statement.assumes)}.", style="dim"),
+        grid,
+        *notes,
+    )
+    return Group(heading, Padding(proof, (0, 0, 0, 2)))
+
+
+def _right_side(step: Step) -> str:
+    return f"{as_text(f'${RELATIONS[step.relation]}$')} {one_line(step.right)}"
 
 
 def _tick(holds: bool) -> Text:

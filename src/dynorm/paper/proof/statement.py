@@ -1,118 +1,157 @@
-"""Claims and their proofs as data: statements made of steps. Nothing here computes."""
+"""A statement and the steps of its proof, as sympy expressions."""
 
-import re
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any
 
-Relation = Literal[
-    "=", "!=", ">=", ">"
-]  # misprints use !=: the two sides are not the same function
+import sympy as sp
+from torch import Tensor
 
-Domain = Literal["positive", "nonnegative", "real"]
+from dynorm.errors import ArgumentError
+from dynorm.paper.proof.vocabulary import Expr, d
+
+# A function of a token x, and of the numbers of the statement by name.
+Computed = Callable[[Tensor, SimpleNamespace], Tensor]
+
+PAPER = (
+    "The Mathematical Relationship Between Layer Normalization and Dynamic Activation Functions "
+    "(2503.21708)"
+)
+FIRST_VERSION = "Elementwise Layer Normalization, the first version of 2503.21708"
+NOTE_SOURCE = "The note: LayerNorm is centring, then RMSNorm, then the bias"
+OURS = "dynorm, beyond the sources"
+
+_RELATIONS = {sp.Eq: "=", sp.Ne: "!=", sp.Ge: ">=", sp.Gt: ">"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One link of a proof: two formulas, as :mod:`dynorm.paper.proof.formula` reads them, and how they are related."""
+    """One link of a proof: two formulas and the relation between them."""
 
-    reason: str  # why it holds, in words; a formula between dollar signs is LaTeX
-    left: str
-    right: str
-    relation: Relation = "="
+    left: Expr
+    relation: str  # "=", ">=", ">" or "!="; misprints use "!=": not the same function
+    right: Expr
+    reason: str  # in words; a formula between dollar signs is LaTeX
     tag: str = ""  # the equation's number in the source, if it has one
-    # whether ``left`` is the ``right`` of the step before, so that it need not be shown again
+    # Whether ``left`` is the ``right`` of the previous step, so that it need not be shown again.
     follows: bool = False
-    # Whether sympy's own symbolic sums prove it. All other steps use the rules that these steps
-    # prove.
+    # Whether symbolic sums prove it. All other steps may contain only means and variances, which
+    # the statement "reduction" replaces.
     by_sums: bool = False
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A formula, and a function of dynorm that computes it for all channels of a token."""
+
+    formula: Expr
+    derivative: Expr
+    computed: Computed
+
+
+@dataclass
 class Statement:
-    """A theorem, an equation or an identity, with its proof; the words may hold LaTeX between dollar signs."""
+    """A theorem, an equation or an identity, with its proof.
+
+    Build one inside :func:`~dynorm.paper.proof.vocabulary.as_written`: first its words and
+    definitions, then one call of :meth:`step` or :meth:`then` per step and one of :meth:`compare`
+    per function of dynorm. The words may contain LaTeX between dollar signs.
+
+    Example:
+        >>> from sympy import Eq
+        >>> from dynorm.paper.proof.prove import check
+        >>> from dynorm.paper.proof.vocabulary import as_written, positive, x_i
+        >>> with as_written():
+        ...     a = positive("a")
+        ...     statement = Statement(
+        ...         "scaling", "Scaling", "example", "1", "Squares scale with $a^2$", "$a > 0$"
+        ...     )
+        ...     statement.step(Eq((a * x_i) ** 2, a**2 * x_i**2), "The square of a product.")
+        ...     statement.compare((a * x_i) ** 2, lambda x, at: (at.a * x).square())
+        >>> check(statement).holds
+        True
+    """
 
     name: str  # short, for the command line
     title: str
     source: str
     equations: str  # numbers of the equations that it covers, as the source counts them
     claim: str
-    assumes: str  # where it holds
-    steps: tuple[Step, ...]
-    definitions: Mapping[str, str] = field(default_factory=dict)  # names that stand for formulas
-    # Free numbers and where they lie; those not named here are real.
-    numbers: Mapping[str, Domain] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()  # what a reader should know besides
-    misprint: bool = False  # whether it is about a mistake in a text, and shows what was meant
-    # Formulas, each with Python code of dynorm's functions that computes it for all channels of a
-    # token x.
-    compared: Mapping[str, str] = field(default_factory=dict)
-    least_channels: int = 2  # the smallest C for which it is meant
+    assumes: str  # the conditions under which it holds
+    # Symbols that abbreviate formulas; a formula may use the symbols before it.
+    definitions: dict[Expr, Expr] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    misprint: bool = False  # whether it is about a mistake in a text, and shows the correction
+    least_channels: int = 2  # the smallest C that it covers
+    steps: list[Step] = field(default_factory=list)
+    compared: list[Comparison] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Reject a definition that uses a later one, which the proofs would take for a number."""
+        later = set(self.definitions)
+        for symbol, formula in self.definitions.items():
+            if later & symbols_in(formula):
+                raise ArgumentError(
+                    f"a definition of {self.name} must use only those before it, but {symbol} "
+                    "uses a later one or itself: reorder them"
+                )
+            later.remove(symbol)
+
+    def step(self, claim: Expr, reason: str, *, tag: str = "", by_sums: bool = False) -> None:
+        """Add a step: ``sympy.Eq``, ``Ne``, ``Ge`` or ``Gt`` of two formulas, and why it holds."""
+        if type(claim) not in _RELATIONS:
+            raise ArgumentError(
+                f"a step of {self.name} must be an Eq, Ne, Ge or Gt built with as_written(), "
+                f"got {claim}"
+            )
+        if by_sums and not isinstance(claim, sp.Eq):
+            raise ArgumentError(f"sums can prove only an Eq, got {claim}: leave out by_sums")
+        relation = _RELATIONS[type(claim)]
+        self._add(Step(claim.lhs, relation, claim.rhs, reason, tag, by_sums=by_sums))
+
+    def then(self, right: Expr, reason: str, *, tag: str = "", by_sums: bool = False) -> None:
+        """Add a step that goes on from the right side of the one before: it equals ``right``."""
+        left = self.steps[-1].right
+        right = sp.sympify(right)
+        self._add(Step(left, "=", right, reason, tag, follows=True, by_sums=by_sums))
+
+    def compare(self, formula: Expr, computed: Computed) -> None:
+        """Add a function of dynorm that computes a formula for all channels of a token.
+
+        ``computed`` gets the token x and, as attributes, C and all other vectors and numbers of the
+        statement by name.
+        """
+        formula = sp.sympify(formula)
+        self.compared.append(Comparison(formula, d(formula), computed))
+
+    def _add(self, step: Step) -> None:
+        for formula in (step.left, step.right):
+            if formula.has(sp.Float):
+                raise ArgumentError(
+                    f"numbers of a formula must be exact, got {formula} in {self.name}: "
+                    "write Rational(1, 2), not 1/2"
+                )
+        self.steps.append(step)
+
+    @property
+    def formulas(self) -> list[Expr]:
+        """All formulas: of the definitions, the steps and the comparisons."""
+        formulas = list(self.definitions.values())
+        for step in self.steps:
+            formulas += [step.left, step.right]
+        for comparison in self.compared:
+            formulas.append(comparison.formula)
+        return formulas
 
 
-_LINE = re.compile(r"(.*?) ?(=|!=|>=|>) (.*?)(?: \[(\d+)\])?(?: +:: (.*))?")
-
-
-def proof(text: str, short: Mapping[str, str] | None = None, by_sums: int = 0) -> tuple[Step, ...]:
-    r"""Read the steps of a proof, one per line: ``left = right [equation] :: reason``.
-
-    A line that begins with a relation goes on from the one before; a line that begins with ``::``
-    goes on with the reason. ``short`` has words that stand for longer formulas; the first
-    ``by_sums`` steps are proven with sympy's own sums.
-
-    Example:
-        >>> steps = proof("a*b/b = a*ONE :: b cancels\n = a [7] :: one\n :: is neutral", {"ONE": "1"})
-        >>> [(step.left, step.right, step.tag, step.reason) for step in steps]
-        [('a*b/b', 'a*1', '', 'b cancels'), ('a*1', 'a', '7', 'one is neutral')]
-    """
-    steps: list[Step] = []
-    for line in _lines(text):
-        match = _LINE.fullmatch(line)
-        assert match is not None, line
-        left, relation, right, tag, reason = match.groups(default="")
-        left, right = (_spelled_out(side, short) for side in (left, right))
-        start, first = left or steps[-1].right, len(steps) < by_sums
-        step = Step(reason.replace(" :: ", " "), start, right, relation, tag, not left, first)  # type: ignore[arg-type]
-        steps.append(step)
-    return tuple(steps)
-
-
-def _lines(text: str) -> list[str]:
-    """Return the lines, each with those that go on from it."""
-    return [line.strip() for line in re.sub(r"\n\s*:: ", " :: ", text).strip().splitlines()]
-
-
-def _spelled_out(formula: str, short: Mapping[str, str] | None) -> str:
-    for word, longer in (short or {}).items():
-        formula = re.sub(rf"\b{word}\b", longer, formula)
-    return formula
-
-
-_DATA = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
-
-METHOD: tuple[str, ...] = tuple(" ".join(text.split()) for text in _DATA["method"])
-"""How statements are proven, in paragraphs."""
-
-
-def load() -> tuple[Statement, ...]:
-    """Return the statements of ``statements.toml``."""
-    statements = []
-    for entry in map(dict, _DATA["statement"]):
-        tables = [
-            *(_DATA["shared"][name] for name in entry.pop("with", ())),
-            entry.get("definitions", {}),
-        ]
-        entry["definitions"] = {
-            name: formula for table in tables for name, formula in table.items()
-        }
-        entry["source"] = _DATA["sources"][entry["source"]]
-        short = entry.pop("short", None)
-        entry["steps"] = proof(entry.pop("proof"), short, entry.pop("by_sums", 0))
-        pairs = (line.split(" :: ") for line in _lines(entry.pop("dynorm")))
-        entry["compared"] = {_spelled_out(formula, short): code for formula, code in pairs}
-        # Long lines of a sentence are broken in the file.
-        entry |= {name: entry[name].replace("\n", " ") for name in ("claim", "assumes")}
-        statements.append(Statement(**entry | {"remarks": tuple(entry.get("remarks", ()))}))
-    return tuple(statements)
+def symbols_in(formula: Expr) -> set[Any]:
+    """Return the symbols of a formula; not the indices and the vectors of its channels."""
+    symbols = set()
+    parts = sp.preorder_traversal(formula)
+    for part in parts:
+        if isinstance(part, sp.Tuple | sp.Indexed | sp.KroneckerDelta):
+            parts.skip()
+        elif isinstance(part, sp.Symbol):
+            symbols.add(part)
+    return symbols
