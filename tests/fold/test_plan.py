@@ -381,7 +381,7 @@ def test_what_is_rounded_on_the_way_is_refused(at: str) -> None:
 def test_norms_whose_readers_are_shared_in_a_chain_fall_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dynorm.fold import refusals
+    from dynorm.fold import site
 
     def run(m: Any, x: Tensor) -> Any:
         x = m.e(x)
@@ -392,7 +392,7 @@ def test_norms_whose_readers_are_shared_in_a_chain_fall_together(
     model = model_of(run, k=nn.Linear(C, 3), **norms)
     for name in norms:
         getattr(model, name).load_state_dict(model.n.state_dict())
-    monkeypatch.setattr(refusals.SiteFold, "is_exact", lambda fold: fold.path != "n3")
+    monkeypatch.setattr(site.SiteFold, "is_exact", lambda fold: fold.path != "n3")
     report = unchecked(model, center=False)
     assert report.count("affine") == 0
 

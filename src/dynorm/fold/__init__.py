@@ -5,8 +5,7 @@ result in. ``refusals.py`` says what is refused; ``rewrites.py`` adds what it ca
 ``operators.py`` what is not linear.
 """
 
-from dynorm.fold.apply import as_stock
 from dynorm.fold.fold import fold_
 from dynorm.fold.report import FoldedSite, FoldReport, Rewrite
 
-__all__ = ["FoldReport", "FoldedSite", "Rewrite", "as_stock", "fold_"]
+__all__ = ["FoldReport", "FoldedSite", "Rewrite", "fold_"]

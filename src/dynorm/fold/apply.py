@@ -1,6 +1,5 @@
-"""Put a fold into a model: all new values are computed first, then put in at once; and the result in its own class."""
+"""Put a fold into a model: all new values are computed first, then put in at once."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,72 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ModelError
-from dynorm.fold.check import Check
 from dynorm.fold.graph import Graph, Owner, Slot, along
-from dynorm.fold.refusals import SiteFold
 from dynorm.fold.rewrites import Part
+from dynorm.fold.site import SiteFold
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import LayerSpec, identity, is_ours, swap_, take_over_
+from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_own_, untied
+from dynorm.replace.specs import LayerSpec, identity, swap_, take_over_
 from dynorm.watch import unchanged_on_error
 
 Values = dict[Slot, Tensor]
-# Attributes of the modules that a fold gave a parameter of their own.
-ADDED_BIAS = "_dynorm_added_bias"
-UNTIED = "_dynorm_untied"
-# A power of two, and so is its root: neither rounds a number.
-_EPS = 2.0**80
-
-
-def added_biases(model: nn.Module) -> list[str]:
-    """Return the paths of the modules that got a bias."""
-    return [path for path, module in model.named_modules() if module.__dict__.get(ADDED_BIAS)]
-
-
-def untied(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that were tied to others."""
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, m in model.named_modules()
-        for name in m.__dict__.get(UNTIED, ())
-    ]
-
-
-def is_changed(model: nn.Module) -> bool:
-    """Tell whether a load needs to know what was done; a class that builds layers of its own needs no help."""
-    # transformers does not tie tensors that were saved apart; other classes do.
-    apart = bool(untied(model)) and not hasattr(model, "save_pretrained")
-    return apart or bool(added_biases(model)) or any(map(is_ours, model.modules()))
-
-
-def give_bias_(model: nn.Module, path: str) -> None:
-    """Give the linear layer at a path, which must be there, a bias for a state dict to fill; one that it has stays."""
-    module = dict(model.named_modules(remove_duplicate=False)).get(path)
-    if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-        raise ModelError(
-            f"the model must have a linear layer at {path!r}, where the saved model has a bias "
-            "added"
-        )
-    if module.bias is None:
-        out = module.out_features if isinstance(module, nn.Linear) else module.out_channels
-        module.bias = nn.Parameter(
-            module.weight.new_zeros(out), requires_grad=module.weight.requires_grad
-        )
-    module.__dict__[ADDED_BIAS] = True
-
-
-def untie_(model: nn.Module, name: str) -> None:
-    """Give the parameter of a name, which must be there, a tensor of its own, where it shares one."""
-    tensor = dict(model.named_parameters(remove_duplicate=False)).get(name)
-    if tensor is None:
-        raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")
-    path, _, leaf = name.rpartition(".")
-    _set_own_(model.get_submodule(path), leaf, tensor, tensor)
-
-
-def _set_own_(module: nn.Module, name: str, value: Tensor, like: Tensor) -> None:
-    module._parameters[name] = _parameter(value.detach().clone(), like)
-    module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), name)
 
 
 def new_values(folds: Sequence[SiteFold], parts: Sequence[Part]) -> tuple[Values, Values]:
@@ -178,7 +120,7 @@ def _apply_(
         _set_values(tensor, {owner: values.get(slot) for slot in slots for owner in slot.owners})
     for slot, value in added.items():
         layer = slot.owners[0].module
-        layer._parameters["bias"] = _parameter(value, slot.tensor)
+        layer._parameters["bias"] = parameter_like(value, slot.tensor)
         layer.__dict__[ADDED_BIAS] = True
     for fold in folds:
         # One that is replaced too: the model may call it through a list of its own as well.
@@ -203,7 +145,7 @@ def _set_values(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
     if value is None or not all(other is not None and other.equal(value) for other in new.values()):
         for owner, own in new.items():
             if owner is not first:
-                _set_own_(owner.module, owner.name, tensor if own is None else own, tensor)
+                set_own_(owner.module, owner.name, tensor if own is None else own, tensor)
     if value is not None:
         # It stays the object it is, of its dtype, on its device.
         tensor.copy_(value)
@@ -211,14 +153,16 @@ def _set_values(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
 
 def _strip(layer: PointwiseNorm, fold: SiteFold) -> None:
     """Take scale, and weight and bias where they were folded too, off a point-wise layer; a slope where it goes."""
-    kept = None if fold.left is None else _parameter(fold.left, layer.get_parameter("log_beta"))
+    kept = None if fold.left is None else parameter_like(fold.left, layer.get_parameter("log_beta"))
     layer.scale = 1.0
     if fold.with_affine:
         layer._parameters.update(weight=kept, bias=None)
         layer.elementwise_affine = kept is not None
     if fold.goes:
         slope = layer.get_parameter("log_beta")
-        layer._parameters.update(center=None, log_beta=_parameter(torch.zeros_like(slope), slope))
+        layer._parameters.update(
+            center=None, log_beta=parameter_like(torch.zeros_like(slope), slope)
+        )
     layer.__dict__.pop("replaced", None)
 
 
@@ -232,103 +176,8 @@ def _rms_for(fold: SiteFold) -> nn.Module:
     layer = LayerSpec("rmsnorm", config | {"elementwise_affine": False}).build(None, None)
     for name, tensor, offset in () if fold.is_given else fold.own():
         # A buffer becomes a parameter without a gradient: the values are the same, and saved.
-        value = _parameter(tensor.detach().double() + offset, tensor)
+        value = parameter_like(tensor.detach().double() + offset, tensor)
         layer._parameters[name] = (
             tensor if isinstance(tensor, nn.Parameter) and not offset else value
         )
     return layer
-
-
-def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.to(like.device, like.dtype), requires_grad=like.requires_grad)
-
-
-def as_stock(
-    model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
-) -> nn.Module:
-    r"""Return a folded transformers model in its own class, which loads where dynorm is unknown.
-
-    Where a linear layer is gone, the class's RMSNorm computes the identity: with eps = 2^80 and a
-    weight of 2^40, ``weight * x / sqrt(mean(x^2) + eps)`` is x to the last digit, which is checked.
-    A LayerNorm cannot do so.
-
-    Args:
-        model: a model of transformers in which :func:`fold_` has left no other layer of dynorm.
-        *args: the example, as for :func:`fold_`.
-        tolerance: the relative error to allow, as for :func:`fold_`.
-        **kwargs: the example's keyword arguments.
-
-    Returns:
-        A new model, for ``save_pretrained``.
-
-    Raises:
-        ModelError: a norm, a layer of dynorm or an added bias is left, the config has no eps, it is
-            in float16, or the outputs differ.
-
-    Example:
-        >>> as_stock(nn.Linear(2, 2))
-        Traceback (most recent call last):
-        dynorm.errors.ModelError: the model must have a config with the eps of its norms, but Linear
-        has none
-
-    Reference:
-        L. Baroni et al., "Transformers Don't Need LayerNorm at Inference Time", arXiv 2507.02559,
-        with 1e12 and 1e6.
-    """
-    config: Any = copy.deepcopy(getattr(model, "config", None))
-    names = [
-        name for name in getattr(config, "__dict__", ()) if name.endswith(("_eps", "_epsilon"))
-    ]
-    if not names:
-        raise ModelError(
-            f"the model must have a config with the eps of its norms, but {type(model).__name__} "
-            "has none"
-        )
-    ours = {path: module for path, module in model.named_modules() if is_ours(module)}
-    left = [
-        *(path for path, module in ours.items() if type(module) is not nn.Identity),
-        *added_biases(model),
-    ]
-    if left or not ours:
-        what = f"not the layers or added biases {', '.join(left[:3])}" if left else "it has none"
-        raise ModelError(
-            f"the model must have identities where linear layers were folded away, but {what}"
-        )
-    like = next(model.parameters())
-    if like.dtype is torch.float16:
-        raise ModelError(
-            "the model must have numbers up to 2^40, but is in float16: cast it to bfloat16 or "
-            "float32"
-        )
-    before = Check(model, (args, kwargs), tolerance)
-    vars(config).pop("quantization_config", None)
-    vars(config).update(dict.fromkeys(names, _EPS))
-    stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
-    stock.load_state_dict(stock.state_dict() | model.state_dict())
-    vars(stock).update(
-        {name: copy.deepcopy(v) for name, v in vars(model).items() if name == "generation_config"}
-    )
-    kinds = {type(stock.get_submodule(path)) for path in ours}
-    kept = [
-        path for path, module in stock.named_modules() if type(module) in kinds and path not in ours
-    ]
-    if kept:
-        raise ModelError(
-            f"all norms of the model must be gone, as one eps is for all, but {kept[0]!r} is there "
-            "still"
-        )
-    with torch.no_grad():
-        for norm in map(stock.get_submodule, ours):
-            weight = norm.get_parameter("weight")
-            # Some classes scale by 1 + w.
-            offset = float(norm(torch.ones_like(weight.zero_())).any())
-            weight.fill_(_EPS**0.5 - offset)
-    error = max(before.errors(stock))
-    if not error <= before.tolerance:
-        raise ModelError(
-            f"the norms of {type(model).__name__} must compute the identity with a large eps, but "
-            "the outputs differ "
-            f"by {error:.1e}: a LayerNorm takes the mean out, T5 ties weights again; save such a "
-            "model with dynorm.save"
-        )
-    return stock

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
-from dynorm.fold.apply import added_biases, is_changed, untied
+from dynorm.replace.edits import added_biases, is_changed, untied
 from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 
 FORMAT_VERSION = 1

@@ -23,7 +23,6 @@ from transformers.quantizers import auto
 from dynorm.errors import ModelError, StorageError
 from dynorm.family import LAYERS
 from dynorm.files import write_text
-from dynorm.fold.apply import is_changed
 from dynorm.hub import contents
 from dynorm.hub.quantizer import (
     ADVICE,
@@ -34,6 +33,7 @@ from dynorm.hub.quantizer import (
     aliases_of,
     base_prefix,
 )
+from dynorm.replace.edits import is_changed
 from dynorm.replace.specs import dynorm_layers, replaced_by
 
 CONFIG = "config.json"
