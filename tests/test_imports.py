@@ -26,6 +26,7 @@ ORDER = (
     ("site",),
     ("watch",),
     ("find",),
+    ("stream",),
     ("replace",),
     ("fit",),
     ("anneal",),

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.fold import apply, fold_
 from dynorm.fold import fold as fold_module
-from dynorm.fold.check import Check, copied, fresh, tensors_in
+from dynorm.fold.check import Check, fresh
+from dynorm.stream.tensors import copied, tensors_in
 
 C = 8
 Forward = Callable[[Any, Any], Any]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from benchmarks.fold import PAGE, RESULTS, renewed
 from benchmarks.fold_models import CAUSAL, LAYERS, NAMES, build, inputs
 from dynorm.fold import fold_
-from dynorm.fold.check import Wide, relative_error, tensors_in
+from dynorm.fold.check import Wide, relative_error
+from dynorm.stream.tensors import tensors_in
 
 pytest.importorskip("transformers")
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.fold.graph import Graph, Owner, Slot, along
 from dynorm.fold.rewrites import Part
 from dynorm.fold.site import SiteFold
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_own_, untied
 from dynorm.replace.specs import LayerSpec, identity, swap_, take_over_
+from dynorm.stream.graph import Graph, Owner, Slot, along
 from dynorm.watch import unchanged_on_error
 
 Values = dict[Slot, Tensor]

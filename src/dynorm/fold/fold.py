@@ -11,9 +11,7 @@ from dynorm.arguments import check_not_negative
 from dynorm.errors import DynormError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fold.apply import applied, new_values
-from dynorm.fold.capture import capture
-from dynorm.fold.check import Check, copied, run
-from dynorm.fold.graph import Graph
+from dynorm.fold.check import Check, run
 from dynorm.fold.redundant import fold_redundant
 from dynorm.fold.refusals import refused, require_model
 from dynorm.fold.report import FoldReport
@@ -23,6 +21,9 @@ from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.replace.edits import added_biases, is_changed, untied
 from dynorm.site import NormSite, select_sites
+from dynorm.stream.capture import capture
+from dynorm.stream.graph import Graph
+from dynorm.stream.tensors import copied
 from dynorm.watch import undisturbed
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynorm.fold.check import Inputs, run
-from dynorm.fold.graph import Graph, is_move, moved_like, packet, producer, shape, users
-from dynorm.fold.operators import RefusedError
+from dynorm.fold.check import run
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site import SiteFold
+from dynorm.stream.graph import Graph, is_move, moved_like, packet, producer, shape, users
+from dynorm.stream.operators import RefusedError
+from dynorm.stream.tensors import Inputs
 from dynorm.watch import hooked, site_tokens
 
 _NORMS = ("layernorm", "rmsnorm")

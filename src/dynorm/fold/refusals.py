@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.errors import ModelError
-from dynorm.fold.graph import Graph, Leaf, Slot, paths_of
-from dynorm.fold.operators import Read, RefusedError
 from dynorm.fold.site import SiteFold
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.site import NormSite
+from dynorm.stream.graph import Graph, Leaf, Slot, paths_of
+from dynorm.stream.operators import Read, RefusedError
 from dynorm.watch import require_plain_model
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dynorm.fold.graph import (
+from dynorm.fold.refusals import require_free, require_new_bias, require_readers
+from dynorm.fold.site import SiteFold, Stream
+from dynorm.layers import PointwiseNorm
+from dynorm.stream.graph import (
     Graph,
     argument,
     came_from,
@@ -35,10 +38,7 @@ from dynorm.fold.graph import (
     users,
     width,
 )
-from dynorm.fold.operators import CONVOLUTIONS, Read, RefusedError, Write, read, writes
-from dynorm.fold.refusals import require_free, require_new_bias, require_readers
-from dynorm.fold.site import SiteFold, Stream
-from dynorm.layers import PointwiseNorm
+from dynorm.stream.operators import CONVOLUTIONS, Read, RefusedError, Write, read, writes
 
 _ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
 _SUMS = {"aten.add", "aten.sub", "aten.rsub"}

@@ -17,11 +17,11 @@ from dynorm.find.tokens import (
     plain_copy,
 )
 from dynorm.fold.check import Wide, relative_error
-from dynorm.fold.graph import Graph, shape, width
-from dynorm.fold.operators import Read, RefusedError, Write
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
 from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.site import NormSite
+from dynorm.stream.graph import Graph, shape, width
+from dynorm.stream.operators import Read, RefusedError, Write
 
 _EXACT = 1e-11
 # Small tokens show whether eps stands beside the variance, and where.

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from dynorm.fold.graph import (
+from dynorm.stream.graph import (
     Graph,
     Leaf,
     Slot,

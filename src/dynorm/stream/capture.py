@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from dynorm.errors import DynormError, ModelError
-from dynorm.fold.check import Inputs, held_tensors, mapped, tensors_in
-from dynorm.fold.graph import Graph, Owner, Slot, leaves, packet
+from dynorm.stream.graph import Graph, Owner, Slot, leaves, packet
+from dynorm.stream.tensors import Inputs, held_tensors, mapped, tensors_in
 from dynorm.watch import undisturbed
 
 
