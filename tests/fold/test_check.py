@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fold import apply, fold_
-from dynorm.fold import fold as fold_module
+from dynorm.fold import apply, fold_, plan
 from dynorm.fold.check import Check, fresh
 from dynorm.stream.tensors import copied, tensors_in
 
@@ -74,12 +73,16 @@ def unchanged(
 @pytest.fixture
 def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every fold be wrong by a tenth."""
-    right = fold_module.new_values
+    right = plan.new_values
 
     def tenth_more(*folds: Any) -> Any:
-        return tuple({slot: value * 1.1 for slot, value in part.items()} for part in right(*folds))
+        new = right(*folds)
+        for table in (new.values, new.added):
+            for slot, value in table.items():
+                table[slot] = value * 1.1
+        return new
 
-    monkeypatch.setattr(fold_module, "new_values", tenth_more)
+    monkeypatch.setattr(plan, "new_values", tenth_more)
 
 
 # 1. Outputs.
@@ -172,7 +175,7 @@ def test_each_half_precision_output_has_its_own_noise() -> None:
     with pytest.raises(ModelError, match=r"differ by 4\.2e-02"):
         check.require_same(model)
     check._outputs = lambda model, inputs: [torch.ones(2), noisy]  # type: ignore[method-assign]
-    assert check.require_same(model) == pytest.approx(0.06 / 2**0.5)
+    assert check.require_same(model)["error"] == pytest.approx(0.06 / 2**0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -209,7 +209,7 @@ def test_a_norm_that_gives_another_dtype_stays() -> None:
     model.into.float()
     model.norm.float()
     report = fold_(model, example().float(), redundant=0.5)
-    assert report.sites[0].redundant.reason == "it makes float64 of what it takes"
+    assert "float64" in (report.sites[0].redundant.reason or "")
     assert isinstance(model.norm, Widening)
 
 
@@ -222,13 +222,13 @@ def test_of_norms_in_a_row_the_first_goes_and_the_next_one_stays() -> None:
         exact = model(other)
         report = gone(model)
         assert relative_error([model(other)], [exact]) <= 1e-12
-    assert report.sites[1].redundant.reason == "it, or a norm beside it in a row, goes"
+    assert "norms in a row" in (report.sites[1].redundant.reason or "")
 
 
 def test_a_norm_that_is_called_twice_does_not_go_for_itself() -> None:
     model = block(read=lambda m, x: halves(m, m.norm(m.k(x))))
     report = fold_(model, example(), redundant=0.5)
-    assert report.sites[0].redundant.reason == "it, or a norm beside it in a row, goes"
+    assert "norms in a row" in (report.sites[0].redundant.reason or "")
     assert isinstance(model.norm, RMSNorm)
 
 

@@ -1,29 +1,27 @@
 """``fold_``: exact algebra on a model's own graph."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from dynorm.arguments import check_not_negative
 from dynorm.errors import DynormError, ModelError
 from dynorm.find.probe import find_norms
-from dynorm.fold.apply import applied, new_values
+from dynorm.fold.apply import applied
 from dynorm.fold.check import Check, run
-from dynorm.fold.redundant import fold_redundant
+from dynorm.fold.plan import Options, planned
+from dynorm.fold.redundant import mean_squares
 from dynorm.fold.refusals import refused, require_model
 from dynorm.fold.report import FoldReport
-from dynorm.fold.rewrites import Part, fold_affine, fold_centers, fold_means, fold_through
-from dynorm.fold.site import SiteFold
+from dynorm.fold.rows import row_of
+from dynorm.fold.site import SiteFold, site_fold
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.replace.edits import added_biases, is_changed, untied
 from dynorm.site import NormSite, select_sites
 from dynorm.stream.capture import capture
-from dynorm.stream.graph import Graph
-from dynorm.stream.tensors import copied
+from dynorm.stream.tensors import Inputs, copied
 from dynorm.watch import undisturbed
 
 
@@ -42,52 +40,52 @@ def fold_(
     tolerance: float | None = None,
     **kwargs: Any,
 ) -> FoldReport:
-    r"""Fold the linear parts of a model's norms into its neighbours, in place; its outputs stay the same.
+    r"""Fold the linear parts of a model's norms into its neighbours, in place.
 
-    A norm is ``weight * core(x) + bias``, and LayerNorm's core centres first, with P = I - 11^T /
-    C. Three rewrites:
+    The outputs stay the same. A norm is ``weight * core(x) + bias``, and LayerNorm's core centres
+    first, with P = I - 11^T / C. Three rewrites:
 
     - *affine*: into everything that reads the norm, ``W' = W diag(weight)``, ``b' = b + W bias``,
       if all of that is linear. Weight and bias stay as ones and zeros, so that the model's own
       class loads it; a point-wise layer drops them, and its scale.
     - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``,
-      if nothing but LayerNorms looks at that stream; they become
-      :class:`dynorm.layers.rmsnorm.RMSNorm`, of the same eps.
+      if nothing but LayerNorms reads that stream; they become
+      :class:`dynorm.layers.rmsnorm.RMSNorm`, with the same eps.
     - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias
-      before it. With *affine*, a linear layer without witnesses goes altogether, where need be by
-      rescaling the residual stream.
+      before it. With *affine*, a linear layer without witnesses is removed as a whole, if
+      necessary by rescaling the residual stream.
 
-    These are exact. A fourth, *redundant*, takes out a norm that feeds only norms, through
-    products: they take out each token's scale themselves. It is exact up to their eps, which then
-    meets tokens of another size.
+    These are exact. A fourth, *redundant*, removes a norm that feeds only norms, through products:
+    the later norms divide by each token's scale anyway. It is exact up to their eps, which is then
+    added to the squares of tokens of another size.
 
     The model is traced once with ``torch.export``. A part that cannot be shown to be safe is left
-    alone, and the report says why. All new values are computed in float64 first. Then the outputs
-    for the example and for fresh random inputs are compared; if they differ, everything is put
-    back, to the bit. Parameters stay the same objects.
+    as it is, and the report says why. All new values are computed in float64 first. Then the
+    outputs for the example and for fresh random inputs are compared; if they differ, everything is
+    put back, to the bit. Parameters stay the same objects.
 
     Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs
     that show the inside, such as ``output_hidden_states=True``, change if the example did not ask
     for them; so do tensors that a forward keeps on ``self``. Axes of the example should be longer
-    than 1: a reordering of one token is not seen.
+    than 1, because a reordering of one token is not seen.
 
     Args:
-        model: in eval mode; plain, neither compiled, wrapped, quantized nor sharded.
+        model: in eval mode; not compiled, wrapped, quantized or sharded.
         *args: the example, the arguments of one call.
         affine: fold weights and biases.
         center: fold means.
         constants: fold the scales and centres of point-wise layers.
-        redundant: the largest relative change to allow where a norm goes because it feeds only
-            norms. It bounds these norms' outputs, for tokens as large as the example's, and the
-            model's too if ``tolerance`` is None. At 0 none goes.
-        add_bias: give a linear layer a bias where a norm's bias needs one.
-        untie: give tied weights, as of an embedding and a head, a tensor each where a fold needs
-            it.
+        redundant: the largest relative change to allow when a norm is removed because it feeds only
+            norms. It bounds the change of these norms' outputs, for tokens as large as the
+            example's, and the model's change too if ``tolerance`` is None. At 0 none is removed.
+        add_bias: give a linear layer a bias if a norm's bias needs one.
+        untie: give tied weights, such as those of an embedding and a head, separate tensors if a
+            fold needs it.
         only: globs of the norms' paths to fold; None means all.
-        skip: globs of the paths to leave alone.
-        check: compare the outputs. Without, the result is only run once.
-        tolerance: the relative error to allow; by default 1e-12 in float64, 1e-5 in float32, and
-            for half precision twice the model's own error against float32, measured.
+        skip: globs of the paths to leave as they are.
+        check: compare the outputs. Otherwise the result is only run once.
+        tolerance: the relative error to allow. The default is 1e-12 in float64 and 1e-5 in float32;
+            in half precision it is twice the model's measured error against float32.
         **kwargs: the example's keyword arguments.
 
     Returns:
@@ -122,88 +120,52 @@ def fold_(
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     with undisturbed(model, attributes=True):
-        folds = _find_folds(model, *copied(example), only, skip)
+        sites = _find_sites(model, copied(example), only, skip)
+    squares = mean_squares(model, sites, example) if redundant and affine else None
     # A norm that cannot be folded is traced as it is.
-    graph = capture(
-        model,
-        {i: fold.module for i, fold in enumerate(folds) if fold.refused is None},
-        example,
-        untie,
-    )
-    folds, parts = _planned(graph, folds, affine, constants, add_bias)
-    if center:
-        fold_means(graph, folds)
-    if constants:
-        fold_centers(graph, folds, add_bias)
-    if redundant and affine:
-        fold_redundant(model, graph, folds, example, redundant)
+    norms = {index: site.module for index, site in enumerate(sites) if site.refused is None}
+    # The trace must not start from tensors that the first run kept on a module.
+    with undisturbed(model, attributes=True):
+        graph = capture(model, norms, example, untie)
+    options = Options(affine, center, constants, redundant, add_bias)
+    plan = planned(graph, sites, options, squares)
     checked: dict[str, Any] = {}
-    try:
-        if any(
-            fold.is_given or fold.is_gone or fold.through or fold.becomes_rms or fold.center_into
-            for fold in folds
-        ):
+    if plan.changes_anything:
+        try:
             before = Check(model, example, tolerance) if check else None
-            if before is not None and tolerance is None and any(fold.change for fold in folds):
+            if before is not None and tolerance is None and plan.is_inexact:
                 before.tolerance = max(before.tolerance, redundant)
-            with applied(model, graph, folds, parts, new_values(folds, parts)):
-                if before is not None:
-                    checked = {"error": before.require_same(model), "tolerance": before.tolerance}
-                    checked |= {"noise": before.noise, "fresh": before.fresh}
-                else:
+            with applied(model, plan):
+                if before is None:
                     run(model, example)
-    except DynormError:
-        raise
-    # The model's code may raise anything with other modules in it.
-    except Exception as problem:
-        raise ModelError(
-            f"the model must compute as before when it is folded, but {type(problem).__name__} was "
-            f"raised: {problem}; "
-            "everything was put back. Its code may use tensors that a norm or a layer holds: only= "
-            "and skip= help to "
-            "find which"
-        ) from problem
-    rows = [fold.row(affine, center, constants) for fold in folds]
-    loads_with = "dynorm" if is_changed(model) else "stock"
-    return FoldReport(rows, added_biases(model), untied(model), loads_with=loads_with, **checked)
-
-
-def _planned(
-    graph: Graph, found: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool
-) -> tuple[list[SiteFold], list[Part]]:
-    """Decide where weights, biases and whole linear layers go; one that cannot go gives what any other layer would."""
-    for call, i in graph.norms.items():
-        found[i].calls.append(call)
-    linear = {i for i, fold in enumerate(found) if affine and constants and fold.is_linear}
-    # An identity gives its input on, which such a dropout would write into, in training alone.
-    in_place = any(
-        isinstance(module, _DropoutNd) and module.inplace for module in graph.modules.values()
+                else:
+                    checked = before.require_same(model)
+        except DynormError:
+            raise
+        # The model's code may raise anything with other modules in it.
+        except Exception as error:
+            raise ModelError(
+                "the model must compute as before when it is folded, but "
+                f"{type(error).__name__} was raised: {error}; everything was put back. Its code may "
+                "use tensors that a norm or a layer holds: only= and skip= help to find which"
+            ) from error
+    return FoldReport(
+        [row_of(fold, affine, center, constants) for fold in plan.folds],
+        added_biases(model),
+        untied(model),
+        loads_with="dynorm" if is_changed(model) else "stock",
+        **checked,
     )
-    goes = set() if in_place else linear
-    stays = dict.fromkeys(linear - goes, "a dropout of the model works in place")
-    while True:
-        folds = [
-            replace(fold, reads=[], goes=i in goes, left_because=stays.get(i, ""))
-            for i, fold in enumerate(found)
-        ]
-        fold_affine(graph, folds, affine, constants, add_bias)
-        parts = fold_through(graph, folds, add_bias)
-        kept = {i: folds[i].kept or "" for i in goes if not (folds[i].is_given or folds[i].through)}
-        if not kept:
-            return folds, parts
-        goes, stays = goes - kept.keys(), stays | kept
 
 
-def _find_folds(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], only: Any, skip: Any
-) -> list[SiteFold]:
+def _find_sites(model: nn.Module, example: Inputs, only: Globs, skip: Globs) -> list[SiteFold]:
     """Return the records of all norms, in call order, and then of all point-wise layers."""
+    args, kwargs = example
     sites = find_norms(model, *args, **kwargs)
     for path, layer in model.named_modules():
         if path and isinstance(layer, PointwiseNorm):
-            site = NormSite(
-                path, (), type(layer).__name__.lower(), layer.dim, layer.normalized_shape
-            )
+            kind = type(layer).__name__.lower()
+            site = NormSite(path, (), kind, layer.dim, layer.normalized_shape)
             sites.append(replace(site, weight_name="weight", bias_name="bias"))
     if not sites:
         raise ModelError(
@@ -211,8 +173,9 @@ def _find_folds(
             "folded"
         )
     chosen = {site.path for site in select_sites(sites, only, skip)}
-    placed = [(site, model.get_submodule(site.path)) for site in sites]
-    return [
-        SiteFold(site, m, site.path in chosen, site.refused or refused(site, m))
-        for site, m in placed
-    ]
+    folds = []
+    for site in sites:
+        module = model.get_submodule(site.path)
+        reason = site.refused or refused(site, module)
+        folds.append(site_fold(site, module, site.path in chosen, reason))
+    return folds

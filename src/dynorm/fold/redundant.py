@@ -1,124 +1,181 @@
-"""A norm that feeds nothing but norms goes altogether.
+"""A norm that feeds nothing but norms goes as a whole.
 
 In norm_2(W norm_1(x)), norm_1 divides a token by s, s^2 = mean(x^2) + eps_1. Without it the outputs
-of norm_2 are sqrt((m + eps_2) / (m + eps_2 / s^2)) times what they were, where m is the mean square
-of its inputs before: furthest from 1 for the smallest m and the ends of s.
+of norm_2 are sqrt((m + eps_2) / (m + eps_2 / s^2)) times their old values, where m is the mean
+square of its inputs before: furthest from 1 for the smallest m and the extremes of s.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import Node
 
 from dynorm.fold.check import run
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
-from dynorm.fold.site import SiteFold
+from dynorm.fold.site import NORMS, SiteFold
 from dynorm.stream.graph import Graph, is_move, moved_like, packet, producer, shape, users
 from dynorm.stream.operators import RefusedError
 from dynorm.stream.tensors import Inputs
 from dynorm.watch import hooked, site_tokens
 
-_NORMS = ("layernorm", "rmsnorm")
 # Each token's outputs are made of its own channels, which come last.
 _PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
 
+MeanSquares = Mapping[nn.Module, list[float]]
+"""The mean squares of the tokens that each norm takes, of a LayerNorm about their means."""
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A value that follows from a norm's outputs."""
+
+    value: Node
+    token_of: Tensor  # the number of the token that each element belongs to
+    after_product: bool  # a product has read the norm
+
 
 def fold_redundant(
-    model: nn.Module, graph: Graph, folds: Sequence[SiteFold], example: Inputs, accepted: float
+    graph: Graph, folds: Sequence[SiteFold], squares: MeanSquares, accepted: float
 ) -> None:
-    """Decide for each norm whether it feeds norms only, whose outputs change by no more than is accepted."""
-    squares = _mean_squares(model, folds, example)
-    # In the order of their calls: of norms in a row the first goes, and the next one has to stay.
-    needed = set[SiteFold]()
-    for fold in (fold for fold in folds if fold.chosen and fold.site.kind in _NORMS):
+    """Decide for each norm whether it feeds only norms, whose outputs hardly change without it."""
+    # In the order of the calls: of norms in a row the first goes, and the next one has to stay.
+    needed: set[SiteFold] = set()
+    for fold in folds:
+        if not fold.chosen or fold.site.kind not in NORMS:
+            continue
         try:
-            fed = _fed(graph, folds, fold)
-            if (
-                not fed
-                or fold in needed
-                or any(norm.redundant.state == FOLDED or norm is fold for norm in fed)
-            ):
-                raise RefusedError("it, or a norm beside it in a row, goes")
-            ends = [square(squares[fold.module]) + fold.site.eps for square in (min, max)]
-            pairs = [
-                (min(squares[norm.module]), norm.site.eps, end) for norm in fed for end in ends
-            ]
-            change = max(abs(math.sqrt((m + eps) / (m + eps / s)) - 1) for m, eps, s in pairs)
+            followers = _norms_fed(graph, folds, fold)
+            _require_not_in_a_row(fold, followers, needed)
+            change = max(_change(fold, norm, squares) for norm in followers)
             if change > accepted:
                 raise RefusedError(f"an eps after it would change outputs by up to {change:.1e}")
-            fold.redundant, fold.change = Rewrite(FOLDED, tuple(norm.path for norm in fed)), change
-            needed |= set(fed)
         except RefusedError as refusal:
             fold.redundant = Rewrite(REFUSED, reason=str(refusal))
+            continue
+        fold.redundant = Rewrite(FOLDED, tuple(norm.path for norm in followers))
+        fold.change = change
+        needed.update(followers)
 
 
-def _fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
-    """Return the norms that a norm feeds through products; RefusedError where anything else sees a token's scale."""
+def _require_not_in_a_row(
+    fold: SiteFold, followers: Sequence[SiteFold], needed: set[SiteFold]
+) -> None:
+    """Check that the norms around it stay."""
+    follower_goes = any(norm.redundant.state == FOLDED or norm is fold for norm in followers)
+    if not followers or fold in needed or follower_goes:
+        raise RefusedError("of norms in a row only every other one can go")
+
+
+def _change(fold: SiteFold, follower: SiteFold, squares: MeanSquares) -> float:
+    """Return the largest relative change of a follower's outputs without the norm."""
+    smallest = min(squares[follower.module])
+    eps = follower.site.eps
+    largest_change = 0.0
+    for square in (min(squares[fold.module]), max(squares[fold.module])):
+        s2 = square + fold.site.eps
+        ratio = math.sqrt((smallest + eps) / (smallest + eps / s2))
+        largest_change = max(largest_change, abs(ratio - 1))
+    return largest_change
+
+
+def _norms_fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
+    """Return the norms that a norm feeds through products.
+
+    Raises:
+        RefusedError: something else sees the scale of a token, or the norm does more than divide.
+    """
+    _require_only_division(fold)
+    followers: list[SiteFold] = []
+    todo = []
+    for call in fold.calls:
+        numbers = torch.arange(math.prod(shape(call))).view(shape(call))
+        token_of = numbers.amin(fold.dim % numbers.ndim, keepdim=True)
+        todo.append(_Trace(call, token_of.expand(numbers.shape), after_product=False))
+    while todo:
+        trace = todo.pop(0)
+        value = trace.value
+        for user in users(value):
+            op, _ = producer(user)
+            # A move by an index, which is another tensor, may bring other tokens.
+            if is_move(user, value) and op.all_input_nodes == [value] and -1 not in shape(user):
+                moved = moved_like(user, value, trace.token_of)
+                todo.append(_Trace(user, moved, trace.after_product))
+            elif trace.after_product:
+                norm = _norm_over_tokens(graph, folds, op, trace.token_of)
+                if norm not in followers:
+                    followers.append(norm)
+            else:
+                _require_product(graph, fold, user, value)
+                # All outputs of a product belong to the token of its inputs.
+                token_of = trace.token_of[..., :1].expand(shape(user))
+                todo.append(_Trace(user, token_of, after_product=True))
+    return followers
+
+
+def _require_only_division(fold: SiteFold) -> None:
+    """Check that a norm without its weight only divides each token by a number."""
     if fold.kept is not None:
         raise RefusedError(fold.kept)
     if fold.bias is not None and bool(fold.bias.any()):
         raise RefusedError("its bias is not 0")
     if fold.site.output_dtype is not None:
-        raise RefusedError(f"it makes {fold.site.output_dtype} of what it takes")
+        raise RefusedError(f"it casts its output to {fold.site.output_dtype}")
     if fold.site.kind == "layernorm" and not fold.becomes_rms:
-        raise RefusedError(f"it takes the mean out: {fold.stream_refused or 'center is off'}")
-    # Each value with the number of each element's token, and whether a product has read the norm.
-    numbers = [torch.arange(math.prod(shape(call))).view(shape(call)) for call in fold.calls]
-    tokens = [n.amin(fold.axis(n.ndim), keepdim=True).expand(n.shape) for n in numbers]
-    todo, found = (
-        list(zip(fold.calls, tokens, [False] * len(tokens), strict=True)),
-        list[SiteFold](),
-    )
-    while todo:
-        value, token, is_read = todo.pop(0)
-        for user in users(value):
-            op, _ = producer(user)
-            norm = folds[graph.norms[op]] if op in graph.norms and is_read else None
-            reader = next((read for read in fold.reads if read.node is op and not is_read), None)
-            # A move by an index, another tensor, may bring other tokens.
-            if is_move(user, value) and op.all_input_nodes == [value] and -1 not in shape(user):
-                todo.append((user, moved_like(user, value, token), is_read))
-            elif (
-                norm
-                and norm.site.kind in _NORMS
-                and torch.equal(token, token.roll(1, norm.axis(token.ndim)))
-            ):
-                found += [norm] * (norm not in found)
-            elif (
-                reader
-                and packet(op) in _PRODUCTS
-                and not reader.bias
-                and shape(user)[:-1] == shape(value)[:-1]
-            ):
-                todo.append((user, token[..., :1].expand(shape(user)), True))
-            else:
-                with_bias = " with its bias" if reader and reader.bias else ""
-                raise RefusedError(f"{graph.where(user)}{with_bias} sees the scale of its tokens")
-    return found
+        raise RefusedError(f"it takes the mean out: {fold.mean_kept or 'center is off'}")
 
 
-def _mean_squares(
-    model: nn.Module, folds: Sequence[SiteFold], example: Inputs
-) -> dict[nn.Module, list[float]]:
-    """Return the mean squares of the tokens that norms take, a LayerNorm's about their means; none of a token of 0."""
-    sites = {
-        fold.module: fold.site
-        for fold in folds
-        if fold.refused is None and fold.site.kind in _NORMS
-    }
-    found: dict[nn.Module, list[float]] = {module: [] for module in sites}
+def _norm_over_tokens(
+    graph: Graph, folds: Sequence[SiteFold], op: Node, token_of: Tensor
+) -> SiteFold:
+    """Return the norm that an operator is, each of whose groups of channels is of one token."""
+    if op in graph.norms:
+        norm: SiteFold = folds[graph.norms[op]]
+        axis = norm.dim % token_of.ndim
+        if norm.site.kind in NORMS and _one_token_per_row(token_of, axis):
+            return norm
+    raise RefusedError(f"{graph.where(op)} sees the scale of its tokens")
 
-    def take(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
+
+def _one_token_per_row(token_of: Tensor, axis: int) -> bool:
+    """Tell whether all elements along an axis belong to one token."""
+    return torch.equal(token_of, token_of.roll(1, axis))
+
+
+def _require_product(graph: Graph, fold: SiteFold, user: Node, value: Node) -> None:
+    """Check that a reader of the norm is a product without a bias, token by token."""
+    op, _ = producer(user)
+    with_bias = ""
+    for reader in fold.reads:
+        if reader.node is op:
+            is_product = packet(op) in _PRODUCTS and shape(user)[:-1] == shape(value)[:-1]
+            if is_product and not reader.bias:
+                return
+            with_bias = " with its bias" if reader.bias else ""
+            break
+    raise RefusedError(f"{graph.where(user)}{with_bias} sees the scale of its tokens")
+
+
+def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -> MeanSquares:
+    """Run the model, and return the mean squares of the tokens that norms take; tokens of 0 left out."""
+    sites = {}
+    squares: dict[nn.Module, list[float]] = {}
+    for fold in folds:
+        if fold.refused is None and fold.site.kind in NORMS:
+            sites[fold.module] = fold.site
+            squares[fold.module] = []
+
+    def measure(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
         tokens = site_tokens(sites[module], args[0].detach().double(), [])
-        squares = (
-            tokens.var(-1, correction=0)
-            if sites[module].kind == "layernorm"
-            else tokens.square().mean(-1)
-        )
-        found[module] += squares[squares > 0].tolist()
+        if sites[module].kind == "layernorm":
+            of_tokens = tokens.var(-1, correction=0)
+        else:
+            of_tokens = tokens.square().mean(-1)
+        squares[module] += of_tokens[of_tokens > 0].tolist()
 
-    with hooked(sites, take):
+    with hooked(sites, measure):
         run(model, example)
-    return {module: squares or [1.0] for module, squares in found.items()}
+    return {module: values or [1.0] for module, values in squares.items()}

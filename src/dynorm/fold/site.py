@@ -1,136 +1,76 @@
-"""One norm or point-wise layer of a fold, the stream that it is called on, and its row of the report."""
+"""One norm or point-wise layer of a fold: what it computes, and where each part of it goes."""
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from warnings import catch_warnings
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.find.recover import core
-from dynorm.find.tokens import (
-    CannotProbeError,
-    TokenFunction,
-    named_tensors,
-    plain_arithmetic,
-    plain_copy,
-)
+from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_copy
 from dynorm.fold.check import Wide, relative_error
-from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
+from dynorm.fold.report import FOLDED, OFF, Rewrite
 from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.site import NormSite
-from dynorm.stream.graph import Graph, shape, width
-from dynorm.stream.operators import Read, RefusedError, Write
+from dynorm.stream.operators import Read, Write
+from dynorm.stream.readers import Readers
+from dynorm.stream.stream import Stream
 
+NORMS = ("layernorm", "rmsnorm")
 _EXACT = 1e-11
-# Small tokens show whether eps stands beside the variance, and where.
+# Small tokens show whether eps is added to the variance, and where.
 _SCALES = (1e-3, 1.0, 1e3)
 
 
 @dataclass(eq=False)
-class Stream:
-    """All values that are sums of one another, up to operators that leave each channel alone."""
-
-    values: dict[Node, int] = field(default_factory=dict)  # with the axis of the channels
-    writes: list[Write] = field(default_factory=list)
-    refused: str | None = None  # why its mean cannot be taken out
-
-    def require_writers(self, graph: Graph) -> None:
-        """Check that the parameters that write into it do nothing else."""
-        of_leaf = {write.leaf: write for write in self.writes}
-        gains = {write.gain[0] for write in self.writes if write.gain is not None}
-        narrowest = min(width(value) for value in self.values)
-        for write in self.writes:
-            slot = write.slot
-            if narrowest < slot.tensor.dtype.itemsize:
-                raise RefusedError(
-                    f"{slot.name} writes into it, and it is rounded to fewer digits than that has"
-                )
-            if slot.fixed is not None:
-                raise RefusedError(f"{slot.name} writes into it: {slot.fixed}")
-            if not slot.is_saved:
-                raise RefusedError(f"{slot.name} writes into it, and is not saved with the model")
-            # A parameter that is itself a value of the stream, as learned positions are: its uses
-            # were followed.
-            for leaf in () if write.leaf[0] is write.leaf[1] else slot.leaves:
-                other = of_leaf.get(leaf)
-                if other is None or other.axis != write.axis:
-                    use = graph.where(leaf[0])
-                    raise RefusedError(
-                        f"{slot.name} writes into it, and is also used by {use}{slot.hint}"
-                    )
-                if (other.gain and other.gain[1]) is not (write.gain and write.gain[1]):
-                    how = f"several times, not always scaled by the same gain{slot.hint}"
-                    raise RefusedError(f"{slot.name} writes into it {how}")
-            if write.gain is not None:
-                gain = write.gain[1]
-                if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= gains:
-                    raise RefusedError(
-                        f"{gain.name} scales what is written into it, and is used elsewhere too"
-                    )
-                if not gain.is_saved:
-                    raise RefusedError(
-                        f"{gain.name} scales what is written into it, and is not saved with the "
-                        "model"
-                    )
-
-
-@dataclass(eq=False)
 class SiteFold:
-    """One norm or point-wise layer, and the fold there."""
+    """One norm or point-wise layer, and the fold there.
+
+    It computes ``weight * scale * core(x - centre) + bias``. A linear layer that goes as a whole is
+    a line: ``weight * x + bias``.
+    """
 
     site: NormSite
     module: nn.Module
-    chosen: bool = True  # the caller wants it folded
-    refused: str | None = None  # why nothing of it can be folded
-    calls: list[Node] = field(default_factory=list)  # its nodes in the graph
-    with_affine: bool = False  # its weight and bias are to go too, and not its scale alone
-    factor: Tensor | None = (
-        None  # the part of weight and scale that goes into the readers; None for 1
-    )
-    shift: Tensor | None = None  # the part of the bias that does; None for 0
-    reads: list[Read] = field(default_factory=list)  # everything that reads it
-    kept: str | None = None  # why factor and shift stay
-    streams: list[Stream] = field(default_factory=list)  # those that a LayerNorm is called on
-    center: Tensor | None = (
-        None  # the learned centre of a point-wise layer, where it is to be folded
-    )
-    center_into: Write | None = None  # the bias, or the table, that takes the centre
-    center_kept: str | None = None  # why the centre stays
-    goes: bool = False  # a linear layer without witnesses: all of it is its weight and its bias
-    through: bool = False  # it goes because the stream that it reads and writes is rescaled
-    left: Tensor | None = None  # the part of such a layer's weight that must stay, and why
-    left_because: str = ""
-    redundant: Rewrite = field(
-        default_factory=lambda: Rewrite(OFF)
-    )  # whether it goes because it feeds norms only
-    change: float = 0.0  # the most that the outputs of these change then, relative
+    chosen: bool  # the caller wants it folded
+    refused: str | None  # why nothing of it can be folded
+    weight: Tensor | None = None  # in float64; None for 1
+    bias: Tensor | None = None  # in float64; None for 0
+    scale: float = 1.0  # the fixed factor of a point-wise layer
+    is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
+    is_exact_rms: bool = False  # of inputs without a mean it is the RMSNorm, to the last digits
 
-    def __post_init__(self) -> None:
-        """Take the weight, the bias and the fixed factor from the module, in float64; None for 1, 0 and 1."""
-        own = [] if self.refused else self.own()
-        values = {
-            name: t.detach().to("cpu", torch.float64).flatten() + offset for name, t, offset in own
-        }
-        self.weight, self.bias = values.get("weight"), values.get("bias")
-        self.scale = (
-            self.module.scale
-            if isinstance(self.module, PointwiseNorm) and not self.refused
-            else 1.0
-        )
-        if self.goes:
-            assert isinstance(self.module, LinearControl)
-            slope = (
-                self.scale * (-0.5 * self.module.log_beta.detach().to("cpu", torch.float64)).exp()
-            )
-            self.weight = slope.expand(self.site.normalized_shape) * (
-                1 if self.weight is None else self.weight
-            )
-            if self.module.center is not None:
-                moved = self.weight * self.module.center.detach().to("cpu", torch.float64)
-                self.bias = (0 if self.bias is None else self.bias) - moved
-            self.scale = 1.0
+    # On the graph.
+    calls: list[Node] = field(default_factory=list)
+    readers: Readers = field(default_factory=Readers)
+
+    # Its weight and bias, into the readers.
+    with_affine: bool = False  # weight and bias go too, not only the scale
+    factor: Tensor | None = None  # the part of weight and scale that goes; None for 1
+    shift: Tensor | None = None  # the part of the bias that goes; None for 0
+    kept: str | None = None  # why factor and shift stay
+
+    # The mean of a LayerNorm, out of the streams that it is called on.
+    streams: list[Stream] = field(default_factory=list)
+    mean_kept: str | None = None  # why the mean stays
+
+    # The learned centre of a point-wise layer, into a bias or a table before it.
+    center: Tensor | None = None
+    center_into: Write | None = None
+    center_kept: str | None = None  # why the centre stays
+
+    # A linear layer without witnesses may go as a whole.
+    goes: bool = False
+    through: bool = False  # it goes because the stream that it reads and writes is rescaled
+    left: Tensor | None = None  # the part of its weight that must stay
+    left_because: str = ""
+
+    # A norm that feeds only norms may go as a whole.
+    redundant: Rewrite = field(default_factory=lambda: Rewrite(OFF))
+    change: float = 0.0  # the largest relative change of the outputs of these norms
 
     @property
     def path(self) -> str:
@@ -138,164 +78,144 @@ class SiteFold:
         return self.site.path
 
     @property
-    def is_given(self) -> bool:
+    def dim(self) -> int:
+        """Return the channel axis; a norm over several axes is refused."""
+        assert isinstance(self.site.dim, int)
+        return self.site.dim
+
+    @property
+    def reads(self) -> list[Read]:
+        """Return the operators that read its outputs."""
+        return self.readers.reads
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Tell whether it is a layer of dynorm and not a norm."""
+        return isinstance(self.module, PointwiseNorm)
+
+    @property
+    def is_absorbed(self) -> bool:
         """Tell whether its factor or shift goes into the readers."""
         return self.kept is None and (self.factor is not None or self.shift is not None)
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether it is a product and a sum per channel, and nothing else, and may go."""
+        """Tell whether it is only a product and a sum per channel, and may go."""
         layer = self.module
-        is_linear = (
-            type(layer) is LinearControl
-            and not layer.witness_channels
-            and layer.output_dtype is None
-        )
-        return is_linear and self.chosen and self.refused is None
+        if type(layer) is not LinearControl or layer.witness_channels:
+            return False
+        return layer.output_dtype is None and self.chosen and self.refused is None
 
     @property
     def is_gone(self) -> bool:
         """Tell whether nothing of it stays."""
-        is_line = self.goes and self.left is None and (self.through or self.is_given)
-        return is_line or self.redundant.state == FOLDED
-
-    @property
-    def stream_refused(self) -> str | None:
-        """Return why a LayerNorm stays one: a stream that it is called on must keep its mean."""
-        return next((stream.refused for stream in self.streams if stream.refused is not None), None)
+        is_gone_line = self.goes and self.left is None and (self.through or self.is_absorbed)
+        return is_gone_line or self.redundant.state == FOLDED
 
     @property
     def becomes_rms(self) -> bool:
         """Tell whether it is a LayerNorm that becomes an RMSNorm."""
-        return bool(self.chosen and self.streams and self.stream_refused is None)
+        return bool(self.chosen and self.streams and self.mean_kept is None)
 
-    def axis(self, rank: int) -> int:
-        """Return the channel axis of an input with so many axes."""
-        assert isinstance(self.site.dim, int)
-        return self.site.dim % rank
+    @property
+    def is_changed(self) -> bool:
+        """Tell whether the fold changes anything here."""
+        is_moved = self.is_absorbed or self.through or self.center_into is not None
+        return is_moved or self.becomes_rms or self.is_gone
 
-    def own(self, copy: nn.Module | None = None) -> Iterator[tuple[str, Tensor, float]]:
-        """Yield "weight" and "bias", where it or its copy has one, each with the tensor and the number added to it."""
-        site, tensors = self.site, named_tensors(copy or self.module)
-        for name, held, added in (
-            ("weight", site.weight_name, site.weight_offset),
-            ("bias", site.bias_name, 0.0),
-        ):
-            if held in tensors:
-                yield name, tensors[held], added
+    def tensors(self, copy: nn.Module | None = None) -> Iterator[tuple[str, Tensor, float]]:
+        """Yield "weight" and "bias" with the tensor and the number that the norm adds to it.
 
-    def require_own(self, graph: Graph) -> None:
-        """Check that its weight and bias are saved, and its own alone."""
-        for _, tensor, _ in self.own():
-            slots = [slot for slot in graph.all_slots if slot.tensor is tensor]
-            if not slots[0].is_saved:
-                raise RefusedError(
-                    f"{slots[0].name} is not saved with the model: it would come back when it is "
-                    "loaded"
-                )
-            if len(slots) > 1 or len(slots[0].owners) > 1 or slots[0].leaves or slots[0].is_shared:
-                raise RefusedError(f"{slots[0].name} is used elsewhere too")
+        The tensors are those of a copy if one is passed. One that the norm lacks is left out.
+        """
+        site = self.site
+        tensors = named_tensors(copy or self.module)
+        if site.weight_name in tensors:
+            yield "weight", tensors[site.weight_name], site.weight_offset
+        if site.bias_name in tensors:
+            yield "bias", tensors[site.bias_name], 0.0
 
-    def is_exact(self, as_rms: bool = False) -> bool:
-        """Tell whether it is its neutral form, or an RMSNorm ``as_rms``, times weight plus bias, to the last digits."""
-        rank = len(self.site.input_shape)
-        axis = self.axis(rank)
-        sizes = tuple(
-            self.site.normalized_shape[0] if place == axis else 2 for place in range(rank)
-        )
-        device = next(
-            (t.device for t in (*self.module.parameters(), *self.module.buffers())),
-            torch.device("cpu"),
-        )
-        try:
-            with plain_arithmetic(self.module), Wide():
-                copies = (plain_copy(self.module, torch.float64) for _ in range(2))
-                norm, neutral = (
-                    TokenFunction(copied, sizes, (axis,), torch.float64, device)
-                    for copied in copies
-                )
-                for name, tensor, offset in self.own(neutral.module):
-                    tensor.fill_((name == "weight") - offset)
-                for scale in _SCALES:
-                    tokens = norm.sample(scale, seed=0)
-                    expected = (
-                        core(tokens, "layernorm", self.site.eps) if as_rms else neutral(tokens)
-                    )
-                    expected = expected if self.weight is None else expected * self.weight
-                    expected = expected if self.bias is None else expected + self.bias
-                    if not relative_error([norm(tokens)], [expected]) <= _EXACT:
-                        return False
-        # It has no copy in float64, or that raises.
-        except (CannotProbeError, RuntimeError, TypeError):
-            return False
-        return True
+    def as_line(self) -> "SiteFold":
+        """Return a linear layer as ``weight * x + bias``, for a fold of the whole layer."""
+        layer = self.module
+        assert isinstance(layer, LinearControl)
+        log_slope = -0.5 * layer.log_beta.detach().to("cpu", torch.float64)
+        slope = (self.scale * log_slope.exp()).expand(self.site.normalized_shape)
+        weight = slope if self.weight is None else slope * self.weight
+        bias = self.bias
+        if layer.center is not None:
+            moved = weight * layer.center.detach().to("cpu", torch.float64)
+            bias = -moved if bias is None else bias - moved
+        return replace(self, goes=True, weight=weight, bias=bias, scale=1.0)
 
-    def row(self, affine: bool, means: bool, constants: bool) -> FoldedSite:
-        """Return the row of the report, given which rewrites the caller wanted."""
-        constants = constants and isinstance(self.module, PointwiseNorm)
-        rows = (
-            (affine, self._affine_row),
-            (means, self._mean_row),
-            (constants, self._constants_row),
-        )
-        given, mean, constant = (
-            row() if wanted and self.chosen else Rewrite(OFF) for wanted, row in rows
-        )
-        channels = math.prod(self.site.normalized_shape)
-        elements = sum(math.prod(shape(call)) for call in self.calls)
-        removed = (
-            (self.weight is not None) + (self.bias is not None) if given.state == FOLDED else 0
-        )
-        removed += self.center_into is not None and not self.through
-        # Taking the mean out is a sum and a difference.
-        # What is gone took squares, their sum, and a product.
-        operations = elements * (
-            removed + 2 * self.becomes_rms + 3 * (self.redundant.state == FOLDED)
-        )
-        kind, becomes = (
-            self.site.kind or self.site.class_name,
-            "RMSNorm" if self.becomes_rms else "",
-        )
-        becomes = "Identity" if self.is_gone else becomes
-        numbers = (channels * removed, operations, becomes, self.redundant, self.change)
-        return FoldedSite(self.path, kind, channels, given, mean, constant, *numbers)
 
-    def _affine_row(self) -> Rewrite:
-        empty = self.weight is None and self.bias is None
-        if self.through:
-            left = f"a factor per channel stays: {self.left_because}"
-            return (
-                Rewrite(FOLDED, ("the stream",))
-                if self.left is None
-                else Rewrite(REFUSED, reason=left)
-            )
-        if self.kept is not None:
-            nothing = empty and self.refused is None and not isinstance(self.module, PointwiseNorm)
-            return Rewrite(NOTHING) if nothing else Rewrite(REFUSED, reason=self.kept)
-        return Rewrite(NOTHING) if empty or not self.is_given else Rewrite(FOLDED, self._readers())
+def site_fold(site: NormSite, module: nn.Module, chosen: bool, refused: str | None) -> SiteFold:
+    """Return the record of a norm or layer, its weight and bias read and its formula tested."""
+    fold = SiteFold(site, module, chosen, refused)
+    if refused is not None:
+        return fold
+    values = {}
+    for name, tensor, offset in fold.tensors():
+        values[name] = tensor.detach().to("cpu", torch.float64).flatten() + offset
+    fold.weight = values.get("weight")
+    fold.bias = values.get("bias")
+    if isinstance(module, PointwiseNorm):
+        fold.scale = module.scale
+    else:
+        fold.is_exact = is_exact(fold)
+        fold.is_exact_rms = site.kind == "layernorm" and is_exact(fold, as_rms=True)
+    return fold
 
-    def _mean_row(self) -> Rewrite:
-        if self.site.kind != "layernorm":
-            unknown = self.refused is not None and not self.site.kind
-            return Rewrite(REFUSED, reason=self.refused) if unknown else Rewrite(NOTHING)
-        if not self.becomes_rms:
-            uncalled = self.refused or "never called while the model was traced"
-            return Rewrite(REFUSED, reason=self.stream_refused or uncalled)
-        writes = (write.slot.name for stream in self.streams for write in stream.writes)
-        return Rewrite(FOLDED, tuple(dict.fromkeys(writes)))
 
-    def _constants_row(self) -> Rewrite:
-        into = self._readers() if self.scale != 1 and self.is_given else ()
-        into += () if self.center_into is None or self.through else (self.center_into.slot.name,)
-        stays = (
-            f"its slope stays: {self.left_because}"
-            if self.left_because and not self.through
-            else None
-        )
-        if into or self.is_gone:
-            return Rewrite(FOLDED if into else NOTHING, into, stays)
-        reason = self.center_kept or stays or (None if self.scale == 1 else self.kept)
-        return Rewrite(NOTHING) if reason is None else Rewrite(REFUSED, reason=reason)
+def is_exact(fold: SiteFold, *, as_rms: bool = False) -> bool:
+    """Tell whether a norm is a neutral norm times weight plus bias, to the last digits.
 
-    def _readers(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(read.weight.name for read in self.reads))
+    The neutral norm is a copy with weight 1 and bias 0. With ``as_rms`` it is the formula of the
+    RMSNorm that takes the place of a LayerNorm, after its mean.
+    """
+    rank = len(fold.site.input_shape)
+    axis = fold.dim % rank
+    sizes = [2] * rank
+    sizes[axis] = fold.site.normalized_shape[0]
+    device = torch.device("cpu")
+    for tensor in named_tensors(fold.module).values():
+        device = tensor.device
+        break
+    copies = []
+    try:
+        with _float64_arithmetic():
+            for _ in range(2):
+                copied = plain_copy(fold.module, torch.float64)
+                copies.append(TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device))
+            norm, neutral = copies
+            for name, tensor, offset in fold.tensors(neutral.module):
+                tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
+            for scale in _SCALES:
+                tokens = norm.sample(scale, seed=0)
+                if as_rms:
+                    expected = core(tokens, "layernorm", fold.site.eps)
+                else:
+                    expected = neutral(tokens)
+                if fold.weight is not None:
+                    expected = expected * fold.weight
+                if fold.bias is not None:
+                    expected = expected + fold.bias
+                # A comparison with NaN is False.
+                if not relative_error([norm(tokens)], [expected]) <= _EXACT:
+                    return False
+    # The norm has no copy in float64, or the copy raises.
+    except (CannotProbeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+@contextmanager
+def _float64_arithmetic() -> Iterator[None]:
+    """Let a norm compute in float64 only, and without warnings about the odd inputs of a trial."""
+    with (
+        Wide(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        catch_warnings(action="ignore"),
+    ):
+        yield

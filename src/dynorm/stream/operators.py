@@ -1,4 +1,4 @@
-"""The linear operators of a graph: how one reads the channels of a value, and what it writes its own with."""
+"""The linear operators of a graph: how they read the channels of a value, and what they write with."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,17 +22,12 @@ from dynorm.stream.graph import (
 
 CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
 _TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
-_PRODUCTS = (
-    "aten.mm",
-    "aten.matmul",
-    "aten.bmm",
-    "aten._grouped_mm",
-    "transformers.grouped_mm_fallback",
-)
+_PLAIN_PRODUCTS = ("aten.mm", "aten.matmul", "aten.bmm")
+_PRODUCTS = (*_PLAIN_PRODUCTS, "aten._grouped_mm", "transformers.grouped_mm_fallback")
 
 
 class RefusedError(Exception):
-    """Why something cannot be folded; the report says it."""
+    """The reason why something cannot be edited, for a report."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +37,23 @@ class Read:
     node: Node
     leaf: Leaf  # its use of the weight
     weight: Slot
-    axis: int  # of the weight that the value's channels go along
-    out: int | None  # the weight's axis of outputs; None where they have no one axis
-    groups: int = 1  # of a convolution; the channels of each group go along ``axis`` then
-    bias: tuple[Leaf, Slot] | None = (
-        None  # what is added to the outputs: its use, and the parameter
-    )
+    axis: int  # the axis of the weight that the value's channels lie along
+    out: int | None  # the weight's axis of outputs; None if they have no single axis
+    groups: int = 1  # of a convolution; ``axis`` then holds the channels of one group
+    bias: tuple[Leaf, Slot] | None = None  # the use of the bias, and the bias
     no_shift: str | None = None  # why a constant in the value cannot become a bias
 
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Return the weight that reads ``v`` as this one reads ``factor * v``."""
         if self.groups == 1:
             return weight * along(factor, self.axis, weight.ndim)
-        # Output o belongs to group o // (outputs / groups), and reads that group's channels only.
-        rows = factor.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
+        # Output o is in group o // (outputs / groups), and reads only that group's channels.
+        outputs = weight.shape[0] // self.groups
+        rows = factor.view(self.groups, -1).repeat_interleave(outputs, 0)
         return weight * rows.view(*rows.shape, *[1] * (weight.ndim - 2))
 
     def constant(self, weight: Tensor, shift: Tensor) -> Tensor:
-        """Return the outputs of this weight for a constant ``shift`` in every token: one number per output."""
+        """Return the outputs of this weight for a constant ``shift`` in every token, (outputs,)."""
         assert self.out is not None
         product = self.scaled(weight, shift)
         return product.sum([axis for axis in range(product.ndim) if axis != self.out])
@@ -71,11 +65,15 @@ class Write:
 
     leaf: Leaf  # its use
     slot: Slot
-    axis: int  # of the parameter that the stream's channels go along
-    gain: tuple[Leaf, Slot] | None = (
-        None  # the parameter that scales each channel on the way (LayerScale), and its use
-    )
-    is_new: bool = False  # it is a weight, whose layer is given a bias in its place
+    axis: int  # the axis of the parameter that the stream's channels lie along
+    # A parameter that scales each channel on the way (LayerScale), and its use.
+    gain: tuple[Leaf, Slot] | None = None
+    is_new: bool = False  # the slot is a weight whose layer will be given a bias
+
+    @property
+    def is_value(self) -> bool:
+        """Tell whether the parameter itself is added to the stream, as learned positions are."""
+        return self.leaf[0] is self.leaf[1]
 
 
 @dataclass(frozen=True)
@@ -84,37 +82,44 @@ class _Product:
 
     weight: Node
     contracted: int  # the axis that is summed over
-    out: int | None  # that of the outputs
+    out: int | None  # the axis of the outputs
     bias: Any = None
-    rank: int = 2  # of one weight alone
+    rank: int = 2  # of a single weight
     groups: int = 1
     no_shift: str | None = None  # why a constant in the input cannot become a bias
     added: bool = False  # a sum after it may be its bias
 
 
 def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
-    """Find how an operator reads the channels of a value, which lie along an axis; RefusedError if not linearly."""
-    name = packet(node)
-    parts = [p for arg in node.args for p in (arg if isinstance(arg, (list, tuple)) else [arg])]
-    if sum(part is value for part in parts) != 1:
+    """Find how an operator reads the channels of a value along an axis.
+
+    Raises:
+        RefusedError: it is not linear in the channels.
+    """
+    times = 0
+    for part in node.args:
+        parts = part if isinstance(part, (list, tuple)) else [part]
+        times += sum(operand is value for operand in parts)
+    if times != 1:
         raise RefusedError(f"read by {graph.where(node)}, which is not linear")
-    if name in CONVOLUTIONS + _TRANSPOSED and node.args[0] is value:
-        product = _convolution(graph, node, len(shape(value)), axis)
-    else:
-        product = (_einsum if name == "aten.einsum" else _matrices)(graph, node, value, axis)
-    weight, no_shift = product.weight, product.no_shift
+    product = _product(graph, node, value, axis)
+    weight = product.weight
     held = held_at(graph, weight, product.contracted)
     if held is None:
-        raise RefusedError(
-            f"read by {graph.where(node)}, whose weight is computed and no parameter"
-        )
-    slot, at = held
-    out = None if product.out is None else held_at(graph, weight, product.out)
-    part = weight not in graph.slots and out is not None and _is_stacked(slot, at, out[1])
-    if out is None or len(shape(weight)) != product.rank or part:
-        no_shift = (
-            no_shift
-            or f"{graph.where(node)} has several weights in one, or none for a bias to belong to"
+        raise _computed(graph, node)
+    slot, contracted = held
+    out = None
+    if product.out is not None:
+        held_out = held_at(graph, weight, product.out)
+        if held_out is not None:
+            out = held_out[1]
+    no_shift = product.no_shift
+    is_single = out is not None and len(shape(weight)) == product.rank
+    if is_single and weight not in graph.slots:
+        is_single = not _is_stacked(slot, contracted, out)
+    if not is_single:
+        no_shift = no_shift or (
+            f"{graph.where(node)} has several weights in one, or none for a bias to belong to"
         )
     bias = None
     try:
@@ -122,179 +127,183 @@ def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
         bias = _bias(graph, node, product.bias, outputs, product.added)
     except RefusedError as refusal:
         no_shift = no_shift or str(refusal)
-    return Read(
-        node,
-        (node, weight),
-        slot,
-        at,
-        None if out is None else out[1],
-        product.groups,
-        bias,
-        no_shift,
-    )
+    return Read(node, (node, weight), slot, contracted, out, product.groups, bias, no_shift)
+
+
+def _computed(graph: Graph, node: Node) -> RefusedError:
+    return RefusedError(f"read by {graph.where(node)}, whose weight is computed, not a parameter")
+
+
+def _product(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
+    name = packet(node)
+    if name in CONVOLUTIONS + _TRANSPOSED and node.args[0] is value:
+        return _convolution(graph, node, len(shape(value)), axis)
+    if name == "aten.einsum":
+        return _einsum(graph, node, value, axis)
+    return _matrices(graph, node, value, axis)
 
 
 def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
-    name, rank = packet(node), len(shape(value))
+    name = packet(node)
+    rank = len(shape(value))
+    is_last = axis == rank - 1
     bias = None
-    # The weight, the bias, and the weight's contracted axis, from the end.
-    if name == "aten.linear" and node.args[0] is value and axis == rank - 1:
-        weight, bias, from_end = argument(node, 1), argument(node, 2), -1
+    # The contracted axis of the weight is its last one, or the last but one.
+    if name == "aten.linear" and node.args[0] is value and is_last:
+        weight, bias, from_end = argument(node, 1), argument(node, 2), 1
     elif name == "aten.addmm" and node.args[1] is value and axis == 1 and not node.kwargs:
-        weight, bias, from_end = argument(node, 2), argument(node, 0), -2
-    elif name in _PRODUCTS and node.args[0] is value and axis == rank - 1:
-        weight, from_end = argument(node, 1), -2
-    elif (
-        name in _PRODUCTS
-        and node.args[1] is value
-        and axis == max(rank - 2, 0)
-        and "grouped" not in name
-    ):
-        weight, from_end = argument(node, 0), -1
+        weight, bias, from_end = argument(node, 2), argument(node, 0), 2
+    elif name in _PRODUCTS and node.args[0] is value and is_last:
+        weight, from_end = argument(node, 1), 2
+    elif name in _PLAIN_PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0):
+        weight, from_end = argument(node, 0), 1
     else:
         raise RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
-    if not is_tensor(weight) or sum(arg is weight for arg in node.args) != 1:
+    if not is_tensor(weight) or sum(operand is weight for operand in node.args) != 1:
         raise RefusedError(
-            f"read by {graph.where(node)}, whose weight is no tensor, or its bias too"
+            f"read by {graph.where(node)}, whose weight is not a tensor, or is its bias too"
         )
+    # The outputs of a weight on the left do not come last: a vector added to them is not a bias.
+    added = weight is not node.args[0]
     size = len(shape(weight))
-    contracted, out = (
-        (0, None) if size == 1 else (size + from_end, size - 2 if from_end == -1 else size - 1)
-    )
-    # The outputs of a weight on the left do not come last: a vector added to them is no bias.
-    return _Product(weight, contracted, out, bias, added=weight is not node.args[0])
+    if size == 1:
+        return _Product(weight, 0, None, bias, added=added)
+    out = size - 2 if from_end == 1 else size - 1
+    return _Product(weight, size - from_end, out, bias, added=added)
 
 
 def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
-    weight, transposed = argument(node, 1), packet(node) in _TRANSPOSED
+    where = graph.where(node)
+    weight, bias = argument(node, 1), argument(node, 2)
     if not is_tensor(weight) or len(shape(weight)) != rank or axis != 1:
-        raise RefusedError(
-            f"read by {graph.where(node)}, which does not take the channels at axis 1"
-        )
+        raise RefusedError(f"read by {where}, which does not take the channels at axis 1")
     groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
-    padding = argument(node, 4) or 0
-    no_shift = None
-    if transposed:
+    if packet(node) in _TRANSPOSED:
         if groups != 1:
-            raise RefusedError(f"read by {graph.where(node)}, a transposed convolution in groups")
-        no_shift = f"{graph.where(node)} is transposed: at its borders a constant does not stay one"
-    elif padding != "valid" and (any(padding) if isinstance(padding, (list, tuple)) else padding):
-        no_shift = f"{graph.where(node)} pads with zeros: at its borders a bias would be another"
-    contracted, out = (0, 1) if transposed else (1, 0)
+            raise RefusedError(f"read by {where}, a transposed convolution in groups")
+        no_shift = f"{where} is transposed: at its borders a constant does not stay one"
+        return _Product(weight, 0, 1, bias, rank, no_shift=no_shift)
     if groups != 1 and weight not in graph.slots:
-        raise RefusedError(
-            f"read by {graph.where(node)}, whose weight is computed and no parameter"
-        )
-    return _Product(weight, contracted, out, argument(node, 2), rank, groups, no_shift)
+        raise _computed(graph, node)
+    padding = argument(node, 4) or 0
+    if isinstance(padding, (list, tuple)):
+        is_padded = any(padding)
+    else:
+        is_padded = padding not in (0, "valid")
+    pads = f"{where} pads with zeros: a bias would differ at its borders" if is_padded else None
+    return _Product(weight, 1, 0, bias, rank, groups, pads)
 
 
 def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
-    (inputs, arrow, output), operands = (
-        str(node.args[0]).replace(" ", "").partition("->"),
-        argument(node, 1),
-    )
+    inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
+    operands = argument(node, 1)
     refusal = RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
     if "." in inputs or not arrow or len(operands) != 2 or not all(map(is_tensor, operands)):
         raise refusal
-    letters, mine = inputs.split(","), 0 if operands[0] is value else 1
-    weight, channel, names = operands[1 - mine], letters[mine][axis], letters[1 - mine]
-    if channel in output or names.count(channel) != 1 or letters[mine].count(channel) != 1:
+    index = 0 if operands[0] is value else 1
+    letters = inputs.split(",")
+    of_value, of_weight = letters[index], letters[1 - index]
+    weight = operands[1 - index]
+    channel = of_value[axis]
+    if channel in output or of_weight.count(channel) != 1 or of_value.count(channel) != 1:
         raise refusal
-    if shape(weight)[names.index(channel)] != shape(value)[axis]:
+    contracted = of_weight.index(channel)
+    if shape(weight)[contracted] != shape(value)[axis]:
         raise RefusedError(
             f"read by {graph.where(node)}, which repeats one weight over the channels"
         )
-    outs = [i for i, letter in enumerate(names) if letter != channel]
-    is_last = (
-        len(outs) == 1 and names[outs[0]] not in letters[mine] and output.endswith(names[outs[0]])
-    )
     # A sum over tokens would add a constant up as well.
-    is_whole = all(letter in output for letter in letters[mine] if letter != channel)
-    return _Product(
-        weight, names.index(channel), outs[0] if is_last and is_whole else None, added=True
-    )
+    keeps_tokens = all(letter in output for letter in of_value if letter != channel)
+    others = of_weight.replace(channel, "")
+    out = None
+    if keeps_tokens and len(others) == 1 and others not in of_value and output.endswith(others):
+        out = of_weight.index(others)
+    return _Product(weight, contracted, out, added=True)
 
 
 def _bias(
     graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool
 ) -> tuple[Leaf, Slot] | None:
-    """Find the bias of an operator: its argument, or, where its outputs come last, a parameter added to them."""
+    """Find the bias of an operator: its argument, or a parameter added to its outputs."""
     user = node
     if not is_tensor(bias):
-        takers = list(users(node)) if added else []
-        if (
-            len(takers) != 1
-            or packet(takers[0]) != "aten.add"
-            or takers[0].kwargs
-            or len(takers[0].args) != 2
-        ):
+        takers = list(users(node))
+        if not added or len(takers) != 1:
             return None
         user = takers[0]
-        bias = next((a for a in user.args if a is not node), None)
-        if not is_tensor(bias) or shape(bias) != (outputs,) or held_at(graph, bias, 0) is None:
+        if packet(user) != "aten.add" or user.kwargs or len(user.args) != 2:
             return None
+        bias = user.args[1] if user.args[0] is node else user.args[0]
+        if bias is node or not is_tensor(bias) or shape(bias) != (outputs,):
+            return None
+        if held_at(graph, bias, 0) is None:
+            return None
+    where = graph.where(node)
     if shape(bias) != (outputs,):
-        raise RefusedError(f"the bias of {graph.where(node)} is no vector of one number per output")
+        raise RefusedError(f"the bias of {where} is not a vector of one number per output")
     held = held_at(graph, bias, 0)
     if held is None:
-        raise RefusedError(f"the bias of {graph.where(node)} is computed and no parameter")
+        raise RefusedError(f"the bias of {where} is computed, not a parameter")
     slot, axis = held
     if axis != slot.tensor.ndim - 1 or _is_stacked(slot, axis):
-        raise RefusedError(f"the bias of {graph.where(node)} is a part of a larger parameter")
+        raise RefusedError(f"the bias of {where} is a part of a larger parameter")
     return (user, bias), slot
 
 
-def _is_stacked(slot: Slot, *axes: int) -> bool:
-    """Tell whether a parameter has more in it than a reader takes: axes beside these, of more than one index."""
+def _is_stacked(slot: Slot, *axes: int | None) -> bool:
+    """Tell whether a parameter has further axes, with more than one index."""
     return any(size != 1 for axis, size in enumerate(slot.tensor.shape) if axis not in axes)
 
 
 def writes(graph: Graph, op: Node, axis: int) -> list[Write]:
-    """Return the weight and bias, or the table, that a linear operator writes with; [] for any other operator."""
+    """Return the weight and bias, or the table, that a linear operator writes with; [] for others."""
     if not is_tensor(op):
         return []
-    name, rank = packet(op), len(shape(op))
+    name = packet(op)
     if name == "aten.mul":
         return _gained(graph, op, axis)
+    is_last = axis == len(shape(op)) - 1
+    # Operands, with the axis of their outputs.
     parts: list[tuple[Any, int]] = []
-    if name == "aten.linear" and axis == rank - 1:
+    if name == "aten.linear" and is_last:
         parts = [(op.args[1], 0), (argument(op, 2), 0)]
-    elif name == "aten.addmm" and axis == rank - 1 and not op.kwargs:
+    elif name == "aten.addmm" and is_last and not op.kwargs:
         parts = [(op.args[2], 1), (op.args[0], 0)]
-    elif name in _PRODUCTS[:3] and axis == rank - 1 and is_tensor(op.args[1]):
+    elif name in _PLAIN_PRODUCTS and is_last and is_tensor(op.args[1]):
         parts = [(op.args[1], len(shape(op.args[1])) - 1)]
-    elif name == "aten.embedding" and axis == rank - 1:
+    elif name == "aten.embedding" and is_last:
         parts = [(op.args[0], 1)]
     elif name in CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
         parts = [(op.args[1], 0), (argument(op, 2), 0)]
-    found = []
-    for part, at in (pair for pair in parts if pair[0] is not None):
+    written = []
+    for part, at in parts:
+        if part is None:
+            continue
         held = held_at(graph, part, at)
-        if (
-            held is None
-            or shape(part)[at] != shape(op)[axis]
-            or sum(arg is part for arg in op.args) != 1
-        ):
+        is_whole = held is not None and shape(part)[at] == shape(op)[axis]
+        if held is None or not is_whole or sum(operand is part for operand in op.args) != 1:
             return []
-        found.append(Write((op, part), *held))
-    return found
+        written.append(Write((op, part), *held))
+    return written
 
 
 def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
-    """Return the writes of a linear operator times a parameter (LayerScale), which can go into its weight and bias."""
-    inputs, from_end = [arg for arg in op.args if is_tensor(arg)], len(shape(op)) - axis
+    """Return the writes of a linear operator times a parameter (LayerScale).
+
+    The gain can go into the operator's weight and bias.
+    """
+    inputs = [operand for operand in op.args if is_tensor(operand)]
     if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
         return []
+    from_end = len(shape(op)) - axis
     for gain, value in (inputs, inputs[::-1]):
-        held = (
-            held_at(graph, gain, len(shape(gain)) - from_end)
-            if len(shape(gain)) >= from_end
-            else None
-        )
+        at = len(shape(gain)) - from_end
+        held = held_at(graph, gain, at) if at >= 0 else None
         if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
             continue
         made = made_by(value, axis)
         if made is None or packet(made[0]) == "aten.mul":
             return []
-        return [replace(write, gain=((op, gain), held[0])) for write in writes(graph, *made)]
+        use = ((op, gain), held[0])
+        return [replace(write, gain=use) for write in writes(graph, *made)]
     return []

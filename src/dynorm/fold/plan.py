@@ -1,0 +1,112 @@
+"""The analysis of a fold: from a model's graph to a plan of all changes. It does not touch the model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.nn.modules.dropout import _DropoutNd
+
+from dynorm.fold.affine import fold_affine
+from dynorm.fold.centers import fold_centers
+from dynorm.fold.means import fold_means
+from dynorm.fold.redundant import MeanSquares, fold_redundant
+from dynorm.fold.site import SiteFold
+from dynorm.fold.through import RescaledStream, fold_through
+from dynorm.fold.values import NewValues, new_values
+from dynorm.stream.graph import Graph
+from dynorm.stream.readers import readers_of
+from dynorm.stream.stream import StreamFinder
+
+
+@dataclass(frozen=True)
+class Options:
+    """The rewrites that the caller wants, and the changes that the caller allows."""
+
+    affine: bool
+    center: bool
+    constants: bool
+    redundant: float
+    add_bias: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All changes of a fold."""
+
+    graph: Graph
+    folds: Sequence[SiteFold]
+    rescaled: Sequence[RescaledStream]
+    new: NewValues
+
+    @property
+    def changes_anything(self) -> bool:
+        """Tell whether there is anything to fold."""
+        return any(fold.is_changed for fold in self.folds)
+
+    @property
+    def is_inexact(self) -> bool:
+        """Tell whether outputs change by more than rounding."""
+        return any(fold.change for fold in self.folds)
+
+
+def planned(
+    graph: Graph, sites: Sequence[SiteFold], options: Options, squares: MeanSquares | None
+) -> Plan:
+    """Decide where every part of every norm goes, or why it stays.
+
+    ``squares`` are needed for redundant norms only.
+    """
+    for call, index in graph.norms.items():
+        sites[index].calls.append(call)
+    for fold in sites:
+        if fold.refused is None:
+            fold.readers = readers_of(graph, fold.calls, fold.dim)
+    dims = {index: sites[index].dim for index in graph.norms.values()}
+    finder = StreamFinder(graph, dims)
+    folds, rescaled = _affine_plan(graph, sites, finder, options)
+    if options.center:
+        fold_means(graph, folds, finder)
+    if options.constants:
+        fold_centers(graph, folds, options.add_bias)
+    if squares is not None:
+        fold_redundant(graph, folds, squares, options.redundant)
+    return Plan(graph, folds, rescaled, new_values(folds, rescaled))
+
+
+def _affine_plan(
+    graph: Graph, sites: Sequence[SiteFold], finder: StreamFinder, options: Options
+) -> tuple[list[SiteFold], list[RescaledStream]]:
+    """Decide where weights, biases and whole linear layers go.
+
+    A linear layer that cannot go as a whole gives its readers what any other layer would. Others
+    may depend on it, so all are then decided again.
+    """
+    affine, constants = options.affine, options.constants
+    # Why each linear layer stays.
+    stays: dict[int, str] = {}
+    # An identity returns its input, and such a dropout would write into that, in training only.
+    if any(isinstance(m, _DropoutNd) and m.inplace for m in graph.modules.values()):
+        stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
+    while True:
+        folds = _as_lines(sites, stays) if affine and constants else list(map(replace, sites))
+        fold_affine(graph, folds, affine, constants, options.add_bias)
+        rescaled = fold_through(graph, folds, finder, options.add_bias)
+        kept = {}
+        for index, fold in enumerate(folds):
+            if fold.goes and not (fold.is_absorbed or fold.through):
+                kept[index] = fold.kept or ""
+        if not kept:
+            return folds, rescaled
+        stays |= kept
+
+
+def _as_lines(sites: Sequence[SiteFold], stays: Mapping[int, str]) -> list[SiteFold]:
+    """Return a copy of each site, as a line if it is a linear layer that may go as a whole."""
+    folds = []
+    for index, fold in enumerate(sites):
+        if not fold.is_linear:
+            folds.append(replace(fold))
+        elif index in stays:
+            folds.append(replace(fold, left_because=stays[index]))
+        else:
+            folds.append(fold.as_line())
+    return folds

@@ -1,0 +1,82 @@
+"""Everything that reads the outputs of a norm."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from dynorm.stream.graph import Graph, Leaf, carried, factor_of, is_move, shape, users, width
+from dynorm.stream.operators import Read, RefusedError, read
+
+
+@dataclass(eq=False)
+class Readers:
+    """The linear operators that read all that a norm returns."""
+
+    reads: list[Read] = field(default_factory=list)
+    refused: str | None = None  # why some reader is not one of these
+    is_scaled: bool = False  # a factor for each token is between the norm and a reader
+
+
+def readers_of(graph: Graph, calls: Sequence[Node], dim: int) -> Readers:
+    """Follow the outputs of a norm's calls, with channel axis ``dim``, to their readers."""
+    readers = Readers()
+    if not calls:
+        readers.refused = "never called while the model was traced"
+        return readers
+    widest = min(map(width, calls))
+    # Each value with its channel axis and the fewest bytes per number on the way to it.
+    todo = [(call, dim % len(shape(call)), width(call)) for call in calls]
+    seen = set()
+    try:
+        while todo:
+            value, axis, narrowest = todo.pop()
+            if (value, axis) in seen:
+                continue
+            seen.add((value, axis))
+            # Another norm is the least helpful reason for a refusal, so norms come last.
+            for user in sorted(users(value), key=graph.norms.__contains__):
+                if user.op == "output":
+                    raise RefusedError("the model returns it")
+                to = carried(user, value, axis)
+                if to is not None:
+                    todo.append((user, to, min(narrowest, width(user))))
+                    readers.is_scaled |= factor_of(user, value, axis)
+                    continue
+                if is_move(user, value):
+                    raise RefusedError(
+                        f"its channels are split or reordered by {graph.where(user)}"
+                    )
+                reader = read(graph, user, value, axis)
+                if narrowest < min(widest, reader.weight.tensor.dtype.itemsize):
+                    raise RefusedError(
+                        "rounded to fewer digits than the weight has before "
+                        f"{graph.where(user)} reads it"
+                    )
+                if reader not in readers.reads:
+                    readers.reads.append(reader)
+    except RefusedError as refusal:
+        readers.refused = str(refusal)
+    return readers
+
+
+def require_free(graph: Graph, reads: Iterable[Read], uses: Mapping[Leaf, Read]) -> None:
+    """Check that the weights of some reads are saved, and have no use except ``uses``.
+
+    These uses must read along the same axis, in the same groups.
+    """
+    for reader in reads:
+        slot = reader.weight
+        if slot.fixed is not None:
+            raise RefusedError(slot.fixed)
+        if not slot.is_saved:
+            raise RefusedError(
+                f"{slot.name}, which reads it, is not a saved floating-point parameter"
+            )
+        for leaf in slot.leaves:
+            use = uses.get(leaf)
+            if use is None or (use.axis, use.groups) != (reader.axis, reader.groups):
+                raise RefusedError(
+                    f"{slot.name}, which reads it, is also used by "
+                    f"{graph.where(leaf[0])}{slot.hint}"
+                )
