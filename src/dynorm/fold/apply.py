@@ -52,7 +52,7 @@ def _write_values_(plan: Plan) -> None:
     new = plan.new
     for tensor in dict.fromkeys(slot.tensor for slot in new.values):
         by_owner: dict[Owner, Tensor | None] = {}
-        for slot in plan.graph.all_slots:
+        for slot in plan.slots:
             if slot.tensor is tensor:
                 by_owner.update(dict.fromkeys(slot.owners, new.values.get(slot)))
         _set_values_(tensor, by_owner)

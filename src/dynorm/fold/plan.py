@@ -3,18 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch.nn.modules.dropout import _DropoutNd
-
-from dynorm.fold.affine import fold_affine
-from dynorm.fold.centers import fold_centers
-from dynorm.fold.means import fold_means
 from dynorm.fold.redundant import MeanSquares, fold_redundant
+from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream, fold_through
 from dynorm.fold.values import NewValues, new_values
-from dynorm.stream.graph import Graph
-from dynorm.stream.readers import readers_of
-from dynorm.stream.stream import StreamFinder
+from dynorm.stream.graph import Graph, Slot
+from dynorm.stream.survey import survey
 
 
 @dataclass(frozen=True)
@@ -26,13 +21,14 @@ class Options:
     constants: bool
     redundant: float
     add_bias: bool
+    lines_stay: str | None  # why no linear layer may go as a whole
 
 
 @dataclass(frozen=True)
 class Plan:
     """All changes of a fold."""
 
-    graph: Graph
+    slots: Sequence[Slot]  # all parameters of the model
     folds: Sequence[SiteFold]
     rescaled: Sequence[RescaledStream]
     new: NewValues
@@ -55,25 +51,24 @@ def planned(
 
     ``squares`` are needed for redundant norms only.
     """
-    for call, index in graph.norms.items():
-        sites[index].calls.append(call)
-    for fold in sites:
-        if fold.refused is None:
-            fold.readers = readers_of(graph, fold.calls, fold.dim)
-    dims = {index: sites[index].dim for index in graph.norms.values()}
-    finder = StreamFinder(graph, dims)
-    folds, rescaled = _affine_plan(graph, sites, finder, options)
+    dims = {index: fold.dim for index, fold in enumerate(sites) if fold.refused is None}
+    for index, around in survey(graph, dims).items():
+        fold = sites[index]
+        fold.around = around if around.calls else None
+        for _, tensor, _ in fold.tensors():
+            fold.slots += [slot for slot in graph.slots if slot.tensor is tensor]
+    folds, rescaled = _affine_plan(sites, options)
     if options.center:
-        fold_means(graph, folds, finder)
+        fold_means(folds)
     if options.constants:
-        fold_centers(graph, folds, options.add_bias)
+        fold_centers(folds, options.add_bias)
     if squares is not None:
-        fold_redundant(graph, folds, squares, options.redundant)
-    return Plan(graph, folds, rescaled, new_values(folds, rescaled))
+        fold_redundant(folds, squares, options.redundant)
+    return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
 
 
 def _affine_plan(
-    graph: Graph, sites: Sequence[SiteFold], finder: StreamFinder, options: Options
+    sites: Sequence[SiteFold], options: Options
 ) -> tuple[list[SiteFold], list[RescaledStream]]:
     """Decide where weights, biases and whole linear layers go.
 
@@ -83,13 +78,12 @@ def _affine_plan(
     affine, constants = options.affine, options.constants
     # Why each linear layer stays.
     stays: dict[int, str] = {}
-    # An identity returns its input, and such a dropout would write into that, in training only.
-    if any(isinstance(m, _DropoutNd) and m.inplace for m in graph.modules.values()):
-        stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
+    if options.lines_stay is not None:
+        stays = dict.fromkeys(range(len(sites)), options.lines_stay)
     while True:
         folds = _as_lines(sites, stays) if affine and constants else list(map(replace, sites))
-        fold_affine(graph, folds, affine, constants, options.add_bias)
-        rescaled = fold_through(graph, folds, finder, options.add_bias)
+        fold_affine(folds, affine, constants, options.add_bias)
+        rescaled = fold_through(folds, options.add_bias)
         kept = {}
         for index, fold in enumerate(folds):
             if fold.goes and not (fold.is_absorbed or fold.through):

@@ -17,7 +17,16 @@ from torch.fx import Node
 from dynorm.fold.check import run
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site import NORMS, SiteFold
-from dynorm.stream.graph import Graph, is_move, moved_like, packet, producer, shape, users
+from dynorm.stream.graph import (
+    is_move,
+    moved_like,
+    norm_index,
+    packet,
+    producer,
+    shape,
+    users,
+    where,
+)
 from dynorm.stream.operators import RefusedError
 from dynorm.stream.tensors import Inputs
 from dynorm.watch import hooked, site_tokens
@@ -38,9 +47,7 @@ class _Trace:
     after_product: bool  # a product has read the norm
 
 
-def fold_redundant(
-    graph: Graph, folds: Sequence[SiteFold], squares: MeanSquares, accepted: float
-) -> None:
+def fold_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: float) -> None:
     """Decide for each norm whether it feeds only norms, whose outputs hardly change without it."""
     # In the order of the calls: of norms in a row the first goes, and the next one has to stay.
     needed: set[SiteFold] = set()
@@ -48,7 +55,7 @@ def fold_redundant(
         if not fold.chosen or fold.site.kind not in NORMS:
             continue
         try:
-            followers = _norms_fed(graph, folds, fold)
+            followers = _norms_fed(folds, fold)
             _require_not_in_a_row(fold, followers, needed)
             change = max(_change(fold, norm, squares) for norm in followers)
             if change > accepted:
@@ -82,7 +89,7 @@ def _change(fold: SiteFold, follower: SiteFold, squares: MeanSquares) -> float:
     return largest_change
 
 
-def _norms_fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
+def _norms_fed(folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
     """Return the norms that a norm feeds through products.
 
     Raises:
@@ -105,11 +112,11 @@ def _norms_fed(graph: Graph, folds: Sequence[SiteFold], fold: SiteFold) -> list[
                 moved = moved_like(user, value, trace.token_of)
                 todo.append(_Trace(user, moved, trace.after_product))
             elif trace.after_product:
-                norm = _norm_over_tokens(graph, folds, op, trace.token_of)
+                norm = _norm_over_tokens(folds, op, trace.token_of)
                 if norm not in followers:
                     followers.append(norm)
             else:
-                _require_product(graph, fold, user, value)
+                _require_product(fold, user, value)
                 # All outputs of a product belong to the token of its inputs.
                 token_of = trace.token_of[..., :1].expand(shape(user))
                 todo.append(_Trace(user, token_of, after_product=True))
@@ -128,16 +135,15 @@ def _require_only_division(fold: SiteFold) -> None:
         raise RefusedError(f"it takes the mean out: {fold.mean_kept or 'center is off'}")
 
 
-def _norm_over_tokens(
-    graph: Graph, folds: Sequence[SiteFold], op: Node, token_of: Tensor
-) -> SiteFold:
+def _norm_over_tokens(folds: Sequence[SiteFold], op: Node, token_of: Tensor) -> SiteFold:
     """Return the norm that an operator is, each of whose groups of channels is of one token."""
-    if op in graph.norms:
-        norm: SiteFold = folds[graph.norms[op]]
+    index = norm_index(op)
+    if index is not None:
+        norm = folds[index]
         axis = norm.dim % token_of.ndim
         if norm.site.kind in NORMS and _one_token_per_row(token_of, axis):
             return norm
-    raise RefusedError(f"{graph.where(op)} sees the scale of its tokens")
+    raise RefusedError(f"{where(op)} sees the scale of its tokens")
 
 
 def _one_token_per_row(token_of: Tensor, axis: int) -> bool:
@@ -145,7 +151,7 @@ def _one_token_per_row(token_of: Tensor, axis: int) -> bool:
     return torch.equal(token_of, token_of.roll(1, axis))
 
 
-def _require_product(graph: Graph, fold: SiteFold, user: Node, value: Node) -> None:
+def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
     """Check that a reader of the norm is a product without a bias, token by token."""
     op, _ = producer(user)
     with_bias = ""
@@ -156,7 +162,7 @@ def _require_product(graph: Graph, fold: SiteFold, user: Node, value: Node) -> N
                 return
             with_bias = " with its bias" if reader.bias else ""
             break
-    raise RefusedError(f"{graph.where(user)}{with_bias} sees the scale of its tokens")
+    raise RefusedError(f"{where(user)}{with_bias} sees the scale of its tokens")
 
 
 def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -> MeanSquares:

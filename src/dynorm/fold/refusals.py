@@ -1,24 +1,21 @@
 """Where a fold is refused: of a model, of a site, of the weights and biases that would take it over."""
 
-import copy
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
 from dynorm.errors import ModelError
 from dynorm.fold.site import SiteFold
 from dynorm.layers import AnnealedNorm
 from dynorm.site import NormSite
-from dynorm.stream.graph import Graph, Leaf, Slot, paths_of
-from dynorm.stream.operators import Read, RefusedError
+from dynorm.stream.graph import Leaf
+from dynorm.stream.operators import Read, RefusedError, require_new_bias
 from dynorm.stream.readers import require_free
 from dynorm.watch import require_plain_model
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-_CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
 Uses = dict[Leaf, tuple[SiteFold, Read]]
 """The reads of all sites, by their use of a weight."""
@@ -71,9 +68,9 @@ def refused(site: NormSite, module: nn.Module) -> str | None:
     return None
 
 
-def require_readers(graph: Graph, fold: SiteFold, uses: Uses, add_bias: bool) -> None:
+def require_readers(fold: SiteFold, uses: Uses, add_bias: bool) -> None:
     """Check that the readers' weights and biases, and the norm's own, are used for nothing else."""
-    require_free(graph, fold.reads, {leaf: reader for leaf, (_, reader) in uses.items()})
+    require_free(fold.reads, {leaf: reader for leaf, (_, reader) in uses.items()})
     for reader in fold.reads:
         for leaf in reader.weight.leaves:
             other, _ = uses[leaf]
@@ -83,10 +80,10 @@ def require_readers(graph: Graph, fold: SiteFold, uses: Uses, add_bias: bool) ->
                     "or bias differs"
                 )
     if not fold.is_pointwise:
-        require_sole_user(graph, fold)
+        require_sole_user(fold)
     if fold.shift is not None:
         for reader in fold.reads:
-            _require_bias(graph, fold.reads, reader, uses, add_bias)
+            _require_bias(fold.reads, reader, uses, add_bias)
     if not fold.is_pointwise and not fold.is_exact:
         raise RefusedError("it is not a norm times its weight plus its bias to the last digits")
 
@@ -97,22 +94,19 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a, b)
 
 
-def require_sole_user(graph: Graph, fold: SiteFold) -> None:
+def require_sole_user(fold: SiteFold) -> None:
     """Check that a norm's weight and bias are saved, and used by this norm only."""
-    for _, tensor, _ in fold.tensors():
-        slots = [slot for slot in graph.all_slots if slot.tensor is tensor]
-        slot = slots[0]
+    for slot in fold.slots:
+        is_untied = sum(other.tensor is slot.tensor for other in fold.slots) > 1
         if not slot.is_saved:
             raise RefusedError(
                 f"{slot.name} is not saved with the model: it would come back when it is loaded"
             )
-        if len(slots) > 1 or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
+        if is_untied or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
             raise RefusedError(f"{slot.name} is used elsewhere too")
 
 
-def _require_bias(
-    graph: Graph, reads: Sequence[Read], reader: Read, uses: Uses, add_bias: bool
-) -> None:
+def _require_bias(reads: Sequence[Read], reader: Read, uses: Uses, add_bias: bool) -> None:
     """Check that a reader can take a norm's bias into its own, or can be given one."""
     slot = reader.weight
     for leaf in slot.leaves:
@@ -126,7 +120,7 @@ def _require_bias(
     if reader.bias is None:
         if not add_bias:
             raise RefusedError(f"{slot.name} has no bias to take its bias: pass add_bias=True")
-        require_new_bias(graph, slot, reader.node)
+        require_new_bias(slot, reader.node)
         return
     bias = reader.bias[1]
     if bias.fixed is not None:
@@ -135,38 +129,4 @@ def _require_bias(
         raise RefusedError(f"{bias.name} is a weight too")
     ours = {other.bias[0] for other in reads if other.bias is not None and other.weight is slot}
     for leaf in bias.leaves - ours:
-        raise RefusedError(f"{bias.name} is also used by {graph.where(leaf[0])}")
-
-
-def require_new_bias(graph: Graph, slot: Slot, node: Node) -> None:
-    """Check that a weight belongs to one linear layer, which can be given a bias."""
-    owner = slot.owners[0].module
-    # Code that uses the weight without calling the layer would not add the bias.
-    is_called = owner in map(graph.modules.get, paths_of(node))
-    if len(slot.owners) > 1 or not is_called or not _takes_bias(owner):
-        raise RefusedError(
-            f"no bias can be added to {slot.name}: it is not the weight of one linear layer"
-        )
-
-
-def _takes_bias(module: nn.Module) -> bool:
-    """Tell whether a linear layer or convolution has no bias, and would add one."""
-    if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
-        return False
-    forward = type(module).forward
-    if forward is nn.Linear.forward or forward in _CONVOLUTIONS:
-        return True
-    if not isinstance(module, nn.Linear):
-        return False
-    # A subclass with another forward is tried on a copy whose weight is zero.
-    weight = torch.zeros_like(module.weight)
-    bias = torch.arange(1, len(weight) + 1, dtype=weight.dtype, device=weight.device)
-    trial = copy.copy(module)
-    trial.__dict__["_parameters"] = {**module._parameters, "weight": weight, "bias": bias}
-    try:
-        with torch.no_grad():
-            result = trial.forward(weight.new_ones(2, weight.shape[1]))
-    # A forward that raises does not just add the bias to the product.
-    except Exception:
-        return False
-    return isinstance(result, Tensor) and torch.equal(result, bias.expand(2, -1))
+        raise RefusedError(f"{bias.name} is also used by {leaf.place}")

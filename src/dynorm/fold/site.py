@@ -15,9 +15,10 @@ from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.report import FOLDED, OFF, Rewrite
 from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.site import NormSite
+from dynorm.stream.graph import Slot
 from dynorm.stream.operators import Read, Write
-from dynorm.stream.readers import Readers
 from dynorm.stream.stream import Stream
+from dynorm.stream.survey import Surroundings
 
 NORMS = ("layernorm", "rmsnorm")
 _EXACT = 1e-11
@@ -40,12 +41,12 @@ class SiteFold:
     weight: Tensor | None = None  # in float64; None for 1
     bias: Tensor | None = None  # in float64; None for 0
     scale: float = 1.0  # the fixed factor of a point-wise layer
+    slots: list[Slot] = field(default_factory=list)  # of its weight and bias in the graph
     is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
     is_exact_rms: bool = False  # of inputs without a mean it is the RMSNorm, to the last digits
 
-    # On the graph.
-    calls: list[Node] = field(default_factory=list)
-    readers: Readers = field(default_factory=Readers)
+    # On the graph; None if it is not traced or never called.
+    around: Surroundings | None = None
 
     # Its weight and bias, into the readers.
     with_affine: bool = False  # weight and bias go too, not only the scale
@@ -86,7 +87,22 @@ class SiteFold:
     @property
     def reads(self) -> list[Read]:
         """Return the operators that read its outputs."""
-        return self.readers.reads
+        return [] if self.around is None else self.around.readers.reads
+
+    @property
+    def calls(self) -> list[Node]:
+        """Return its calls in the graph."""
+        return [] if self.around is None else self.around.calls
+
+    @property
+    def streams_before(self) -> list[Stream]:
+        """Return the stream that each call reads."""
+        return [] if self.around is None else self.around.before
+
+    @property
+    def streams_after(self) -> list[Stream]:
+        """Return the stream that each call writes into."""
+        return [] if self.around is None else self.around.after
 
     @property
     def is_pointwise(self) -> bool:

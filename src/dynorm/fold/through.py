@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dynorm.fold.centers import bias_before
 from dynorm.fold.refusals import require_sole_user
+from dynorm.fold.rewrites import bias_before
 from dynorm.fold.site import SiteFold
-from dynorm.stream.graph import Graph
-from dynorm.stream.operators import Read, RefusedError, read
+from dynorm.stream.operators import RefusedError
 from dynorm.stream.readers import require_free
-from dynorm.stream.stream import Stream, StreamFinder
+from dynorm.stream.stream import Stream
 
 
 @dataclass(eq=False)
@@ -25,7 +24,6 @@ class RescaledStream:
     """A stream between linear layers: its values are ``factor`` times those of the folded model."""
 
     stream: Stream
-    reads: list[Read] = field(default_factory=list)
     norms: list[SiteFold] = field(default_factory=list)  # write into it; their weights take 1 / d
     takers: list[SiteFold] = field(default_factory=list)  # linear layers that give d to readers
     refused: str | None = None  # why its factor must stay 1
@@ -68,21 +66,18 @@ class ScaleGroup:
             member.group = self
 
 
-def fold_through(
-    graph: Graph, folds: Sequence[SiteFold], finder: StreamFinder, add_bias: bool
-) -> list[RescaledStream]:
+def fold_through(folds: Sequence[SiteFold], add_bias: bool) -> list[RescaledStream]:
     """Let the linear layers go whose readers cannot take them over; return the rescaled streams."""
     for fold in folds:
         if fold.goes and not fold.is_absorbed and fold.calls:
-            _place_constant(graph, fold, add_bias)
+            _place_constant(fold, add_bias)
     rescaled: dict[Stream, RescaledStream] = {}
     for fold in folds:
         if fold.through:
-            call = fold.calls[0]
             ends = []
-            for stream in (finder.before(call), finder.after(call)):
+            for stream in (fold.streams_before[0], fold.streams_after[0]):
                 if stream not in rescaled:
-                    rescaled[stream] = _rescalable(graph, folds, stream)
+                    rescaled[stream] = _rescalable(folds, stream)
                 ends.append(rescaled[stream])
             _join(fold, *ends)
     for part in rescaled.values():
@@ -92,7 +87,7 @@ def fold_through(
     return [part for part in rescaled.values() if not bool((part.factor == 1).all())]
 
 
-def _place_constant(graph: Graph, fold: SiteFold, add_bias: bool) -> None:
+def _place_constant(fold: SiteFold, add_bias: bool) -> None:
     """Check that a linear layer can go through its stream, and find a place for its constant."""
     assert fold.weight is not None
     try:
@@ -108,7 +103,7 @@ def _place_constant(graph: Graph, fold: SiteFold, add_bias: bool) -> None:
         if fold.bias is not None:
             # a x + b = a (x - c) with this centre.
             fold.center = -fold.bias / fold.weight
-            fold.center_into = bias_before(graph, fold, add_bias)
+            fold.center_into = bias_before(fold, add_bias)
         fold.through = True
     except RefusedError as refusal:
         fold.kept = f"{fold.kept}; {refusal}"
@@ -132,36 +127,32 @@ def _join(fold: SiteFold, before: RescaledStream, after: RescaledStream) -> None
     before.group.merge(after.group)
 
 
-def _rescalable(graph: Graph, folds: Sequence[SiteFold], stream: Stream) -> RescaledStream:
-    """Return a stream with its readers and writers, or with the reason why its factor must stay."""
+def _rescalable(folds: Sequence[SiteFold], stream: Stream) -> RescaledStream:
+    """Return a stream with its norms, or with the reason why its factor must stay."""
     rescaled = RescaledStream(stream)
     try:
-        stream.require_followed()
+        if stream.written_unknown is not None:
+            raise RefusedError(stream.written_unknown)
         for use in stream.norms_before:
-            _add_writer(graph, rescaled, folds[use.index], use.over_channels)
+            _add_writer(rescaled, folds[use.index], use.over_channels)
         for use in stream.norms_after:
             _add_taker(rescaled, folds[use.index], use.over_channels)
-        for other in stream.other_uses:
-            reader = read(graph, other.node, other.value, other.axis)
-            if reader not in rescaled.reads:
-                rescaled.reads.append(reader)
+        if stream.read_unknown is not None:
+            raise RefusedError(stream.read_unknown)
         if stream.is_returned:
             raise RefusedError("the model returns it")
-        stream.require_writers(graph)
-        require_free(graph, rescaled.reads, {reader.leaf: reader for reader in rescaled.reads})
+        stream.require_writers()
+        require_free(stream.reads, {reader.leaf: reader for reader in stream.reads})
         for norm in rescaled.norms:
-            _require_all_calls(norm, stream, [call in stream.values for call in norm.calls])
+            _require_all_calls(norm, norm.streams_after, stream)
         for norm in rescaled.takers:
-            inputs = [call.all_input_nodes[0] for call in norm.calls]
-            _require_all_calls(norm, stream, [value in stream.values for value in inputs])
+            _require_all_calls(norm, norm.streams_before, stream)
     except RefusedError as refusal:
         rescaled.refused = str(refusal)
     return rescaled
 
 
-def _add_writer(
-    graph: Graph, rescaled: RescaledStream, norm: SiteFold, over_channels: bool
-) -> None:
+def _add_writer(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -> None:
     """Add a norm that writes into the stream, whose weight can take a factor."""
     is_affine = norm.is_pointwise or norm.is_exact
     stays_affine = norm.weight is not None and not norm.is_absorbed
@@ -171,7 +162,7 @@ def _add_writer(
         )
     # The factors on both sides make a layer that goes the identity.
     if not norm.through and norm not in rescaled.norms:
-        require_sole_user(graph, norm)
+        require_sole_user(norm)
         rescaled.norms.append(norm)
 
 
@@ -183,9 +174,9 @@ def _add_taker(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) ->
         rescaled.takers.append(norm)
 
 
-def _require_all_calls(norm: SiteFold, stream: Stream, on_stream: Sequence[bool]) -> None:
+def _require_all_calls(norm: SiteFold, streams: Sequence[Stream], stream: Stream) -> None:
     """Check that a norm is called on one stream only, and its readers read no other norm."""
-    if not all(on_stream):
+    if any(other is not stream for other in streams):
         raise RefusedError(f"{norm.path} is called on other values too")
     ours = {reader.leaf for reader in norm.reads}
     for reader in norm.reads:

@@ -92,7 +92,7 @@ class NewValues:
 
     def rescale(self, part: RescaledStream) -> None:
         """Multiply the readers of a stream by its factors, and divide the writers by them."""
-        readers = {reader.weight: reader for reader in part.reads}
+        readers = {reader.weight: reader for reader in part.stream.reads}
         for reader in readers.values():
             self.values[reader.weight] = reader.scaled(self.value(reader.weight), part.factor)
         writers: dict[Slot, int] = {}

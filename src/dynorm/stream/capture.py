@@ -45,11 +45,7 @@ def capture(
     node, ``norm_call(x, index)``. With ``untie``, each owner of a tied parameter may get a tensor
     that it does not share.
     """
-    owners: Owners = {}
-    for path, module in model.named_modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                owners.setdefault(tensor, []).append(Owner(module, name, path))
+    owners = _owners(model)
     overlapping = _overlapping(model)
     separable = {tensor: held for tensor, held in owners.items() if tensor not in overlapping}
     _show_owners_(separable)
@@ -62,14 +58,27 @@ def capture(
     # torch.export raises many kinds of errors, and passes on those of the model's code.
     except Exception as error:
         raise _not_traceable(error) from error
-    modules = dict(model.named_modules(remove_duplicate=False))
-    placeholders = _placeholders(program, modules)
+    placeholders = _placeholders(program)
     slots: list[Slot] = []
     for tensor, holders in owners.items():
-        nodes = {owner: placeholders.get((owner.module, owner.name), []) for owner in holders}
+        nodes = {owner: _nodes_of(owner, placeholders) for owner in holders}
         slots += _slots(tensor, nodes, tensor in overlapping, untie)
     _fix_parts_of(norms, slots)
-    return Graph(modules, program.graph.nodes, slots)
+    return Graph(list(program.graph.nodes), slots)
+
+
+def _owners(model: nn.Module) -> Owners:
+    """Return the modules that hold each tensor."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    owners: Owners = {}
+    for module in paths:
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                owner = Owner(module, name, tuple(paths[module]))
+                owners.setdefault(tensor, []).append(owner)
+    return owners
 
 
 def _show_owners_(owners: Owners) -> None:
@@ -138,17 +147,22 @@ def _not_traceable(error: Exception) -> ModelError:
     )
 
 
-def _placeholders(
-    program: Any, modules: Mapping[str, nn.Module]
-) -> dict[tuple[nn.Module, str], list[Node]]:
-    """Return the nodes of each parameter and buffer, by its module and its name there."""
+def _placeholders(program: Any) -> dict[str, list[Node]]:
+    """Return the nodes of each parameter and buffer, by its name in the model."""
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    nodes: dict[tuple[nn.Module, str], list[Node]] = {}
+    nodes: dict[str, list[Node]] = {}
     for node in program.graph.nodes:
         if node.name in names:
-            path, _, name = names[node.name].removeprefix("model.").rpartition(".")
-            nodes.setdefault((modules[path], name), []).append(node)
+            nodes.setdefault(names[node.name].removeprefix("model."), []).append(node)
+    return nodes
+
+
+def _nodes_of(owner: Owner, placeholders: Mapping[str, list[Node]]) -> list[Node]:
+    """Return the nodes of a parameter under all paths of its module."""
+    nodes = []
+    for path in owner.paths:
+        nodes += placeholders.get(f"{path}.{owner.name}" if path else owner.name, [])
     return nodes
 
 

@@ -4,7 +4,7 @@ A *value* is a node whose result is a tensor. Its *channel axis* is the axis tha
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -36,19 +36,30 @@ _COPIES = _aten(
 _MOVES = VIEWS | PERMUTATIONS | _PARTS | _COPIES
 
 
-Leaf = tuple[Node, Node]
-"""One use of a parameter: (operator, argument), where the argument is the parameter or a view of it."""
 Step = Callable[[Node, Node, int], int | None]
 """A function that maps the channel axis of an input to that of the output, or to None."""
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """One use of a parameter."""
+
+    node: Node  # the operator
+    argument: Node  # the parameter or a view of it
+
+    @property
+    def place(self) -> str:
+        """Name the operator and its place for a message."""
+        return where(self.node)
+
+
+@dataclass(frozen=True)
 class Owner:
-    """A module that holds a parameter, the module's first path, and the parameter's name in it."""
+    """A module that holds a parameter, all paths of the module, and the parameter's name in it."""
 
     module: nn.Module
     name: str
-    path: str
+    paths: tuple[str, ...]
 
     @property
     def table(self) -> dict[str, Any]:
@@ -58,7 +69,7 @@ class Owner:
         return self.module._buffers
 
     def __str__(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
+        return f"{self.paths[0]}.{self.name}" if self.paths[0] else self.name
 
 
 @dataclass(eq=False)
@@ -73,10 +84,11 @@ class Slot:
     fixed: str | None = None  # why it must not change, whatever it is used for
 
     def __post_init__(self) -> None:
-        """Find all uses of it."""
+        """Find all uses of it, and let its placeholders know it."""
         self.leaves: set[Leaf] = set()
         for node in self.nodes:
             self.leaves |= leaves(node)
+            node.meta["slot"] = self
 
     @property
     def name(self) -> str:
@@ -96,34 +108,45 @@ class Slot:
         return self.tensor.detach().to("cpu", torch.float64, copy=True)
 
 
+@dataclass(frozen=True)
 class Graph:
     """The traced graph of a model, with all its parameters and buffers."""
 
-    def __init__(
-        self, modules: Mapping[str, nn.Module], nodes: Iterable[Node], slots: Sequence[Slot]
-    ) -> None:
-        self.modules = modules
-        self.nodes = list(nodes)
-        self.all_slots = slots
-        self.slots: dict[Node, Slot] = {}
-        for slot in slots:
-            self.slots.update(dict.fromkeys(slot.nodes, slot))
-        # The calls of norms, with the index of each.
-        self.norms: dict[Node, Any] = {}
-        for node in self.nodes:
-            if packet(node) == "dynorm.norm_call":
-                self.norms[node] = node.args[1]
+    nodes: Sequence[Node]
+    slots: Sequence[Slot]
 
-    def where(self, node: Node) -> str:
-        """Name an operator and its place for a message."""
-        if node.op == "output":
-            return "the model's output"
-        node, _ = producer(node)
-        name = packet(node) or str(node.target)
-        path = (paths_of(node) or [""])[-1]
-        if not path:
-            return name
-        return f"the norm {path}" if node in self.norms else f"{name} in {path}"
+    @property
+    def norm_calls(self) -> Iterator[Node]:
+        """Yield the calls of norms, in order."""
+        for node in self.nodes:
+            if norm_index(node) is not None:
+                yield node
+
+
+def norm_index(node: Node) -> int | None:
+    """Return the index of the norm that a node is a call of, or None for any other node."""
+    if packet(node) == "dynorm.norm_call":
+        assert isinstance(node.args[1], int)
+        return node.args[1]
+    return None
+
+
+def slot_of(node: Node) -> Slot | None:
+    """Return the parameter that a node is the placeholder of, or None for any other node."""
+    slot: Slot | None = node.meta.get("slot")
+    return slot
+
+
+def where(node: Node) -> str:
+    """Name an operator and its place for a message."""
+    if node.op == "output":
+        return "the model's output"
+    node, _ = producer(node)
+    name = packet(node) or str(node.target)
+    path = (paths_of(node) or [""])[-1]
+    if not path:
+        return name
+    return f"{name} in {path}" if norm_index(node) is None else f"the norm {path}"
 
 
 def paths_of(node: Node) -> list[str]:
@@ -203,7 +226,7 @@ def leaves(placeholder: Node) -> set[Leaf]:
             if user.op != "output" and is_move(user, value):
                 todo.append(user)
             else:
-                uses.add((producer(user)[0], value))
+                uses.add(Leaf(producer(user)[0], value))
     return uses
 
 
@@ -302,11 +325,12 @@ def made_by(node: Node, axis: int) -> tuple[Node, int] | None:
     return None
 
 
-def held_at(graph: Graph, node: Any, axis: int) -> tuple[Slot, int] | None:
+def held_at(node: Any, axis: int) -> tuple[Slot, int] | None:
     """Return the parameter that a value is a view of, and the axis there; None for any other."""
     while is_tensor(node):
-        if node in graph.slots:
-            return graph.slots[node], axis
+        slot = slot_of(node)
+        if slot is not None:
+            return slot, axis
         source = came_from(node, axis)
         if source is None:
             return None

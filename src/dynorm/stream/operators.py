@@ -1,13 +1,14 @@
 """The linear operators of a graph: how they read the channels of a value, and what they write with."""
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.stream.graph import (
-    Graph,
     Leaf,
     Slot,
     along,
@@ -16,12 +17,16 @@ from dynorm.stream.graph import (
     is_tensor,
     made_by,
     packet,
+    paths_of,
     shape,
+    slot_of,
     users,
+    where,
 )
 
 CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
 _TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+_CONVOLUTION_FORWARDS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 _PLAIN_PRODUCTS = ("aten.mm", "aten.matmul", "aten.bmm")
 _PRODUCTS = (*_PLAIN_PRODUCTS, "aten._grouped_mm", "transformers.grouped_mm_fallback")
 
@@ -42,6 +47,11 @@ class Read:
     groups: int = 1  # of a convolution; ``axis`` then holds the channels of one group
     bias: tuple[Leaf, Slot] | None = None  # the use of the bias, and the bias
     no_shift: str | None = None  # why a constant in the value cannot become a bias
+
+    @property
+    def place(self) -> str:
+        """Name the operator and its place for a message."""
+        return where(self.node)
 
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Return the weight that reads ``v`` as this one reads ``factor * v``."""
@@ -73,7 +83,7 @@ class Write:
     @property
     def is_value(self) -> bool:
         """Tell whether the parameter itself is added to the stream, as learned positions are."""
-        return self.leaf[0] is self.leaf[1]
+        return self.leaf.node is self.leaf.argument
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ class _Product:
     added: bool = False  # a sum after it may be its bias
 
 
-def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
+def read(node: Node, value: Node, axis: int) -> Read:
     """Find how an operator reads the channels of a value along an axis.
 
     Raises:
@@ -101,49 +111,49 @@ def read(graph: Graph, node: Node, value: Node, axis: int) -> Read:
         parts = part if isinstance(part, (list, tuple)) else [part]
         times += sum(operand is value for operand in parts)
     if times != 1:
-        raise RefusedError(f"read by {graph.where(node)}, which is not linear")
-    product = _product(graph, node, value, axis)
+        raise RefusedError(f"read by {where(node)}, which is not linear")
+    product = _product(node, value, axis)
     weight = product.weight
-    held = held_at(graph, weight, product.contracted)
+    held = held_at(weight, product.contracted)
     if held is None:
-        raise _computed(graph, node)
+        raise _computed(node)
     slot, contracted = held
     out = None
     if product.out is not None:
-        held_out = held_at(graph, weight, product.out)
+        held_out = held_at(weight, product.out)
         if held_out is not None:
             out = held_out[1]
     no_shift = product.no_shift
     is_single = out is not None and len(shape(weight)) == product.rank
-    if is_single and weight not in graph.slots:
+    if is_single and slot_of(weight) is None:
         is_single = not _is_stacked(slot, contracted, out)
     if not is_single:
         no_shift = no_shift or (
-            f"{graph.where(node)} has several weights in one, or none for a bias to belong to"
+            f"{where(node)} has several weights in one, or none for a bias to belong to"
         )
     bias = None
     try:
         outputs = None if product.out is None else shape(weight)[product.out]
-        bias = _bias(graph, node, product.bias, outputs, product.added)
+        bias = _bias(node, product.bias, outputs, product.added)
     except RefusedError as refusal:
         no_shift = no_shift or str(refusal)
-    return Read(node, (node, weight), slot, contracted, out, product.groups, bias, no_shift)
+    return Read(node, Leaf(node, weight), slot, contracted, out, product.groups, bias, no_shift)
 
 
-def _computed(graph: Graph, node: Node) -> RefusedError:
-    return RefusedError(f"read by {graph.where(node)}, whose weight is computed, not a parameter")
+def _computed(node: Node) -> RefusedError:
+    return RefusedError(f"read by {where(node)}, whose weight is computed, not a parameter")
 
 
-def _product(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
+def _product(node: Node, value: Node, axis: int) -> _Product:
     name = packet(node)
     if name in CONVOLUTIONS + _TRANSPOSED and node.args[0] is value:
-        return _convolution(graph, node, len(shape(value)), axis)
+        return _convolution(node, len(shape(value)), axis)
     if name == "aten.einsum":
-        return _einsum(graph, node, value, axis)
-    return _matrices(graph, node, value, axis)
+        return _einsum(node, value, axis)
+    return _matrices(node, value, axis)
 
 
-def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
+def _matrices(node: Node, value: Node, axis: int) -> _Product:
     name = packet(node)
     rank = len(shape(value))
     is_last = axis == rank - 1
@@ -158,10 +168,10 @@ def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
     elif name in _PLAIN_PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0):
         weight, from_end = argument(node, 0), 1
     else:
-        raise RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
+        raise RefusedError(f"read by {where(node)}, which is not linear in the channels")
     if not is_tensor(weight) or sum(operand is weight for operand in node.args) != 1:
         raise RefusedError(
-            f"read by {graph.where(node)}, whose weight is not a tensor, or is its bias too"
+            f"read by {where(node)}, whose weight is not a tensor, or is its bias too"
         )
     # The outputs of a weight on the left do not come last: a vector added to them is not a bias.
     added = weight is not node.args[0]
@@ -172,32 +182,32 @@ def _matrices(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
     return _Product(weight, size - from_end, out, bias, added=added)
 
 
-def _convolution(graph: Graph, node: Node, rank: int, axis: int) -> _Product:
-    where = graph.where(node)
+def _convolution(node: Node, rank: int, axis: int) -> _Product:
+    place = where(node)
     weight, bias = argument(node, 1), argument(node, 2)
     if not is_tensor(weight) or len(shape(weight)) != rank or axis != 1:
-        raise RefusedError(f"read by {where}, which does not take the channels at axis 1")
+        raise RefusedError(f"read by {place}, which does not take the channels at axis 1")
     groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
     if packet(node) in _TRANSPOSED:
         if groups != 1:
-            raise RefusedError(f"read by {where}, a transposed convolution in groups")
-        no_shift = f"{where} is transposed: at its borders a constant does not stay one"
+            raise RefusedError(f"read by {place}, a transposed convolution in groups")
+        no_shift = f"{place} is transposed: at its borders a constant does not stay one"
         return _Product(weight, 0, 1, bias, rank, no_shift=no_shift)
-    if groups != 1 and weight not in graph.slots:
-        raise _computed(graph, node)
+    if groups != 1 and slot_of(weight) is None:
+        raise _computed(node)
     padding = argument(node, 4) or 0
     if isinstance(padding, (list, tuple)):
         is_padded = any(padding)
     else:
         is_padded = padding not in (0, "valid")
-    pads = f"{where} pads with zeros: a bias would differ at its borders" if is_padded else None
+    pads = f"{place} pads with zeros: a bias would differ at its borders" if is_padded else None
     return _Product(weight, 1, 0, bias, rank, groups, pads)
 
 
-def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
+def _einsum(node: Node, value: Node, axis: int) -> _Product:
     inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
     operands = argument(node, 1)
-    refusal = RefusedError(f"read by {graph.where(node)}, which is not linear in the channels")
+    refusal = RefusedError(f"read by {where(node)}, which is not linear in the channels")
     if "." in inputs or not arrow or len(operands) != 2 or not all(map(is_tensor, operands)):
         raise refusal
     index = 0 if operands[0] is value else 1
@@ -209,9 +219,7 @@ def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
         raise refusal
     contracted = of_weight.index(channel)
     if shape(weight)[contracted] != shape(value)[axis]:
-        raise RefusedError(
-            f"read by {graph.where(node)}, which repeats one weight over the channels"
-        )
+        raise RefusedError(f"read by {where(node)}, which repeats one weight over the channels")
     # A sum over tokens would add a constant up as well.
     keeps_tokens = all(letter in output for letter in of_value if letter != channel)
     others = of_weight.replace(channel, "")
@@ -221,9 +229,7 @@ def _einsum(graph: Graph, node: Node, value: Node, axis: int) -> _Product:
     return _Product(weight, contracted, out, added=True)
 
 
-def _bias(
-    graph: Graph, node: Node, bias: Any, outputs: int | None, added: bool
-) -> tuple[Leaf, Slot] | None:
+def _bias(node: Node, bias: Any, outputs: int | None, added: bool) -> tuple[Leaf, Slot] | None:
     """Find the bias of an operator: its argument, or a parameter added to its outputs."""
     user = node
     if not is_tensor(bias):
@@ -236,18 +242,18 @@ def _bias(
         bias = user.args[1] if user.args[0] is node else user.args[0]
         if bias is node or not is_tensor(bias) or shape(bias) != (outputs,):
             return None
-        if held_at(graph, bias, 0) is None:
+        if held_at(bias, 0) is None:
             return None
-    where = graph.where(node)
+    place = where(node)
     if shape(bias) != (outputs,):
-        raise RefusedError(f"the bias of {where} is not a vector of one number per output")
-    held = held_at(graph, bias, 0)
+        raise RefusedError(f"the bias of {place} is not a vector of one number per output")
+    held = held_at(bias, 0)
     if held is None:
-        raise RefusedError(f"the bias of {where} is computed, not a parameter")
+        raise RefusedError(f"the bias of {place} is computed, not a parameter")
     slot, axis = held
     if axis != slot.tensor.ndim - 1 or _is_stacked(slot, axis):
-        raise RefusedError(f"the bias of {where} is a part of a larger parameter")
-    return (user, bias), slot
+        raise RefusedError(f"the bias of {place} is a part of a larger parameter")
+    return Leaf(user, bias), slot
 
 
 def _is_stacked(slot: Slot, *axes: int | None) -> bool:
@@ -255,13 +261,13 @@ def _is_stacked(slot: Slot, *axes: int | None) -> bool:
     return any(size != 1 for axis, size in enumerate(slot.tensor.shape) if axis not in axes)
 
 
-def writes(graph: Graph, op: Node, axis: int) -> list[Write]:
+def writes(op: Node, axis: int) -> list[Write]:
     """Return the weight and bias, or the table, that a linear operator writes with; [] for others."""
     if not is_tensor(op):
         return []
     name = packet(op)
     if name == "aten.mul":
-        return _gained(graph, op, axis)
+        return _gained(op, axis)
     is_last = axis == len(shape(op)) - 1
     # Operands, with the axis of their outputs.
     parts: list[tuple[Any, int]] = []
@@ -279,15 +285,15 @@ def writes(graph: Graph, op: Node, axis: int) -> list[Write]:
     for part, at in parts:
         if part is None:
             continue
-        held = held_at(graph, part, at)
+        held = held_at(part, at)
         is_whole = held is not None and shape(part)[at] == shape(op)[axis]
         if held is None or not is_whole or sum(operand is part for operand in op.args) != 1:
             return []
-        written.append(Write((op, part), *held))
+        written.append(Write(Leaf(op, part), *held))
     return written
 
 
-def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
+def _gained(op: Node, axis: int) -> list[Write]:
     """Return the writes of a linear operator times a parameter (LayerScale).
 
     The gain can go into the operator's weight and bias.
@@ -298,12 +304,46 @@ def _gained(graph: Graph, op: Node, axis: int) -> list[Write]:
     from_end = len(shape(op)) - axis
     for gain, value in (inputs, inputs[::-1]):
         at = len(shape(gain)) - from_end
-        held = held_at(graph, gain, at) if at >= 0 else None
+        held = held_at(gain, at) if at >= 0 else None
         if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
             continue
         made = made_by(value, axis)
         if made is None or packet(made[0]) == "aten.mul":
             return []
-        use = ((op, gain), held[0])
-        return [replace(write, gain=use) for write in writes(graph, *made)]
+        use = (Leaf(op, gain), held[0])
+        return [replace(write, gain=use) for write in writes(*made)]
     return []
+
+
+def require_new_bias(slot: Slot, node: Node) -> None:
+    """Check that a weight belongs to one linear layer, which can be given a bias."""
+    owner = slot.owners[0]
+    # Code that uses the weight without calling the layer would not add the bias.
+    is_called = not set(owner.paths).isdisjoint(paths_of(node))
+    if len(slot.owners) > 1 or not is_called or not _takes_bias(owner.module):
+        raise RefusedError(
+            f"no bias can be added to {slot.name}: it is not the weight of one linear layer"
+        )
+
+
+def _takes_bias(module: nn.Module) -> bool:
+    """Tell whether a linear layer or convolution has no bias, and would add one."""
+    if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
+        return False
+    forward = type(module).forward
+    if forward is nn.Linear.forward or forward in _CONVOLUTION_FORWARDS:
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    # A subclass with another forward is tried on a copy whose weight is zero.
+    weight = torch.zeros_like(module.weight)
+    bias = torch.arange(1, len(weight) + 1, dtype=weight.dtype, device=weight.device)
+    trial = copy.copy(module)
+    trial.__dict__["_parameters"] = {**module._parameters, "weight": weight, "bias": bias}
+    try:
+        with torch.no_grad():
+            result = trial.forward(weight.new_ones(2, weight.shape[1]))
+    # A forward that raises does not just add the bias to the product.
+    except Exception:
+        return False
+    return isinstance(result, Tensor) and torch.equal(result, bias.expand(2, -1))

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from dynorm.stream.graph import Graph, Leaf, carried, factor_of, is_move, shape, users, width
+from dynorm.stream.graph import (
+    Leaf,
+    carried,
+    factor_of,
+    is_move,
+    norm_index,
+    shape,
+    users,
+    where,
+    width,
+)
 from dynorm.stream.operators import Read, RefusedError, read
 
 
@@ -18,7 +28,7 @@ class Readers:
     is_scaled: bool = False  # a factor for each token is between the norm and a reader
 
 
-def readers_of(graph: Graph, calls: Sequence[Node], dim: int) -> Readers:
+def readers_of(calls: Sequence[Node], dim: int) -> Readers:
     """Follow the outputs of a norm's calls, with channel axis ``dim``, to their readers."""
     readers = Readers()
     if not calls:
@@ -35,7 +45,7 @@ def readers_of(graph: Graph, calls: Sequence[Node], dim: int) -> Readers:
                 continue
             seen.add((value, axis))
             # Another norm is the least helpful reason for a refusal, so norms come last.
-            for user in sorted(users(value), key=graph.norms.__contains__):
+            for user in sorted(users(value), key=_is_norm):
                 if user.op == "output":
                     raise RefusedError("the model returns it")
                 to = carried(user, value, axis)
@@ -44,14 +54,11 @@ def readers_of(graph: Graph, calls: Sequence[Node], dim: int) -> Readers:
                     readers.is_scaled |= factor_of(user, value, axis)
                     continue
                 if is_move(user, value):
-                    raise RefusedError(
-                        f"its channels are split or reordered by {graph.where(user)}"
-                    )
-                reader = read(graph, user, value, axis)
+                    raise RefusedError(f"its channels are split or reordered by {where(user)}")
+                reader = read(user, value, axis)
                 if narrowest < min(widest, reader.weight.tensor.dtype.itemsize):
                     raise RefusedError(
-                        "rounded to fewer digits than the weight has before "
-                        f"{graph.where(user)} reads it"
+                        f"rounded to fewer digits than the weight has before {where(user)} reads it"
                     )
                 if reader not in readers.reads:
                     readers.reads.append(reader)
@@ -60,7 +67,11 @@ def readers_of(graph: Graph, calls: Sequence[Node], dim: int) -> Readers:
     return readers
 
 
-def require_free(graph: Graph, reads: Iterable[Read], uses: Mapping[Leaf, Read]) -> None:
+def _is_norm(node: Node) -> bool:
+    return norm_index(node) is not None
+
+
+def require_free(reads: Iterable[Read], uses: Mapping[Leaf, Read]) -> None:
     """Check that the weights of some reads are saved, and have no use except ``uses``.
 
     These uses must read along the same axis, in the same groups.
@@ -77,6 +88,5 @@ def require_free(graph: Graph, reads: Iterable[Read], uses: Mapping[Leaf, Read])
             use = uses.get(leaf)
             if use is None or (use.axis, use.groups) != (reader.axis, reader.groups):
                 raise RefusedError(
-                    f"{slot.name}, which reads it, is also used by "
-                    f"{graph.where(leaf[0])}{slot.hint}"
+                    f"{slot.name}, which reads it, is also used by {leaf.place}{slot.hint}"
                 )

@@ -11,20 +11,23 @@ from typing import Any
 from torch.fx import Node
 
 from dynorm.stream.graph import (
-    Graph,
+    Leaf,
     argument,
     came_from,
     carried,
     is_tensor,
+    norm_index,
     packet,
     producer,
     shape,
+    slot_of,
     users,
+    where,
     width,
 )
-from dynorm.stream.operators import RefusedError, Write, writes
+from dynorm.stream.operators import Read, RefusedError, Write, read, writes
 
-SUMS = ("aten.add", "aten.sub", "aten.rsub")
+_SUMS = ("aten.add", "aten.sub", "aten.rsub")
 _ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
 
 
@@ -36,15 +39,6 @@ class NormUse:
     over_channels: bool  # it normalizes over the channels of the stream
 
 
-@dataclass(frozen=True)
-class OtherUse:
-    """Any other operator that reads a stream."""
-
-    node: Node
-    value: Node  # the value that it reads
-    axis: int  # the channel axis of that value
-
-
 @dataclass(eq=False)
 class Stream:
     """All values that are sums of one another, up to operators that keep the channels separate."""
@@ -53,69 +47,19 @@ class Stream:
     writes: list[Write] = field(default_factory=list)
     norms_before: list[NormUse] = field(default_factory=list)  # these write into it (post-norm)
     norms_after: list[NormUse] = field(default_factory=list)  # these read it
-    other_uses: list[OtherUse] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)  # linear operators that read it directly
+    read_by: str | None = None  # the first operator that is not a norm and reads it
     is_returned: bool = False  # the model returns it
-    obstacle: str | None = None  # why no edit of its channels is exact
+    # Why no edit of its channels is exact: because of a writer, a reader, or shared parameters.
+    written_unknown: str | None = None
+    read_unknown: str | None = None
+    writers_shared: str | None = None
 
-    def refuse(self, reason: str) -> None:
-        """Note why the stream cannot be edited; the first reason stays."""
-        if self.obstacle is None:
-            self.obstacle = reason
-
-    def require_followed(self) -> None:
-        """Check that all writers of the stream are known."""
-        if self.obstacle is not None:
-            raise RefusedError(self.obstacle)
-
-    def require_writers(self, graph: Graph) -> None:
-        """Check that the parameters that write into it do nothing else."""
-        by_leaf = {write.leaf: write for write in self.writes}
-        narrowest = min(map(width, self.values))
-        for write in self.writes:
-            slot = write.slot
-            if narrowest < slot.tensor.dtype.itemsize:
-                raise RefusedError(
-                    f"{slot.name} writes into it, and it is rounded to fewer digits than that has"
-                )
-            if slot.fixed is not None:
-                raise RefusedError(f"{slot.name} writes into it: {slot.fixed}")
-            if not slot.is_saved:
-                raise RefusedError(f"{slot.name} writes into it, and is not saved with the model")
-            # The uses of a parameter that is a value of the stream were followed.
-            if not write.is_value:
-                _require_same_writes(graph, write, by_leaf)
-            if write.gain is not None:
-                self._require_gain(write)
-
-    def _require_gain(self, write: Write) -> None:
-        """Check that the gain (LayerScale) of a write scales nothing outside of the stream."""
-        assert write.gain is not None
-        gain = write.gain[1]
-        uses = {other.gain[0] for other in self.writes if other.gain is not None}
-        if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= uses:
-            raise RefusedError(f"{gain.name} scales writes into it, and is used elsewhere too")
-        if not gain.is_saved:
-            raise RefusedError(
-                f"{gain.name} scales writes into it, and is not saved with the model"
-            )
-
-
-def _require_same_writes(graph: Graph, write: Write, by_leaf: Mapping[Any, Write]) -> None:
-    """Check that all uses of a parameter write into the stream in the same way."""
-    slot = write.slot
-    for leaf in slot.leaves:
-        other = by_leaf.get(leaf)
-        if other is None or other.axis != write.axis:
-            where = graph.where(leaf[0])
-            raise RefusedError(
-                f"{slot.name} writes into it, and is also used by {where}{slot.hint}"
-            )
-        gains = [use.gain and use.gain[1] for use in (other, write)]
-        if gains[0] is not gains[1]:
-            raise RefusedError(
-                f"{slot.name} writes into it several times, not always scaled by the same gain"
-                f"{slot.hint}"
-            )
+    def require_writers(self) -> None:
+        """Check that everything that writes into it can be edited."""
+        for reason in (self.written_unknown, self.writers_shared):
+            if reason is not None:
+                raise RefusedError(reason)
 
 
 class StreamFinder:
@@ -124,27 +68,19 @@ class StreamFinder:
     ``dims`` has the channel axis of each norm of the graph, as the norm's own ``dim``.
     """
 
-    def __init__(self, graph: Graph, dims: Mapping[int, int]) -> None:
-        self.graph = graph
+    def __init__(self, dims: Mapping[int, int]) -> None:
         self.dims = dims
         self.streams: list[Stream] = []
         self._todo: list[tuple[Node, int]] = []
 
-    def before(self, call: Node) -> Stream:
-        """Return the stream that a norm's call reads."""
-        return self._stream_of(call.all_input_nodes[0], self.graph.norms[call])
-
-    def after(self, call: Node) -> Stream:
-        """Return the stream that a norm's call writes into."""
-        return self._stream_of(call, self.graph.norms[call])
-
-    def _stream_of(self, start: Node, norm: int) -> Stream:
+    def stream_of(self, start: Node, dim: int) -> Stream:
+        """Return the stream that a value belongs to."""
         for known in self.streams:
             if start in known.values:
                 return known
         stream = Stream()
         self.streams.append(stream)
-        self._todo = [(start, self.dims[norm] % len(shape(start)))]
+        self._todo = [(start, dim % len(shape(start)))]
         while self._todo:
             value, axis = self._todo.pop()
             if value not in stream.values:
@@ -153,20 +89,20 @@ class StreamFinder:
                 for user in users(value):
                     self._follow_on(stream, user, value, axis)
             elif stream.values[value] != axis:
-                stream.refuse(f"{self.graph.where(value)} has the channels on two axes")
+                _refuse(stream, f"{where(value)} has the channels on two axes")
+        stream.writers_shared = _shared_writers(stream)
         return stream
 
     def _follow_back(self, stream: Stream, value: Node, axis: int) -> None:
         """Follow a value of a stream to the values that it is made of."""
-        graph = self.graph
         op, _ = producer(value)
-        if value in graph.slots:
-            slot = graph.slots[value]
-            stream.writes.append(Write((value, value), slot, axis))
+        slot = slot_of(value)
+        if slot is not None:
+            stream.writes.append(Write(Leaf(value, value), slot, axis))
             # The uses by other owners of the same parameter are values of the stream too.
             self._todo += [(node, axis) for node in slot.nodes]
             return
-        if packet(op) in SUMS:
+        if packet(op) in _SUMS:
             self._follow_parts(stream, value, axis, op.args[:2])
             return
         if packet(op) == "aten.cat":
@@ -176,26 +112,26 @@ class StreamFinder:
         if source is not None:
             self._todo.append(source)
             return
-        written = writes(graph, op, axis)
+        written = writes(op, axis)
         if written:
             stream.writes += written
         elif op.op == "placeholder":
-            stream.refuse(f"written by {op.name}, which the model is given")
-        elif op in graph.norms:
+            _refuse(stream, f"written by {op.name}, which the model is given")
+        elif norm_index(op) is not None:
             stream.norms_before.append(self._norm_use(op, value, axis))
         elif packet(op) not in _ZEROS:
-            stream.refuse(f"written by {graph.where(op)}, which is not linear")
+            _refuse(stream, f"written by {where(op)}, which is not linear")
 
     def _follow_parts(self, stream: Stream, value: Node, axis: int, parts: Any) -> None:
         """Follow a sum to its terms, or a concatenation of tokens to its parts."""
-        where = self.graph.where(producer(value)[0])
+        place = where(value)
         for part in parts:
             if not is_tensor(part):
-                stream.refuse(f"written by {where}, which adds a number to all channels")
+                _refuse(stream, f"written by {place}, which adds a number to all channels")
                 continue
             at = len(shape(part)) - len(shape(value)) + axis
             if at < 0 or shape(part)[at] != shape(value)[axis]:
-                stream.refuse(f"written by {where}, in parts or one number for all channels")
+                _refuse(stream, f"written by {place}, in parts or one number for all channels")
                 continue
             self._todo.append((part, at))
 
@@ -205,19 +141,69 @@ class StreamFinder:
             stream.is_returned = True
             return
         op, _ = producer(user)
-        if op in self.graph.norms:
+        if norm_index(op) is not None:
             stream.norms_after.append(self._norm_use(op, value, axis))
             return
         to = carried(user, value, axis)
         if to is not None:
             self._todo.append((user, to))
-        elif packet(op) in SUMS:
+        elif packet(op) in _SUMS:
             self._todo.append((user, axis - len(shape(value)) + len(shape(user))))
         elif packet(op) == "aten.cat" and (argument(op, 1) or 0) % len(shape(user)) != axis:
             self._todo.append((user, axis))
         else:
-            stream.other_uses.append(OtherUse(user, value, axis))
+            _add_reader(stream, user, value, axis)
 
     def _norm_use(self, call: Node, value: Node, axis: int) -> NormUse:
-        index = self.graph.norms[call]
+        index = norm_index(call)
+        assert index is not None
         return NormUse(index, self.dims[index] % len(shape(value)) == axis)
+
+
+def _refuse(stream: Stream, reason: str) -> None:
+    if stream.written_unknown is None:
+        stream.written_unknown = reason
+
+
+def _add_reader(stream: Stream, user: Node, value: Node, axis: int) -> None:
+    if stream.read_by is None:
+        stream.read_by = where(user)
+    try:
+        reader = read(user, value, axis)
+    except RefusedError as refusal:
+        if stream.read_unknown is None:
+            stream.read_unknown = str(refusal)
+        return
+    if reader not in stream.reads:
+        stream.reads.append(reader)
+
+
+def _shared_writers(stream: Stream) -> str | None:
+    """Return why a parameter that writes into a stream cannot change, or None."""
+    by_leaf = {write.leaf: write for write in stream.writes}
+    gain_uses = {write.gain[0] for write in stream.writes if write.gain is not None}
+    narrowest = min(map(width, stream.values))
+    for write in stream.writes:
+        slot = write.slot
+        name = slot.name
+        if narrowest < slot.tensor.dtype.itemsize:
+            return f"{name} writes into it, and it is rounded to fewer digits than that has"
+        if slot.fixed is not None:
+            return f"{name} writes into it: {slot.fixed}"
+        if not slot.is_saved:
+            return f"{name} writes into it, and is not saved with the model"
+        gain = None if write.gain is None else write.gain[1]
+        # The uses of a parameter that is a value of the stream were followed.
+        for leaf in () if write.is_value else slot.leaves:
+            other = by_leaf.get(leaf)
+            if other is None or other.axis != write.axis:
+                return f"{name} writes into it, and is also used by {leaf.place}{slot.hint}"
+            if gain is not (other.gain and other.gain[1]):
+                how = "several times, not always scaled by the same gain"
+                return f"{name} writes into it {how}{slot.hint}"
+        if gain is not None:
+            if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= gain_uses:
+                return f"{gain.name} scales writes into it, and is used elsewhere too"
+            if not gain.is_saved:
+                return f"{gain.name} scales writes into it, and is not saved with the model"
+    return None

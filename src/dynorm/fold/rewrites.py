@@ -1,0 +1,160 @@
+"""Where weight and bias, mean, and centre of each norm go: decided site by site.
+
+docs/fold.md has the algebra. ``through.py`` and ``redundant.py`` decide about whole layers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from dynorm.fold.refusals import Uses, require_readers
+from dynorm.fold.site import SiteFold
+from dynorm.layers import PointwiseNorm
+from dynorm.stream.operators import RefusedError, Write
+from dynorm.stream.stream import Stream
+
+
+def fold_affine(folds: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool) -> None:
+    """Decide for each norm whether its weight and bias can go into everything that reads it."""
+    for fold in folds:
+        _choose_parts(fold, affine, constants)
+        fold.kept = _obstacle(fold)
+    uses: Uses = {}
+    for fold in folds:
+        for reader in fold.reads:
+            uses[reader.leaf] = (fold, reader)
+    for fold in folds:
+        if fold.is_absorbed:
+            try:
+                require_readers(fold, uses, add_bias)
+            except RefusedError as refusal:
+                fold.kept = str(refusal)
+    propagate_refusals(folds, uses)
+
+
+def _choose_parts(fold: SiteFold, affine: bool, constants: bool) -> None:
+    """Set the factor and the shift that the readers are to take."""
+    fold.with_affine = affine and fold.chosen
+    if fold.with_affine:
+        fold.factor = fold.weight
+        fold.shift = fold.bias
+    if fold.scale != 1 and (constants or affine) and fold.chosen:
+        # A weight without its scale would leave the multiplication in the layer.
+        scale = torch.full(fold.site.normalized_shape, fold.scale, dtype=torch.float64)
+        fold.factor = scale if fold.factor is None else scale * fold.factor
+
+
+def _obstacle(fold: SiteFold) -> str | None:
+    """Return why the readers cannot take anything, before their weights are looked at."""
+    if fold.refused is not None:
+        return fold.refused
+    if fold.around is None:
+        return "never called while the model was traced"
+    if fold.around.readers.refused is not None:
+        return fold.around.readers.refused
+    if not fold.chosen:
+        return "not chosen"
+    if not fold.reads:
+        return "nothing reads it"
+    if fold.around.readers.is_scaled and fold.shift is not None:
+        return "scaled token by token before it is read, and its bias with it"
+    return None
+
+
+def propagate_refusals(folds: Sequence[SiteFold], uses: Uses) -> None:
+    """Let a norm stay if one that shares a reader with it stays, until nothing changes."""
+    changed = True
+    while changed:
+        changed = False
+        for fold in folds:
+            neighbour = _neighbour_that_stays(fold, uses) if fold.is_absorbed else None
+            if neighbour is not None:
+                fold.kept = f"a reader is shared with {neighbour.path}, which cannot be folded"
+                changed = True
+
+
+def _neighbour_that_stays(fold: SiteFold, uses: Uses) -> SiteFold | None:
+    for reader in fold.reads:
+        for leaf in reader.weight.leaves:
+            neighbour, _ = uses[leaf]
+            if not neighbour.is_absorbed:
+                return neighbour
+    return None
+
+
+def fold_means(folds: Sequence[SiteFold]) -> None:
+    """Decide for each LayerNorm whether the means of all streams it is called on can go.
+
+    A stream without a mean is the same to a LayerNorm and to an RMSNorm of the same eps.
+    """
+    layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
+    refusals: dict[Stream, str] = {}
+    for fold in layernorms:
+        fold.streams = list(dict.fromkeys(fold.streams_before))
+        for stream in fold.streams:
+            try:
+                _require_no_mean(folds, stream)
+            except RefusedError as refusal:
+                refusals[stream] = str(refusal)
+    # A norm that is not exactly an RMSNorm needs the means of its streams.
+    for fold in layernorms:
+        if not fold.is_exact_rms:
+            for stream in fold.streams:
+                refusals.setdefault(stream, f"{fold.path} is not a LayerNorm to the last digits")
+    for fold in layernorms:
+        for stream in fold.streams:
+            if fold.mean_kept is None:
+                fold.mean_kept = refusals.get(stream)
+
+
+def _require_no_mean(folds: Sequence[SiteFold], stream: Stream) -> None:
+    """Check that the mean of a stream can be taken out: only LayerNorms see it."""
+    if stream.written_unknown is not None:
+        raise RefusedError(stream.written_unknown)
+    for use in stream.norms_before:
+        raise RefusedError(
+            f"written by the norm {folds[use.index].path}, whose weight and bias give it a mean "
+            "again (post-norm)"
+        )
+    for use in stream.norms_after:
+        norm = folds[use.index]
+        if norm.site.kind != "layernorm" or not use.over_channels:
+            raise RefusedError(f"{norm.path} sees its mean")
+    if stream.read_by is not None:
+        raise RefusedError(f"{stream.read_by} sees its mean")
+    if stream.is_returned:
+        raise RefusedError("the model returns it, with its mean")
+    stream.require_writers()
+
+
+def fold_centers(folds: Sequence[SiteFold], add_bias: bool) -> None:
+    """Decide for each point-wise layer with a learned centre whether the bias before can take it."""
+    for fold in folds:
+        layer = fold.module
+        if not isinstance(layer, PointwiseNorm) or layer.center is None or fold.goes:
+            continue
+        if not fold.chosen or not fold.calls:
+            continue
+        center = layer.center.detach().to("cpu", torch.float64)
+        fold.center = center.expand(fold.site.normalized_shape)
+        try:
+            fold.center_into = bias_before(fold, add_bias)
+        except RefusedError as refusal:
+            fold.center_kept = str(refusal)
+
+
+def bias_before(fold: SiteFold, add_bias: bool) -> Write:
+    """Return the bias, or the table, that adds to all of a site's input and to nothing else."""
+    if fold.around is None or len(fold.calls) != 1:
+        raise RefusedError("the layer is called several times")
+    reasons = []
+    for feed in fold.around.feeds:
+        write = feed.write
+        if write is None:
+            reasons.append(feed.refused)
+        elif write.is_new and not add_bias:
+            name = write.slot.name
+            reasons.append(f"{name} has no bias to take its centre: pass add_bias=True")
+        else:
+            return write
+    raise RefusedError(reasons[0] if reasons else "its input is one number for all channels")
