@@ -21,7 +21,7 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Put a plan into a model; an error inside the context takes it out again."""
     tensors = [slot.tensor for slot in plan.new.values]
     for fold in plan.folds:
-        tensors += [tensor for _, tensor, _ in fold.tensors()]
+        tensors += [tensor for _, tensor, _ in fold.tensors]
     holders: list[Any] = list(model.modules())
     config: Any = getattr(model, "config", None)
     is_tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
@@ -29,7 +29,8 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
         holders.append(config)
     with unchanged_on_error(holders, tensors):
         _write_values_(plan)
-        swap_(model, _replace_(plan))
+        layers = _replacements_(plan)
+        swap_(model, layers)
         if is_tied and untied(model):
             _note_untied_(config)
         yield
@@ -64,7 +65,7 @@ def _write_values_(plan: Plan) -> None:
 
 def _divide_(norm: SiteFold, factor: Tensor) -> None:
     """Divide the outputs of a norm, which writes into a rescaled stream, by a factor."""
-    for _, tensor, offset in norm.tensors():
+    for _, tensor, offset in norm.tensors:
         effective = tensor.detach().to("cpu", torch.float64).flatten() + offset
         tensor.copy_((effective / factor - offset).view(tensor.shape))
     _forget_original_(norm.module)
@@ -96,7 +97,7 @@ def _set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
 
 
 @torch.no_grad()
-def _replace_(plan: Plan) -> dict[nn.Module, nn.Module]:
+def _replacements_(plan: Plan) -> dict[nn.Module, nn.Module]:
     """Neutralize what was folded of each norm and layer, and return those to put in their places."""
     layers: dict[nn.Module, nn.Module] = {}
     for fold in plan.folds:
@@ -110,7 +111,7 @@ def _replace_(plan: Plan) -> dict[nn.Module, nn.Module]:
             if fold.is_absorbed or fold.through:
                 _strip_(fold.module, fold)
         elif fold.is_absorbed:
-            for name, tensor, offset in fold.tensors():
+            for name, tensor, offset in fold.tensors:
                 tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
         if fold.center_into is not None and not fold.through:
             fold.module._parameters["center"] = None
@@ -152,7 +153,7 @@ def _rms_for(fold: SiteFold) -> nn.Module:
     layer = LayerSpec("rmsnorm", config).build(None, None)
     if fold.is_absorbed:
         return layer
-    for name, tensor, offset in fold.tensors():
+    for name, tensor, offset in fold.tensors:
         if isinstance(tensor, nn.Parameter) and not offset:
             layer._parameters[name] = tensor
         else:

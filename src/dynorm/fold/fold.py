@@ -118,6 +118,8 @@ def fold_(
         check_not_negative("tolerance", tolerance)
     check_not_negative("redundant", redundant)
     require_model(model)
+    in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
+    options = Options(affine, center, constants, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     with undisturbed(model, attributes=True):
@@ -128,7 +130,6 @@ def fold_(
     # The trace must not start from tensors that the first run kept on a module.
     with undisturbed(model, attributes=True):
         graph = capture(model, norms, example, untie)
-    options = Options(affine, center, constants, redundant, add_bias, _why_lines_stay(model))
     plan = planned(graph, sites, options, squares)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
@@ -180,14 +181,3 @@ def _find_sites(model: nn.Module, example: Inputs, only: Globs, skip: Globs) -> 
         reason = site.refused or refused(site, module)
         folds.append(site_fold(site, module, site.path in chosen, reason))
     return folds
-
-
-def _why_lines_stay(model: nn.Module) -> str | None:
-    """Return why no linear layer may become an identity, or None.
-
-    An identity returns its input, and a dropout in place would write into that, in training.
-    """
-    for module in model.modules():
-        if isinstance(module, _DropoutNd) and module.inplace:
-            return "a dropout of the model works in place"
-    return None

@@ -8,6 +8,7 @@ from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream, fold_through
 from dynorm.fold.values import NewValues, new_values
+from dynorm.stream.feeds import Feed
 from dynorm.stream.graph import Graph, Slot
 from dynorm.stream.survey import survey
 
@@ -21,7 +22,7 @@ class Options:
     constants: bool
     redundant: float
     add_bias: bool
-    lines_stay: str | None  # why no linear layer may go as a whole
+    dropout_in_place: bool  # a dropout of the model writes into its input
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ def planned(
     dims = {index: fold.dim for index, fold in enumerate(sites) if fold.refused is None}
     for index, around in survey(graph, dims).items():
         fold = sites[index]
-        fold.around = around if around.calls else None
-        for _, tensor, _ in fold.tensors():
-            fold.slots += [slot for slot in graph.slots if slot.tensor is tensor]
+        fold.around = around
+        fold.shared = _shared(fold, graph)
+        _find_bias(fold, around.feeds, options.add_bias)
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
         fold_means(folds)
     if options.constants:
-        fold_centers(folds, options.add_bias)
+        fold_centers(folds)
     if squares is not None:
         fold_redundant(folds, squares, options.redundant)
     return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
@@ -78,12 +79,13 @@ def _affine_plan(
     affine, constants = options.affine, options.constants
     # Why each linear layer stays.
     stays: dict[int, str] = {}
-    if options.lines_stay is not None:
-        stays = dict.fromkeys(range(len(sites)), options.lines_stay)
+    if options.dropout_in_place:
+        # In training it would write into the input of an identity before it.
+        stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
     while True:
         folds = _as_lines(sites, stays) if affine and constants else list(map(replace, sites))
         fold_affine(folds, affine, constants, options.add_bias)
-        rescaled = fold_through(folds, options.add_bias)
+        rescaled = fold_through(folds)
         kept = {}
         for index, fold in enumerate(folds):
             if fold.goes and not (fold.is_absorbed or fold.through):
@@ -97,10 +99,41 @@ def _as_lines(sites: Sequence[SiteFold], stays: Mapping[int, str]) -> list[SiteF
     """Return a copy of each site, as a line if it is a linear layer that may go as a whole."""
     folds = []
     for index, fold in enumerate(sites):
-        if not fold.is_linear:
+        if fold.line is None:
             folds.append(replace(fold))
         elif index in stays:
             folds.append(replace(fold, left_because=stays[index]))
         else:
-            folds.append(fold.as_line())
+            weight, bias = fold.line
+            folds.append(replace(fold, goes=True, weight=weight, bias=bias, scale=1.0))
     return folds
+
+
+def _shared(fold: SiteFold, graph: Graph) -> str | None:
+    """Return why a norm's weight and bias cannot change, or None: they are saved, and only its."""
+    for _, tensor, _ in fold.tensors:
+        slots = [slot for slot in graph.slots if slot.tensor is tensor]
+        slot = slots[0]
+        if not slot.is_saved:
+            return f"{slot.name} is not saved with the model: it would come back when it is loaded"
+        if len(slots) > 1 or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
+            return f"{slot.name} is used elsewhere too"
+    return None
+
+
+def _find_bias(fold: SiteFold, feeds: Sequence[Feed], add_bias: bool) -> None:
+    """Find the bias, or the table, that adds to all of a site's input and to nothing else."""
+    reasons = []
+    if len(fold.calls) != 1:
+        reasons.append("the layer is called several times")
+    for feed in feeds:
+        write = feed.write
+        if write is None:
+            reasons.append(feed.refused)
+        elif write.is_new and not add_bias:
+            name = write.slot.name
+            reasons.append(f"{name} has no bias to take its centre: pass add_bias=True")
+        else:
+            fold.bias_before = write
+            return
+    fold.no_bias_before = reasons[0] if reasons else "its input is one number for all channels"

@@ -12,7 +12,7 @@ from dynorm.layers import AnnealedNorm
 from dynorm.site import NormSite
 from dynorm.stream.graph import Leaf
 from dynorm.stream.operators import Read, RefusedError, require_new_bias
-from dynorm.stream.readers import require_free
+from dynorm.stream.readers import shared_readers
 from dynorm.watch import require_plain_model
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -70,7 +70,9 @@ def refused(site: NormSite, module: nn.Module) -> str | None:
 
 def require_readers(fold: SiteFold, uses: Uses, add_bias: bool) -> None:
     """Check that the readers' weights and biases, and the norm's own, are used for nothing else."""
-    require_free(fold.reads, {leaf: reader for leaf, (_, reader) in uses.items()})
+    shared = shared_readers(fold.reads, {leaf: reader for leaf, (_, reader) in uses.items()})
+    if shared is not None:
+        raise RefusedError(shared)
     for reader in fold.reads:
         for leaf in reader.weight.leaves:
             other, _ = uses[leaf]
@@ -79,8 +81,8 @@ def require_readers(fold: SiteFold, uses: Uses, add_bias: bool) -> None:
                     f"{reader.weight.name}, which reads it, also reads {other.path}, whose weight "
                     "or bias differs"
                 )
-    if not fold.is_pointwise:
-        require_sole_user(fold)
+    if not fold.is_pointwise and fold.shared is not None:
+        raise RefusedError(fold.shared)
     if fold.shift is not None:
         for reader in fold.reads:
             _require_bias(fold.reads, reader, uses, add_bias)
@@ -92,18 +94,6 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return torch.equal(a, b)
-
-
-def require_sole_user(fold: SiteFold) -> None:
-    """Check that a norm's weight and bias are saved, and used by this norm only."""
-    for slot in fold.slots:
-        is_untied = sum(other.tensor is slot.tensor for other in fold.slots) > 1
-        if not slot.is_saved:
-            raise RefusedError(
-                f"{slot.name} is not saved with the model: it would come back when it is loaded"
-            )
-        if is_untied or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
-            raise RefusedError(f"{slot.name} is used elsewhere too")
 
 
 def _require_bias(reads: Sequence[Read], reader: Read, uses: Uses, add_bias: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from dynorm.fold.refusals import Uses, require_readers
 from dynorm.fold.site import SiteFold
 from dynorm.layers import PointwiseNorm
-from dynorm.stream.operators import RefusedError, Write
+from dynorm.stream.operators import RefusedError
 from dynorm.stream.stream import Stream
 
 
@@ -109,8 +109,8 @@ def fold_means(folds: Sequence[SiteFold]) -> None:
 
 def _require_no_mean(folds: Sequence[SiteFold], stream: Stream) -> None:
     """Check that the mean of a stream can be taken out: only LayerNorms see it."""
-    if stream.written_unknown is not None:
-        raise RefusedError(stream.written_unknown)
+    if stream.writers_unknown is not None:
+        raise RefusedError(stream.writers_unknown)
     for use in stream.norms_before:
         raise RefusedError(
             f"written by the norm {folds[use.index].path}, whose weight and bias give it a mean "
@@ -124,10 +124,11 @@ def _require_no_mean(folds: Sequence[SiteFold], stream: Stream) -> None:
         raise RefusedError(f"{stream.read_by} sees its mean")
     if stream.is_returned:
         raise RefusedError("the model returns it, with its mean")
-    stream.require_writers()
+    if stream.writers_shared is not None:
+        raise RefusedError(stream.writers_shared)
 
 
-def fold_centers(folds: Sequence[SiteFold], add_bias: bool) -> None:
+def fold_centers(folds: Sequence[SiteFold]) -> None:
     """Decide for each point-wise layer with a learned centre whether the bias before can take it."""
     for fold in folds:
         layer = fold.module
@@ -137,24 +138,6 @@ def fold_centers(folds: Sequence[SiteFold], add_bias: bool) -> None:
             continue
         center = layer.center.detach().to("cpu", torch.float64)
         fold.center = center.expand(fold.site.normalized_shape)
-        try:
-            fold.center_into = bias_before(fold, add_bias)
-        except RefusedError as refusal:
-            fold.center_kept = str(refusal)
-
-
-def bias_before(fold: SiteFold, add_bias: bool) -> Write:
-    """Return the bias, or the table, that adds to all of a site's input and to nothing else."""
-    if fold.around is None or len(fold.calls) != 1:
-        raise RefusedError("the layer is called several times")
-    reasons = []
-    for feed in fold.around.feeds:
-        write = feed.write
-        if write is None:
-            reasons.append(feed.refused)
-        elif write.is_new and not add_bias:
-            name = write.slot.name
-            reasons.append(f"{name} has no bias to take its centre: pass add_bias=True")
-        else:
-            return write
-    raise RefusedError(reasons[0] if reasons else "its input is one number for all channels")
+        fold.center_into = fold.bias_before
+        if fold.center_into is None:
+            fold.center_kept = fold.no_bias_before

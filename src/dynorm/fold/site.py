@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from warnings import catch_warnings
 
 import torch
@@ -15,7 +15,6 @@ from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.report import FOLDED, OFF, Rewrite
 from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.site import NormSite
-from dynorm.stream.graph import Slot
 from dynorm.stream.operators import Read, Write
 from dynorm.stream.stream import Stream
 from dynorm.stream.survey import Surroundings
@@ -41,12 +40,17 @@ class SiteFold:
     weight: Tensor | None = None  # in float64; None for 1
     bias: Tensor | None = None  # in float64; None for 0
     scale: float = 1.0  # the fixed factor of a point-wise layer
-    slots: list[Slot] = field(default_factory=list)  # of its weight and bias in the graph
+    # "weight" and "bias" with the tensor, and the number that the norm adds to it.
+    tensors: list[tuple[str, Tensor, float]] = field(default_factory=list)
+    line: tuple[Tensor, Tensor | None] | None = None  # a linear layer's weight and bias of x
     is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
     is_exact_rms: bool = False  # of inputs without a mean it is the RMSNorm, to the last digits
 
     # On the graph; None if it is not traced or never called.
     around: Surroundings | None = None
+    shared: str | None = None  # why its weight and bias cannot change: others use them
+    bias_before: Write | None = None  # a bias that adds to its input and to nothing else
+    no_bias_before: str = ""  # why there is none
 
     # Its weight and bias, into the readers.
     with_affine: bool = False  # weight and bias go too, not only the scale
@@ -115,14 +119,6 @@ class SiteFold:
         return self.kept is None and (self.factor is not None or self.shift is not None)
 
     @property
-    def is_linear(self) -> bool:
-        """Tell whether it is only a product and a sum per channel, and may go."""
-        layer = self.module
-        if type(layer) is not LinearControl or layer.witness_channels:
-            return False
-        return layer.output_dtype is None and self.chosen and self.refused is None
-
-    @property
     def is_gone(self) -> bool:
         """Tell whether nothing of it stays."""
         is_gone_line = self.goes and self.left is None and (self.through or self.is_absorbed)
@@ -139,48 +135,53 @@ class SiteFold:
         is_moved = self.is_absorbed or self.through or self.center_into is not None
         return is_moved or self.becomes_rms or self.is_gone
 
-    def tensors(self, copy: nn.Module | None = None) -> Iterator[tuple[str, Tensor, float]]:
-        """Yield "weight" and "bias" with the tensor and the number that the norm adds to it.
-
-        The tensors are those of a copy if one is passed. One that the norm lacks is left out.
-        """
-        site = self.site
-        tensors = named_tensors(copy or self.module)
-        if site.weight_name in tensors:
-            yield "weight", tensors[site.weight_name], site.weight_offset
-        if site.bias_name in tensors:
-            yield "bias", tensors[site.bias_name], 0.0
-
-    def as_line(self) -> "SiteFold":
-        """Return a linear layer as ``weight * x + bias``, for a fold of the whole layer."""
-        layer = self.module
-        assert isinstance(layer, LinearControl)
-        log_slope = -0.5 * layer.log_beta.detach().to("cpu", torch.float64)
-        slope = (self.scale * log_slope.exp()).expand(self.site.normalized_shape)
-        weight = slope if self.weight is None else slope * self.weight
-        bias = self.bias
-        if layer.center is not None:
-            moved = weight * layer.center.detach().to("cpu", torch.float64)
-            bias = -moved if bias is None else bias - moved
-        return replace(self, goes=True, weight=weight, bias=bias, scale=1.0)
-
 
 def site_fold(site: NormSite, module: nn.Module, chosen: bool, refused: str | None) -> SiteFold:
     """Return the record of a norm or layer, its weight and bias read and its formula tested."""
     fold = SiteFold(site, module, chosen, refused)
     if refused is not None:
         return fold
+    fold.tensors = _tensors(site, module)
     values = {}
-    for name, tensor, offset in fold.tensors():
+    for name, tensor, offset in fold.tensors:
         values[name] = tensor.detach().to("cpu", torch.float64).flatten() + offset
     fold.weight = values.get("weight")
     fold.bias = values.get("bias")
     if isinstance(module, PointwiseNorm):
         fold.scale = module.scale
+        fold.line = _line(fold)
     else:
         fold.is_exact = is_exact(fold)
         fold.is_exact_rms = site.kind == "layernorm" and is_exact(fold, as_rms=True)
     return fold
+
+
+def _tensors(site: NormSite, module: nn.Module) -> list[tuple[str, Tensor, float]]:
+    """Return "weight" and "bias" of a norm, each with its tensor and the number added to it."""
+    tensors = named_tensors(module)
+    held = []
+    if site.weight_name in tensors:
+        held.append(("weight", tensors[site.weight_name], site.weight_offset))
+    if site.bias_name in tensors:
+        held.append(("bias", tensors[site.bias_name], 0.0))
+    return held
+
+
+def _line(fold: SiteFold) -> tuple[Tensor, Tensor | None] | None:
+    """Return a linear layer as weight and bias of its input; None for a layer that is not one."""
+    layer = fold.module
+    if type(layer) is not LinearControl or layer.witness_channels:
+        return None
+    if layer.output_dtype is not None or not fold.chosen:
+        return None
+    log_slope = -0.5 * layer.log_beta.detach().to("cpu", torch.float64)
+    slope = (fold.scale * log_slope.exp()).expand(fold.site.normalized_shape)
+    weight = slope if fold.weight is None else slope * fold.weight
+    bias = fold.bias
+    if layer.center is not None:
+        moved = weight * layer.center.detach().to("cpu", torch.float64)
+        bias = -moved if bias is None else bias - moved
+    return weight, bias
 
 
 def is_exact(fold: SiteFold, *, as_rms: bool = False) -> bool:
@@ -204,7 +205,7 @@ def is_exact(fold: SiteFold, *, as_rms: bool = False) -> bool:
                 copied = plain_copy(fold.module, torch.float64)
                 copies.append(TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device))
             norm, neutral = copies
-            for name, tensor, offset in fold.tensors(neutral.module):
+            for name, tensor, offset in _tensors(fold.site, neutral.module):
                 tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
             for scale in _SCALES:
                 tokens = norm.sample(scale, seed=0)

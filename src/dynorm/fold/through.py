@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dynorm.fold.refusals import require_sole_user
-from dynorm.fold.rewrites import bias_before
 from dynorm.fold.site import SiteFold
 from dynorm.stream.operators import RefusedError
-from dynorm.stream.readers import require_free
 from dynorm.stream.stream import Stream
 
 
@@ -66,11 +63,11 @@ class ScaleGroup:
             member.group = self
 
 
-def fold_through(folds: Sequence[SiteFold], add_bias: bool) -> list[RescaledStream]:
+def fold_through(folds: Sequence[SiteFold]) -> list[RescaledStream]:
     """Let the linear layers go whose readers cannot take them over; return the rescaled streams."""
     for fold in folds:
         if fold.goes and not fold.is_absorbed and fold.calls:
-            _place_constant(fold, add_bias)
+            _place_constant(fold)
     rescaled: dict[Stream, RescaledStream] = {}
     for fold in folds:
         if fold.through:
@@ -87,7 +84,7 @@ def fold_through(folds: Sequence[SiteFold], add_bias: bool) -> list[RescaledStre
     return [part for part in rescaled.values() if not bool((part.factor == 1).all())]
 
 
-def _place_constant(fold: SiteFold, add_bias: bool) -> None:
+def _place_constant(fold: SiteFold) -> None:
     """Check that a linear layer can go through its stream, and find a place for its constant."""
     assert fold.weight is not None
     try:
@@ -103,7 +100,9 @@ def _place_constant(fold: SiteFold, add_bias: bool) -> None:
         if fold.bias is not None:
             # a x + b = a (x - c) with this centre.
             fold.center = -fold.bias / fold.weight
-            fold.center_into = bias_before(fold, add_bias)
+            if fold.bias_before is None:
+                raise RefusedError(fold.no_bias_before)
+            fold.center_into = fold.bias_before
         fold.through = True
     except RefusedError as refusal:
         fold.kept = f"{fold.kept}; {refusal}"
@@ -131,18 +130,19 @@ def _rescalable(folds: Sequence[SiteFold], stream: Stream) -> RescaledStream:
     """Return a stream with its norms, or with the reason why its factor must stay."""
     rescaled = RescaledStream(stream)
     try:
-        if stream.written_unknown is not None:
-            raise RefusedError(stream.written_unknown)
+        if stream.writers_unknown is not None:
+            raise RefusedError(stream.writers_unknown)
         for use in stream.norms_before:
             _add_writer(rescaled, folds[use.index], use.over_channels)
         for use in stream.norms_after:
             _add_taker(rescaled, folds[use.index], use.over_channels)
-        if stream.read_unknown is not None:
-            raise RefusedError(stream.read_unknown)
+        if stream.readers_unknown is not None:
+            raise RefusedError(stream.readers_unknown)
         if stream.is_returned:
             raise RefusedError("the model returns it")
-        stream.require_writers()
-        require_free(stream.reads, {reader.leaf: reader for reader in stream.reads})
+        for shared in (stream.writers_shared, stream.readers_shared):
+            if shared is not None:
+                raise RefusedError(shared)
         for norm in rescaled.norms:
             _require_all_calls(norm, norm.streams_after, stream)
         for norm in rescaled.takers:
@@ -162,7 +162,8 @@ def _add_writer(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -
         )
     # The factors on both sides make a layer that goes the identity.
     if not norm.through and norm not in rescaled.norms:
-        require_sole_user(norm)
+        if norm.shared is not None:
+            raise RefusedError(norm.shared)
         rescaled.norms.append(norm)
 
 

@@ -64,7 +64,7 @@ def capture(
         nodes = {owner: _nodes_of(owner, placeholders) for owner in holders}
         slots += _slots(tensor, nodes, tensor in overlapping, untie)
     _fix_parts_of(norms, slots)
-    return Graph(list(program.graph.nodes), slots)
+    return Graph(program.graph.nodes, slots)
 
 
 def _owners(model: nn.Module) -> Owners:

@@ -16,7 +16,7 @@ class Feed:
     """One term of a norm's input."""
 
     write: Write | None = None  # its bias or table; its weight, if it could be given a bias
-    refused: str | None = None  # why that cannot take a constant
+    refused: str = ""  # why that cannot take a constant
 
 
 def feeds_of(call: Node, dim: int) -> list[Feed]:

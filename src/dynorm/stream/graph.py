@@ -4,7 +4,7 @@ A *value* is a node whose result is a tensor. Its *channel axis* is the axis tha
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -108,19 +108,17 @@ class Slot:
         return self.tensor.detach().to("cpu", torch.float64, copy=True)
 
 
-@dataclass(frozen=True)
 class Graph:
     """The traced graph of a model, with all its parameters and buffers."""
 
-    nodes: Sequence[Node]
-    slots: Sequence[Slot]
-
-    @property
-    def norm_calls(self) -> Iterator[Node]:
-        """Yield the calls of norms, in order."""
-        for node in self.nodes:
-            if norm_index(node) is not None:
-                yield node
+    def __init__(self, nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        # The calls of each norm, by the index of the norm.
+        self.calls: dict[int, list[Node]] = {}
+        for node in nodes:
+            index = norm_index(node)
+            if index is not None:
+                self.calls.setdefault(index, []).append(node)
 
 
 def norm_index(node: Node) -> int | None:

@@ -71,22 +71,20 @@ def _is_norm(node: Node) -> bool:
     return norm_index(node) is not None
 
 
-def require_free(reads: Iterable[Read], uses: Mapping[Leaf, Read]) -> None:
-    """Check that the weights of some reads are saved, and have no use except ``uses``.
+def shared_readers(reads: Iterable[Read], uses: Mapping[Leaf, Read]) -> str | None:
+    """Return why the weights of some reads cannot change, or None.
 
-    These uses must read along the same axis, in the same groups.
+    They must be saved, and have no use except ``uses``, which read along the same axis and groups.
     """
     for reader in reads:
         slot = reader.weight
+        name = f"{slot.name}, which reads it,"
         if slot.fixed is not None:
-            raise RefusedError(slot.fixed)
+            return slot.fixed
         if not slot.is_saved:
-            raise RefusedError(
-                f"{slot.name}, which reads it, is not a saved floating-point parameter"
-            )
+            return f"{name} is not a saved floating-point parameter"
         for leaf in slot.leaves:
             use = uses.get(leaf)
             if use is None or (use.axis, use.groups) != (reader.axis, reader.groups):
-                raise RefusedError(
-                    f"{slot.name}, which reads it, is also used by {leaf.place}{slot.hint}"
-                )
+                return f"{name} is also used by {leaf.place}{slot.hint}"
+    return None

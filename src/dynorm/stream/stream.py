@@ -26,6 +26,7 @@ from dynorm.stream.graph import (
     width,
 )
 from dynorm.stream.operators import Read, RefusedError, Write, read, writes
+from dynorm.stream.readers import shared_readers
 
 _SUMS = ("aten.add", "aten.sub", "aten.rsub")
 _ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
@@ -50,16 +51,12 @@ class Stream:
     reads: list[Read] = field(default_factory=list)  # linear operators that read it directly
     read_by: str | None = None  # the first operator that is not a norm and reads it
     is_returned: bool = False  # the model returns it
-    # Why no edit of its channels is exact: because of a writer, a reader, or shared parameters.
-    written_unknown: str | None = None
-    read_unknown: str | None = None
+    # Why no edit of its channels is exact: a writer or a reader is not linear, or the parameters
+    # of one are used elsewhere.
+    writers_unknown: str | None = None
     writers_shared: str | None = None
-
-    def require_writers(self) -> None:
-        """Check that everything that writes into it can be edited."""
-        for reason in (self.written_unknown, self.writers_shared):
-            if reason is not None:
-                raise RefusedError(reason)
+    readers_unknown: str | None = None
+    readers_shared: str | None = None
 
 
 class StreamFinder:
@@ -91,6 +88,7 @@ class StreamFinder:
             elif stream.values[value] != axis:
                 _refuse(stream, f"{where(value)} has the channels on two axes")
         stream.writers_shared = _shared_writers(stream)
+        stream.readers_shared = shared_readers(stream.reads, {r.leaf: r for r in stream.reads})
         return stream
 
     def _follow_back(self, stream: Stream, value: Node, axis: int) -> None:
@@ -161,8 +159,8 @@ class StreamFinder:
 
 
 def _refuse(stream: Stream, reason: str) -> None:
-    if stream.written_unknown is None:
-        stream.written_unknown = reason
+    if stream.writers_unknown is None:
+        stream.writers_unknown = reason
 
 
 def _add_reader(stream: Stream, user: Node, value: Node, axis: int) -> None:
@@ -171,8 +169,8 @@ def _add_reader(stream: Stream, user: Node, value: Node, axis: int) -> None:
     try:
         reader = read(user, value, axis)
     except RefusedError as refusal:
-        if stream.read_unknown is None:
-            stream.read_unknown = str(refusal)
+        if stream.readers_unknown is None:
+            stream.readers_unknown = str(refusal)
         return
     if reader not in stream.reads:
         stream.reads.append(reader)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from dynorm.stream.feeds import Feed, feeds_of
-from dynorm.stream.graph import Graph, norm_index
+from dynorm.stream.graph import Graph
 from dynorm.stream.readers import Readers, readers_of
 from dynorm.stream.stream import Stream, StreamFinder
 
@@ -23,21 +23,17 @@ class Surroundings:
 
 
 def survey(graph: Graph, dims: Mapping[int, int]) -> dict[int, Surroundings]:
-    """Return the surroundings of all norms of a graph, by index.
+    """Return the surroundings of all norms that are called, by index.
 
     ``dims`` has the channel axis of each norm, as the norm's own ``dim``.
     """
-    calls: dict[int, list[Node]] = {index: [] for index in dims}
-    for call in graph.norm_calls:
-        index = norm_index(call)
-        assert index is not None
-        calls[index].append(call)
     finder = StreamFinder(dims)
     around = {}
-    for index, dim in dims.items():
-        readers = readers_of(calls[index], dim)
-        before = [finder.stream_of(call.all_input_nodes[0], dim) for call in calls[index]]
-        after = [finder.stream_of(call, dim) for call in calls[index]]
-        feeds = feeds_of(calls[index][0], dim) if len(calls[index]) == 1 else []
-        around[index] = Surroundings(calls[index], readers, before, after, feeds)
+    for index, calls in graph.calls.items():
+        dim = dims[index]
+        readers = readers_of(calls, dim)
+        before = [finder.stream_of(call.all_input_nodes[0], dim) for call in calls]
+        after = [finder.stream_of(call, dim) for call in calls]
+        feeds = feeds_of(calls[0], dim) if len(calls) == 1 else []
+        around[index] = Surroundings(calls, readers, before, after, feeds)
     return around
