@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.fold import apply, fold_, plan
@@ -543,3 +544,14 @@ def test_the_docs_name_what_is_not_seen() -> None:
     text = " ".join((fold_.__doc__ or "").split())
     assert "keeps on ``self``" in text
     assert "longer than 1" in text
+
+
+def test_the_trace_does_not_start_from_what_the_first_run_kept_on_a_module() -> None:
+    def lazy(m: Any, x: Tensor) -> Any:
+        # The first call keeps a tensor that later calls use.
+        if not hasattr(m, "kept"):
+            m.kept = m.h.weight * 2
+        return m.h(m.n(m.e(x))), functional.linear(x.repeat(1, 2), m.kept)
+
+    report = fold_(net(lazy), x_of(), check=False)
+    assert "h.weight" in (report.sites[0].affine.reason or "")

@@ -1,5 +1,10 @@
 """The residual stream on a model's own graph: what writes into it, and what reads it.
 
 ``capture.py`` traces the model, ``graph.py`` follows the channels of a value, and ``operators.py``
-recognises the linear operators.
+recognises linear operators. ``survey.py`` collects everything around the norms: their readers, the
+streams that they are on, and the biases before them. ``find.py`` describes the streams of a model.
 """
+
+from dynorm.stream.find import ResidualStream, Writer, find_streams
+
+__all__ = ["ResidualStream", "Writer", "find_streams"]

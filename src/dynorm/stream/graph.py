@@ -112,10 +112,11 @@ class Graph:
     """The traced graph of a model, with all its parameters and buffers."""
 
     def __init__(self, nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
+        self.nodes = list(nodes)
         self.slots = slots
         # The calls of each norm, by the index of the norm.
         self.calls: dict[int, list[Node]] = {}
-        for node in nodes:
+        for node in self.nodes:
             index = norm_index(node)
             if index is not None:
                 self.calls.setdefault(index, []).append(node)
