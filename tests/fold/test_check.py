@@ -360,7 +360,7 @@ def test_a_model_that_takes_one_example_only_is_checked_on_it() -> None:
     report = fold_(net(picky), example)
     assert report.count("affine") == 1
     assert report.fresh == 0
-    assert "on the example alone" in str(report)
+    assert "on the example only" in str(report)
 
 
 def test_a_model_that_checks_its_range_is_checked_within_it() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dynorm.fold.plan import Plan
 from dynorm.fold.site import SiteFold
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_own_, untied
+from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_untied_, untied
 from dynorm.replace.specs import LayerSpec, identity, swap_, take_over_
 from dynorm.stream.graph import Owner
 from dynorm.watch import unchanged_on_error
@@ -37,7 +37,7 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def _note_untied_(config: Any) -> None:
-    """Set in a config of transformers that weights are not tied: the model's forward may read it."""
+    """Set in a config of transformers that weights are not tied; a forward may read it."""
     values = config.to_dict() | {"tie_word_embeddings": False}
     # Some classes derive more from it when they are loaded: T5 how it scales its output.
     if type(config).from_dict(dict(values)).to_dict() == values:
@@ -90,7 +90,7 @@ def _set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
     if not is_one_value:
         for owner, other in new.items():
             if owner is not first:
-                set_own_(owner.module, owner.name, tensor if other is None else other, tensor)
+                set_untied_(owner.module, owner.name, tensor if other is None else other, tensor)
     if value is not None:
         # The parameter stays the same object, with its dtype and device.
         tensor.copy_(value)
@@ -98,7 +98,7 @@ def _set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
 
 @torch.no_grad()
 def _replacements_(plan: Plan) -> dict[nn.Module, nn.Module]:
-    """Neutralize what was folded of each norm and layer, and return those to put in their places."""
+    """Neutralize the folded parts of each norm, and return the layers to put in place of norms."""
     layers: dict[nn.Module, nn.Module] = {}
     for fold in plan.folds:
         if fold.becomes_rms or fold.is_gone:

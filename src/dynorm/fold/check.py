@@ -148,7 +148,7 @@ class Check:
                 return
 
     def _widen(self, model: nn.Module, tolerance: float | None) -> None:
-        """Take the float32 outputs as the truth, and the model's distance from them as its noise."""
+        """Take the float32 outputs as the truth, and the distance from them as the noise."""
         try:
             exact = copy.deepcopy(model).float()
             wide = [self._outputs(exact, mapped(inputs, _float)) for inputs in self.inputs]
@@ -223,7 +223,7 @@ def _dense_double(tensor: Tensor) -> Tensor:
 
 
 def relative_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest of |tensor - exact| / |exact| over several tensors, in the Euclidean norm."""
+    """Return the largest |tensor - exact| / |exact| over several tensors, in the Euclidean norm."""
     return max(_errors(tensors, exact), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""The analysis of a fold: from a model's graph to a plan of all changes. It does not touch the model."""
+"""The analysis of a fold, from a model's graph to a plan: it does not touch the model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -166,7 +166,7 @@ def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
 
 
 def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -> MeanSquares:
-    """Run the model, and return the mean squares of the tokens that norms take; tokens of 0 left out."""
+    """Run the model, and return the mean squares of the tokens that norms take, without zeros."""
     sites = {}
     squares: dict[nn.Module, list[float]] = {}
     for fold in folds:

@@ -1,4 +1,4 @@
-"""Where a fold is refused: of a model, of a site, of the weights and biases that would take it over."""
+"""Where a fold is refused: for a model, for a site, for the weights that would take it over."""
 
 import math
 from collections.abc import Sequence

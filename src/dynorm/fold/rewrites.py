@@ -129,7 +129,7 @@ def _require_no_mean(folds: Sequence[SiteFold], stream: Stream) -> None:
 
 
 def fold_centers(folds: Sequence[SiteFold]) -> None:
-    """Decide for each point-wise layer with a learned centre whether the bias before can take it."""
+    """Decide for each learned centre of a point-wise layer whether a bias before can take it."""
     for fold in folds:
         layer = fold.module
         if not isinstance(layer, PointwiseNorm) or layer.center is None or fold.goes:

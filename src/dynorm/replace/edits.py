@@ -1,11 +1,11 @@
-"""How a model differs from its class: the layers of dynorm, biases that were added, weights that were untied."""
+"""How a model differs from its class: layers of dynorm, added biases, untied weights."""
 
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
 from dynorm.replace.specs import is_ours
 
-# Attributes of the modules that a fold gave a parameter of their own.
+# Attributes of the modules that a fold gave a new parameter.
 ADDED_BIAS = "_dynorm_added_bias"
 UNTIED = "_dynorm_untied"
 
@@ -17,51 +17,49 @@ def added_biases(model: nn.Module) -> list[str]:
 
 def untied(model: nn.Module) -> list[str]:
     """Return the names of the parameters that were tied to others."""
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, m in model.named_modules()
-        for name in m.__dict__.get(UNTIED, ())
-    ]
+    names = []
+    for path, module in model.named_modules():
+        for name in module.__dict__.get(UNTIED, ()):
+            names.append(f"{path}.{name}" if path else name)
+    return names
 
 
 def is_changed(model: nn.Module) -> bool:
-    """Tell whether a load needs to know what was done; a class that builds layers of its own needs no help."""
+    """Tell whether a saved model loads only if these edits are made again."""
+    if added_biases(model) or any(map(is_ours, model.modules())):
+        return True
     # transformers does not tie tensors that were saved apart; other classes do.
-    apart = bool(untied(model)) and not hasattr(model, "save_pretrained")
-    return apart or bool(added_biases(model)) or any(map(is_ours, model.modules()))
+    return bool(untied(model)) and not hasattr(model, "save_pretrained")
 
 
 def give_bias_(model: nn.Module, path: str) -> None:
-    """Give the linear layer at a path, which must be there, a bias for a state dict to fill; one that it has stays."""
+    """Give the linear layer at a path a bias, for a state dict to fill; an existing one stays."""
     module = dict(model.named_modules(remove_duplicate=False)).get(path)
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         raise ModelError(
-            f"the model must have a linear layer at {path!r}, where the saved model has a bias "
-            "added"
+            f"the model must have a linear layer at {path!r}, to which the saved model added a bias"
         )
     if module.bias is None:
         out = module.out_features if isinstance(module, nn.Linear) else module.out_channels
-        module.bias = nn.Parameter(
-            module.weight.new_zeros(out), requires_grad=module.weight.requires_grad
-        )
+        module.bias = parameter_like(module.weight.new_zeros(out), module.weight)
     module.__dict__[ADDED_BIAS] = True
 
 
 def untie_(model: nn.Module, name: str) -> None:
-    """Give the parameter of a name, which must be there, a tensor of its own, where it shares one."""
+    """Give the parameter of a name a tensor that it does not share."""
     tensor = dict(model.named_parameters(remove_duplicate=False)).get(name)
     if tensor is None:
         raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")
     path, _, leaf = name.rpartition(".")
-    set_own_(model.get_submodule(path), leaf, tensor, tensor)
+    set_untied_(model.get_submodule(path), leaf, tensor, tensor)
 
 
-def set_own_(module: nn.Module, name: str, value: Tensor, like: Tensor) -> None:
-    """Give a module a parameter that it shares with no other, and remember that it was tied."""
+def set_untied_(module: nn.Module, name: str, value: Tensor, like: Tensor) -> None:
+    """Give a module an unshared parameter, and remember that it was tied."""
     module._parameters[name] = parameter_like(value.detach().clone(), like)
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), name)
 
 
 def parameter_like(value: Tensor, like: Tensor) -> nn.Parameter:
-    """Return a value as a parameter of another tensor's device, dtype and need of a gradient."""
+    """Return a value as a parameter with another tensor's device, dtype and ``requires_grad``."""
     return nn.Parameter(value.to(like.device, like.dtype), requires_grad=like.requires_grad)

@@ -1,4 +1,4 @@
-"""Trace a model's graph: every norm becomes one opaque node, and every parameter knows its owners."""
+"""Trace a model's graph: each norm becomes one opaque node, and parameters know their owners."""
 
 import itertools
 import logging
@@ -82,7 +82,7 @@ def _owners(model: nn.Module) -> Owners:
 
 
 def _show_owners_(owners: Owners) -> None:
-    """Give each owner of a tied tensor an alias of it, so that the graph shows which one is used."""
+    """Give each owner of a tied tensor an alias of it, so that the graph shows whose is used."""
     for tensor, holders in owners.items():
         for owner in holders[1:]:
             alias = tensor.detach()

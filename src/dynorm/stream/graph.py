@@ -230,7 +230,7 @@ def leaves(placeholder: Node) -> set[Leaf]:
 
 
 def carried(node: Node, value: Node, axis: int) -> int | None:
-    """Return the channel axis of ``node`` if it keeps the channels of ``value`` separate, else None.
+    """Return the channel axis of ``node`` if it keeps the channels of ``value`` apart, else None.
 
     These are moves, a factor that all channels of a token share, and a mean over tokens.
     """

@@ -1,4 +1,4 @@
-"""The linear operators of a graph: how they read the channels of a value, and what they write with."""
+"""The linear operators of a graph: how each reads the channels of a value, and writes others."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -262,7 +262,7 @@ def _is_stacked(slot: Slot, *axes: int | None) -> bool:
 
 
 def writes(op: Node, axis: int) -> list[Write]:
-    """Return the weight and bias, or the table, that a linear operator writes with; [] for others."""
+    """Return the weight and bias, or the table, of a linear operator; [] for other operators."""
     if not is_tensor(op):
         return []
     name = packet(op)

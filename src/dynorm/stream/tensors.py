@@ -32,9 +32,9 @@ _OPEN_BASES = (object, dict, *_SEQUENCES, set, frozenset, types.SimpleNamespace)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers, plain objects, functions and arrays, in order; refuse others.
+    """Yield the tensors in containers, plain objects, functions and arrays; refuse other objects.
 
-    Each tensor comes once.
+    They come in order, once each.
     """
     for part in _walk(value, {}):
         if isinstance(part, Tensor):
@@ -87,7 +87,7 @@ def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return the objects that a value consists of; None for a tensor, an array or a closed object."""
+    """Return the parts of a value; None for a tensor, an array, or an object that hides them."""
     # Looking into an iterator would use it up.
     if isinstance(value, (Tensor, np.ndarray, Iterator, memoryview)):
         return None
