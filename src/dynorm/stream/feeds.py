@@ -27,7 +27,7 @@ def feeds_of(call: Node, dim: int) -> list[Feed]:
     while todo:
         made = made_by(*todo.pop())
         if made is None:
-            feeds.append(Feed(refused="its input is also read by others than this layer"))
+            feeds.append(Feed(refused="its input is also read by others"))
             continue
         op, axis = made
         if packet(op) == "aten.add" and not op.kwargs and op.args[0] is not op.args[1]:
