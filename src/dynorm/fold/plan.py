@@ -8,8 +8,9 @@ from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream, fold_through
 from dynorm.fold.values import NewValues, new_values
-from dynorm.stream.feeds import Feed
+from dynorm.stream.feeds import bias_before
 from dynorm.stream.graph import Graph, Slot
+from dynorm.stream.operators import RefusedError
 from dynorm.stream.survey import survey
 
 
@@ -57,7 +58,11 @@ def planned(
         fold = sites[index]
         fold.around = around
         fold.shared = _shared(fold, graph)
-        _find_bias(fold, around.feeds, options.add_bias)
+        if fold.is_pointwise:
+            try:
+                fold.bias_before = bias_before(around.calls, fold.dim, options.add_bias)
+            except RefusedError as refusal:
+                fold.no_bias_before = str(refusal)
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
         fold_means(folds)
@@ -119,21 +124,3 @@ def _shared(fold: SiteFold, graph: Graph) -> str | None:
         if len(slots) > 1 or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
             return f"{slot.name} is used elsewhere too"
     return None
-
-
-def _find_bias(fold: SiteFold, feeds: Sequence[Feed], add_bias: bool) -> None:
-    """Find the bias, or the table, that adds to all of a site's input and to nothing else."""
-    reasons = []
-    if len(fold.calls) != 1:
-        reasons.append("the layer is called several times")
-    for feed in feeds:
-        write = feed.write
-        if write is None:
-            reasons.append(feed.refused)
-        elif write.is_new and not add_bias:
-            name = write.slot.name
-            reasons.append(f"{name} has no bias to take its centre: pass add_bias=True")
-        else:
-            fold.bias_before = write
-            return
-    fold.no_bias_before = reasons[0] if reasons else "its input is one number for all channels"

@@ -48,7 +48,7 @@ def _obstacle(fold: SiteFold) -> str | None:
     """Return why the readers cannot take anything, before their weights are looked at."""
     if fold.refused is not None:
         return fold.refused
-    if fold.around is None:
+    if not fold.calls:
         return "never called while the model was traced"
     if fold.around.readers.refused is not None:
         return fold.around.readers.refused
@@ -90,7 +90,7 @@ def fold_means(folds: Sequence[SiteFold]) -> None:
     layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
     refusals: dict[Stream, str] = {}
     for fold in layernorms:
-        fold.streams = list(dict.fromkeys(fold.streams_before))
+        fold.streams = list(dict.fromkeys(fold.around.before))
         for stream in fold.streams:
             try:
                 _require_no_mean(folds, stream)

@@ -46,8 +46,8 @@ class SiteFold:
     is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
     is_exact_rms: bool = False  # of inputs without a mean it is the RMSNorm, to the last digits
 
-    # On the graph; None if it is not traced or never called.
-    around: Surroundings | None = None
+    # On the graph; empty if it is not traced or never called.
+    around: Surroundings = field(default_factory=Surroundings)
     shared: str | None = None  # why its weight and bias cannot change: others use them
     bias_before: Write | None = None  # a bias that adds to its input and to nothing else
     no_bias_before: str = ""  # why there is none
@@ -91,22 +91,12 @@ class SiteFold:
     @property
     def reads(self) -> list[Read]:
         """Return the operators that read its outputs."""
-        return [] if self.around is None else self.around.readers.reads
+        return self.around.readers.reads
 
     @property
     def calls(self) -> list[Node]:
         """Return its calls in the graph."""
-        return [] if self.around is None else self.around.calls
-
-    @property
-    def streams_before(self) -> list[Stream]:
-        """Return the stream that each call reads."""
-        return [] if self.around is None else self.around.before
-
-    @property
-    def streams_after(self) -> list[Stream]:
-        """Return the stream that each call writes into."""
-        return [] if self.around is None else self.around.after
+        return self.around.calls
 
     @property
     def is_pointwise(self) -> bool:

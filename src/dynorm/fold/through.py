@@ -72,7 +72,7 @@ def fold_through(folds: Sequence[SiteFold]) -> list[RescaledStream]:
     for fold in folds:
         if fold.through:
             ends = []
-            for stream in (fold.streams_before[0], fold.streams_after[0]):
+            for stream in (fold.around.before[0], fold.around.after[0]):
                 if stream not in rescaled:
                     rescaled[stream] = _rescalable(folds, stream)
                 ends.append(rescaled[stream])
@@ -144,9 +144,9 @@ def _rescalable(folds: Sequence[SiteFold], stream: Stream) -> RescaledStream:
             if shared is not None:
                 raise RefusedError(shared)
         for norm in rescaled.norms:
-            _require_all_calls(norm, norm.streams_after, stream)
+            _require_all_calls(norm, norm.around.after, stream)
         for norm in rescaled.takers:
-            _require_all_calls(norm, norm.streams_before, stream)
+            _require_all_calls(norm, norm.around.before, stream)
     except RefusedError as refusal:
         rescaled.refused = str(refusal)
     return rescaled

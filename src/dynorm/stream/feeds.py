@@ -1,6 +1,6 @@
-"""The biases and tables that add to all of a norm's input."""
+"""The bias or table that adds to all of a norm's input."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch.fx import Node
 
@@ -11,23 +11,23 @@ from dynorm.stream.operators import CONVOLUTIONS, RefusedError, Write, require_n
 _BIAS = {"aten.linear": 2, "aten.addmm": 0, "aten.embedding": 0, **dict.fromkeys(CONVOLUTIONS, 2)}
 
 
-@dataclass(frozen=True)
-class Feed:
-    """One term of a norm's input."""
+def bias_before(calls: Sequence[Node], dim: int, add_bias: bool) -> Write:
+    """Return the bias, or the table, that adds to all of a norm's input and to nothing else.
 
-    write: Write | None = None  # its bias or table; its weight, if it could be given a bias
-    refused: str = ""  # why that cannot take a constant
+    With ``add_bias`` it may be the weight of a layer that can be given a bias.
 
-
-def feeds_of(call: Node, dim: int) -> list[Feed]:
-    """Return the terms of a norm's input, with the parameter that could take a constant."""
-    value = call.all_input_nodes[0]
+    Raises:
+        RefusedError: there is none, for the first of the reasons.
+    """
+    if len(calls) != 1:
+        raise RefusedError("the layer is called several times")
+    value = calls[0].all_input_nodes[0]
     todo = [(value, dim % len(shape(value)))]
-    feeds = []
+    refusals = []
     while todo:
         made = made_by(*todo.pop())
         if made is None:
-            feeds.append(Feed(refused="its input is also read by others"))
+            refusals.append("its input is also read by others")
             continue
         op, axis = made
         if packet(op) == "aten.add" and not op.kwargs and op.args[0] is not op.args[1]:
@@ -37,27 +37,28 @@ def feeds_of(call: Node, dim: int) -> list[Feed]:
                     # One number for all channels cannot hold a centre.
                     if at >= 0 and shape(part)[at] == shape(op)[axis]:
                         todo.append((part, at))
-        else:
-            feeds.append(_feed(op, axis))
-    return feeds
+            continue
+        try:
+            return _bias_of(op, axis, add_bias)
+        except RefusedError as refusal:
+            refusals.append(str(refusal))
+    raise RefusedError(refusals[0] if refusals else "its input is one number for all channels")
 
 
-def _feed(op: Node, axis: int) -> Feed:
-    """Return the bias or table of an operator; its weight, if it could be given a bias."""
+def _bias_of(op: Node, axis: int, add_bias: bool) -> Write:
+    """Return the bias or table of an operator; its weight, if it can be given a bias."""
     write = _bias_or_weight(op, axis)
-    if write is None:
-        return Feed(refused=f"fed by {where(op)}, which has no bias to take its centre")
+    if write is None or (write.is_new and not add_bias):
+        hint = "" if write is None else ": pass add_bias=True"
+        raise RefusedError(f"fed by {where(op)}, which has no bias to take its centre{hint}")
     slot = write.slot
     if slot.fixed is not None:
-        return Feed(refused=slot.fixed)
+        raise RefusedError(slot.fixed)
     if slot.leaves != {write.leaf} or not slot.is_saved:
-        return Feed(refused=f"{slot.name} is used elsewhere too")
-    try:
-        if write.is_new:
-            require_new_bias(slot, op)
-    except RefusedError as refusal:
-        return Feed(refused=str(refusal))
-    return Feed(write)
+        raise RefusedError(f"{slot.name} is used elsewhere too")
+    if write.is_new:
+        require_new_bias(slot, op)
+    return write
 
 
 def _bias_or_weight(op: Node, axis: int) -> Write | None:

@@ -48,11 +48,6 @@ class Read:
     bias: tuple[Leaf, Slot] | None = None  # the use of the bias, and the bias
     no_shift: str | None = None  # why a constant in the value cannot become a bias
 
-    @property
-    def place(self) -> str:
-        """Name the operator and its place for a message."""
-        return where(self.node)
-
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Return the weight that reads ``v`` as this one reads ``factor * v``."""
         if self.groups == 1:

@@ -31,9 +31,6 @@ class Readers:
 def readers_of(calls: Sequence[Node], dim: int) -> Readers:
     """Follow the outputs of a norm's calls, with channel axis ``dim``, to their readers."""
     readers = Readers()
-    if not calls:
-        readers.refused = "never called while the model was traced"
-        return readers
     widest = min(map(width, calls))
     # Each value with its channel axis and the fewest bytes per number on the way to it.
     todo = [(call, dim % len(shape(call)), width(call)) for call in calls]

@@ -1,11 +1,10 @@
 """Everything around the norms of a graph: what reads them, and the streams that they are on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from dynorm.stream.feeds import Feed, feeds_of
 from dynorm.stream.graph import Graph
 from dynorm.stream.readers import Readers, readers_of
 from dynorm.stream.stream import Stream, StreamFinder
@@ -15,11 +14,10 @@ from dynorm.stream.stream import Stream, StreamFinder
 class Surroundings:
     """Everything around one norm."""
 
-    calls: list[Node]
-    readers: Readers  # the operators that read its outputs
-    before: list[Stream]  # the stream that each call reads
-    after: list[Stream]  # the stream that each call writes into
-    feeds: list[Feed]  # the terms of its input, if it is called once
+    calls: list[Node] = field(default_factory=list)
+    readers: Readers = field(default_factory=Readers)  # the operators that read its outputs
+    before: list[Stream] = field(default_factory=list)  # the stream that each call reads
+    after: list[Stream] = field(default_factory=list)  # the stream that each call writes into
 
 
 def survey(graph: Graph, dims: Mapping[int, int]) -> dict[int, Surroundings]:
@@ -34,6 +32,5 @@ def survey(graph: Graph, dims: Mapping[int, int]) -> dict[int, Surroundings]:
         readers = readers_of(calls, dim)
         before = [finder.stream_of(call.all_input_nodes[0], dim) for call in calls]
         after = [finder.stream_of(call, dim) for call in calls]
-        feeds = feeds_of(calls[0], dim) if len(calls) == 1 else []
-        around[index] = Surroundings(calls, readers, before, after, feeds)
+        around[index] = Surroundings(calls, readers, before, after)
     return around
