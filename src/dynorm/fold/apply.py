@@ -12,7 +12,7 @@ from dynorm.fold.site import SiteFold
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_untied_, untied
 from dynorm.replace.specs import LayerSpec, identity, swap_, take_over_
-from dynorm.stream.graph import Owner
+from dynorm.stream.graph import Owner, double
 from dynorm.watch import unchanged_on_error
 
 
@@ -29,8 +29,8 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
         holders.append(config)
     with unchanged_on_error(holders, tensors):
         _write_values_(plan)
-        layers = _replacements_(plan)
-        swap_(model, layers)
+        _neutralize_(plan)
+        swap_(model, _replacements(plan))
         if is_tied and untied(model):
             _note_untied_(config)
         yield
@@ -66,7 +66,7 @@ def _write_values_(plan: Plan) -> None:
 def _divide_(norm: SiteFold, factor: Tensor) -> None:
     """Divide the outputs of a norm, which writes into a rescaled stream, by a factor."""
     for _, tensor, offset in norm.tensors:
-        effective = tensor.detach().to("cpu", torch.float64).flatten() + offset
+        effective = double(tensor).flatten() + offset
         tensor.copy_((effective / factor - offset).view(tensor.shape))
     _forget_original_(norm.module)
 
@@ -97,15 +97,11 @@ def _set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
 
 
 @torch.no_grad()
-def _replacements_(plan: Plan) -> dict[nn.Module, nn.Module]:
-    """Neutralize the folded parts of each norm, and return the layers to put in place of norms."""
-    layers: dict[nn.Module, nn.Module] = {}
-    for fold in plan.folds:
-        if fold.becomes_rms or fold.is_gone:
-            layer = identity() if fold.is_gone else _rms_for(fold)
-            take_over_(layer, fold.module, None)
-            layers[fold.module] = layer
-    # A module that is replaced is neutralized too: the model may also call it through a list.
+def _neutralize_(plan: Plan) -> None:
+    """Make the folded parts of all norms and layers neutral.
+
+    That includes modules that will be replaced: the model may also call them through a list.
+    """
     for fold in plan.folds:
         if isinstance(fold.module, PointwiseNorm):
             if fold.is_absorbed or fold.through:
@@ -116,7 +112,6 @@ def _replacements_(plan: Plan) -> dict[nn.Module, nn.Module]:
         if fold.center_into is not None and not fold.through:
             fold.module._parameters["center"] = None
             _forget_original_(fold.module)
-    return layers
 
 
 def _strip_(layer: PointwiseNorm, fold: SiteFold) -> None:
@@ -140,6 +135,17 @@ def _strip_(layer: PointwiseNorm, fold: SiteFold) -> None:
 def _forget_original_(module: nn.Module) -> None:
     """Drop the norm that a point-wise layer replaced: it no longer fits the weights around it."""
     module.__dict__.pop("replaced", None)
+
+
+def _replacements(plan: Plan) -> dict[nn.Module, nn.Module]:
+    """Return the layers to put in the place of norms."""
+    layers: dict[nn.Module, nn.Module] = {}
+    for fold in plan.folds:
+        if fold.becomes_rms or fold.is_gone:
+            layer = identity() if fold.is_gone else _rms_for(fold)
+            take_over_(layer, fold.module, None)
+            layers[fold.module] = layer
+    return layers
 
 
 def _rms_for(fold: SiteFold) -> nn.Module:

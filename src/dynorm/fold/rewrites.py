@@ -10,6 +10,7 @@ import torch
 from dynorm.fold.refusals import Uses, require_readers
 from dynorm.fold.site import SiteFold
 from dynorm.layers import PointwiseNorm
+from dynorm.stream.graph import double
 from dynorm.stream.operators import RefusedError
 from dynorm.stream.stream import Stream
 
@@ -136,7 +137,7 @@ def fold_centers(folds: Sequence[SiteFold]) -> None:
             continue
         if not fold.chosen or not fold.calls:
             continue
-        center = layer.center.detach().to("cpu", torch.float64)
+        center = double(layer.center)
         fold.center = center.expand(fold.site.normalized_shape)
         fold.center_into = fold.bias_before
         if fold.center_into is None:

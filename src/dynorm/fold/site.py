@@ -15,6 +15,7 @@ from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.report import FOLDED, OFF, Rewrite
 from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.site import NormSite
+from dynorm.stream.graph import double
 from dynorm.stream.operators import Read, Write
 from dynorm.stream.stream import Stream
 from dynorm.stream.survey import Surroundings
@@ -134,7 +135,7 @@ def site_fold(site: NormSite, module: nn.Module, chosen: bool, refused: str | No
     fold.tensors = _tensors(site, module)
     values = {}
     for name, tensor, offset in fold.tensors:
-        values[name] = tensor.detach().to("cpu", torch.float64).flatten() + offset
+        values[name] = double(tensor).flatten() + offset
     fold.weight = values.get("weight")
     fold.bias = values.get("bias")
     if isinstance(module, PointwiseNorm):
@@ -164,12 +165,12 @@ def _line(fold: SiteFold) -> tuple[Tensor, Tensor | None] | None:
         return None
     if layer.output_dtype is not None or not fold.chosen:
         return None
-    log_slope = -0.5 * layer.log_beta.detach().to("cpu", torch.float64)
+    log_slope = -0.5 * double(layer.log_beta)
     slope = (fold.scale * log_slope.exp()).expand(fold.site.normalized_shape)
     weight = slope if fold.weight is None else slope * fold.weight
     bias = fold.bias
     if layer.center is not None:
-        moved = weight * layer.center.detach().to("cpu", torch.float64)
+        moved = weight * double(layer.center)
         bias = -moved if bias is None else bias - moved
     return weight, bias
 

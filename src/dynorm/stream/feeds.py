@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from dynorm.stream.graph import argument, is_tensor, made_by, packet, shape, slot_of, where
+from dynorm.stream.graph import argument, is_tensor, made_by, packet, rank_of, shape, slot_of, where
 from dynorm.stream.operators import CONVOLUTIONS, RefusedError, Write, require_new_bias, writes
 
 # Operators with a bias or a table, and the argument that holds it.
@@ -22,7 +22,7 @@ def bias_before(calls: Sequence[Node], dim: int, add_bias: bool) -> Write:
     if len(calls) != 1:
         raise RefusedError("the layer is called several times")
     value = calls[0].all_input_nodes[0]
-    todo = [(value, dim % len(shape(value)))]
+    todo = [(value, dim % rank_of(value))]
     refusals = []
     while todo:
         made = made_by(*todo.pop())
@@ -33,7 +33,7 @@ def bias_before(calls: Sequence[Node], dim: int, add_bias: bool) -> Write:
         if packet(op) == "aten.add" and not op.kwargs and op.args[0] is not op.args[1]:
             for part in op.args[:2]:
                 if is_tensor(part):
-                    at = axis - len(shape(op)) + len(shape(part))
+                    at = axis - rank_of(op) + rank_of(part)
                     # One number for all channels cannot hold a centre.
                     if at >= 0 and shape(part)[at] == shape(op)[axis]:
                         todo.append((part, at))

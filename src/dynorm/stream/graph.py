@@ -104,8 +104,8 @@ class Slot:
         return self.tensor.is_floating_point()
 
     def double(self) -> Tensor:
-        """Return a copy in float64 on the CPU, because not all devices have float64."""
-        return self.tensor.detach().to("cpu", torch.float64, copy=True)
+        """Return a copy in float64, in which all new values are computed."""
+        return double(self.tensor).clone()
 
 
 class Graph:
@@ -157,6 +157,11 @@ def paths_of(node: Node) -> list[str]:
 def shape(node: Node) -> tuple[int, ...]:
     """Return the sizes of a node's value; -1 for a size that depends on values."""
     return tuple(size if isinstance(size, int) else -1 for size in node.meta["val"].shape)
+
+
+def rank_of(node: Node) -> int:
+    """Return the number of axes of a node's value."""
+    return int(node.meta["val"].dim())
 
 
 def is_tensor(node: Any) -> TypeGuard[Node]:
@@ -244,7 +249,7 @@ def carried(node: Node, value: Node, axis: int) -> int | None:
 def _after_mean(node: Node, value: Node, axis: int) -> int | None:
     """Return the channel axis after a mean over tokens, None if the mean is over channels."""
     argument_dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    dims = {dim % len(shape(value)) for dim in argument_dims if isinstance(dim, int)}
+    dims = {dim % rank_of(value) for dim in argument_dims if isinstance(dim, int)}
     if not dims or axis in dims:
         return None
     if argument(node, 2) or node.kwargs.get("keepdim"):
@@ -352,8 +357,8 @@ def factor_of(node: Node, value: Node, axis: int) -> bool:
         return False
     if not is_tensor(other):
         return isinstance(other, (int, float))
-    from_end = len(shape(value)) - axis
-    return len(shape(other)) < from_end or shape(other)[-from_end] == 1
+    from_end = rank_of(value) - axis
+    return rank_of(other) < from_end or shape(other)[-from_end] == 1
 
 
 def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
@@ -380,7 +385,7 @@ def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
 def _before_permutations(value: Node) -> list[int]:
     """Return the place of each axis of a value before the permutations that made it."""
     op, part = producer(value)
-    axes = list(range(len(shape(value))))
+    axes = list(range(rank_of(value)))
     source = op.args[0] if op.args else None
     if part is not None or not is_tensor(source):
         return axes
@@ -406,3 +411,8 @@ def along(vector: Tensor, axis: int, rank: int) -> Tensor:
     view = [1] * rank
     view[axis] = -1
     return vector.view(view)
+
+
+def double(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64 on the CPU, because not all devices have float64."""
+    return tensor.detach().to("cpu", torch.float64)

@@ -18,6 +18,7 @@ from dynorm.stream.graph import (
     made_by,
     packet,
     paths_of,
+    rank_of,
     shape,
     slot_of,
     users,
@@ -119,7 +120,7 @@ def read(node: Node, value: Node, axis: int) -> Read:
         if held_out is not None:
             out = held_out[1]
     no_shift = product.no_shift
-    is_single = out is not None and len(shape(weight)) == product.rank
+    is_single = out is not None and rank_of(weight) == product.rank
     if is_single and slot_of(weight) is None:
         is_single = not _is_stacked(slot, contracted, out)
     if not is_single:
@@ -142,7 +143,7 @@ def _computed(node: Node) -> RefusedError:
 def _product(node: Node, value: Node, axis: int) -> _Product:
     name = packet(node)
     if name in CONVOLUTIONS + _TRANSPOSED and node.args[0] is value:
-        return _convolution(node, len(shape(value)), axis)
+        return _convolution(node, rank_of(value), axis)
     if name == "aten.einsum":
         return _einsum(node, value, axis)
     return _matrices(node, value, axis)
@@ -150,7 +151,7 @@ def _product(node: Node, value: Node, axis: int) -> _Product:
 
 def _matrices(node: Node, value: Node, axis: int) -> _Product:
     name = packet(node)
-    rank = len(shape(value))
+    rank = rank_of(value)
     is_last = axis == rank - 1
     bias = None
     # The contracted axis of the weight is its last one, or the last but one.
@@ -170,7 +171,7 @@ def _matrices(node: Node, value: Node, axis: int) -> _Product:
         )
     # The outputs of a weight on the left do not come last: a vector added to them is not a bias.
     added = weight is not node.args[0]
-    size = len(shape(weight))
+    size = rank_of(weight)
     if size == 1:
         return _Product(weight, 0, None, bias, added=added)
     out = size - 2 if from_end == 1 else size - 1
@@ -180,7 +181,7 @@ def _matrices(node: Node, value: Node, axis: int) -> _Product:
 def _convolution(node: Node, rank: int, axis: int) -> _Product:
     place = where(node)
     weight, bias = argument(node, 1), argument(node, 2)
-    if not is_tensor(weight) or len(shape(weight)) != rank or axis != 1:
+    if not is_tensor(weight) or rank_of(weight) != rank or axis != 1:
         raise RefusedError(f"read by {place}, which does not take the channels at axis 1")
     groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
     if packet(node) in _TRANSPOSED:
@@ -263,7 +264,7 @@ def writes(op: Node, axis: int) -> list[Write]:
     name = packet(op)
     if name == "aten.mul":
         return _gained(op, axis)
-    is_last = axis == len(shape(op)) - 1
+    is_last = axis == rank_of(op) - 1
     # Operands, with the axis of their outputs.
     parts: list[tuple[Any, int]] = []
     if name == "aten.linear" and is_last:
@@ -296,9 +297,9 @@ def _gained(op: Node, axis: int) -> list[Write]:
     inputs = [operand for operand in op.args if is_tensor(operand)]
     if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
         return []
-    from_end = len(shape(op)) - axis
+    from_end = rank_of(op) - axis
     for gain, value in (inputs, inputs[::-1]):
-        at = len(shape(gain)) - from_end
+        at = rank_of(gain) - from_end
         held = held_at(gain, at) if at >= 0 else None
         if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
             continue

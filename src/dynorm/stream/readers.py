@@ -11,7 +11,7 @@ from dynorm.stream.graph import (
     factor_of,
     is_move,
     norm_index,
-    shape,
+    rank_of,
     users,
     where,
     width,
@@ -33,7 +33,7 @@ def readers_of(calls: Sequence[Node], dim: int) -> Readers:
     readers = Readers()
     widest = min(map(width, calls))
     # Each value with its channel axis and the fewest bytes per number on the way to it.
-    todo = [(call, dim % len(shape(call)), width(call)) for call in calls]
+    todo = [(call, dim % rank_of(call), width(call)) for call in calls]
     seen = set()
     try:
         while todo:

@@ -19,6 +19,7 @@ from dynorm.stream.graph import (
     norm_index,
     packet,
     producer,
+    rank_of,
     shape,
     slot_of,
     users,
@@ -77,7 +78,7 @@ class StreamFinder:
                 return known
         stream = Stream()
         self.streams.append(stream)
-        self._todo = [(start, dim % len(shape(start)))]
+        self._todo = [(start, dim % rank_of(start))]
         while self._todo:
             value, axis = self._todo.pop()
             if value not in stream.values:
@@ -127,7 +128,7 @@ class StreamFinder:
             if not is_tensor(part):
                 _refuse(stream, f"written by {place}, which adds a number to all channels")
                 continue
-            at = len(shape(part)) - len(shape(value)) + axis
+            at = rank_of(part) - rank_of(value) + axis
             if at < 0 or shape(part)[at] != shape(value)[axis]:
                 _refuse(stream, f"written by {place}, in parts or one number for all channels")
                 continue
@@ -146,8 +147,8 @@ class StreamFinder:
         if to is not None:
             self._todo.append((user, to))
         elif packet(op) in SUMS:
-            self._todo.append((user, axis - len(shape(value)) + len(shape(user))))
-        elif packet(op) == "aten.cat" and (argument(op, 1) or 0) % len(shape(user)) != axis:
+            self._todo.append((user, axis - rank_of(value) + rank_of(user)))
+        elif packet(op) == "aten.cat" and (argument(op, 1) or 0) % rank_of(user) != axis:
             self._todo.append((user, axis))
         else:
             _add_reader(stream, user, value, axis)
@@ -155,7 +156,7 @@ class StreamFinder:
     def _norm_use(self, call: Node, value: Node, axis: int) -> NormUse:
         index = norm_index(call)
         assert index is not None
-        return NormUse(index, self.dims[index] % len(shape(value)) == axis)
+        return NormUse(index, self.dims[index] % rank_of(value) == axis)
 
 
 def _refuse(stream: Stream, reason: str) -> None:
