@@ -63,7 +63,7 @@ def test_all_writers_of_a_stream_are_found_with_axis_scale_bias_and_gain() -> No
         ("two.weight", 0, False, -1.0),
         ("one.weight", 0, True, None),
     ]
-    gains = [w.weight.gain and w.weight.gain[1].name for w in stream.writers]
+    gains = [w.weight.gain and w.weight.gain.name for w in stream.writers]
     assert gains == [None, None, None, "gain", None]
     assert [w.is_entry for w in stream.writers] == [True, True, False, False, False]
     assert stream.entry == "projection"

@@ -107,16 +107,16 @@ def _require_bias(reads: Sequence[Read], reader: Read, uses: Uses, add_bias: boo
             )
     if reader.no_shift is not None:
         raise RefusedError(f"its bias cannot be folded: {reader.no_shift}")
-    if reader.bias is None:
+    bias = reader.bias
+    if bias is None:
         if not add_bias:
             raise RefusedError(f"{slot.name} has no bias to take its bias: pass add_bias=True")
         require_new_bias(slot, reader.node)
         return
-    bias = reader.bias[1]
     if bias.fixed is not None:
         raise RefusedError(bias.fixed)
     if bias.tensor is slot.tensor:
         raise RefusedError(f"{bias.name} is a weight too")
-    ours = {other.bias[0] for other in reads if other.bias is not None and other.weight is slot}
+    ours = {other.bias_leaf for other in reads if other.weight is slot}
     for leaf in bias.leaves - ours:
         raise RefusedError(f"{bias.name} is also used by {leaf.place}")

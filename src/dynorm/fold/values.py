@@ -45,10 +45,11 @@ class NewValues:
         """Put the factors and shifts of norms into their readers."""
         # Norms that share a reader have the same factor and shift, which go in once.
         done = set()
-        for fold in folds:
-            for reader in fold.reads if fold.is_absorbed else ():
+        absorbed = [fold for fold in folds if fold.is_absorbed]
+        for fold in absorbed:
+            for reader in fold.reads:
                 weight = reader.weight
-                bias = None if reader.bias is None else reader.bias[1]
+                bias = reader.bias
                 if (weight, bias) in done:
                     continue
                 done.add((weight, bias))
@@ -82,9 +83,9 @@ class NewValues:
                 done.add(write.slot)
                 if write.gain is not None:
                     # The mean to take out is that of the scaled outputs.
-                    gain = write.gain[1].double()
+                    gain = write.gain.double()
                     self.scale(write.slot, gain, write.axis)
-                    self.values[write.gain[1]] = torch.ones_like(gain)
+                    self.values[write.gain] = torch.ones_like(gain)
                 value = self.value(write.slot)
                 self.values[write.slot] = value - value.mean(write.axis, keepdim=True)
                 if write.slot in self.added:
@@ -100,7 +101,7 @@ class NewValues:
             if write.gain is None:
                 writers[write.slot] = write.axis
             else:
-                writers[write.gain[1]] = 0
+                writers[write.gain] = 0
         for slot, axis in writers.items():
             self.scale(slot, 1 / part.factor, axis)
 

@@ -1,6 +1,7 @@
 """The bias or table that adds to all of a norm's input."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch.fx import Node
 
@@ -72,7 +73,7 @@ def _bias_or_weight(op: Node, axis: int) -> Write | None:
     bias = argument(op, _BIAS[packet(op)])
     for write in writes(op, axis):
         if bias is None:
-            return Write(write.leaf, write.slot, write.axis, write.gain, is_new=True)
+            return replace(write, is_new=True)
         if bias is write.leaf.argument:
             return write
     return None

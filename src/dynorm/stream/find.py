@@ -162,7 +162,7 @@ def _add_downstream(nodes: Sequence[Node], known: set[Node]) -> None:
 
 def _scale(write: Write, stream: Stream) -> float | None:
     """Return the number that a write is multiplied with before it is added to other values."""
-    value = write.leaf.node if write.gain is None else write.gain[0].node
+    value = (write.gain_leaf or write.leaf).node
     scale = 1.0
     while True:
         followers = list(users(value))

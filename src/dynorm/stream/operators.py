@@ -46,7 +46,8 @@ class Read:
     axis: int  # the axis of the weight that the value's channels lie along
     out: int | None  # the weight's axis of outputs; None if they have no single axis
     groups: int = 1  # of a convolution; ``axis`` then holds the channels of one group
-    bias: tuple[Leaf, Slot] | None = None  # the use of the bias, and the bias
+    bias: Slot | None = None
+    bias_leaf: Leaf | None = None  # the use of the bias
     no_shift: str | None = None  # why a constant in the value cannot become a bias
 
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
@@ -72,8 +73,8 @@ class Write:
     leaf: Leaf  # its use
     slot: Slot
     axis: int  # the axis of the parameter that the stream's channels lie along
-    # A parameter that scales each channel on the way (LayerScale), and its use.
-    gain: tuple[Leaf, Slot] | None = None
+    gain: Slot | None = None  # a parameter that scales each channel on the way (LayerScale)
+    gain_leaf: Leaf | None = None  # its use
     is_new: bool = False  # the slot is a weight whose layer will be given a bias
 
     @property
@@ -127,13 +128,15 @@ def read(node: Node, value: Node, axis: int) -> Read:
         no_shift = no_shift or (
             f"{where(node)} has several weights in one, or none for a bias to belong to"
         )
-    bias = None
+    bias = bias_leaf = None
     try:
         outputs = None if product.out is None else shape(weight)[product.out]
-        bias = _bias(node, product.bias, outputs, product.added)
+        bias, bias_leaf = _bias(node, product.bias, outputs, product.added)
     except RefusedError as refusal:
         no_shift = no_shift or str(refusal)
-    return Read(node, Leaf(node, weight), slot, contracted, out, product.groups, bias, no_shift)
+    leaf = Leaf(node, weight)
+    groups = product.groups
+    return Read(node, leaf, slot, contracted, out, groups, bias, bias_leaf, no_shift)
 
 
 def _computed(node: Node) -> RefusedError:
@@ -225,21 +228,23 @@ def _einsum(node: Node, value: Node, axis: int) -> _Product:
     return _Product(weight, contracted, out, added=True)
 
 
-def _bias(node: Node, bias: Any, outputs: int | None, added: bool) -> tuple[Leaf, Slot] | None:
+def _bias(
+    node: Node, bias: Any, outputs: int | None, added: bool
+) -> tuple[Slot | None, Leaf | None]:
     """Find the bias of an operator: its argument, or a parameter added to its outputs."""
     user = node
     if not is_tensor(bias):
         takers = list(users(node))
         if not added or len(takers) != 1:
-            return None
+            return None, None
         user = takers[0]
         if packet(user) != "aten.add" or user.kwargs or len(user.args) != 2:
-            return None
+            return None, None
         bias = user.args[1] if user.args[0] is node else user.args[0]
         if bias is node or not is_tensor(bias) or shape(bias) != (outputs,):
-            return None
+            return None, None
         if held_at(bias, 0) is None:
-            return None
+            return None, None
     place = where(node)
     if shape(bias) != (outputs,):
         raise RefusedError(f"the bias of {place} is not a vector of one number per output")
@@ -249,7 +254,7 @@ def _bias(node: Node, bias: Any, outputs: int | None, added: bool) -> tuple[Leaf
     slot, axis = held
     if axis != slot.tensor.ndim - 1 or _is_stacked(slot, axis):
         raise RefusedError(f"the bias of {place} is a part of a larger parameter")
-    return Leaf(user, bias), slot
+    return slot, Leaf(user, bias)
 
 
 def _is_stacked(slot: Slot, *axes: int | None) -> bool:
@@ -306,8 +311,8 @@ def _gained(op: Node, axis: int) -> list[Write]:
         made = made_by(value, axis)
         if made is None or packet(made[0]) == "aten.mul":
             return []
-        use = (Leaf(op, gain), held[0])
-        return [replace(write, gain=use) for write in writes(*made)]
+        leaf = Leaf(op, gain)
+        return [replace(write, gain=held[0], gain_leaf=leaf) for write in writes(*made)]
     return []
 
 

@@ -180,7 +180,7 @@ def _add_reader(stream: Stream, user: Node, value: Node, axis: int) -> None:
 def _shared_writers(stream: Stream) -> str | None:
     """Return why a parameter that writes into a stream cannot change, or None."""
     by_leaf = {write.leaf: write for write in stream.writes}
-    gain_uses = {write.gain[0] for write in stream.writes if write.gain is not None}
+    gain_uses = {write.gain_leaf for write in stream.writes}
     narrowest = min(map(width, stream.values))
     for write in stream.writes:
         slot = write.slot
@@ -191,13 +191,13 @@ def _shared_writers(stream: Stream) -> str | None:
             return f"{name} writes into it: {slot.fixed}"
         if not slot.is_saved:
             return f"{name} writes into it, and is not saved with the model"
-        gain = None if write.gain is None else write.gain[1]
+        gain = write.gain
         # The uses of a parameter that is a value of the stream were followed.
         for leaf in () if write.is_value else slot.leaves:
             other = by_leaf.get(leaf)
             if other is None or other.axis != write.axis:
                 return f"{name} writes into it, and is also used by {leaf.place}{slot.hint}"
-            if gain is not (other.gain and other.gain[1]):
+            if gain is not other.gain:
                 how = "several times, not always scaled by the same gain"
                 return f"{name} writes into it {how}{slot.hint}"
         if gain is not None:
