@@ -178,7 +178,8 @@ class Check:
         with undisturbed(model, inputs, attributes=True), wide:
             torch.manual_seed(0)
             args, kwargs = copied(inputs)
-            outputs = [tensor.detach().clone() for tensor in tensors_in(model(*args, **kwargs))]
+            returned = model(*args, **kwargs)
+            outputs = [tensor.detach().clone() for tensor in tensors_in(returned)]
         if outputs:
             # A layer that is gone returns its input, and a later operator in place would write
             # into the caller's tensor. So the inputs after the call are compared too.
@@ -308,11 +309,14 @@ def _fresh_floats(value: Tensor, generator: torch.Generator, constants: bool) ->
         return value
     if low == high == 0 or low < min(high, 0.0):
         normal = torch.randn(wide.shape, generator=generator, dtype=torch.float64)
-        return normal if low == high else wide.mean() + wide.std() * normal
+        if low == high:
+            return normal
+        return wide.mean() + wide.std() * normal
     # Numbers of one sign may need it, as under a logarithm.
     if low == high:
         low, high = 0.5 * low, 1.5 * high
-    return low + (high - low) * torch.rand(wide.shape, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(wide.shape, generator=generator, dtype=torch.float64)
+    return low + (high - low) * uniform
 
 
 def run(model: nn.Module, inputs: Inputs) -> Any:

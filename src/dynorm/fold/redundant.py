@@ -157,8 +157,8 @@ def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
     with_bias = ""
     for reader in fold.reads:
         if reader.node is op:
-            is_product = packet(op) in _PRODUCTS and shape(user)[:-1] == shape(value)[:-1]
-            if is_product and not reader.bias:
+            keeps_tokens = shape(user)[:-1] == shape(value)[:-1]
+            if packet(op) in _PRODUCTS and keeps_tokens and not reader.bias:
                 return
             with_bias = " with its bias" if reader.bias else ""
             break

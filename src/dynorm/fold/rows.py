@@ -104,7 +104,9 @@ def _constants_row(fold: SiteFold) -> Rewrite:
     reason = fold.center_kept or stays
     if reason is None and fold.scale != 1:
         reason = fold.kept
-    return Rewrite(NOTHING) if reason is None else _refused(reason)
+    if reason is None:
+        return Rewrite(NOTHING)
+    return _refused(reason)
 
 
 def _refused(reason: str) -> Rewrite:

@@ -1,4 +1,4 @@
-"""One norm or point-wise layer of a fold: what it computes, and where each part of it goes."""
+"""One norm or point-wise layer of a fold: its formula, and where each part of it goes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

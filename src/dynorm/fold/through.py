@@ -81,7 +81,7 @@ def fold_through(folds: Sequence[SiteFold]) -> list[RescaledStream]:
         for taker in part.takers:
             assert taker.factor is not None
             taker.factor = part.factor * taker.factor
-    return [part for part in rescaled.values() if not bool((part.factor == 1).all())]
+    return [part for part in rescaled.values() if bool((part.factor != 1).any())]
 
 
 def _place_constant(fold: SiteFold) -> None:

@@ -71,7 +71,8 @@ class NewValues:
             if write.is_new:
                 self.add_bias(write.slot, -fold.center)
             else:
-                self.shift(write.slot, -along(fold.center, write.axis, write.slot.tensor.ndim))
+                center = along(fold.center, write.axis, write.slot.tensor.ndim)
+                self.shift(write.slot, -center)
 
     def center_writers(self, streams: Sequence[Stream]) -> None:
         """Take the means out of everything that writes into some streams."""
@@ -88,14 +89,16 @@ class NewValues:
                     self.values[write.gain] = torch.ones_like(gain)
                 value = self.value(write.slot)
                 self.values[write.slot] = value - value.mean(write.axis, keepdim=True)
-                if write.slot in self.added:
-                    self.added[write.slot] = self.added[write.slot] - self.added[write.slot].mean()
+                bias = self.added.get(write.slot)
+                if bias is not None:
+                    self.added[write.slot] = bias - bias.mean()
 
     def rescale(self, part: RescaledStream) -> None:
         """Multiply the readers of a stream by its factors, and divide the writers by them."""
         readers = {reader.weight: reader for reader in part.stream.reads}
         for reader in readers.values():
-            self.values[reader.weight] = reader.scaled(self.value(reader.weight), part.factor)
+            weight = self.value(reader.weight)
+            self.values[reader.weight] = reader.scaled(weight, part.factor)
         writers: dict[Slot, int] = {}
         for write in part.stream.writes:
             if write.gain is None:

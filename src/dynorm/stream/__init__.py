@@ -1,4 +1,4 @@
-"""The residual stream on a model's own graph: what writes into it, and what reads it.
+"""The residual stream on a model's own graph: its writers and its readers.
 
 ``capture.py`` traces the model, ``graph.py`` follows the channels of a value, and ``operators.py``
 recognises linear operators. ``survey.py`` collects everything around the norms: their readers, the

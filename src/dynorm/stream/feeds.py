@@ -18,7 +18,7 @@ def bias_before(calls: Sequence[Node], dim: int, add_bias: bool) -> Write:
     With ``add_bias`` it may be the weight of a layer that can be given a bias.
 
     Raises:
-        RefusedError: there is none, for the first of the reasons.
+        RefusedError: there is none; the message has the first reason.
     """
     if len(calls) != 1:
         raise RefusedError("the layer is called several times")

@@ -151,12 +151,14 @@ def where(node: Node) -> str:
 def paths_of(node: Node) -> list[str]:
     """Return the paths of the modules whose forward a node belongs to, the innermost last."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [str(path).removeprefix("model").removeprefix(".") for path, _ in stack.values() if path]
+    paths = [str(path) for path, _ in stack.values() if path]
+    return [path.removeprefix("model").removeprefix(".") for path in paths]
 
 
 def shape(node: Node) -> tuple[int, ...]:
     """Return the sizes of a node's value; -1 for a size that depends on values."""
-    return tuple(size if isinstance(size, int) else -1 for size in node.meta["val"].shape)
+    sizes = node.meta["val"].shape
+    return tuple(size if isinstance(size, int) else -1 for size in sizes)
 
 
 def rank_of(node: Node) -> int:
@@ -182,6 +184,11 @@ def packet(node: Node) -> str:
 def argument(node: Node, index: int) -> Any:
     """Return a positional argument of an operator, or None if it was left out."""
     return node.args[index] if index < len(node.args) else None
+
+
+def as_list(argument: Any) -> list[Any]:
+    """Return an argument that may be one thing or several as a list."""
+    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
 
 
 def users(node: Node) -> Iterator[Node]:
@@ -248,8 +255,10 @@ def carried(node: Node, value: Node, axis: int) -> int | None:
 
 def _after_mean(node: Node, value: Node, axis: int) -> int | None:
     """Return the channel axis after a mean over tokens, None if the mean is over channels."""
-    argument_dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    dims = {dim % rank_of(value) for dim in argument_dims if isinstance(dim, int)}
+    dims = set()
+    for dim in as_list(node.args[1]):
+        if isinstance(dim, int):
+            dims.add(dim % rank_of(value))
     if not dims or axis in dims:
         return None
     if argument(node, 2) or node.kwargs.get("keepdim"):
@@ -403,7 +412,8 @@ def _before_permutations(value: Node) -> list[int]:
 
 def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:
     """Return a tensor that holds the channel of each element."""
-    return along(torch.arange(sizes[axis]), axis, len(sizes)).expand(sizes).contiguous()
+    channels = torch.arange(sizes[axis])
+    return along(channels, axis, len(sizes)).expand(sizes).contiguous()
 
 
 def along(vector: Tensor, axis: int, rank: int) -> Tensor:

@@ -13,6 +13,7 @@ from dynorm.stream.graph import (
     Slot,
     along,
     argument,
+    as_list,
     held_at,
     is_tensor,
     made_by,
@@ -105,8 +106,7 @@ def read(node: Node, value: Node, axis: int) -> Read:
     """
     times = 0
     for part in node.args:
-        parts = part if isinstance(part, (list, tuple)) else [part]
-        times += sum(operand is value for operand in parts)
+        times += sum(operand is value for operand in as_list(part))
     if times != 1:
         raise RefusedError(f"read by {where(node)}, which is not linear")
     product = _product(node, value, axis)
@@ -272,8 +272,9 @@ def writes(op: Node, axis: int) -> list[Write]:
     is_last = axis == rank_of(op) - 1
     # Operands, with the axis of their outputs.
     parts: list[tuple[Any, int]] = []
+    weight_and_bias = [(argument(op, 1), 0), (argument(op, 2), 0)]
     if name == "aten.linear" and is_last:
-        parts = [(op.args[1], 0), (argument(op, 2), 0)]
+        parts = weight_and_bias
     elif name == "aten.addmm" and is_last and not op.kwargs:
         parts = [(op.args[2], 1), (op.args[0], 0)]
     elif name in _PLAIN_PRODUCTS and is_last and is_tensor(op.args[1]):
@@ -281,7 +282,7 @@ def writes(op: Node, axis: int) -> list[Write]:
     elif name == "aten.embedding" and is_last:
         parts = [(op.args[0], 1)]
     elif name in CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
-        parts = [(op.args[1], 0), (argument(op, 2), 0)]
+        parts = weight_and_bias
     written = []
     for part, at in parts:
         if part is None:

@@ -147,6 +147,7 @@ class StreamFinder:
         if to is not None:
             self._todo.append((user, to))
         elif packet(op) in SUMS:
+            # The axes of a sum's terms are counted from the last one.
             self._todo.append((user, axis - rank_of(value) + rank_of(user)))
         elif packet(op) == "aten.cat" and (argument(op, 1) or 0) % rank_of(user) != axis:
             self._todo.append((user, axis))

@@ -1,4 +1,4 @@
-"""Everything around the norms of a graph: what reads them, and the streams that they are on."""
+"""Everything around the norms of a graph: their readers, and the streams that they are on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
