@@ -17,16 +17,8 @@ from torch.fx import Node
 from dynorm.fold.check import run
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site import NORMS, SiteFold
-from dynorm.stream.graph import (
-    is_move,
-    moved_like,
-    norm_index,
-    packet,
-    producer,
-    shape,
-    users,
-    where,
-)
+from dynorm.stream.channels import moved_like
+from dynorm.stream.graph import is_move, norm_index, packet, producer, shape, users, where
 from dynorm.stream.operators import RefusedError
 from dynorm.stream.tensors import Inputs
 from dynorm.watch import hooked, site_tokens

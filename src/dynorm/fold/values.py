@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream
-from dynorm.stream.graph import Slot, along
+from dynorm.stream.channels import along
+from dynorm.stream.graph import Slot
 from dynorm.stream.stream import Stream
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from dynorm.stream.graph import argument, is_tensor, made_by, packet, rank_of, shape, slot_of, where
+from dynorm.stream.channels import made_by
+from dynorm.stream.graph import argument, is_tensor, packet, rank_of, shape, slot_of, where
 from dynorm.stream.operators import CONVOLUTIONS, RefusedError, Write, require_new_bias, writes
 
 # Operators with a bias or a table, and the argument that holds it.

@@ -10,7 +10,8 @@ from torch.fx import Node
 from dynorm.find.probe import find_norms
 from dynorm.site import NormSite
 from dynorm.stream.capture import capture
-from dynorm.stream.graph import carried, is_tensor, packet, users
+from dynorm.stream.channels import carried
+from dynorm.stream.graph import is_tensor, packet, users
 from dynorm.stream.operators import Read, Write
 from dynorm.stream.readers import Readers, shared_readers
 from dynorm.stream.stream import SUMS, Stream

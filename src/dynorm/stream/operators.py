@@ -8,15 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from dynorm.stream.channels import along, held_at, made_by
 from dynorm.stream.graph import (
     Leaf,
     Slot,
-    along,
     argument,
     as_list,
-    held_at,
     is_tensor,
-    made_by,
     packet,
     paths_of,
     rank_of,

@@ -5,17 +5,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from dynorm.stream.graph import (
-    Leaf,
-    carried,
-    factor_of,
-    is_move,
-    norm_index,
-    rank_of,
-    users,
-    where,
-    width,
-)
+from dynorm.stream.channels import carried, factor_of
+from dynorm.stream.graph import Leaf, is_move, norm_index, rank_of, users, where, width
 from dynorm.stream.operators import Read, RefusedError, read
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch.fx import Node
 
+from dynorm.stream.channels import came_from, carried
 from dynorm.stream.graph import (
     Leaf,
     argument,
-    came_from,
-    carried,
     is_tensor,
     norm_index,
     packet,
