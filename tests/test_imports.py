@@ -28,6 +28,7 @@ ORDER = (
     ("site",),
     ("watch",),
     ("find",),
+    ("stream",),
     ("replace",),
     ("fit",),
     ("anneal",),

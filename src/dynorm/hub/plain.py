@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError, StorageError
-from dynorm.fold.apply import give_bias_, untie_
 from dynorm.hub import contents
+from dynorm.replace.edits import give_bias_, untie_
 from dynorm.replace.specs import apply_specs_
 from dynorm.watch import unchanged_on_error
 from dynorm.wrappers import (
