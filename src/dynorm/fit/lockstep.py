@@ -188,6 +188,8 @@ class _TorchState:
         self._kind = "cpu" if first is None else first.device.type
         self._autocast = torch.is_autocast_enabled(self._kind)
         self._autocast_dtype = torch.get_autocast_dtype(self._kind)
+        # Under a default device torch has a mode, under which layers use their plain definition.
+        self._has_mode = torch._C._len_torch_function_stack() > 0
         self._default_device = torch.get_default_device()
         self._inference = torch.is_inference_mode_enabled()
         self._gpu = torch.cuda.current_device() if self._kind == "cuda" else None
@@ -198,7 +200,7 @@ class _TorchState:
         with ExitStack() as settings:
             if self._gpu is not None:
                 settings.enter_context(torch.cuda.device(self._gpu))
-            if self._default_device.type != "cpu":
+            if self._has_mode:
                 settings.enter_context(self._default_device)
             settings.enter_context(torch.inference_mode(self._inference))
             settings.enter_context(torch.no_grad())
