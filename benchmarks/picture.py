@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
+from dynorm.batches import call, site_tokens, token_masks
 from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.distill.texts import standard_library_docstrings
 from dynorm.family import FAMILY
@@ -25,7 +26,6 @@ from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import TokenScales
 from dynorm.replace.specs import Replaced
 from dynorm.site import NormSite
-from dynorm.watch import call, site_tokens, token_masks
 from tools.demo_model import folder
 
 SITE = "encoder.layer.4.output.LayerNorm"

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from dynorm.arguments import check_count, check_positive, require_gathered, upcast
+from dynorm.batches import call, cycled, iterate, token_masks, valid_tokens
 from dynorm.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -32,20 +33,13 @@ from dynorm.errors import (
 )
 from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.fit.refine import autocast, recomputing, recorded, relative_error, site_errors
+from dynorm.guard import require_trainable
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.layers.base import gathered
 from dynorm.replace import restore_
 from dynorm.replace.specs import norms_of, require_layers
 from dynorm.report.output import output_tensor, sample_vectors
 from dynorm.table import Plain
-from dynorm.watch import (
-    call,
-    cycled,
-    iterate,
-    require_trainable,
-    token_masks,
-    valid_tokens,
-)
 
 # Of a model's output, its teacher's, and the batch.
 Loss = Callable[[Any, Any, Any], Tensor]

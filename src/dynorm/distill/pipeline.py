@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 
 from dynorm.arguments import check_not_negative, check_positive
+from dynorm.batches import arguments
 from dynorm.distill.convert_model import suits
 from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.inputs import Inputs, audio_inputs, image_inputs, text_inputs
@@ -42,7 +43,6 @@ from dynorm.report import InspectionReport, ModelReport, inspect_norms, measure
 from dynorm.report.conversion import compare
 from dynorm.report.records import Continuation
 from dynorm.site import select_sites
-from dynorm.watch import arguments
 
 Paths = Sequence[str | Path]
 Say = Callable[[str], None]

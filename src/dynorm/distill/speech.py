@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dynorm.batches import copied_tensors
 from dynorm.distill.media import Clip
 from dynorm.distill.pretrained import Pretrained
-from dynorm.watch import copied_tensors
 
 
 class Listener:

@@ -11,14 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm import watch
 from dynorm.arguments import check_not_negative, check_share
+from dynorm.batches import call, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, keeps_state, stopping_at
 from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
+from dynorm.guard import (
+    hooked,
+    require_plain_model,
+    require_trainable,
+    unchanged_on_error,
+    undisturbed,
+)
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import (
     dynorm_layers,
@@ -214,10 +221,10 @@ def calibrate_(
     check_not_negative("tolerance", tolerance)
     ranks = Ranks()
     with ranks.together():
-        watch.require_plain_model(model)
+        require_plain_model(model)
         layers = require_layers(model, with_norms=True)
         for path, layer in layers.items():
-            watch.require_trainable(layer, path)
+            require_trainable(layer, path)
         ranks.require_alike(dynorm_layers(model).items())
         found = [
             (path, layer, replaced)
@@ -228,7 +235,7 @@ def calibrate_(
             layer: SiteChoice(layer, norm, ranks, path, careful=lean == 0, tolerance=tolerance)
             for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
         }
-        with watch.unchanged_on_error(fits), watch.undisturbed(model, evaluate=True):
+        with unchanged_on_error(fits), undisturbed(model, evaluate=True):
             used = _fit_groups(model, fits, batches, ranks, lean)
     swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
     unreached = [choice.path for choice in fits.values() if not choice.fit.tokens]
@@ -255,7 +262,7 @@ def _fit_groups(
     model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, lean: float
 ) -> int:
     """Fit the layers to group after group of batches; return how many batches all ranks had."""
-    remaining = watch.iterate(batches)
+    remaining = iterate(batches)
     first = next(remaining, None)
     side_by_side = first is not None and not keeps_state(model, fits, first)
     remaining = chain([] if first is None else [first], remaining)
@@ -292,7 +299,7 @@ class _Run:
     ) -> None:
         self.batch = batch
         self.counts = counts
-        self._masks = watch.token_masks(batch)
+        self._masks = token_masks(batch)
         self._where = f" in batch {number}"
         self._lean = lean
         self._first_outputs: Outputs = defaultdict(list)
@@ -326,15 +333,15 @@ class _Run:
         """Return the layer's inputs and the outputs that it should have, both (tokens, C)."""
         assert self.call is not None
         layer = self.call.layer
-        x = watch.site_tokens(layer, self.call.x, self._masks)
-        y = watch.site_tokens(layer, self._target(self.call), self._masks)
-        watch.require_finite(path, x, y, where=self._where)
+        x = site_tokens(layer, self.call.x, self._masks)
+        y = site_tokens(layer, self._target(self.call), self._masks)
+        require_finite(path, x, y, where=self._where)
         return (x, y) if self.counts else (x[:0], y[:0])
 
     def outputs(self, layer: PointwiseNorm) -> Tensor:
         """Return what a candidate for the layer makes of its inputs, (tokens, C)."""
         assert self.call is not None
-        y = watch.site_tokens(self.call.layer, layer.forward(self.call.x), self._masks)
+        y = site_tokens(self.call.layer, layer.forward(self.call.x), self._masks)
         return y if self.counts else y[:0]
 
     def _target(self, call: LayerCall) -> Tensor:
@@ -443,5 +450,5 @@ def run_norms(
         see(norm, args[0] if args else next(iter(kwargs.values())), output)
         return output
 
-    with watch.undisturbed(model, batch), watch.hooked(norms, hook, with_kwargs=True):
-        return watch.call(model, batch)
+    with undisturbed(model, batch), hooked(norms, hook, with_kwargs=True):
+        return call(model, batch)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import check_share
+from dynorm.batches import site_tokens
 from dynorm.errors import CalibrationWarning
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.base import gathered
 from dynorm.replace.specs import require_layers
-from dynorm.watch import site_tokens
 
 # A value is saturated when the function gives more than this share of its bound: beyond 3
 # sqrt(beta) for DyISRU.

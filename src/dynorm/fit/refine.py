@@ -13,11 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dynorm import watch
 from dynorm.arguments import check_count, check_positive, upcast
+from dynorm.batches import call, cycled, iterate, site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
 from dynorm.fit.calibrate import Outputs, norm_outputs
 from dynorm.fit.ranks import BATCH, Ranks
+from dynorm.guard import (
+    hooked,
+    require_plain_model,
+    require_trainable,
+    unchanged_on_error,
+    undisturbed,
+)
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.specs import (
     dynorm_layers,
@@ -134,9 +141,9 @@ def refine_(
     check_positive("lr", lr)
     ranks = Ranks()
     with ranks.together():
-        watch.require_plain_model(model)
+        require_plain_model(model)
         found = require_layers(model, with_norms=True)
-        watch.require_trainable(model)
+        require_trainable(model)
         layers = list(found.values())
         if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
             raise ModelError(
@@ -149,8 +156,8 @@ def refine_(
         with (
             # In inference mode nothing has a gradient.
             torch.inference_mode(False),
-            watch.unchanged_on_error(layers),
-            watch.undisturbed(model, evaluate=True),
+            unchanged_on_error(layers),
+            undisturbed(model, evaluate=True),
             ExitStack() as after,
         ):
             # Only the layers' parameters require gradients meanwhile.
@@ -170,13 +177,13 @@ def refine_(
 def _feeds(batches: Iterable[Any], count: int) -> tuple[Iterable[Any], Iterator[Any]]:
     """Return the batches to measure on, which can be gone through again, and ``count`` to take steps on."""
     if isinstance(batches, Sequence):
-        return _First(batches, max(count, _MEASURED)), watch.cycled(batches, count)
+        return _First(batches, max(count, _MEASURED)), cycled(batches, count)
     if isinstance(batches, Iterator):
-        used = list(watch.cycled(batches, count))
+        used = list(cycled(batches, count))
         return used, iter(used)
     # The next pass may have another order.
-    used = list(islice(watch.iterate(batches), count))
-    return used, chain(used, watch.cycled(batches, count - len(used)))
+    used = list(islice(iterate(batches), count))
+    return used, chain(used, cycled(batches, count - len(used)))
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,7 @@ class _First:
     count: int
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(watch.iterate(self.batches), self.count)
+        return islice(iterate(self.batches), self.count)
 
 
 def _refine(
@@ -226,7 +233,7 @@ def _mean_error(
 ) -> float:
     """Return the root of the mean loss of the batches of all ranks; DataError where ``finite`` does not hold."""
     losses: list[Tensor] = []
-    with watch.undisturbed(model):
+    with undisturbed(model):
         # A model that draws numbers draws the same ones each time.
         torch.manual_seed(0)
         for number, batch in enumerate(batches):
@@ -243,8 +250,8 @@ def _mean_error(
 def _loss(model: nn.Module, batch: Any, wanted: Outputs) -> Tensor:
     """Return the mean of the squared errors of the sites that a batch reaches, by the norms' outputs."""
     with recorded({layer: layer for layer in wanted}) as given:
-        watch.call(model, batch)
-    return site_errors(wanted, given, watch.token_masks(batch)).mean()
+        call(model, batch)
+    return site_errors(wanted, given, token_masks(batch)).mean()
 
 
 def _descend(
@@ -326,7 +333,7 @@ def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         outputs[layers[module]].append(output.clone())
 
-    with watch.hooked(layers, keep):
+    with hooked(layers, keep):
         yield outputs
 
 
@@ -372,8 +379,8 @@ def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
         for whole, output in zip(wanted_of_layer, given[layer], strict=False):
             if whole.shape != output.shape:
                 continue
-            y = watch.site_tokens(layer, whole, masks)
-            f = watch.site_tokens(layer, output, masks)
+            y = site_tokens(layer, whole, masks)
+            f = site_tokens(layer, output, masks)
             if len(y):
                 errors.append(relative_error(f, y))
     if not errors:

@@ -14,9 +14,9 @@ from dynorm.fold.check import Check
 from dynorm.fold.graph import Graph, Owner, Slot, along
 from dynorm.fold.refusals import SiteFold
 from dynorm.fold.rewrites import Part
+from dynorm.guard import unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import LayerSpec, identity, is_ours, swap_, take_over_
-from dynorm.watch import unchanged_on_error
 from dynorm.wrappers import plain_modules
 
 Values = dict[Slot, Tensor]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynorm.errors import DataError, DynormError, ModelError
-from dynorm.watch import undisturbed
+from dynorm.guard import undisturbed
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

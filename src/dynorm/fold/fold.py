@@ -34,10 +34,10 @@ from dynorm.fold.rewrites import (
     fold_redundant,
     fold_through,
 )
+from dynorm.guard import undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.site import NormSite, select_sites
-from dynorm.watch import undisturbed
 
 
 def fold_(

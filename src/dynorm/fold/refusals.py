@@ -22,9 +22,9 @@ from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.graph import Graph, Leaf, Slot, paths_of, shape, width
 from dynorm.fold.operators import Read, RefusedError, Write
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
+from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.site import NormSite
-from dynorm.watch import require_plain_model
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _EXACT = 1e-11

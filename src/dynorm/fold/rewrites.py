@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from dynorm.batches import site_tokens
 from dynorm.fold.check import Inputs, run
 from dynorm.fold.graph import (
     Graph,
@@ -46,8 +47,8 @@ from dynorm.fold.graph import (
 from dynorm.fold.operators import CONVOLUTIONS, Read, RefusedError, Write, read, writes
 from dynorm.fold.refusals import SiteFold, Stream, require_free, require_new_bias, require_readers
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
+from dynorm.guard import hooked
 from dynorm.layers import PointwiseNorm
-from dynorm.watch import hooked, site_tokens
 
 _NORMS = ("layernorm", "rmsnorm")
 # Each token's outputs are made of its own channels, which come last.

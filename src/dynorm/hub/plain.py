@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.fold.apply import give_bias_, untie_
+from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
 from dynorm.replace.specs import apply_specs_
-from dynorm.watch import unchanged_on_error
 from dynorm.wrappers import (
     plain_modules,
     plain_name,

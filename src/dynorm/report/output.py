@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, normalize
 
+from dynorm.batches import token_masks
 from dynorm.errors import ArgumentError, DataError
-from dynorm.watch import token_masks
 
 Kind = Literal["encoder", "language", "tensor"]
 

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dynorm.batches import iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError
 from dynorm.family import FAMILY
 from dynorm.report.sizes import SizeStats, token_places
 from dynorm.site import NormSite
-from dynorm.watch import iterate, require_finite, site_tokens, token_masks
 
 # Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003
 # sigma wide at the origin, 1.6 % of u far from it. They end at a billion sigmas.

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dynorm.batches import call, iterate, token_masks, valid_tokens
 from dynorm.errors import DataError
-from dynorm.watch import call, iterate, token_masks, valid_tokens
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
