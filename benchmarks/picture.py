@@ -21,9 +21,9 @@ from dynorm.batches import call, site_tokens, token_masks
 from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.distill.texts import standard_library_docstrings
 from dynorm.family import FAMILY
-from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import TokenScales
+from dynorm.ranks import Ranks
 from dynorm.replace.specs import Replaced
 from dynorm.site import NormSite
 from tools.demo_model import folder

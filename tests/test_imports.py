@@ -28,6 +28,7 @@ ORDER = (
     ("site",),
     ("batches",),
     ("guard",),
+    ("ranks",),
     ("find",),
     ("replace",),
     ("fit",),

@@ -8,7 +8,7 @@ from typing import Any
 from dynorm.cli.application import command, quiet_libraries, show, speaker
 from dynorm.distill.pipeline import Given, Recipe, convert_pretrained, inspect_pretrained
 from dynorm.files import require_writable
-from dynorm.fit.ranks import joined
+from dynorm.ranks import joined
 
 
 @command

@@ -31,11 +31,11 @@ from dynorm.errors import (
     StorageError,
     require_library,
 )
-from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.fit.refine import autocast, recomputing, recorded, relative_error, site_errors
 from dynorm.guard import require_trainable
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.layers.base import gathered
+from dynorm.ranks import BATCH, Ranks
 from dynorm.replace import restore_
 from dynorm.replace.specs import norms_of, require_layers
 from dynorm.report.output import output_tensor, sample_vectors

@@ -33,11 +33,11 @@ from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, require
 from dynorm.family import AUTO, layer_class
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import TOLERANCE
 from dynorm.fold.apply import is_changed
 from dynorm.hub.contents import listed
 from dynorm.layers import AnnealedNorm
+from dynorm.ranks import Ranks
 from dynorm.replace import convert_
 from dynorm.report import InspectionReport, ModelReport, inspect_norms, measure
 from dynorm.report.conversion import compare

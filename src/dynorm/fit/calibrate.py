@@ -16,7 +16,6 @@ from dynorm.batches import call, iterate, require_finite, site_tokens, token_mas
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, keeps_state, stopping_at
-from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import (
@@ -27,6 +26,7 @@ from dynorm.guard import (
     undisturbed,
 )
 from dynorm.layers import PointwiseNorm
+from dynorm.ranks import BATCH, OVER, Ranks
 from dynorm.replace.specs import (
     dynorm_layers,
     layers_without_norms,

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from dynorm.batches import call, require_batch, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError
-from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import LEAST
 from dynorm.guard import (
     hooked,
@@ -18,6 +17,7 @@ from dynorm.guard import (
     undisturbed,
 )
 from dynorm.layers import PointwiseNorm
+from dynorm.ranks import Ranks
 from dynorm.replace.specs import require_layers
 from dynorm.table import Column, Plain, Table
 

@@ -17,7 +17,6 @@ from dynorm.arguments import check_count, check_positive, upcast
 from dynorm.batches import call, cycled, iterate, site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
 from dynorm.fit.calibrate import Outputs, norm_outputs
-from dynorm.fit.ranks import BATCH, Ranks
 from dynorm.guard import (
     hooked,
     require_plain_model,
@@ -26,6 +25,7 @@ from dynorm.guard import (
     undisturbed,
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.ranks import BATCH, Ranks
 from dynorm.replace.specs import (
     dynorm_layers,
     layers_without_norms,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dynorm import functional
 from dynorm.family import NAMES
-from dynorm.fit.ranks import Ranks
 from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
+from dynorm.ranks import Ranks
 from dynorm.replace.specs import Replaced, take_over_
 from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 

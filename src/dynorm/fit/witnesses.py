@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dynorm.fit.ranks import Ranks
+from dynorm.ranks import Ranks
 
 # So many channels are looked at: those whose share of the token's sum varies most.
 _CANDIDATES = 64

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dynorm.batches import token_masks, valid_tokens
-from dynorm.fit.ranks import Ranks
 from dynorm.fit.witnesses import TokenScales
+from dynorm.ranks import Ranks
 from dynorm.site import NormSite
 
 # So many channels are tried at most.
