@@ -29,6 +29,7 @@ ORDER = (
     ("batches",),
     ("guard",),
     ("ranks",),
+    ("outputs",),
     ("find",),
     ("replace",),
     ("fit",),

@@ -35,10 +35,10 @@ from dynorm.fit.refine import autocast, recomputing, recorded, relative_error, s
 from dynorm.guard import require_trainable
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.layers.base import gathered
+from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.ranks import BATCH, Ranks
 from dynorm.replace import restore_
 from dynorm.replace.specs import norms_of, require_layers
-from dynorm.report.output import output_tensor, sample_vectors
 from dynorm.table import Plain
 
 # Of a model's output, its teacher's, and the batch.
