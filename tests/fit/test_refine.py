@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.batches import call
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fit.calibrate import norm_outputs
-from dynorm.fit.refine import recorded, site_errors
+from dynorm.fit.refine import site_errors
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.original import norm_outputs, recorded
 
 C = 16
 

@@ -31,13 +31,14 @@ from dynorm.errors import (
     StorageError,
     require_library,
 )
-from dynorm.fit.refine import autocast, recomputing, recorded, relative_error, site_errors
+from dynorm.fit.refine import autocast, recomputing, relative_error, site_errors
 from dynorm.guard import require_trainable
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.layers.base import gathered
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.ranks import BATCH, Ranks
 from dynorm.replace import restore_
+from dynorm.replace.original import recorded
 from dynorm.replace.specs import norms_of, require_layers
 from dynorm.table import Plain
 

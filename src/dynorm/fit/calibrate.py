@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import check_not_negative, check_share
-from dynorm.batches import call, iterate, require_finite, site_tokens, token_masks
+from dynorm.batches import iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, keeps_state, stopping_at
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import (
-    hooked,
     require_plain_model,
     require_trainable,
     unchanged_on_error,
@@ -27,17 +26,16 @@ from dynorm.guard import (
 )
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import BATCH, OVER, Ranks
+from dynorm.replace.original import Outputs
 from dynorm.replace.specs import (
     dynorm_layers,
     layers_without_norms,
-    original_forward,
     replaced_by,
     require_layers,
     swap_,
 )
 from dynorm.table import Column, Plain, Table
 
-Outputs = dict[PointwiseNorm, list[Tensor]]
 Fits = dict[PointwiseNorm, SiteChoice]
 # Best on all-MiniLM-L6-v2 (post-norm), with two witnesses too. On SmolLM2-135M (pre-norm) 0 is best
 # by far.
@@ -420,35 +418,3 @@ class _Group:
 
 def _outputs(runs: list[_Run], layer: PointwiseNorm) -> Tensor:
     return torch.cat([run.outputs(layer) for run in runs])
-
-
-def norm_outputs(model: nn.Module, batch: Any) -> Outputs:
-    """Run a batch through the original model and return its norms' outputs, a list per layer in call order."""
-    outputs: Outputs = defaultdict(list)
-    # A copy: the model may go on to write into its own.
-    run_norms(
-        model,
-        require_layers(model, with_norms=True).values(),
-        batch,
-        lambda layer, _, y: outputs[layer].append(y.clone()),
-    )
-    return outputs
-
-
-def run_norms(
-    model: nn.Module, norms: Iterable[nn.Module], batch: Any, see: Callable[..., object]
-) -> Any:
-    """Run a batch, without gradient, with the norm in the place of each layer; ``see`` gets each, its input and output.
-
-    The random state comes back, so that a model which draws numbers draws the same ones when it is
-    run again.
-    """
-
-    def hook(norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if isinstance(norm, PointwiseNorm):
-            output = original_forward(norm, *args)
-        see(norm, args[0] if args else next(iter(kwargs.values())), output)
-        return output
-
-    with undisturbed(model, batch), hooked(norms, hook, with_kwargs=True):
-        return call(model, batch)

@@ -1,8 +1,7 @@
 """Joint refinement: the constants of all layers together, by gradient steps on every site's squared error."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dynorm.arguments import check_count, check_positive, upcast
 from dynorm.batches import call, cycled, iterate, site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
-from dynorm.fit.calibrate import Outputs, norm_outputs
 from dynorm.guard import (
-    hooked,
     require_plain_model,
     require_trainable,
     unchanged_on_error,
@@ -26,6 +23,7 @@ from dynorm.guard import (
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.ranks import BATCH, Ranks
+from dynorm.replace.original import Outputs, norm_outputs, recorded
 from dynorm.replace.specs import (
     dynorm_layers,
     layers_without_norms,
@@ -322,19 +320,6 @@ def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
     return torch.autocast(
         kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False
     )
-
-
-@contextmanager
-def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
-    """Record the outputs of each layer's module, itself or its counterpart: a list per layer, in call order."""
-    outputs: Outputs = defaultdict(list)
-    layers = {module: layer for layer, module in modules.items()}
-
-    def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        outputs[layers[module]].append(output.clone())
-
-    with hooked(layers, keep):
-        yield outputs
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from dynorm.batches import call, iterate, site_tokens, token_masks
 from dynorm.family import NAMES
-from dynorm.fit.calibrate import run_norms
 from dynorm.fit.monitor import saturated_share
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.original import run_norms
 from dynorm.replace.specs import (
     layers_without_norms,
     norms_of,

@@ -13,9 +13,9 @@ from dynorm import functional, theory
 from dynorm.batches import arguments, iterate
 from dynorm.errors import ModelError
 from dynorm.find.probe import find_norms
-from dynorm.fit.calibrate import run_norms
 from dynorm.fit.site_fit import own_betas
 from dynorm.guard import require_plain_model, undisturbed
+from dynorm.replace.original import run_norms
 from dynorm.report.records import InspectedSite, InspectionReport
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import (
