@@ -5,12 +5,14 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from dynorm.arguments import check_module, require_gathered
 from dynorm.errors import ModelError
@@ -191,3 +193,43 @@ def require_trainable(module: nn.Module, path: str = "") -> None:
                 f"the model's tensors must be trainable, but {full_name!r} was made in "
                 "torch.inference_mode: load or copy the model outside of it"
             )
+
+
+def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
+    """Return bfloat16 autocast, or else the caller's, without its cache: a weight that moves is to be cast anew."""
+    kind, dtype = next(model.parameters()).device.type, torch.bfloat16 if bf16 else None
+    return torch.autocast(
+        kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False
+    )
+
+
+@contextmanager
+def recomputing(model: nn.Module) -> Iterator[None]:
+    """Have a model's layers recomputed where activation checkpointing is enabled, though it is in eval mode.
+
+    transformers does so in training mode only. The layers alone get it, and lose it again before
+    they drop anything.
+    """
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+        and "GradientCheckpointingLayer" in (cls.__name__ for cls in type(module).__mro__)
+    ]
+
+    def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
+        layer.training = False
+        args = tuple(
+            None if hasattr(arg, "get_seq_length") else arg for arg in args
+        )  # a cache of keys grows once more
+        # Reentrant, what is recorded inside would have no gradient.
+        return checkpoint(forward, *args, use_reentrant=False)
+
+    with ExitStack() as after:
+        for layer in layers:
+            after.callback(setattr, layer, "training", False)
+            after.callback(
+                setattr, layer, "_gradient_checkpointing_func", layer._gradient_checkpointing_func
+            )
+            layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
+        yield

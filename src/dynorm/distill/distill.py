@@ -31,8 +31,8 @@ from dynorm.errors import (
     StorageError,
     require_library,
 )
-from dynorm.fit.refine import autocast, recomputing, relative_error, site_errors
-from dynorm.guard import require_trainable
+from dynorm.fit.refine import relative_error, site_errors
+from dynorm.guard import autocast, recomputing, require_trainable
 from dynorm.layers import AnnealedNorm, param_groups
 from dynorm.layers.base import gathered
 from dynorm.outputs import output_tensor, sample_vectors

@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dynorm.arguments import check_count, check_positive, upcast
 from dynorm.batches import call, cycled, iterate, site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
 from dynorm.guard import (
+    autocast,
+    recomputing,
     require_plain_model,
     require_trainable,
     unchanged_on_error,
@@ -312,46 +312,6 @@ def _require_finite(what: str, value: Tensor, place: str) -> None:
             f"the {what} must be finite, but is {value.item()} in {place}: lower lr, call "
             "calibrate_ first, or look for NaN in the batch"
         )
-
-
-def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
-    """Return bfloat16 autocast, or else the caller's, without its cache: a weight that moves is to be cast anew."""
-    kind, dtype = next(model.parameters()).device.type, torch.bfloat16 if bf16 else None
-    return torch.autocast(
-        kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False
-    )
-
-
-@contextmanager
-def recomputing(model: nn.Module) -> Iterator[None]:
-    """Have a model's layers recomputed where activation checkpointing is enabled, though it is in eval mode.
-
-    transformers does so in training mode only. The layers alone get it, and lose it again before
-    they drop anything.
-    """
-    layers: list[Any] = [
-        module
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-        and "GradientCheckpointingLayer" in (cls.__name__ for cls in type(module).__mro__)
-    ]
-
-    def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
-        layer.training = False
-        args = tuple(
-            None if hasattr(arg, "get_seq_length") else arg for arg in args
-        )  # a cache of keys grows once more
-        # Reentrant, what is recorded inside would have no gradient.
-        return checkpoint(forward, *args, use_reentrant=False)
-
-    with ExitStack() as after:
-        for layer in layers:
-            after.callback(setattr, layer, "training", False)
-            after.callback(
-                setattr, layer, "_gradient_checkpointing_func", layer._gradient_checkpointing_func
-            )
-            layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
-        yield
 
 
 def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
