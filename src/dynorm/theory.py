@@ -392,3 +392,8 @@ def _over_root(numerator: float, beta: FloatOrTensor) -> FloatOrTensor:
     if not 0 < beta < math.inf:
         raise ArgumentError(f"beta must be positive and finite, got {beta}: give another value")
     return numerator / math.sqrt(beta)
+
+
+def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
+    """Return each value's beta with which DyISRU would be the norm of tokens (tokens, C) (closed forms 2 and 3)."""
+    return (leave_one_out_beta if kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)

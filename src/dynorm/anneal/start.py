@@ -11,11 +11,12 @@ from dynorm.anneal.schedule import annealed_layers
 from dynorm.arguments import require_gathered
 from dynorm.batches import site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
-from dynorm.fit.site_fit import LEAST, own_betas
+from dynorm.fit.site_fit import LEAST
 from dynorm.fit.witnesses import TokenScales
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.base import gathered
 from dynorm.ranks import Ranks
+from dynorm.theory import own_betas
 
 
 class AnnealStart:

@@ -13,7 +13,6 @@ from dynorm import functional, theory
 from dynorm.batches import arguments, iterate
 from dynorm.errors import ModelError
 from dynorm.find.probe import find_norms
-from dynorm.fit.site_fit import own_betas
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.replace.original import run_norms
 from dynorm.report.records import InspectedSite, InspectionReport
@@ -29,6 +28,7 @@ from dynorm.report.stats import (
     reached,
 )
 from dynorm.site import NormSite
+from dynorm.theory import own_betas
 
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
 _KEPT = 20_000
