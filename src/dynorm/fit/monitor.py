@@ -13,26 +13,15 @@ from dynorm.batches import site_tokens
 from dynorm.errors import CalibrationWarning
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.base import gathered
+from dynorm.layers.saturation import saturated_share
 from dynorm.replace.specs import require_layers
 
-# A value is saturated when the function gives more than this share of its bound: beyond 3
-# sqrt(beta) for DyISRU.
-SATURATION = 0.95
 # So many tokens of a call are enough.
 _TOKENS = 256
 _ADVICE = """the layer {path!r} saturates: {saturated:.0%} of its outputs lie near their bound, where hardly a gradient
 comes through, because its inputs have grown to {size:.3g} while sqrt(beta) is {root:.3g}. Give the constants their own,
 higher rate with dynorm.param_groups, set them with dynorm.init_from_batch_ before the first step, or lower the learning
 rate"""
-
-
-def saturated_share(layer: PointwiseNorm, tokens: Tensor) -> Tensor:
-    """Return the share of a layer's outputs (tokens, C) that lie near its bound; the linear control's is the norm's."""
-    weight, bias = (
-        None if p is None else gathered(p.detach()).flatten() for p in (layer.factor(), layer.bias)
-    )
-    bound = SATURATION * abs(layer.scale) * (1.0 if weight is None else weight.abs())
-    return ((tokens if bias is None else tokens - bias).abs() > bound).float().mean()
 
 
 class Monitor:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from dynorm.batches import call, iterate, site_tokens, token_masks
 from dynorm.family import NAMES
-from dynorm.fit.monitor import saturated_share
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import PointwiseNorm
+from dynorm.layers.saturation import saturated_share
 from dynorm.replace.original import run_norms
 from dynorm.replace.specs import (
     layers_without_norms,
