@@ -29,13 +29,12 @@ from dynorm.distill.pretrained import (
 from dynorm.distill.speech import Listener, word_errors
 from dynorm.distill.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.distill.write import folders_of_modules, require_output, write_model, write_out
-from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, require_library
+from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed, require_library
 from dynorm.family import AUTO, layer_class
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.fit.site_fit import TOLERANCE
 from dynorm.fold.apply import is_changed
-from dynorm.hub.contents import listed
 from dynorm.layers import AnnealedNorm
 from dynorm.ranks import Ranks
 from dynorm.replace import convert_

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.distill.write import WEIGHTS
-from dynorm.errors import ArgumentError, DataError, StorageError, require_library
-from dynorm.hub.contents import listed, readable
+from dynorm.errors import ArgumentError, DataError, StorageError, listed, readable, require_library
 from dynorm.site import any_match
 
 KINDS = {
