@@ -33,7 +33,7 @@ ORDER = (
     ("find",),
     ("replace",),
     ("fit",),
-    ("anneal",),
+    ("train",),
     ("fold",),
     ("report",),
     ("hub", "parallel", "quantize"),

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import dynorm
-from dynorm.distill import output_loss
+from dynorm.train.distill import output_loss
 
 assert Trainer  # It is imported once, and not by every process.
 # Batches of all ranks, refinement steps, distillation steps.

@@ -16,7 +16,6 @@ from PIL import Image
 from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassification, ViTModel
 
 from dynorm.distill.convert_model import convert_model
-from dynorm.distill.distill import output_loss
 from dynorm.distill.inputs import CROPS, image_inputs
 from dynorm.distill.media import Crop, find_images
 from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
@@ -25,6 +24,7 @@ from dynorm.errors import ArgumentError, DataError, StorageError
 from dynorm.replace.specs import dynorm_layers
 from dynorm.report import ModelReport
 from dynorm.report.output import OutputComparison
+from dynorm.train.distill import output_loss
 
 QUICK = Recipe(refine=2, held_out=8, batch=4, calibration=16)
 SIZE = {

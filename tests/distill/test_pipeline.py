@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 import dynorm
 from dynorm.cli import app, main
-from dynorm.distill import AnnealCallback
-from dynorm.distill.distill import distill_, distillation_rate
 from dynorm.distill.pipeline import Recipe, convert_pretrained
 from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.specs import dynorm_layers
+from dynorm.train.callbacks import AnnealCallback
+from dynorm.train.distill import distill_, distillation_rate
 
 QUICK = Recipe(refine=4, held_out=16, max_length=16)
 
@@ -78,7 +78,7 @@ def test_distillation_lessens_the_loss(
     # A clock that goes on by a second each time it is asked, once a step: a busy machine fits no
     # fewer steps in.
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
-    monkeypatch.setattr("dynorm.distill.distill.time", clock)
+    monkeypatch.setattr("dynorm.train.distill.time", clock)
     plain = convert_pretrained(encoder, tmp_path / "plain", QUICK, texts=[texts])
     recipe = Recipe(**{**vars(QUICK), "lr": 3e-3, **stop})
     distilled = convert_pretrained(

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from dynorm.batches import arguments, iterate
-from dynorm.distill.distill import distill_
 from dynorm.distill.pretrained import KINDS
 from dynorm.errors import DataError
 from dynorm.find import find_norms
@@ -16,6 +15,7 @@ from dynorm.fit.site_fit import TOLERANCE
 from dynorm.replace import convert_, restore_
 from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure
+from dynorm.train.distill import distill_
 
 # What a recipe leaves open: for an encoder of texts, one of images, a language model, and a model
 # of audio. The last three's were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.

@@ -16,7 +16,6 @@ import torch
 from dynorm.arguments import check_not_negative, check_positive
 from dynorm.batches import arguments
 from dynorm.distill.convert_model import suits
-from dynorm.distill.distill import FEW, distill_
 from dynorm.distill.inputs import Inputs, audio_inputs, image_inputs, text_inputs
 from dynorm.distill.media import find_audio, find_images
 from dynorm.distill.pretrained import (
@@ -42,6 +41,7 @@ from dynorm.report import InspectionReport, ModelReport, inspect_norms, measure
 from dynorm.report.conversion import compare
 from dynorm.report.records import Continuation
 from dynorm.site import select_sites
+from dynorm.train.distill import FEW, distill_
 
 Paths = Sequence[str | Path]
 Say = Callable[[str], None]

@@ -8,15 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynorm.batches import call
-from dynorm.guard import (
-    hooked,
-    undisturbed,
-)
+from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import (
-    original_forward,
-    require_layers,
-)
+from dynorm.replace.specs import original_forward, require_layers
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
 

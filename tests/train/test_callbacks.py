@@ -22,9 +22,9 @@ from transformers import (
 )
 
 import dynorm
-from dynorm.anneal.schedule import annealed_layers
-from dynorm.anneal.start import require_same_anneal
-from dynorm.distill import AnnealCallback
+from dynorm.train.anneal import annealed_layers
+from dynorm.train.callbacks import AnnealCallback
+from dynorm.train.start import require_same_anneal
 from tests.parallel.launch import Found, errors, launch, values
 
 STEPS = 12
@@ -189,9 +189,9 @@ def test_gradient_accumulation_sees_the_whole_batch(
 
 
 def test_the_callback_is_reached_from_the_package() -> None:
-    assert dynorm.distill.AnnealCallback is AnnealCallback
+    assert dynorm.AnnealCallback is AnnealCallback
     with pytest.raises(AttributeError, match="no attribute 'Unheard'"):
-        getattr(dynorm.distill, "Unheard")  # noqa: B009
+        getattr(dynorm, "Unheard")  # noqa: B009
 
 
 def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def values_of(net: nn.Module) -> dict[str, list[float]]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     cases = ("ddp", "fsdp", "disagree", "shapes", "bare", "accelerate")
-    return launch("tests.distill.test_anneal", 2, tmp_path_factory.mktemp("two"), *cases)
+    return launch("tests.train.test_callbacks", 2, tmp_path_factory.mktemp("two"), *cases)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dynorm
 from dynorm import theory
-from dynorm.anneal.schedule import AnnealSchedule, annealed_layers
+from dynorm.train.anneal import AnnealSchedule, annealed_layers
 
 TARGETS = {"annealed": dynorm.DyISRU, "annealed_dyt": dynorm.DyT, "annealed_derf": dynorm.Derf,
            "annealed_linear": dynorm.LinearControl}  # fmt: skip

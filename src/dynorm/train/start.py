@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.anneal.schedule import annealed_layers
 from dynorm.arguments import require_gathered
 from dynorm.batches import site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
@@ -17,6 +16,7 @@ from dynorm.layers import AnnealedNorm
 from dynorm.layers.base import gathered
 from dynorm.ranks import Ranks
 from dynorm.theory import own_betas
+from dynorm.train.anneal import annealed_layers
 
 
 class AnnealStart:

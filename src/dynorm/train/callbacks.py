@@ -7,12 +7,12 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dynorm.anneal.schedule import AnnealSchedule, Curve, Order, annealed_layers
-from dynorm.anneal.start import AnnealStart, require_same_anneal
 from dynorm.arguments import check_share
 from dynorm.errors import ArgumentError
-from dynorm.fit.monitor import Monitor
 from dynorm.layers import AnnealedNorm
+from dynorm.train.anneal import AnnealSchedule, Curve, Order, annealed_layers
+from dynorm.train.monitor import Monitor
+from dynorm.train.start import AnnealStart, require_same_anneal
 
 
 class AnnealCallback(TrainerCallback):  # type: ignore[misc]

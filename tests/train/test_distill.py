@@ -24,9 +24,8 @@ from transformers import (
 )
 
 import dynorm
-from dynorm.distill import distill_, output_loss
-from dynorm.distill.distill import distillation_rate, rate_factor
 from dynorm.replace.specs import dynorm_layers
+from dynorm.train.distill import distill_, distillation_rate, output_loss, rate_factor
 
 
 def images() -> list[tuple[Tensor]]:
@@ -619,7 +618,7 @@ def test_few_minutes_warn_time_little_and_warm_up(monkeypatch: pytest.MonkeyPatc
     dynorm.calibrate_(net, images())
     # A clock that goes on by a second each time that it is asked.
     monkeypatch.setattr(
-        "dynorm.distill.distill.time", SimpleNamespace(perf_counter=itertools.count().__next__)
+        "dynorm.train.distill.time", SimpleNamespace(perf_counter=itertools.count().__next__)
     )
     rates: list[float] = []
 
@@ -684,8 +683,8 @@ def test_a_run_that_is_slower_than_planned_ends_at_a_low_rate(
             now[0] += 1.0
 
     now = [0.0]
-    monkeypatch.setattr("dynorm.distill.distill.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("dynorm.distill.distill._steps_in", lambda *_: 1000)
+    monkeypatch.setattr("dynorm.train.distill.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("dynorm.train.distill._steps_in", lambda *_: 1000)
     report = distill_(net, images(), minutes=2, lr=1e-3, quiet=True, callbacks=[Slow()])
     assert report.steps < 150
     assert max(rates) > 0.9e-3
