@@ -8,6 +8,7 @@ begins as a row of ``family.py``.
 from typing import TYPE_CHECKING
 
 from dynorm import functional, theory
+from dynorm._version import __version__ as __version__
 from dynorm.distill.convert_model import convert_model
 from dynorm.errors import (
     ArgumentError,
@@ -50,8 +51,6 @@ from dynorm.train.monitor import Monitor
 if TYPE_CHECKING:
     from dynorm.train.callbacks import AnnealCallback as AnnealCallback
     from dynorm.train.callbacks import MonitorCallback as MonitorCallback
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ELN",

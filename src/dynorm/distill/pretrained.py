@@ -469,7 +469,7 @@ def library_versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     import transformers
 
-    from dynorm import __version__
+    from dynorm._version import __version__
 
     versions = {module.__name__: module.__version__ for module in (torch, transformers)}
     return {"dynorm": __version__, "python": platform.python_version(), **versions}

@@ -16,13 +16,7 @@ from dynorm.fold.apply import give_bias_, untie_
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
 from dynorm.replace.specs import apply_specs_
-from dynorm.wrappers import (
-    plain_modules,
-    plain_name,
-    plain_state,
-    unwrapped,
-    without_wrappers,
-)
+from dynorm.wrappers import plain_modules, plain_name, plain_state, unwrapped, without_wrappers
 
 CONFIG = "dynorm.json"
 WEIGHTS = "model.safetensors"
@@ -30,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> None:
     """Write a model into an empty directory; ModelError where it has a tensor that safetensors cannot hold."""
-    from dynorm import __version__
+    from dynorm._version import __version__
 
     tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -262,7 +262,7 @@ def read_transformers(folder: Path) -> nn.Module:
 
 
 def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
-    from dynorm import __version__
+    from dynorm._version import __version__
 
     prefix = base_prefix(model)
 

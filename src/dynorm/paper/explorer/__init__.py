@@ -5,7 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from dynorm import __version__
+from dynorm._version import __version__
 from dynorm.family import css_colors
 from dynorm.files import require_writable, write_text
 
