@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynorm.errors import require_library
-from dynorm.family import FAMILY, css_colors
+from dynorm.family import FAMILY
+from dynorm.report.colours import css_colors
 from dynorm.report.stats import FUNCTIONS, PICTURE_KNEE, CoreFit, Picture
 from dynorm.table import Table, plain
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from string import Template
 
 from dynorm._version import __version__
-from dynorm.family import css_colors
 from dynorm.files import require_writable, write_text
+from dynorm.report.colours import css_colors
 
 # The page's scripts; each uses only those before it.
 SCRIPTS = (
