@@ -25,7 +25,7 @@ from benchmarks.subjects import LENGTH, trained
 from dynorm.distill.pipeline import Recipe, inspect_pretrained
 from dynorm.distill.texts import split_texts, standard_library_docstrings
 from dynorm.report.colours import COLOURS
-from dynorm.report.page import draw
+from dynorm.report.pictures import draw
 from dynorm.table import shortened
 from tools.demo_model import folder
 

@@ -11,7 +11,7 @@ from typing import Any
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory, require_replaceable, require_writable, write_text
 from dynorm.fold.apply import is_changed
-from dynorm.report.page import rendered
+from dynorm.report.rendering import rendered
 
 _ENDINGS = ".safetensors .bin .pt .pth .ckpt .h5 .onnx .onnx_data .xml .msgpack .ot .gguf .tflite"
 WEIGHTS = frozenset(_ENDINGS.split())
