@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import dynorm
-from dynorm.distill.texts import standard_library_docstrings
+from dynorm.jobs.texts import standard_library_docstrings
 from dynorm.report.colours import COLOURS
 
 ROOT = Path(__file__).parent.parent

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.batches import call, site_tokens, token_masks
-from dynorm.distill.pretrained import encode, load_pretrained, make_batches
-from dynorm.distill.texts import standard_library_docstrings
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import TokenScales
+from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
+from dynorm.jobs.texts import standard_library_docstrings
 from dynorm.ranks import Ranks
 from dynorm.replace.specs import Replaced
 from dynorm.report.colours import COLOURS

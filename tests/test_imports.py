@@ -38,7 +38,7 @@ ORDER = (
     ("fold",),
     ("report",),
     ("hub", "parallel", "quantize"),
-    ("distill",),
+    ("jobs",),
     # The package's face, dynorm/__init__.py, which imports all of the above.
     ("",),
     ("paper",),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from dynorm import functional, theory
 from dynorm._version import __version__ as __version__
-from dynorm.distill.convert_model import convert_model
 from dynorm.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -24,6 +23,7 @@ from dynorm.fit.initialize import InitializationReport, init_from_batch_
 from dynorm.fit.refine import RefinementReport, refine_
 from dynorm.fold import FoldedSite, FoldReport, as_stock, fold_
 from dynorm.hub import load, save
+from dynorm.jobs.convert_model import convert_model
 from dynorm.kernels import backend
 from dynorm.layers import ELN, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups
 from dynorm.layers.annealed import (

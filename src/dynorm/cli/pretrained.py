@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dynorm.cli.application import command, quiet_libraries, show, speaker
-from dynorm.distill.pipeline import Given, Recipe, convert_pretrained, inspect_pretrained
 from dynorm.files import require_writable
+from dynorm.jobs.convert import Given, Recipe, convert_pretrained, inspect_pretrained
 from dynorm.ranks import joined
 
 
@@ -103,7 +103,7 @@ def fold(
     Example: dynorm fold ./gpt2 ./folded --untie
     """
     quiet_libraries()
-    from dynorm.distill.fold import fold_pretrained
+    from dynorm.jobs.fold import fold_pretrained
 
     say, _ = speaker(quiet=as_json)
     options: dict[str, Any] = {

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dynorm.distill.sources import files_of
 from dynorm.errors import ArgumentError, DataError
+from dynorm.jobs.sources import files_of
 
 _SHORTEST, _FEWEST = 20, 8
 _SUFFIXES = (".txt", ".md", ".rst", ".py")

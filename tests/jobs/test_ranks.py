@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 import dynorm
-from dynorm.distill.pipeline import Recipe, convert_pretrained
-from dynorm.distill.pretrained import load_pretrained
-from tests.distill import ranks_cases as cases
+from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.convert import Recipe, convert_pretrained
+from tests.jobs import ranks_cases as cases
 from tests.parallel.launch import ROOT, Found, launch
 from tests.parallel.test_data import equal_on_all_ranks, same
 
 TIGHT = {"rel": 1e-8, "abs": 1e-8}
-CASES = "tests.distill.ranks_cases"
+CASES = "tests.jobs.ranks_cases"
 TORCHRUN = (
     sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
     "--rdzv-endpoint", "localhost:0",

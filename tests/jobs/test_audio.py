@@ -28,14 +28,14 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from dynorm.distill.convert_model import convert_model
-from dynorm.distill.inputs import audio_inputs
-from dynorm.distill.media import Clip, find_audio, resampled
-from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
-from dynorm.distill.pretrained import load_pretrained
-from dynorm.distill.speech import Listener, word_errors
-from dynorm.distill.texts import split_audio
 from dynorm.errors import ArgumentError, DataError, StorageError
+from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.convert import Recipe, convert_pretrained, inspect_pretrained
+from dynorm.jobs.convert_model import convert_model
+from dynorm.jobs.inputs import audio_inputs
+from dynorm.jobs.media import Clip, find_audio, resampled
+from dynorm.jobs.speech import Listener, word_errors
+from dynorm.jobs.texts import split_audio
 from dynorm.replace.specs import dynorm_layers
 from dynorm.report import ModelReport
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.distill.write import WEIGHTS
 from dynorm.errors import ArgumentError, DataError, StorageError, listed, readable, require_library
+from dynorm.jobs.write import WEIGHTS
 from dynorm.site import any_match
 
 KINDS = {

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import dynorm
 from dynorm.cli import app
-from dynorm.distill.pipeline import Recipe, inspect_pretrained
+from dynorm.jobs.convert import Recipe, inspect_pretrained
 
 
 def test_an_encoder_and_a_language_model(encoder: Path, language_model: Path, texts: Path) -> None:

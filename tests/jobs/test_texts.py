@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dynorm.distill.texts import read_texts, split_texts, standard_library_docstrings
 from dynorm.errors import ArgumentError, DataError
+from dynorm.jobs.texts import read_texts, split_texts, standard_library_docstrings
 
 LONG = "A paragraph that is long enough"
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynorm.distill.pretrained import Checkpoint
-from dynorm.distill.write import require_output, write_out
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
+from dynorm.jobs.checkpoint import Checkpoint
+from dynorm.jobs.write import require_output, write_out
 
 # Positions of the example; the graph does not depend on how many.
 _LENGTH = 16

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 import dynorm
 from dynorm.cli import main
 from dynorm.cli.application import tracked
-from dynorm.distill.fold import fold_pretrained
-from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
-from dynorm.distill.pretrained import load_pretrained
 from dynorm.errors import DataError, DynormError, StorageError
-from tests.distill.conftest import TEXTS
+from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.convert import Recipe, convert_pretrained, inspect_pretrained
+from dynorm.jobs.fold import fold_pretrained
+from tests.jobs.conftest import TEXTS
 
 QUICK = Recipe(refine=0, held_out=16, max_length=16)
 NORM = "encoder.layer.1.output.LayerNorm"
@@ -82,7 +82,7 @@ def test_cheap_checks_come_before_a_model_is_loaded(
     (tmp_path / "few.txt").write_text("A text that is long enough to be one.\n" * 3)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "dynorm.distill.pretrained.Checkpoint.load", lambda *_: pytest.fail("a model was loaded")
+        "dynorm.jobs.checkpoint.Checkpoint.load", lambda *_: pytest.fail("a model was loaded")
     )
     options, message = words
     with pytest.raises(DynormError, match=re.escape(message)):
@@ -261,7 +261,7 @@ def test_a_model_is_not_replaced_by_what_is_made_from_it(
     assert {file: file.read_bytes() for file in source.iterdir()} == before
 
 
-@pytest.mark.parametrize("full", ["shutil.copyfile", "dynorm.distill.write.write_card"])
+@pytest.mark.parametrize("full", ["shutil.copyfile", "dynorm.jobs.write.write_card"])
 def test_a_disk_that_is_full_leaves_nothing(
     encoder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:

@@ -17,11 +17,11 @@ from transformers import (
 )
 
 from dynorm.cli import main
-from dynorm.distill.fold import fold_pretrained
-from dynorm.distill.pipeline import Recipe, convert_pretrained
-from dynorm.distill.pretrained import encode, load_pretrained, make_batches
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
-from tests.distill.conftest import save, tiny_bert
+from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
+from dynorm.jobs.convert import Recipe, convert_pretrained
+from dynorm.jobs.fold import fold_pretrained
+from tests.jobs.conftest import save, tiny_bert
 
 QUICK = Recipe(refine=0, held_out=16, max_length=16)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dynorm.distill.media import Clip, Crop
-from dynorm.distill.pretrained import Batches, Pretrained, encode, in_batches
-from dynorm.distill.speech import Listener
 from dynorm.errors import DataError
+from dynorm.jobs.checkpoint import Batches, Pretrained, encode, in_batches
+from dynorm.jobs.media import Clip, Crop
+from dynorm.jobs.speech import Listener
 
 # Each image is fitted to as a whole, and in so many crops less one.
 CROPS = 16

@@ -15,25 +15,25 @@ import torch
 
 from dynorm.arguments import check_not_negative, check_positive
 from dynorm.batches import arguments
-from dynorm.distill.convert_model import suits
-from dynorm.distill.inputs import Inputs, audio_inputs, image_inputs, text_inputs
-from dynorm.distill.media import find_audio, find_images
-from dynorm.distill.pretrained import (
-    Batches,
-    Checkpoint,
-    Pretrained,
-    ShuffledBatches,
-    library_versions,
-)
-from dynorm.distill.speech import Listener, word_errors
-from dynorm.distill.texts import read_texts, split_audio, split_texts, standard_library_docstrings
-from dynorm.distill.write import folders_of_modules, require_output, write_model, write_out
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed, require_library
 from dynorm.family import AUTO, layer_class
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.fit.site_fit import TOLERANCE
 from dynorm.fold.apply import is_changed
+from dynorm.jobs.checkpoint import (
+    Batches,
+    Checkpoint,
+    Pretrained,
+    ShuffledBatches,
+    library_versions,
+)
+from dynorm.jobs.convert_model import suits
+from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs, text_inputs
+from dynorm.jobs.media import find_audio, find_images
+from dynorm.jobs.speech import Listener, word_errors
+from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
+from dynorm.jobs.write import folders_of_modules, require_output, write_model, write_out
 from dynorm.layers import AnnealedNorm
 from dynorm.ranks import Ranks
 from dynorm.replace import convert_

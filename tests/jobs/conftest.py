@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dynorm.cli import main
-from dynorm.distill.texts import read_texts
+from dynorm.jobs.texts import read_texts
 
 # Files of the standard library: all of it takes seconds to read, in each process that collects the
 # tests.

@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 from dynorm.batches import arguments, iterate
-from dynorm.distill.pretrained import KINDS
 from dynorm.errors import DataError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.fit.site_fit import TOLERANCE
+from dynorm.jobs.checkpoint import KINDS
 from dynorm.replace import convert_, restore_
 from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure

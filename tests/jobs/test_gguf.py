@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dynorm
-from dynorm.distill.pipeline import Recipe, convert_pretrained
-from dynorm.distill.pretrained import load_pretrained
+from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.convert import Recipe, convert_pretrained
 from dynorm.replace.specs import dynorm_layers
 
 C, BLOCKS = 16, 2

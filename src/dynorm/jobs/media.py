@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynorm.distill.sources import files_of
 from dynorm.errors import DataError, require_library
+from dynorm.jobs.sources import files_of
 
 # The shortest side of a crop, in shorter sides of the image.
 _SMALLEST = 0.5

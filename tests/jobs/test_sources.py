@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dynorm.distill.media import Crop, find_images
-from dynorm.distill.texts import read_texts
 from dynorm.errors import DataError
+from dynorm.jobs.media import Crop, find_images
+from dynorm.jobs.texts import read_texts
 
 
 class Rows(list[Any]):

@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassification, ViTModel
 
-from dynorm.distill.convert_model import convert_model
-from dynorm.distill.inputs import CROPS, image_inputs
-from dynorm.distill.media import Crop, find_images
-from dynorm.distill.pipeline import Recipe, convert_pretrained, inspect_pretrained
-from dynorm.distill.pretrained import ShuffledBatches, load_pretrained
 from dynorm.errors import ArgumentError, DataError, StorageError
+from dynorm.jobs.checkpoint import ShuffledBatches, load_pretrained
+from dynorm.jobs.convert import Recipe, convert_pretrained, inspect_pretrained
+from dynorm.jobs.convert_model import convert_model
+from dynorm.jobs.inputs import CROPS, image_inputs
+from dynorm.jobs.media import Crop, find_images
 from dynorm.replace.specs import dynorm_layers
 from dynorm.report import ModelReport
 from dynorm.report.output import OutputComparison
