@@ -17,10 +17,11 @@ from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassi
 
 from dynorm.errors import ArgumentError, DataError, StorageError
 from dynorm.jobs.checkpoint import ShuffledBatches, load_pretrained
-from dynorm.jobs.convert import Recipe, convert_pretrained, inspect_pretrained
+from dynorm.jobs.convert import convert_pretrained, inspect_pretrained
 from dynorm.jobs.convert_model import convert_model
 from dynorm.jobs.inputs import CROPS, image_inputs
 from dynorm.jobs.media import Crop, find_images
+from dynorm.jobs.recipe import Recipe
 from dynorm.replace.specs import dynorm_layers
 from dynorm.report import ModelReport
 from dynorm.report.output import OutputComparison

@@ -19,8 +19,9 @@ from transformers import (
 from dynorm.cli import main
 from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, StorageError
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
-from dynorm.jobs.convert import Recipe, convert_pretrained
+from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
+from dynorm.jobs.recipe import Recipe
 from tests.jobs.conftest import save, tiny_bert
 
 QUICK = Recipe(refine=0, held_out=16, max_length=16)

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import dynorm
 from dynorm.cli import app, main
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
-from dynorm.jobs.convert import Recipe, convert_pretrained
+from dynorm.jobs.convert import convert_pretrained
+from dynorm.jobs.recipe import Recipe
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.specs import dynorm_layers
 from dynorm.train.callbacks import AnnealCallback

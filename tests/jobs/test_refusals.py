@@ -20,8 +20,9 @@ from dynorm.cli import main
 from dynorm.cli.application import tracked
 from dynorm.errors import DataError, DynormError, StorageError
 from dynorm.jobs.checkpoint import load_pretrained
-from dynorm.jobs.convert import Recipe, convert_pretrained, inspect_pretrained
+from dynorm.jobs.convert import convert_pretrained, inspect_pretrained
 from dynorm.jobs.fold import fold_pretrained
+from dynorm.jobs.recipe import Recipe
 from tests.jobs.conftest import TEXTS
 
 QUICK = Recipe(refine=0, held_out=16, max_length=16)

@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
-from dynorm.arguments import check_not_negative, check_positive
 from dynorm.batches import arguments
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed, require_library
-from dynorm.family import AUTO, layer_class
+from dynorm.family import AUTO
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.fit.site_fit import TOLERANCE
 from dynorm.fold.apply import is_changed
 from dynorm.jobs.checkpoint import (
     Batches,
@@ -28,13 +26,12 @@ from dynorm.jobs.checkpoint import (
     ShuffledBatches,
     library_versions,
 )
-from dynorm.jobs.convert_model import suits
 from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs, text_inputs
 from dynorm.jobs.media import find_audio, find_images
+from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.jobs.write import folders_of_modules, require_output, write_model, write_out
-from dynorm.layers import AnnealedNorm
 from dynorm.ranks import Ranks
 from dynorm.replace import convert_
 from dynorm.report import InspectionReport, ModelReport, inspect_norms, measure
@@ -56,85 +53,6 @@ _COMPARED = 2
 # Blocks, or audio files, in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8
 # batches: some must be left after that.
 CALIBRATION_BLOCKS = 2
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to convert a model: the options of ``dynorm convert``, whose meaning stands in ``cli/options.toml``.
-
-    None stands for what suits the kind of model: an encoder of texts, or language, images or audio.
-    The command line leaves out ``calibration``, the number of samples that the constants are fitted
-    to, site by site, and ``lean`` of :func:`calibrate_`.
-    """
-
-    to: Literal["dyisru", "dyt", "derf", "linear", "auto"] = "dyisru"
-    steps: int | None = None
-    minutes: float | None = None
-    refine: int = 50
-    held_out: int = 512
-    max_length: int | None = None
-    batch: int | None = None
-    only: Sequence[str] = ()
-    skip: Sequence[str] = ()
-    per_channel: bool | None = None
-    witnesses: int | None = None
-    tolerance: float = TOLERANCE
-    seed: int = 0
-    lr: float | None = None
-    bf16: bool = False
-    accumulate: int = 1
-    checkpoints: Path | None = None
-    calibration: int | None = None
-    lean: float | None = None
-
-    def check(self) -> None:
-        """Check every value, or raise ArgumentError."""
-        if issubclass(layer_class(self.to), AnnealedNorm):
-            raise ArgumentError(
-                f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train "
-                "it with AnnealCallback"
-            )
-        least = {
-            "steps": 0,
-            "refine": 0,
-            "held_out": 2,
-            "max_length": 2,
-            "batch": 1,
-            "witnesses": 0,
-            "seed": 0,
-        }
-        for name, lowest in (least | {"calibration": 1, "accumulate": 1}).items():
-            if (value := getattr(self, name)) is not None and (
-                type(value) is not int or value < lowest
-            ):
-                raise ArgumentError(f"{name} must be an integer, at least {lowest}, got {value!r}")
-        if self.seed >= 2**32:
-            raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
-        if self.steps is not None and self.minutes is not None:
-            raise ArgumentError(
-                f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}"
-            )
-        check_not_negative("minutes", 0 if self.minutes is None else self.minutes)
-        check_not_negative("tolerance", self.tolerance)
-        if self.lr is not None:
-            check_positive("lr", self.lr)
-        idle = [
-            name
-            for name in ("lr", "accumulate", "checkpoints")
-            if getattr(self, name) != getattr(Recipe, name)
-        ]
-        if idle and not (self.steps or self.minutes):
-            raise ArgumentError(
-                f"{' and '.join(idle)} must come with steps or minutes: nothing is distilled "
-                "without"
-            )
-
-    def filled(self, language_model: bool, noun: str = "texts") -> Recipe:
-        """Return the recipe with what suits the kind of model in the place of None."""
-        kind = suits(language_model, noun)
-        return replace(
-            self, **{name: value for name, value in kind.items() if getattr(self, name) is None}
-        )
 
 
 class Given(TypedDict, total=False):

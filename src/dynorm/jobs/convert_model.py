@@ -12,36 +12,11 @@ from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.fit.site_fit import TOLERANCE
 from dynorm.jobs.checkpoint import KINDS
+from dynorm.jobs.recipe import suits
 from dynorm.replace import convert_, restore_
 from dynorm.replace.convert import Globs, Target
 from dynorm.report import ModelReport, measure
 from dynorm.train.distill import distill_
-
-# What a recipe leaves open: for an encoder of texts, one of images, a language model, and a model
-# of audio. The last three's were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
-ENCODER = {
-    "max_length": 128,
-    "batch": 32,
-    "calibration": 256,
-    "per_channel": True,
-    "lean": 0.7,
-    "witnesses": 4,
-}
-IMAGES = {"batch": 8, "calibration": 128, "per_channel": False, "lean": 0.0, "witnesses": 8}
-LANGUAGE = {
-    "max_length": 256,
-    "batch": 4,
-    "calibration": 24,
-    "per_channel": False,
-    "lean": 0.0,
-    "witnesses": 8,
-}
-AUDIO = {"batch": 4, "calibration": 32, "per_channel": False, "lean": 0.0, "witnesses": 8}
-
-
-def suits(language_model: bool, noun: str) -> dict[str, Any]:
-    """Return what a recipe leaves open, for a kind of model; one that generates text may take "images" too."""
-    return LANGUAGE if language_model else {"images": IMAGES, "audio": AUDIO}.get(noun, ENCODER)
 
 
 def convert_model(
