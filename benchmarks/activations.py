@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 import dynorm
 from benchmarks.subjects import LENGTH, trained
-from dynorm.jobs.convert import inspect_pretrained
+from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
 from dynorm.report.colours import COLOURS

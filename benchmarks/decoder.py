@@ -30,7 +30,7 @@ from dynorm.jobs.checkpoint import (
     load_pretrained,
     make_batches,
 )
-from dynorm.jobs.convert import CALIBRATION_BLOCKS
+from dynorm.jobs.job import CALIBRATION_BLOCKS
 from dynorm.jobs.recipe import LANGUAGE, Recipe
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
 from dynorm.report.conversion import compare

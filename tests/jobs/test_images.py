@@ -17,9 +17,10 @@ from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTForImageClassi
 
 from dynorm.errors import ArgumentError, DataError, StorageError
 from dynorm.jobs.checkpoint import ShuffledBatches, load_pretrained
-from dynorm.jobs.convert import convert_pretrained, inspect_pretrained
+from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.convert_model import convert_model
 from dynorm.jobs.inputs import CROPS, image_inputs
+from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.media import Crop, find_images
 from dynorm.jobs.recipe import Recipe
 from dynorm.replace.specs import dynorm_layers

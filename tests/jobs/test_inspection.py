@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import dynorm
 from dynorm.cli import app
-from dynorm.jobs.convert import inspect_pretrained
+from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.recipe import Recipe
 
 

@@ -20,8 +20,9 @@ from dynorm.cli import main
 from dynorm.cli.application import tracked
 from dynorm.errors import DataError, DynormError, StorageError
 from dynorm.jobs.checkpoint import load_pretrained
-from dynorm.jobs.convert import convert_pretrained, inspect_pretrained
+from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
+from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.recipe import Recipe
 from tests.jobs.conftest import TEXTS
 

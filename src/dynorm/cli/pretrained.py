@@ -7,7 +7,9 @@ from typing import Any
 
 from dynorm.cli.application import command, quiet_libraries, show, speaker
 from dynorm.files import require_writable
-from dynorm.jobs.convert import Given, convert_pretrained, inspect_pretrained
+from dynorm.jobs.convert import convert_pretrained
+from dynorm.jobs.inspect import inspect_pretrained
+from dynorm.jobs.job import Given
 from dynorm.jobs.recipe import Recipe
 from dynorm.ranks import joined
 
