@@ -18,8 +18,8 @@ import torch
 from benchmarks.subjects import Row
 from dynorm.files import write_text
 from dynorm.jobs import load_pretrained
+from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
-from dynorm.jobs.media import find_images
 from dynorm.jobs.texts import split_texts
 from dynorm.report.conversion import compare
 

@@ -21,8 +21,8 @@ from benchmarks.decoder import ABOUT, blocks, converted_decoder
 from benchmarks.int8 import by_torchao
 from benchmarks.subjects import calibrate
 from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
-from dynorm.jobs.media import find_images
 from dynorm.jobs.recipe import Recipe
 from dynorm.quantize import Reader, find_readers, observed_ranges, quantize_
 from dynorm.quantize.bounds import Range

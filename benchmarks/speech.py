@@ -17,10 +17,10 @@ from typing import Any
 
 import dynorm
 from benchmarks.subjects import Row, add_rows, calibrate
+from dynorm.jobs.audio import Clip, find_audio
 from dynorm.jobs.checkpoint import ShuffledBatches, load_pretrained
 from dynorm.jobs.inputs import audio_inputs
 from dynorm.jobs.job import CALIBRATION_BLOCKS
-from dynorm.jobs.media import Clip, find_audio
 from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio

@@ -29,12 +29,12 @@ from transformers import (
 )
 
 from dynorm.errors import ArgumentError, DataError, StorageError
+from dynorm.jobs.audio import Clip, find_audio, resampled
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.convert_model import convert_model
 from dynorm.jobs.inputs import audio_inputs
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.media import Clip, find_audio, resampled
 from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio

@@ -19,9 +19,9 @@ from dynorm.errors import ArgumentError, DataError, StorageError
 from dynorm.jobs.checkpoint import ShuffledBatches, load_pretrained
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.convert_model import convert_model
+from dynorm.jobs.images import Crop, find_images
 from dynorm.jobs.inputs import CROPS, image_inputs
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.media import Crop, find_images
 from dynorm.jobs.recipe import Recipe
 from dynorm.replace.specs import dynorm_layers
 from dynorm.report import ModelReport

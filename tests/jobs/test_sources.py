@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from dynorm.errors import DataError
-from dynorm.jobs.media import Crop, find_images
+from dynorm.jobs.images import Crop, find_images
 from dynorm.jobs.texts import read_texts
 
 

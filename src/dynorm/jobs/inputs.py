@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from dynorm.errors import DataError
+from dynorm.jobs.audio import Clip
 from dynorm.jobs.checkpoint import Batches, Pretrained, encode, in_batches
-from dynorm.jobs.media import Clip, Crop
+from dynorm.jobs.images import Crop
 from dynorm.jobs.speech import Listener
 
 # Each image is fitted to as a whole, and in so many crops less one.

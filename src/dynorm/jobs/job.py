@@ -19,6 +19,7 @@ from dynorm.family import AUTO
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.fold.apply import is_changed
+from dynorm.jobs.audio import find_audio
 from dynorm.jobs.checkpoint import (
     Batches,
     Checkpoint,
@@ -26,8 +27,8 @@ from dynorm.jobs.checkpoint import (
     ShuffledBatches,
     library_versions,
 )
+from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs, text_inputs
-from dynorm.jobs.media import find_audio, find_images
 from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings

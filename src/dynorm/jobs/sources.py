@@ -1,9 +1,10 @@
 """Where samples come from: the files and folders that a user names, or a data set of the library ``datasets``."""
 
 import atexit
+import hashlib
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -73,3 +74,30 @@ def _content(row: dict[str, Any], noun: str) -> bytes:
         with import_module("fsspec").open(found["path"]) as file:
             return bytes(file.read())
     return bytes(found["bytes"])
+
+
+def read_samples(
+    paths: Iterable[str | Path],
+    noun: str,
+    reader: str,
+    suffixes: tuple[str, ...],
+    look: Callable[[Path], Any],
+    damage: type[Exception],
+) -> tuple[list[Any], list[str]]:
+    """Return what ``look`` makes of each file, and the names of those that it cannot read."""
+    found: dict[bytes, Any] = {}
+    damaged: list[str] = []
+    for path in map(Path, paths):
+        files, before = files_of(path, noun, suffixes), len(damaged)
+        for file in files:
+            try:
+                sample = look(file)
+                found.setdefault(hashlib.sha256(file.read_bytes()).digest(), sample)
+            # Which of them the reader raises depends on the format.
+            except (OSError, EOFError, SyntaxError, ValueError, RuntimeError, damage):
+                damaged.append(str(file))
+        if len(damaged) - before == len(files):
+            raise DataError(
+                f"{noun} must be files that {reader} can read, but {path} has none, of {len(files)}"
+            )
+    return list(found.values()), damaged

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dynorm.batches import copied_tensors
+from dynorm.jobs.audio import Clip
 from dynorm.jobs.checkpoint import Pretrained
-from dynorm.jobs.media import Clip
 
 
 class Listener:
