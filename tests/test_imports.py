@@ -13,7 +13,8 @@ import pytest
 import dynorm
 
 SOURCES = Path(dynorm.__file__).parent
-ORDER = (
+# Numbers and layers, no model.
+GROUND = (
     ("_version",),
     ("errors",),
     ("dtypes",),
@@ -26,6 +27,9 @@ ORDER = (
     ("kernels",),
     ("layers",),
     ("family",),
+)
+# Verbs on a model.
+TOOLS = (
     ("site",),
     ("batches",),
     ("guard",),
@@ -38,6 +42,9 @@ ORDER = (
     ("fold",),
     ("report",),
     ("hub", "parallel", "quantize"),
+)
+# Files, folders, processes and words.
+JOBS = (
     ("jobs",),
     # The package's face, dynorm/__init__.py, which imports all of the above.
     ("",),
@@ -45,6 +52,7 @@ ORDER = (
     ("cli",),
     ("__main__",),
 )
+ORDER = (*GROUND, *TOOLS, *JOBS)
 RANK = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 OPTIONAL = [
     "transformers",
@@ -118,6 +126,11 @@ def test_imports_point_one_way() -> None:
         for line in violations(path.read_text(), name, is_package=path.name == "__init__.py")
     ]
     assert found == []
+
+
+def test_every_room_is_on_a_storey_and_every_place_has_a_room() -> None:
+    rooms = {name[1] for _, name in modules()}
+    assert rooms == set(RANK) - {""}
 
 
 def circles(uses: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[str]:

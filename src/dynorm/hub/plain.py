@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dynorm.arguments import require_gathered
-from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.fold.apply import give_bias_, untie_
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
@@ -161,7 +161,7 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
         if names:
             raise StorageError(
                 f"{folder / WEIGHTS} must hold the tensors of {type(model).__name__}, "
-                f"but {what} {contents.listed(names)}"
+                f"but {what} {listed(names)}"
             )
     first: dict[int, str] = {}
     for name, tensor in own.items():
