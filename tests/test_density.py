@@ -124,8 +124,9 @@ def faults(source: str) -> list[str]:
         if isinstance(node, ast.FunctionDef):
             counted |= products(node, flags_of(node))
         elif isinstance(node, ast.Assign):
-            if any(unpacks(target, node.value) for target in node.targets):
-                unpacked.add(node.lineno)
+            for target in node.targets:
+                if unpacks(target, node.value):
+                    unpacked.add(node.lineno)
     return [f"{line}: {UNPACKED}" for line in sorted(unpacked)] + [
         f"{line}: {COUNTED}" for line in sorted(counted)
     ]
