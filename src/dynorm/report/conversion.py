@@ -24,6 +24,7 @@ from dynorm.replace.specs import (
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.stats import Reservoir, SiteStats, parted, reached
+from dynorm.theory import token_moment
 
 # So many tokens are drawn in the picture of their sums.
 _DRAWN = 400
@@ -210,7 +211,7 @@ class _Site(SiteStats):
     def add_sums(self, x: Tensor) -> None:
         """Compare the norm's own sum of each token (tokens, C) with the layer's, ``beta + sum gain_k u_k^2``."""
         x, channels = x.double().to(self._told.device), list(self.layer.witness_channels)
-        moment = x.var(1, correction=0) if self.site.kind == "layernorm" else x.square().mean(1)
+        moment = token_moment(x, self.site.kind)
         wanted = (x.shape[1] * (moment + self.site.eps)).clamp_min(torch.finfo(x.dtype).tiny)
         told = self.layer.beta().double().median().expand_as(wanted)
         if self.layer.log_gain is not None:
