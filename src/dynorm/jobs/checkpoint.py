@@ -104,8 +104,7 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
     Example:
         >>> load_pretrained("/nowhere")
         Traceback (most recent call last):
-        dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has
-        none: ...
+        dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere has none: ...
     """
     return Checkpoint(source, device, dtype).load()
 
