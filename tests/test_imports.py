@@ -36,6 +36,7 @@ TOOLS = (
     ("ranks",),
     ("outputs",),
     ("find",),
+    ("stream",),
     ("replace",),
     ("fit",),
     ("train",),

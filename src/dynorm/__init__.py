@@ -21,8 +21,8 @@ from dynorm.find import find_norms
 from dynorm.fit.calibrate import CalibrationReport, calibrate_
 from dynorm.fit.initialize import InitializationReport, init_from_batch_
 from dynorm.fit.refine import RefinementReport, refine_
-from dynorm.fold import FoldedSite, FoldReport, as_stock, fold_
-from dynorm.hub import load, save
+from dynorm.fold import FoldedSite, FoldReport, fold_
+from dynorm.hub import as_stock, load, save
 from dynorm.jobs.convert_model import convert_model
 from dynorm.kernels import backend
 from dynorm.layers import ELN, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups

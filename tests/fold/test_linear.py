@@ -15,8 +15,9 @@ import dynorm
 from benchmarks.fold_models import NAMES, build, inputs, linear_
 from dynorm.errors import ModelError
 from dynorm.fold import FoldReport, fold_
-from dynorm.fold.check import Wide, relative_error, tensors_in
+from dynorm.fold.check import Wide, relative_error
 from dynorm.replace.specs import is_ours
+from dynorm.stream.tensors import tensors_in
 
 pytest.importorskip("transformers")
 
@@ -61,7 +62,7 @@ def test_no_norm_is_left(name: str) -> None:
     )
     assert set(becomes(report)) == {"Identity"}
     assert not any("norm" in type(module).__name__.lower() for module in model.modules())
-    assert f"{len(report.sites)} of {len(report.sites)} linear layers gone" in str(report)
+    assert f"{len(report.sites)} of {len(report.sites)} linear layers removed" in str(report)
     assert report.loads_with == "dynorm"
 
 
@@ -436,7 +437,7 @@ def test_a_folded_model_in_its_own_class_generates_as_before_and_normalizes_nowh
         dynorm.as_stock(model.half(), **given)
     dynorm.restore_(partly.model.layers[1])  # type: ignore[arg-type,union-attr,index]
     fold_(partly, untie=True, **given)
-    with pytest.raises(ModelError, match=r"'model.layers.1.input_layernorm' is there still"):
+    with pytest.raises(ModelError, match=r"'model.layers.1.input_layernorm' is still there"):
         dynorm.as_stock(partly, **given)
 
 

@@ -87,7 +87,12 @@ class SiteFit:
         # Channels that an earlier calibration chose are chosen anew.
         fixed = None if norm.witnesses else layer.witness_channels or None
         wanted = norm.witnesses or fixed
-        self._scales = TokenScales(self.kind, self.eps, fixed, self._ranks) if wanted else None
+        self._scales = None
+        if wanted:
+            count = norm.witnesses if fixed is None else len(fixed)
+            self._scales = TokenScales(
+                self.kind, self.eps, fixed, self._ranks, robust_for=count if careful else 0
+            )
 
     @torch.no_grad()
     def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:

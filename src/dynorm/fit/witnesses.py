@@ -28,6 +28,8 @@ _REPORTED = 4
 # nothing there.
 _TURNS, _TINY_PART = 5, 1e-12
 _TINY = 1e-300
+# Rounds of new weights for the tokens, and the least ratio of estimate to sum that they look at.
+_ROUNDS, _LEAST_RATIO = 2, 1e-6
 # So many values are held in float64 at a time.
 _CHUNK = 1 << 20
 # The gain of a fixed witness that tells nothing.
@@ -63,6 +65,10 @@ class TokenScales:
     The sums are a matrix of 66 x 66 for the 64 channels whose part :math:`u_k^2 / S` varies most in
     the first tokens, and a second one for the held-out quarter of the tokens.
 
+    With ``robust_for`` the error is that of :math:`\log S`, for a choice of so many channels: tokens
+    of one update get weights that depend on how far the estimate is off. ``explained`` stays that of
+    the relative error.
+
     Of fixed ``channels`` only the gains are wanted. All ``ranks`` add their own tokens, at the same
     time. A sum below ``least`` counts as that; None takes a quarter of the typical sum of this
     rank's first tokens.
@@ -76,6 +82,7 @@ class TokenScales:
         ranks: Ranks,
         *,
         least: float | None = None,
+        robust_for: int = 0,
     ) -> None:
         self._kind, self._eps = kind, eps
         self._ranks = ranks
@@ -83,8 +90,10 @@ class TokenScales:
         self._fixed = channels is not None
         self._seen = 0
         self.least = least
+        self._robust_for = robust_for
         size = 1 if channels is None else len(channels) + 2
         self._sums = torch.zeros(2, size, size, dtype=torch.float64, device="cpu")
+        self._robust_sums = self._sums.clone()
 
     @torch.no_grad()
     def update(self, u: Tensor, first: int | None = None) -> None:
@@ -98,17 +107,57 @@ class TokenScales:
             self._choose_candidates(u)
         if self._channels is None:
             return
-        channels = self._channels.to(u.device)
-        for offset, chunk in self._chunks(u):
-            alive, total = self._sums_of_tokens(chunk)
-            number = torch.arange(len(chunk), device=u.device, dtype=torch.float64)[alive]
-            parts = chunk[alive][:, channels].double().square() / total
-            columns = torch.cat([parts, 1 / total, torch.ones_like(total)], 1)
-            columns = columns * total ** (_LARGE / 2)
-            held_out = ((start + offset + number) * _GOLDEN) % 1 < _HELD_OUT
-            fit = columns[~held_out]
-            judge = columns[held_out]
-            self._sums = self._sums.to(u.device) + torch.stack([fit.T @ fit, judge.T @ judge])
+        if u.device != self._sums.device:
+            self._sums = self._sums.to(u.device)
+            self._robust_sums = self._robust_sums.to(u.device)
+        columns: list[Tensor] = []
+        weights: list[Tensor] = []
+        for _, chunk in self._chunks(u):
+            chunk_columns, total = self._columns(chunk)
+            columns.append(chunk_columns)
+            weights.append(total**_LARGE)
+        part = _Tokens(torch.cat(columns), torch.cat(weights), self._held_out(u, start))
+        new = part.sums()
+        if self._robust_for:
+            self._robust_sums = self._robust_sums + self._reweighted(part, new)
+        self._sums = self._sums + new
+
+    def _reweighted(self, part: "_Tokens", sums: Tensor) -> Tensor:
+        r"""Return the sums of tokens with the weights that make the squared error that of the logarithm.
+
+        An estimate :math:`r = \hat S / S` that is far too small costs at most 1 in
+        :math:`(r - 1)^2`, but such a token leaves the layer too large, and in a pre-norm model it
+        grows from layer to layer. With the weight :math:`(\log r / (r - 1))^2`, from the r of the
+        round before, it costs :math:`\log^2 r`.
+        """
+        for _ in range(_ROUNDS):
+            fit, judge = self._ranks.summed((self._robust_sums + sums).clone()).cpu()
+            both = fit + judge
+            chosen = torch.arange(len(both) - 2, device="cpu")
+            if not self._fixed:
+                limit = min(self._robust_for, len(both) - 2)
+                *_, (_, chosen, _) = _grown(both, limit)
+            estimate = _solve(both, chosen[None])[0]
+            places = torch.cat([chosen, chosen.new_tensor([len(both) - 2])])
+            ratio = part.columns[:, places.to(part.columns.device)] @ estimate.to(part.columns)
+            ratio = ratio.clamp_min(_LEAST_RATIO)
+            factor = (ratio.log() / (ratio - 1)).square()
+            factor = torch.where((ratio - 1).abs() < 1e-6, 1.0, factor)
+            sums = part.sums(factor[:, None])
+        return sums
+
+    def _columns(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of the candidates, 1 / S and 1 of each token with a spread, and its S."""
+        assert self._channels is not None
+        alive, total = self._sums_of_tokens(u)
+        parts = u[alive][:, self._channels.to(u.device)].double().square() / total
+        return torch.cat([parts, 1 / total, torch.ones_like(total)], 1), total
+
+    def _held_out(self, u: Tensor, start: int) -> Tensor:
+        """Return which of the tokens with a spread are held out; ``start`` is the first one's number."""
+        alive = torch.cat([self._sums_of_tokens(chunk)[0] for _, chunk in self._chunks(u)])
+        number = start + torch.arange(len(u), device=u.device, dtype=torch.float64)
+        return (number[alive] * _GOLDEN) % 1 < _HELD_OUT
 
     def _set_least(self, u: Tensor) -> None:
         """Set ``least`` to a quarter of the typical sum, if there is a token with a spread."""
@@ -148,7 +197,7 @@ class TokenScales:
     def _chunks(self, u: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the tokens in pieces, whose copies in float64 need little memory, with the place of each piece."""
         size = max(1, _CHUNK // u.shape[1])
-        for offset in range(0, len(u), size):
+        for offset in range(0, max(1, len(u)), size):
             yield offset, u[offset : offset + size]
 
     def choose(self, limit: int) -> Witnesses:
@@ -159,36 +208,75 @@ class TokenScales:
         if self._channels is None:
             # No token had a spread.
             return Witnesses((), (), 0.0, (0.0,))
-        fit, judge = self._ranks.summed(self._sums.clone()).cpu()
-        whole, count = fit + judge, len(self._channels)
-        # Of a few tokens all may stand on one side: then there is nothing to judge by.
-        limit = limit if min(fit[-1, -1], judge[-1, -1]) > 0 else 0
-        fit, judge = (each if each[-1, -1] > 0 else whole for each in (fit, judge))
-        first = [
-            torch.arange(0, device="cpu"),
-            *([torch.arange(count, device="cpu")] if self._fixed else []),
-        ]
-        errors = [_error(judge, each, _solve(fit, each[None])[0]) for each in first]
-        chosen = kept = first[-1]
-        wanted = not self._fixed
-        while len(chosen) < min(max(limit, _REPORTED), count):
-            rest = torch.tensor([k for k in range(count) if k not in chosen], device="cpu")
-            tried = torch.cat([chosen.expand(len(rest), -1), rest[:, None]], 1)
-            solved = _solve(fit, tried)
-            best = min(range(len(rest)), key=lambda k: _error(fit, tried[k], solved[k]))
-            chosen = tried[best]
-            errors.append(_error(judge, chosen, solved[best]))
-            wanted = wanted and len(chosen) <= limit and errors[-1] < (1 - _WORTH) * errors[-2]
-            kept = chosen if wanted else kept
+        sums = self._ranks.summed(self._sums.clone()).cpu()
+        robust = sums
+        if self._robust_for:
+            robust = self._ranks.summed(self._robust_sums.clone()).cpu()
+        count = len(self._channels)
+        if (sums[:, -1, -1] <= 0).any():
+            # All of a few tokens are on one side: nothing judges them, and nothing is chosen.
+            limit = 0
+            sums, robust = (both.sum(0).expand(2, -1, -1) / 2 for both in (sums, robust))
+        fit, judge = sums
+        robust_fit, robust_judge = robust
+        robust_all = robust_fit + robust_judge
+        nothing = torch.arange(0, device="cpu")
+        everything = torch.arange(count, device="cpu")
+        errors = [_error(judge, nothing, _solve(fit, nothing[None])[0])]
+        kept = nothing
+        if self._fixed:
+            kept = everything
+            errors.append(_error(judge, everything, _solve(fit, everything[None])[0]))
+        else:
+            last = _error(robust_judge, nothing, _solve(robust_fit, nothing[None])[0])
+            worth_it = True
+            for error_gains, chosen, _ in _grown(robust_fit, min(max(limit, _REPORTED), count)):
+                errors.append(_error(judge, chosen, _solve(fit, chosen[None])[0]))
+                error = _error(robust_judge, chosen, error_gains)
+                worth_it = worth_it and len(chosen) <= limit and error < (1 - _WORTH) * last
+                last = error
+                if worth_it:
+                    kept = chosen
         # The channels are chosen; their gains may know all tokens.
-        *gains, beta = _solve(whole, kept[None])[0].tolist()
-        # A gain of 0 is a channel that tells nothing beside the others: fixed ones keep a gain for
-        # its logarithm.
-        gains = [max(gain, _LEAST_GAIN) if self._fixed else gain for gain in gains]
+        solved: list[float] = _solve(robust_all, kept[None])[0].tolist()
+        *gains, beta = solved
+        # A gain of 0 is a channel that adds nothing to the others: fixed ones keep a gain for its
+        # logarithm.
+        if self._fixed:
+            gains = [max(gain, _LEAST_GAIN) for gain in gains]
         pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
-        # Whoever has more channels may use fewer.
+        # A larger set may ignore channels, so the error never increases with the count.
         explained = tuple(1 - least / errors[0] for least in accumulate(errors, min))
         return Witnesses(tuple(k for k, _ in pairs), tuple(g for _, g in pairs), beta, explained)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What the sums need of some tokens."""
+
+    columns: Tensor  # (tokens, candidates + 2): the candidates' parts of S, 1 / S, and 1
+    weights: Tensor  # (tokens, 1)
+    held_out: Tensor  # (tokens)
+
+    def sums(self, factor: Tensor | float = 1.0) -> Tensor:
+        """Return the Gram matrices of the tokens to fit to and of those held out, (2, n, n)."""
+        columns = self.columns * (self.weights * factor).sqrt()
+        fit = columns[~self.held_out]
+        judge = columns[self.held_out]
+        return torch.stack([fit.T @ fit, judge.T @ judge])
+
+
+def _grown(sums: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Yield growing sets of channels, each with the one that lessens the error most: gains, channels, error."""
+    chosen = torch.arange(0, device="cpu")
+    while len(chosen) < limit:
+        rest = torch.tensor([k for k in range(len(sums) - 2) if k not in chosen], device="cpu")
+        tried = torch.cat([chosen.expand(len(rest), -1), rest[:, None]], 1)
+        solved = _solve(sums, tried)
+        errors = [_error(sums, row, gains) for row, gains in zip(tried, solved, strict=True)]
+        best = min(range(len(errors)), key=errors.__getitem__)
+        chosen = tried[best]
+        yield solved[best], chosen, errors[best]
 
 
 def _solve(sums: Tensor, chosen: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ class Rewrite:
     """The outcome of one rewrite at one site.
 
     Args:
-        state: "folded", "refused", "nothing to fold", or "off" where the caller did not want it.
-        into: the parameters that took it over, or "the stream" where all of one was rescaled.
+        state: "folded", "refused", "nothing to fold", or "off" if the caller did not want it.
+        into: the parameters that took it over, or "the stream" if all of it was rescaled.
         reason: why it was refused.
 
     Example:
@@ -47,10 +47,10 @@ class FoldedSite(Plain):
         center: the mean, out of its stream.
         constants: the scale and the learned centre of a point-wise layer.
         parameters_removed: numbers that the model no longer holds, or holds as ones and zeros.
-        operations_removed: operations on numbers that one call of the example no longer takes.
-        becomes: the class that stands there now.
-        redundant: the whole norm, where it feeds only norms, which ``into`` names.
-        change: the largest relative change of their outputs by that, for tokens as large as the
+        operations_removed: operations on numbers that a call of the example no longer needs.
+        becomes: the class that is there now.
+        redundant: the whole norm, if it feeds only norms; ``into`` names these.
+        change: the largest relative change of these norms' outputs, for tokens as large as the
             example's.
     """
 
@@ -78,11 +78,11 @@ class FoldReport(Plain):
         error: the largest relative error of the outputs on fresh inputs and the example, or None if
             not checked.
         tolerance: the error that was allowed.
-        noise: of a half-precision model, its own error against float32.
+        noise: the error of a half-precision model against float32.
         loads_with: "stock" if the model's own class loads the weights with the same result, else
             "dynorm".
-        fresh: on how many inputs beside the example that was; 0 if the model takes no other, or was
-            not checked.
+        fresh: on how many inputs the outputs were compared, in addition to the example; 0 if the model
+            takes no other, or was not checked.
 
     Example:
         >>> print(FoldReport([], [], []))
@@ -109,7 +109,10 @@ class FoldReport(Plain):
         return sum(site.operations_removed for site in self.sites)
 
     def count(self, rewrite: str, state: str = FOLDED) -> int:
-        """Return how many sites have a rewrite ("affine", "center", "constants" or "redundant") in a state."""
+        """Return how many sites have a rewrite in a state.
+
+        The rewrites are "affine", "center", "constants" and "redundant".
+        """
         return sum(getattr(site, rewrite).state == state for site in self.sites)
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,60 +124,73 @@ class FoldReport(Plain):
         return super().to_dict() | sums
 
     def table(self) -> Table:
-        """Return the report as a table: one row per site, the reasons of its refusals as numbered notes."""
-        reasons: dict[str, int] = {}
+        """Return the report as a table, one row per site, with the reasons of refusals as notes."""
+        wanted = self._wanted()
+        reasons: list[str] = []
         rows = []
         for site in self.sites:
-            cells = [
-                site.path,
-                f"{site.kind}({site.channels})" + (f" -> {site.becomes}" if site.becomes else ""),
-            ]
-            for rewrite in (getattr(site, name) for name in self._wanted()):
-                number = (
-                    reasons.setdefault(rewrite.reason, len(reasons) + 1) if rewrite.reason else None
-                )
-                known = {NOTHING: "-", OFF: "-"}.get(rewrite.state, rewrite.state)
-                cells.append(known if number is None else f"{known} ({number})")
+            norm = f"{site.kind}({site.channels})"
+            if site.becomes:
+                norm += f" -> {site.becomes}"
+            cells = [site.path, norm]
+            for name in wanted:
+                rewrite: Rewrite = getattr(site, name)
+                cell = "-" if rewrite.state in (NOTHING, OFF) else rewrite.state
+                if rewrite.reason:
+                    if rewrite.reason not in reasons:
+                        reasons.append(rewrite.reason)
+                    cell += f" ({reasons.index(rewrite.reason) + 1})"
+                cells.append(cell)
             rows.append(cells)
-        notes = [f"({number}) {reason}" for reason, number in reasons.items()]
+        notes = [f"({number}) {reason}" for number, reason in enumerate(reasons, start=1)]
+        return Table(["site", "norm", *wanted], rows, notes + self._notes(), self._title())
+
+    def _notes(self) -> list[str]:
+        notes = []
         if self.added_biases:
             notes.append(f"biases added: {', '.join(self.added_biases)}")
         if self.untied:
             notes.append(f"untied: {', '.join(self.untied)}")
         if self.error is not None:
-            where = (
-                "on fresh inputs"
-                if self.fresh
-                else "on the example alone, as the model takes no other,"
-            )
+            where = "on fresh inputs"
+            if not self.fresh:
+                where = "on the example only, because the model takes no other input,"
             notes.append(f"relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
-        if changes := [site.change for site in self.sites if site.redundant.state == FOLDED]:
+        changes = [site.change for site in self.sites if site.redundant.state == FOLDED]
+        if changes:
             notes.append(
-                f"gone before other norms: {len(changes)}; those change by at most "
+                f"removed before other norms: {len(changes)}; their outputs change by at most "
                 f"{max(changes):.1e}"
             )
         if self.sites and self.loads_with == "dynorm":
             notes.append("loads where dynorm is imported: save it with dynorm.save")
-        of = {
-            name: f"{self.count(name)} of {self.count(name) + self.count(name, REFUSED)}"
-            for name in _REWRITES
-        }
-        linear = [site.becomes == "Identity" for site in self.sites if site.kind == "linearcontrol"]
-        title = f"{sum(linear)} of {len(linear)} linear layers gone; " if linear else ""
-        title += (
-            f"{of['affine']} affine maps folded, {of['center']} means; "
+        return notes
+
+    def _title(self) -> str:
+        linear = [site for site in self.sites if site.kind == "linearcontrol"]
+        title = ""
+        if linear:
+            removed = sum(site.becomes == "Identity" for site in linear)
+            title = f"{removed} of {len(linear)} linear layers removed; "
+        return title + (
+            f"{self._share('affine')} affine maps folded, {self._share('center')} means; "
             f"{self.parameters_removed:,} parameters and {self.operations_removed:,} operations "
             "less"
         )
-        return Table(["site", "norm", *self._wanted()], rows, notes, title)
+
+    def _share(self, rewrite: str) -> str:
+        """Return how many sites have a rewrite, of those that have something to rewrite."""
+        folded = self.count(rewrite)
+        return f"{folded} of {folded + self.count(rewrite, REFUSED)}"
 
     def __str__(self) -> str:
         """Return the report as plain text."""
         return str(self.table())
 
     def _wanted(self) -> list[str]:
-        return [
-            name
-            for name in _REWRITES
-            if any(getattr(site, name).state != OFF for site in self.sites)
-        ]
+        """Return the rewrites that the caller wanted."""
+        names = []
+        for name in _REWRITES:
+            if any(getattr(site, name).state != OFF for site in self.sites):
+                names.append(name)
+        return names

@@ -12,8 +12,9 @@ from dynorm.hub.api import (
     save,
 )
 from dynorm.hub.decay import NORM_CLASSES, PARAMETER_NAMES, leave_out_of_decay, name_as_norms
+from dynorm.hub.stock import as_stock
 
-__all__ = ["load", "save"]
+__all__ = ["as_stock", "load", "save"]
 
 # A program may read the quantization_config of a folder before it imports any model.
 register_post_import_hook(register_quantizer, QUANTIZERS)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.family import LAYERS, NAMES
-from dynorm.fold.apply import added_biases, is_changed, untied
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.edits import added_biases, is_changed, untied
 from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
 from dynorm.wrappers import plain_modules
 

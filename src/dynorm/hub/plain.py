@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
-from dynorm.fold.apply import give_bias_, untie_
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
+from dynorm.replace.edits import give_bias_, untie_
 from dynorm.replace.specs import apply_specs_
 from dynorm.wrappers import plain_modules, plain_name, plain_state, unwrapped, without_wrappers
 

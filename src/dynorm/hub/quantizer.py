@@ -12,10 +12,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynorm.errors import ModelError, StorageError, listed
-from dynorm.fold.apply import give_bias_
 from dynorm.hub import contents
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.replace.edits import give_bias_
 from dynorm.replace.specs import LayerSpec, apply_specs_, dynorm_layers
 from dynorm.wrappers import plain_modules, without_wrappers
 

@@ -25,7 +25,6 @@ from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError, listed, readable
 from dynorm.family import LAYERS
 from dynorm.files import write_text
-from dynorm.fold.apply import is_changed
 from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
     ADVICE,
@@ -36,6 +35,7 @@ from dynorm.hub.quantizer import (
     aliases_of,
     base_prefix,
 )
+from dynorm.replace.edits import is_changed
 from dynorm.replace.specs import dynorm_layers, is_ours, replaced_by
 from dynorm.wrappers import has_wrappers, plain_modules, plain_state
 

@@ -18,7 +18,6 @@ from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
 from dynorm.family import AUTO
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.fold.apply import is_changed
 from dynorm.jobs.audio import find_audio
 from dynorm.jobs.checkpoint import (
     Batches,
@@ -34,6 +33,7 @@ from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.ranks import Ranks
 from dynorm.replace import convert_
+from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.records import Continuation

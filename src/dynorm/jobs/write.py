@@ -10,7 +10,7 @@ from typing import Any
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory, require_replaceable, require_writable, write_text
-from dynorm.fold.apply import is_changed
+from dynorm.replace.edits import is_changed
 from dynorm.report.rendering import rendered
 
 _ENDINGS = ".safetensors .bin .pt .pth .ckpt .h5 .onnx .onnx_data .xml .msgpack .ot .gguf .tflite"

@@ -1,0 +1,126 @@
+"""The analysis of a fold, from a model's graph to a plan: it does not touch the model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dynorm.fold.redundant import MeanSquares, fold_redundant
+from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
+from dynorm.fold.site import SiteFold, keeps_dtype
+from dynorm.fold.through import RescaledStream, fold_through
+from dynorm.fold.values import NewValues, new_values
+from dynorm.stream.feeds import bias_before
+from dynorm.stream.graph import Graph, Slot
+from dynorm.stream.operators import RefusedError
+from dynorm.stream.survey import survey
+
+
+@dataclass(frozen=True)
+class Options:
+    """The rewrites that the caller wants, and the changes that the caller allows."""
+
+    affine: bool
+    center: bool
+    constants: bool
+    redundant: float
+    add_bias: bool
+    dropout_in_place: bool  # a dropout of the model writes into its input
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All changes of a fold."""
+
+    slots: Sequence[Slot]  # all parameters of the model
+    folds: Sequence[SiteFold]
+    rescaled: Sequence[RescaledStream]
+    new: NewValues
+
+    @property
+    def changes_anything(self) -> bool:
+        """Tell whether there is anything to fold."""
+        return any(fold.is_changed for fold in self.folds)
+
+    @property
+    def is_inexact(self) -> bool:
+        """Tell whether outputs change by more than rounding."""
+        return any(fold.change for fold in self.folds)
+
+
+def planned(
+    graph: Graph, sites: Sequence[SiteFold], options: Options, squares: MeanSquares | None
+) -> Plan:
+    """Decide where every part of every norm goes, or why it stays.
+
+    ``squares`` are needed for redundant norms only.
+    """
+    dims = {index: fold.dim for index, fold in enumerate(sites) if fold.refused is None}
+    for index, around in survey(graph, dims).items():
+        fold = sites[index]
+        fold.around = around
+        fold.shared = _shared(fold, graph)
+        if fold.is_pointwise:
+            try:
+                fold.bias_before = bias_before(around.calls, fold.dim, options.add_bias)
+            except RefusedError as refusal:
+                fold.no_bias_before = str(refusal)
+    folds, rescaled = _affine_plan(sites, options)
+    if options.center:
+        fold_means(folds)
+    if options.constants:
+        fold_centers(folds)
+    if squares is not None:
+        fold_redundant(folds, squares, options.redundant)
+    return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
+
+
+def _affine_plan(
+    sites: Sequence[SiteFold], options: Options
+) -> tuple[list[SiteFold], list[RescaledStream]]:
+    """Decide where weights, biases and whole linear layers go.
+
+    A linear layer that cannot go as a whole gives its readers what any other layer would. Others
+    may depend on it, so all are then decided again.
+    """
+    affine, constants = options.affine, options.constants
+    # Why each linear layer stays.
+    stays: dict[int, str] = {}
+    if options.dropout_in_place:
+        # In training it would write into the input of an identity before it.
+        stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
+    while True:
+        folds = _as_lines(sites, stays) if affine and constants else list(map(replace, sites))
+        fold_affine(folds, affine, constants, options.add_bias)
+        rescaled = fold_through(folds)
+        kept = {}
+        for index, fold in enumerate(folds):
+            if fold.goes and not (fold.is_absorbed or fold.through):
+                kept[index] = fold.kept or ""
+        if not kept:
+            return folds, rescaled
+        stays |= kept
+
+
+def _as_lines(sites: Sequence[SiteFold], stays: Mapping[int, str]) -> list[SiteFold]:
+    """Return a copy of each site, as a line if it is a linear layer that may go as a whole."""
+    folds = []
+    for index, fold in enumerate(sites):
+        if fold.line is None or not keeps_dtype(fold):
+            folds.append(replace(fold))
+        elif index in stays:
+            folds.append(replace(fold, left_because=stays[index]))
+        else:
+            weight, bias = fold.line
+            folds.append(replace(fold, goes=True, weight=weight, bias=bias, scale=1.0))
+    return folds
+
+
+def _shared(fold: SiteFold, graph: Graph) -> str | None:
+    """Return why a norm's weight and bias cannot change, or None: they are saved, and only its."""
+    for _, tensor, _ in fold.tensors:
+        slots = [slot for slot in graph.slots if slot.tensor is tensor]
+        slot = slots[0]
+        if not slot.is_saved:
+            return f"{slot.name} is not saved with the model: it would come back when it is loaded"
+        if len(slots) > 1 or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
+            return f"{slot.name} is used elsewhere too"
+    return None

@@ -1,0 +1,180 @@
+"""A norm that feeds nothing but norms goes as a whole.
+
+In norm_2(W norm_1(x)), norm_1 divides a token by s, s^2 = mean(x^2) + eps_1. Without it the outputs
+of norm_2 are sqrt((m + eps_2) / (m + eps_2 / s^2)) times their old values, where m is the mean
+square of its inputs before: furthest from 1 for the smallest m and the extremes of s.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from dynorm.batches import site_tokens
+from dynorm.fold.check import run
+from dynorm.fold.report import FOLDED, REFUSED, Rewrite
+from dynorm.fold.site import NORMS, SiteFold
+from dynorm.guard import hooked
+from dynorm.stream.channels import moved_like
+from dynorm.stream.graph import is_move, norm_index, packet, producer, shape, users, where
+from dynorm.stream.operators import RefusedError
+from dynorm.stream.tensors import Inputs
+
+# Each token's outputs are made of its own channels, which come last.
+_PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
+
+MeanSquares = Mapping[nn.Module, list[float]]
+"""The mean squares of the tokens that each norm takes, of a LayerNorm about their means."""
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A value that follows from a norm's outputs."""
+
+    value: Node
+    token_of: Tensor  # the number of the token that each element belongs to
+    after_product: bool  # a product has read the norm
+
+
+def fold_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: float) -> None:
+    """Decide for each norm whether it feeds only norms, whose outputs hardly change without it."""
+    # In the order of the calls: of norms in a row the first goes, and the next one has to stay.
+    needed: set[SiteFold] = set()
+    for fold in folds:
+        if not fold.chosen or fold.site.kind not in NORMS:
+            continue
+        try:
+            followers = _norms_fed(folds, fold)
+            _require_not_in_a_row(fold, followers, needed)
+            change = max(_change(fold, norm, squares) for norm in followers)
+            if change > accepted:
+                raise RefusedError(f"an eps after it would change outputs by up to {change:.1e}")
+        except RefusedError as refusal:
+            fold.redundant = Rewrite(REFUSED, reason=str(refusal))
+            continue
+        fold.redundant = Rewrite(FOLDED, tuple(norm.path for norm in followers))
+        fold.change = change
+        needed.update(followers)
+
+
+def _require_not_in_a_row(
+    fold: SiteFold, followers: Sequence[SiteFold], needed: set[SiteFold]
+) -> None:
+    """Check that the norms around it stay."""
+    follower_goes = any(norm.redundant.state == FOLDED or norm is fold for norm in followers)
+    if not followers or fold in needed or follower_goes:
+        raise RefusedError("of norms in a row only every other one can go")
+
+
+def _change(fold: SiteFold, follower: SiteFold, squares: MeanSquares) -> float:
+    """Return the largest relative change of a follower's outputs without the norm."""
+    smallest = min(squares[follower.module])
+    eps = follower.site.eps
+    largest_change = 0.0
+    for square in (min(squares[fold.module]), max(squares[fold.module])):
+        s2 = square + fold.site.eps
+        ratio = math.sqrt((smallest + eps) / (smallest + eps / s2))
+        largest_change = max(largest_change, abs(ratio - 1))
+    return largest_change
+
+
+def _norms_fed(folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
+    """Return the norms that a norm feeds through products.
+
+    Raises:
+        RefusedError: something else sees the scale of a token, or the norm does more than divide.
+    """
+    _require_only_division(fold)
+    followers: list[SiteFold] = []
+    todo = []
+    for call in fold.calls:
+        numbers = torch.arange(math.prod(shape(call)), device="cpu").view(shape(call))
+        token_of = numbers.amin(fold.dim % numbers.ndim, keepdim=True)
+        todo.append(_Trace(call, token_of.expand(numbers.shape), after_product=False))
+    while todo:
+        trace = todo.pop(0)
+        value = trace.value
+        for user in users(value):
+            op, _ = producer(user)
+            # A move by an index, which is another tensor, may bring other tokens.
+            if is_move(user, value) and op.all_input_nodes == [value] and -1 not in shape(user):
+                moved = moved_like(user, value, trace.token_of)
+                todo.append(_Trace(user, moved, trace.after_product))
+            elif trace.after_product:
+                norm = _norm_over_tokens(folds, op, trace.token_of)
+                if norm not in followers:
+                    followers.append(norm)
+            else:
+                _require_product(fold, user, value)
+                # All outputs of a product belong to the token of its inputs.
+                token_of = trace.token_of[..., :1].expand(shape(user))
+                todo.append(_Trace(user, token_of, after_product=True))
+    return followers
+
+
+def _require_only_division(fold: SiteFold) -> None:
+    """Check that a norm without its weight only divides each token by a number."""
+    if fold.kept is not None:
+        raise RefusedError(fold.kept)
+    if fold.bias is not None and bool(fold.bias.any()):
+        raise RefusedError("its bias is not 0")
+    if fold.site.output_dtype is not None:
+        raise RefusedError(f"it casts its output to {fold.site.output_dtype}")
+    if fold.site.kind == "layernorm" and not fold.becomes_rms:
+        raise RefusedError(f"it takes the mean out: {fold.mean_kept or 'center is off'}")
+
+
+def _norm_over_tokens(folds: Sequence[SiteFold], op: Node, token_of: Tensor) -> SiteFold:
+    """Return the norm that an operator is, each of whose groups of channels is of one token."""
+    index = norm_index(op)
+    if index is not None:
+        norm = folds[index]
+        axis = norm.dim % token_of.ndim
+        if norm.site.kind in NORMS and _one_token_per_row(token_of, axis):
+            return norm
+    raise RefusedError(f"{where(op)} sees the scale of its tokens")
+
+
+def _one_token_per_row(token_of: Tensor, axis: int) -> bool:
+    """Tell whether all elements along an axis belong to one token."""
+    return torch.equal(token_of, token_of.roll(1, axis))
+
+
+def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
+    """Check that a reader of the norm is a product without a bias, token by token."""
+    op, _ = producer(user)
+    with_bias = ""
+    for reader in fold.reads:
+        if reader.node is op:
+            keeps_tokens = shape(user)[:-1] == shape(value)[:-1]
+            if packet(op) in _PRODUCTS and keeps_tokens and not reader.bias:
+                return
+            with_bias = " with its bias" if reader.bias else ""
+            break
+    raise RefusedError(f"{where(user)}{with_bias} sees the scale of its tokens")
+
+
+def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -> MeanSquares:
+    """Run the model, and return the mean squares of the tokens that norms take, without zeros."""
+    sites = {}
+    squares: dict[nn.Module, list[float]] = {}
+    for fold in folds:
+        if fold.refused is None and fold.site.kind in NORMS:
+            sites[fold.module] = fold.site
+            squares[fold.module] = []
+
+    def measure(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
+        tokens = site_tokens(sites[module], args[0].detach().double(), [])
+        if sites[module].kind == "layernorm":
+            of_tokens = tokens.var(-1, correction=0)
+        else:
+            of_tokens = tokens.square().mean(-1)
+        squares[module] += of_tokens[of_tokens > 0].tolist()
+
+    with hooked(sites, measure):
+        run(model, example)
+    return {module: values or [1.0] for module, values in squares.items()}

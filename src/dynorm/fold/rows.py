@@ -1,0 +1,117 @@
+"""The rows of a fold's report."""
+
+import math
+
+from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
+from dynorm.fold.site import SiteFold
+from dynorm.stream.graph import shape
+
+
+def row_of(fold: SiteFold, affine: bool, center: bool, constants: bool) -> FoldedSite:
+    """Return the row of a site; the arguments say which rewrites the caller wanted."""
+    off = Rewrite(OFF)
+    affine_row = _affine_row(fold) if affine and fold.chosen else off
+    mean_row = _mean_row(fold) if center and fold.chosen else off
+    constants_row = off
+    if constants and fold.chosen and fold.is_pointwise:
+        constants_row = _constants_row(fold)
+    becomes = ""
+    if fold.is_gone:
+        becomes = "Identity"
+    elif fold.becomes_rms:
+        becomes = "RMSNorm"
+    channels = math.prod(fold.site.normalized_shape)
+    removed = _vectors_removed(fold, affine_row)
+    return FoldedSite(
+        fold.path,
+        fold.site.kind or fold.site.class_name,
+        channels,
+        affine_row,
+        mean_row,
+        constants_row,
+        parameters_removed=channels * removed,
+        operations_removed=_operations_removed(fold, removed),
+        becomes=becomes,
+        redundant=fold.redundant,
+        change=fold.change,
+    )
+
+
+def _vectors_removed(fold: SiteFold, affine_row: Rewrite) -> int:
+    """Return how many of weight, bias and centre are gone."""
+    removed = 0
+    if affine_row.state == FOLDED:
+        removed += fold.weight is not None
+        removed += fold.bias is not None
+    if fold.center_into is not None and not fold.through:
+        removed += 1
+    return removed
+
+
+def _operations_removed(fold: SiteFold, vectors_removed: int) -> int:
+    per_element = vectors_removed
+    if fold.becomes_rms:
+        # The mean takes a sum and a difference.
+        per_element += 2
+    if fold.redundant.state == FOLDED:
+        # A norm takes squares, their sum, and a product.
+        per_element += 3
+    return per_element * sum(math.prod(shape(call)) for call in fold.calls)
+
+
+def _affine_row(fold: SiteFold) -> Rewrite:
+    if fold.through:
+        if fold.left is None:
+            return Rewrite(FOLDED, ("the stream",))
+        return _refused(f"a factor per channel stays: {fold.left_because}")
+    is_empty = fold.weight is None and fold.bias is None
+    if fold.kept is not None:
+        if is_empty and fold.refused is None and not fold.is_pointwise:
+            return Rewrite(NOTHING)
+        return _refused(fold.kept)
+    if is_empty or not fold.is_absorbed:
+        return Rewrite(NOTHING)
+    return Rewrite(FOLDED, _weights_of_readers(fold))
+
+
+def _mean_row(fold: SiteFold) -> Rewrite:
+    if fold.site.kind != "layernorm":
+        if fold.refused is not None and not fold.site.kind:
+            return _refused(fold.refused)
+        return Rewrite(NOTHING)
+    if not fold.becomes_rms:
+        uncalled = "never called while the model was traced"
+        return _refused(fold.mean_kept or fold.refused or uncalled)
+    names: dict[str, None] = {}
+    for stream in fold.streams:
+        names.update(dict.fromkeys(write.slot.name for write in stream.writes))
+    return Rewrite(FOLDED, tuple(names))
+
+
+def _constants_row(fold: SiteFold) -> Rewrite:
+    into: tuple[str, ...] = ()
+    if fold.scale != 1 and fold.is_absorbed:
+        into = _weights_of_readers(fold)
+    if fold.center_into is not None and not fold.through:
+        into = (*into, fold.center_into.slot.name)
+    stays = None
+    if fold.left_because and not fold.through:
+        stays = f"its slope stays: {fold.left_because}"
+    if into:
+        return Rewrite(FOLDED, into, stays)
+    if fold.is_gone:
+        return Rewrite(NOTHING, reason=stays)
+    reason = fold.center_kept or stays
+    if reason is None and fold.scale != 1:
+        reason = fold.kept
+    if reason is None:
+        return Rewrite(NOTHING)
+    return _refused(reason)
+
+
+def _refused(reason: str) -> Rewrite:
+    return Rewrite(REFUSED, reason=reason)
+
+
+def _weights_of_readers(fold: SiteFold) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(reader.weight.name for reader in fold.reads))

@@ -1,0 +1,242 @@
+"""One norm or point-wise layer of a fold: its formula, and where each part of it goes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from warnings import catch_warnings
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from dynorm.find.recover import core
+from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_copy
+from dynorm.fold.check import Wide, relative_error
+from dynorm.fold.report import FOLDED, OFF, Rewrite
+from dynorm.layers import LinearControl, PointwiseNorm
+from dynorm.site import NormSite
+from dynorm.stream.graph import double
+from dynorm.stream.operators import Read, Write
+from dynorm.stream.stream import Stream
+from dynorm.stream.survey import Surroundings
+
+NORMS = ("layernorm", "rmsnorm")
+_EXACT = 1e-11
+# Small tokens show whether eps is added to the variance, and where.
+_SCALES = (1e-3, 1.0, 1e3)
+
+
+@dataclass(eq=False)
+class SiteFold:
+    """One norm or point-wise layer, and the fold there.
+
+    It computes ``weight * scale * core(x - centre) + bias``. A linear layer that goes as a whole is
+    a line: ``weight * x + bias``.
+    """
+
+    site: NormSite
+    module: nn.Module
+    chosen: bool  # the caller wants it folded
+    refused: str | None  # why nothing of it can be folded
+    weight: Tensor | None = None  # in float64; None for 1
+    bias: Tensor | None = None  # in float64; None for 0
+    scale: float = 1.0  # the fixed factor of a point-wise layer
+    # "weight" and "bias" with the tensor, and the number that the norm adds to it.
+    tensors: list[tuple[str, Tensor, float]] = field(default_factory=list)
+    line: tuple[Tensor, Tensor | None] | None = None  # a linear layer's weight and bias of x
+    is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
+    is_exact_rms: bool = False  # of inputs without a mean it is the RMSNorm, to the last digits
+
+    # On the graph; empty if it is not traced or never called.
+    around: Surroundings = field(default_factory=Surroundings)
+    shared: str | None = None  # why its weight and bias cannot change: others use them
+    bias_before: Write | None = None  # a bias that adds to its input and to nothing else
+    no_bias_before: str = ""  # why there is none
+
+    # Its weight and bias, into the readers.
+    with_affine: bool = False  # weight and bias go too, not only the scale
+    factor: Tensor | None = None  # the part of weight and scale that goes; None for 1
+    shift: Tensor | None = None  # the part of the bias that goes; None for 0
+    kept: str | None = None  # why factor and shift stay
+
+    # The mean of a LayerNorm, out of the streams that it is called on.
+    streams: list[Stream] = field(default_factory=list)
+    mean_kept: str | None = None  # why the mean stays
+
+    # The learned centre of a point-wise layer, into a bias or a table before it.
+    center: Tensor | None = None
+    center_into: Write | None = None
+    center_kept: str | None = None  # why the centre stays
+
+    # A linear layer without witnesses may go as a whole.
+    goes: bool = False
+    through: bool = False  # it goes because the stream that it reads and writes is rescaled
+    left: Tensor | None = None  # the part of its weight that must stay
+    left_because: str = ""
+
+    # A norm that feeds only norms may go as a whole.
+    redundant: Rewrite = field(default_factory=lambda: Rewrite(OFF))
+    change: float = 0.0  # the largest relative change of the outputs of these norms
+
+    @property
+    def path(self) -> str:
+        """Return the path in the model."""
+        return self.site.path
+
+    @property
+    def dim(self) -> int:
+        """Return the channel axis; a norm over several axes is refused."""
+        assert isinstance(self.site.dim, int)
+        return self.site.dim
+
+    @property
+    def reads(self) -> list[Read]:
+        """Return the operators that read its outputs."""
+        return self.around.readers.reads
+
+    @property
+    def calls(self) -> list[Node]:
+        """Return its calls in the graph."""
+        return self.around.calls
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Tell whether it is a layer of dynorm and not a norm."""
+        return isinstance(self.module, PointwiseNorm)
+
+    @property
+    def is_absorbed(self) -> bool:
+        """Tell whether its factor or shift goes into the readers."""
+        return self.kept is None and (self.factor is not None or self.shift is not None)
+
+    @property
+    def is_gone(self) -> bool:
+        """Tell whether nothing of it stays."""
+        is_gone_line = self.goes and self.left is None and (self.through or self.is_absorbed)
+        return is_gone_line or self.redundant.state == FOLDED
+
+    @property
+    def becomes_rms(self) -> bool:
+        """Tell whether it is a LayerNorm that becomes an RMSNorm."""
+        return bool(self.chosen and self.streams and self.mean_kept is None)
+
+    @property
+    def is_changed(self) -> bool:
+        """Tell whether the fold changes anything here."""
+        is_moved = self.is_absorbed or self.through or self.center_into is not None
+        return is_moved or self.becomes_rms or self.is_gone
+
+
+def site_fold(site: NormSite, module: nn.Module, chosen: bool, refused: str | None) -> SiteFold:
+    """Return the record of a norm or layer, its weight and bias read and its formula tested."""
+    fold = SiteFold(site, module, chosen, refused)
+    if refused is not None:
+        return fold
+    fold.tensors = _tensors(site, module)
+    values = {}
+    for name, tensor, offset in fold.tensors:
+        values[name] = double(tensor).flatten() + offset
+    fold.weight = values.get("weight")
+    fold.bias = values.get("bias")
+    if isinstance(module, PointwiseNorm):
+        fold.scale = module.scale
+        fold.line = _line(fold)
+    else:
+        fold.is_exact = is_exact(fold)
+        fold.is_exact_rms = site.kind == "layernorm" and is_exact(fold, as_rms=True)
+    return fold
+
+
+def _tensors(site: NormSite, module: nn.Module) -> list[tuple[str, Tensor, float]]:
+    """Return "weight" and "bias" of a norm, each with its tensor and the number added to it."""
+    tensors = named_tensors(module)
+    held = []
+    if site.weight_name in tensors:
+        held.append(("weight", tensors[site.weight_name], site.weight_offset))
+    if site.bias_name in tensors:
+        held.append(("bias", tensors[site.bias_name], 0.0))
+    return held
+
+
+def _line(fold: SiteFold) -> tuple[Tensor, Tensor | None] | None:
+    """Return a linear layer as weight and bias of its input; None for a layer that is not one."""
+    layer = fold.module
+    if type(layer) is not LinearControl or layer.witness_channels:
+        return None
+    if not fold.chosen:
+        return None
+    log_slope = -0.5 * double(layer.log_beta)
+    slope = (fold.scale * log_slope.exp()).expand(fold.site.normalized_shape)
+    weight = slope if fold.weight is None else slope * fold.weight
+    bias = fold.bias
+    if layer.center is not None:
+        moved = weight * double(layer.center)
+        bias = -moved if bias is None else bias - moved
+    return weight, bias
+
+
+def keeps_dtype(fold: SiteFold) -> bool:
+    """Return whether each call of a point-wise layer returns the dtype that it was given."""
+    layer = fold.module
+    assert isinstance(layer, PointwiseNorm)
+    if layer.output_dtype is None:
+        return True
+    for call in fold.calls:
+        input_dtype = call.all_input_nodes[0].meta["val"].dtype
+        if layer.returned_dtype(input_dtype) != input_dtype:
+            return False
+    return layer.output_dtype.follows_model
+
+
+def is_exact(fold: SiteFold, *, as_rms: bool = False) -> bool:
+    """Tell whether a norm is a neutral norm times weight plus bias, to the last digits.
+
+    The neutral norm is a copy with weight 1 and bias 0. With ``as_rms`` it is the formula of the
+    RMSNorm that takes the place of a LayerNorm, after its mean.
+    """
+    rank = len(fold.site.input_shape)
+    axis = fold.dim % rank
+    sizes = [2] * rank
+    sizes[axis] = fold.site.normalized_shape[0]
+    device = torch.device("cpu")
+    for tensor in named_tensors(fold.module).values():
+        device = tensor.device
+        break
+    copies = []
+    try:
+        with _float64_arithmetic():
+            for _ in range(2):
+                copied = plain_copy(fold.module, torch.float64)
+                copies.append(TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device))
+            norm, neutral = copies
+            for name, tensor, offset in _tensors(fold.site, neutral.module):
+                tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
+            for scale in _SCALES:
+                tokens = norm.sample(scale, seed=0)
+                if as_rms:
+                    expected = core(tokens, "layernorm", fold.site.eps)
+                else:
+                    expected = neutral(tokens)
+                if fold.weight is not None:
+                    expected = expected * fold.weight
+                if fold.bias is not None:
+                    expected = expected + fold.bias
+                # A comparison with NaN is False.
+                if not relative_error([norm(tokens)], [expected]) <= _EXACT:
+                    return False
+    # The norm has no copy in float64, or the copy raises.
+    except (CannotProbeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+@contextmanager
+def _float64_arithmetic() -> Iterator[None]:
+    """Let a norm compute in float64 only, and without warnings about the odd inputs of a trial."""
+    with (
+        Wide(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        catch_warnings(action="ignore"),
+    ):
+        yield

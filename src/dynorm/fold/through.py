@@ -1,0 +1,185 @@
+"""Linear layers whose output is the residual stream: they go by rescaling the stream.
+
+Every value v of the stream is kept as v / d, with one factor d per channel. Readers multiply by d,
+and writers divide by it. A linear layer, y = a x + b, is the identity if d after it is a times d
+before it, so each d follows from the last one. Its constant goes into a bias before it, as b / a.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dynorm.fold.site import SiteFold
+from dynorm.stream.operators import RefusedError
+from dynorm.stream.stream import Stream
+
+
+@dataclass(eq=False)
+class RescaledStream:
+    """A stream between linear layers: its values are ``factor`` times those of the folded model."""
+
+    stream: Stream
+    norms: list[SiteFold] = field(default_factory=list)  # write into it; their weights take 1 / d
+    takers: list[SiteFold] = field(default_factory=list)  # linear layers that give d to readers
+    refused: str | None = None  # why its factor must stay 1
+    factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64, device="cpu"))
+    group: "ScaleGroup" = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start in a group without others."""
+        self.group = ScaleGroup([self])
+
+
+@dataclass(eq=False)
+class ScaleGroup:
+    """Streams whose factors change together, because linear layers between them are gone."""
+
+    members: list[RescaledStream]
+
+    @property
+    def refused(self) -> str | None:
+        """Return why the factor of one of them, and so of all, must stay."""
+        for member in self.members:
+            if member.refused is not None:
+                return member.refused
+        return None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Tell whether the factors must stay."""
+        return self.refused is not None
+
+    def scale(self, ratio: Tensor) -> None:
+        """Multiply all factors."""
+        for member in self.members:
+            member.factor = member.factor * ratio
+
+    def merge(self, other: "ScaleGroup") -> None:
+        """Take over the members of another group."""
+        self.members += other.members
+        for member in other.members:
+            member.group = self
+
+
+def fold_through(folds: Sequence[SiteFold]) -> list[RescaledStream]:
+    """Let the linear layers go whose readers cannot take them over; return the rescaled streams."""
+    for fold in folds:
+        if fold.goes and not fold.is_absorbed and fold.calls:
+            _place_constant(fold)
+    rescaled: dict[Stream, RescaledStream] = {}
+    for fold in folds:
+        if fold.through:
+            ends = []
+            for stream in (fold.around.before[0], fold.around.after[0]):
+                if stream not in rescaled:
+                    rescaled[stream] = _rescalable(folds, stream)
+                ends.append(rescaled[stream])
+            _join(fold, *ends)
+    for part in rescaled.values():
+        for taker in part.takers:
+            assert taker.factor is not None
+            taker.factor = part.factor * taker.factor
+    return [part for part in rescaled.values() if bool((part.factor != 1).any())]
+
+
+def _place_constant(fold: SiteFold) -> None:
+    """Check that a linear layer can go through its stream, and find a place for its constant."""
+    assert fold.weight is not None
+    try:
+        zeros = (fold.weight == 0).nonzero().flatten().tolist()
+        if zeros:
+            raise RefusedError(
+                f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes"
+            )
+        if len(fold.calls) != 1:
+            raise RefusedError("the layer is called several times")
+        fold.center = None
+        fold.center_into = None
+        if fold.bias is not None:
+            # a x + b = a (x - c) with this centre.
+            fold.center = -fold.bias / fold.weight
+            if fold.bias_before is None:
+                raise RefusedError(fold.no_bias_before)
+            fold.center_into = fold.bias_before
+        fold.through = True
+    except RefusedError as refusal:
+        fold.kept = f"{fold.kept}; {refusal}"
+
+
+def _join(fold: SiteFold, before: RescaledStream, after: RescaledStream) -> None:
+    """Make a linear layer the identity by the factors of the streams on both sides of it."""
+    assert fold.weight is not None
+    ratio = fold.weight * before.factor / after.factor
+    one_group = before.group is after.group
+    if one_group or (before.group.is_pinned and after.group.is_pinned):
+        fold.left = ratio
+        reasons = dict.fromkeys([before.group.refused, after.group.refused])
+        words = [reason for reason in reasons if reason is not None]
+        fold.left_because = "; ".join(words) or "its two ends belong to the same rescaled stream"
+        return
+    if after.group.is_pinned:
+        before.group.scale(1 / ratio)
+    else:
+        after.group.scale(ratio)
+    before.group.merge(after.group)
+
+
+def _rescalable(folds: Sequence[SiteFold], stream: Stream) -> RescaledStream:
+    """Return a stream with its norms, or with the reason why its factor must stay."""
+    rescaled = RescaledStream(stream)
+    try:
+        if stream.writers_unknown is not None:
+            raise RefusedError(stream.writers_unknown)
+        for use in stream.norms_before:
+            _add_writer(rescaled, folds[use.index], use.over_channels)
+        for use in stream.norms_after:
+            _add_taker(rescaled, folds[use.index], use.over_channels)
+        if stream.readers_unknown is not None:
+            raise RefusedError(stream.readers_unknown)
+        if stream.is_returned:
+            raise RefusedError("the model returns it")
+        for shared in (stream.writers_shared, stream.readers_shared):
+            if shared is not None:
+                raise RefusedError(shared)
+        for norm in rescaled.norms:
+            _require_all_calls(norm, norm.around.after, stream)
+        for norm in rescaled.takers:
+            _require_all_calls(norm, norm.around.before, stream)
+    except RefusedError as refusal:
+        rescaled.refused = str(refusal)
+    return rescaled
+
+
+def _add_writer(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -> None:
+    """Add a norm that writes into the stream, whose weight can take a factor."""
+    is_affine = norm.is_pointwise or norm.is_exact
+    stays_affine = norm.weight is not None and not norm.is_absorbed
+    if not (over_channels and norm.chosen and is_affine and stays_affine):
+        raise RefusedError(
+            f"written by the norm {norm.path}, which has no weight that could take a factor"
+        )
+    # The factors on both sides make a layer that goes the identity.
+    if not norm.through and norm not in rescaled.norms:
+        if norm.shared is not None:
+            raise RefusedError(norm.shared)
+        rescaled.norms.append(norm)
+
+
+def _add_taker(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -> None:
+    """Add a linear layer that reads the stream, and whose readers take the factor."""
+    if not over_channels or not norm.goes:
+        raise RefusedError(f"read by {norm.path}, which stays")
+    if not norm.through and norm not in rescaled.takers:
+        rescaled.takers.append(norm)
+
+
+def _require_all_calls(norm: SiteFold, streams: Sequence[Stream], stream: Stream) -> None:
+    """Check that a norm is called on one stream only, and its readers read no other norm."""
+    if any(other is not stream for other in streams):
+        raise RefusedError(f"{norm.path} is called on other values too")
+    ours = {reader.leaf for reader in norm.reads}
+    for reader in norm.reads:
+        if reader.weight.leaves - ours:
+            raise RefusedError(f"a reader of {norm.path} reads another norm too")

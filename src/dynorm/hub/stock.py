@@ -1,0 +1,126 @@
+"""A folded model in its own class, which loads where dynorm is unknown."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynorm.errors import ModelError
+from dynorm.fold.check import Check
+from dynorm.replace.edits import added_biases
+from dynorm.replace.specs import is_ours
+
+# A power of two, and so is its root: neither rounds a number.
+_EPS = 2.0**80
+
+
+@torch.inference_mode(False)
+def as_stock(
+    model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
+) -> nn.Module:
+    r"""Return a folded transformers model in its own class, which loads where dynorm is unknown.
+
+    In the place of a linear layer that was folded away, the class's RMSNorm computes the identity:
+    with eps = 2^80 and a weight of 2^40, ``weight * x / sqrt(mean(x^2) + eps)`` is x to the last
+    digit, which is checked. A LayerNorm cannot compute the identity.
+
+    Args:
+        model: a model of transformers, in which :func:`dynorm.fold_` left no other layer of
+            dynorm.
+        *args: the example, as for :func:`dynorm.fold_`.
+        tolerance: the relative error to allow, as for :func:`dynorm.fold_`.
+        **kwargs: the example's keyword arguments.
+
+    Returns:
+        A new model, for ``save_pretrained``.
+
+    Raises:
+        ModelError: a norm, a layer of dynorm or an added bias is left, the config has no eps, the model
+            is in float16, or the outputs differ.
+
+    Example:
+        >>> as_stock(nn.Linear(2, 2))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        dynorm.errors.ModelError: the model must have a config with the eps of its norms, but ...
+
+    Reference:
+        L. Baroni et al., "Transformers Don't Need LayerNorm at Inference Time", arXiv 2507.02559,
+        with 1e12 and 1e6.
+    """
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    eps_names = []
+    for name in getattr(config, "__dict__", ()):
+        if name.endswith(("_eps", "_epsilon")):
+            eps_names.append(name)
+    if not eps_names:
+        raise ModelError(
+            f"the model must have a config with the eps of its norms, but {type(model).__name__} "
+            "has none"
+        )
+    identities = _identities(model)
+    like = next(model.parameters())
+    if like.dtype is torch.float16:
+        raise ModelError(
+            "the model must have numbers up to 2^40, but is in float16: cast it to bfloat16 or "
+            "float32"
+        )
+    before = Check(model, (args, kwargs), tolerance)
+    vars(config).pop("quantization_config", None)
+    vars(config).update(dict.fromkeys(eps_names, _EPS))
+    stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
+    stock.load_state_dict(stock.state_dict() | model.state_dict())
+    if "generation_config" in vars(model):
+        stock.__dict__["generation_config"] = copy.deepcopy(vars(model)["generation_config"])
+    _require_no_other_norm(stock, identities)
+    for path in identities:
+        _make_identity_(stock.get_submodule(path))
+    error = max(before.errors(stock))
+    if not error <= before.tolerance:
+        raise ModelError(
+            f"the norms of {type(model).__name__} must compute the identity with a large eps, but "
+            f"the outputs differ by {error:.1e}: a LayerNorm takes the mean out, T5 ties weights "
+            "again; save such a model with dynorm.save"
+        )
+    return stock
+
+
+def _identities(model: nn.Module) -> list[str]:
+    """Return the paths of the identities, and check that no other edit is in the model."""
+    paths = []
+    others = []
+    for path, module in model.named_modules():
+        if type(module) is nn.Identity and is_ours(module):
+            paths.append(path)
+        elif is_ours(module):
+            others.append(path)
+    others += added_biases(model)
+    if others or not paths:
+        problem = "it has none"
+        if others:
+            problem = f"not the layers or added biases {', '.join(others[:3])}"
+        raise ModelError(
+            f"the model must have identities where linear layers were folded away, but {problem}"
+        )
+    return paths
+
+
+def _require_no_other_norm(stock: nn.Module, identities: list[str]) -> None:
+    """Check that all norms of the class are to be identities, because one eps serves all."""
+    kinds = {type(stock.get_submodule(path)) for path in identities}
+    for path, module in stock.named_modules():
+        if type(module) in kinds and path not in identities:
+            raise ModelError(
+                f"all norms of the model must be gone, because one eps serves all, but {path!r} is "
+                "still there"
+            )
+
+
+@torch.no_grad()
+def _make_identity_(norm: nn.Module) -> None:
+    """Give an RMSNorm with the large eps the weight with which it computes the identity."""
+    weight = norm.get_parameter("weight")
+    weight.zero_()
+    # Some classes scale by 1 + w.
+    offset = float(norm(torch.ones_like(weight)).any())
+    weight.fill_(_EPS**0.5 - offset)

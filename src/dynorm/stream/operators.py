@@ -1,0 +1,349 @@
+"""The linear operators of a graph: how each reads the channels of a value, and writes others."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from dynorm.stream.channels import along, held_at, made_by
+from dynorm.stream.graph import (
+    Leaf,
+    Slot,
+    argument,
+    as_list,
+    is_tensor,
+    packet,
+    paths_of,
+    rank_of,
+    shape,
+    slot_of,
+    users,
+    where,
+)
+
+CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
+_TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+_CONVOLUTION_FORWARDS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+_PLAIN_PRODUCTS = ("aten.mm", "aten.matmul", "aten.bmm")
+_PRODUCTS = (*_PLAIN_PRODUCTS, "aten._grouped_mm", "transformers.grouped_mm_fallback")
+
+
+class RefusedError(Exception):
+    """The reason why something cannot be edited, for a report."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """One operator that reads all channels of a value linearly."""
+
+    node: Node
+    leaf: Leaf  # its use of the weight
+    weight: Slot
+    axis: int  # the axis of the weight that the value's channels lie along
+    out: int | None  # the weight's axis of outputs; None if they have no single axis
+    groups: int = 1  # of a convolution; ``axis`` then holds the channels of one group
+    bias: Slot | None = None
+    bias_leaf: Leaf | None = None  # the use of the bias
+    no_shift: str | None = None  # why a constant in the value cannot become a bias
+
+    def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Return the weight that reads ``v`` as this one reads ``factor * v``."""
+        if self.groups == 1:
+            return weight * along(factor, self.axis, weight.ndim)
+        # Output o is in group o // (outputs / groups), and reads only that group's channels.
+        outputs = weight.shape[0] // self.groups
+        rows = factor.view(self.groups, -1).repeat_interleave(outputs, 0)
+        return weight * rows.view(*rows.shape, *[1] * (weight.ndim - 2))
+
+    def constant(self, weight: Tensor, shift: Tensor) -> Tensor:
+        """Return the outputs of this weight for a constant ``shift`` in every token, (outputs,)."""
+        assert self.out is not None
+        product = self.scaled(weight, shift)
+        return product.sum([axis for axis in range(product.ndim) if axis != self.out])
+
+
+@dataclass(frozen=True)
+class Write:
+    """A parameter that writes into a stream."""
+
+    leaf: Leaf  # its use
+    slot: Slot
+    axis: int  # the axis of the parameter that the stream's channels lie along
+    gain: Slot | None = None  # a parameter that scales each channel on the way (LayerScale)
+    gain_leaf: Leaf | None = None  # its use
+    is_new: bool = False  # the slot is a weight whose layer will be given a bias
+
+    @property
+    def is_value(self) -> bool:
+        """Tell whether the parameter itself is added to the stream, as learned positions are."""
+        return self.leaf.node is self.leaf.argument
+
+
+@dataclass(frozen=True)
+class _Product:
+    """An operator's weight, and how it is used."""
+
+    weight: Node
+    contracted: int  # the axis that is summed over
+    out: int | None  # the axis of the outputs
+    bias: Any = None
+    rank: int = 2  # of a single weight
+    groups: int = 1
+    no_shift: str | None = None  # why a constant in the input cannot become a bias
+    added: bool = False  # a sum after it may be its bias
+
+
+def read(node: Node, value: Node, axis: int) -> Read:
+    """Find how an operator reads the channels of a value along an axis.
+
+    Raises:
+        RefusedError: it is not linear in the channels.
+    """
+    times = 0
+    for part in node.args:
+        times += sum(operand is value for operand in as_list(part))
+    if times != 1:
+        raise RefusedError(f"read by {where(node)}, which is not linear")
+    product = _product(node, value, axis)
+    weight = product.weight
+    held = held_at(weight, product.contracted)
+    if held is None:
+        raise _computed(node)
+    slot, contracted = held
+    out = None
+    if product.out is not None:
+        held_out = held_at(weight, product.out)
+        if held_out is not None:
+            out = held_out[1]
+    no_shift = product.no_shift
+    is_single = out is not None and rank_of(weight) == product.rank
+    if is_single and slot_of(weight) is None:
+        is_single = not _is_stacked(slot, contracted, out)
+    if not is_single:
+        no_shift = no_shift or (
+            f"{where(node)} has several weights in one, or none for a bias to belong to"
+        )
+    bias = bias_leaf = None
+    try:
+        outputs = None if product.out is None else shape(weight)[product.out]
+        bias, bias_leaf = _bias(node, product.bias, outputs, product.added)
+    except RefusedError as refusal:
+        no_shift = no_shift or str(refusal)
+    leaf = Leaf(node, weight)
+    groups = product.groups
+    return Read(node, leaf, slot, contracted, out, groups, bias, bias_leaf, no_shift)
+
+
+def _computed(node: Node) -> RefusedError:
+    return RefusedError(f"read by {where(node)}, whose weight is computed, not a parameter")
+
+
+def _product(node: Node, value: Node, axis: int) -> _Product:
+    name = packet(node)
+    if name in CONVOLUTIONS + _TRANSPOSED and node.args[0] is value:
+        return _convolution(node, rank_of(value), axis)
+    if name == "aten.einsum":
+        return _einsum(node, value, axis)
+    return _matrices(node, value, axis)
+
+
+def _matrices(node: Node, value: Node, axis: int) -> _Product:
+    name = packet(node)
+    rank = rank_of(value)
+    is_last = axis == rank - 1
+    bias = None
+    # The contracted axis of the weight is its last one, or the last but one.
+    if name == "aten.linear" and node.args[0] is value and is_last:
+        weight, bias, from_end = argument(node, 1), argument(node, 2), 1
+    elif name == "aten.addmm" and node.args[1] is value and axis == 1 and not node.kwargs:
+        weight, bias, from_end = argument(node, 2), argument(node, 0), 2
+    elif name in _PRODUCTS and node.args[0] is value and is_last:
+        weight, from_end = argument(node, 1), 2
+    elif name in _PLAIN_PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0):
+        weight, from_end = argument(node, 0), 1
+    else:
+        raise RefusedError(f"read by {where(node)}, which is not linear in the channels")
+    if not is_tensor(weight) or sum(operand is weight for operand in node.args) != 1:
+        raise RefusedError(
+            f"read by {where(node)}, whose weight is not a tensor, or is its bias too"
+        )
+    # The outputs of a weight on the left do not come last: a vector added to them is not a bias.
+    added = weight is not node.args[0]
+    size = rank_of(weight)
+    if size == 1:
+        return _Product(weight, 0, None, bias, added=added)
+    out = size - 2 if from_end == 1 else size - 1
+    return _Product(weight, size - from_end, out, bias, added=added)
+
+
+def _convolution(node: Node, rank: int, axis: int) -> _Product:
+    place = where(node)
+    weight, bias = argument(node, 1), argument(node, 2)
+    if not is_tensor(weight) or rank_of(weight) != rank or axis != 1:
+        raise RefusedError(f"read by {place}, which does not take the channels at axis 1")
+    groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
+    if packet(node) in _TRANSPOSED:
+        if groups != 1:
+            raise RefusedError(f"read by {place}, a transposed convolution in groups")
+        no_shift = f"{place} is transposed: at its borders a constant does not stay one"
+        return _Product(weight, 0, 1, bias, rank, no_shift=no_shift)
+    if groups != 1 and slot_of(weight) is None:
+        raise _computed(node)
+    padding = argument(node, 4) or 0
+    if isinstance(padding, (list, tuple)):
+        is_padded = any(padding)
+    else:
+        is_padded = padding not in (0, "valid")
+    pads = f"{place} pads with zeros: a bias would differ at its borders" if is_padded else None
+    return _Product(weight, 1, 0, bias, rank, groups, pads)
+
+
+def _einsum(node: Node, value: Node, axis: int) -> _Product:
+    inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
+    operands = argument(node, 1)
+    refusal = RefusedError(f"read by {where(node)}, which is not linear in the channels")
+    if "." in inputs or not arrow or len(operands) != 2 or not all(map(is_tensor, operands)):
+        raise refusal
+    index = 0 if operands[0] is value else 1
+    letters = inputs.split(",")
+    of_value, of_weight = letters[index], letters[1 - index]
+    weight = operands[1 - index]
+    channel = of_value[axis]
+    if channel in output or of_weight.count(channel) != 1 or of_value.count(channel) != 1:
+        raise refusal
+    contracted = of_weight.index(channel)
+    if shape(weight)[contracted] != shape(value)[axis]:
+        raise RefusedError(f"read by {where(node)}, which repeats one weight over the channels")
+    # A sum over tokens would add a constant up as well.
+    keeps_tokens = all(letter in output for letter in of_value if letter != channel)
+    others = of_weight.replace(channel, "")
+    out = None
+    if keeps_tokens and len(others) == 1 and others not in of_value and output.endswith(others):
+        out = of_weight.index(others)
+    return _Product(weight, contracted, out, added=True)
+
+
+def _bias(
+    node: Node, bias: Any, outputs: int | None, added: bool
+) -> tuple[Slot | None, Leaf | None]:
+    """Find the bias of an operator: its argument, or a parameter added to its outputs."""
+    user = node
+    if not is_tensor(bias):
+        takers = list(users(node))
+        if not added or len(takers) != 1:
+            return None, None
+        user = takers[0]
+        if packet(user) != "aten.add" or user.kwargs or len(user.args) != 2:
+            return None, None
+        bias = user.args[1] if user.args[0] is node else user.args[0]
+        if bias is node or not is_tensor(bias) or shape(bias) != (outputs,):
+            return None, None
+        if held_at(bias, 0) is None:
+            return None, None
+    place = where(node)
+    if shape(bias) != (outputs,):
+        raise RefusedError(f"the bias of {place} is not a vector of one number per output")
+    held = held_at(bias, 0)
+    if held is None:
+        raise RefusedError(f"the bias of {place} is computed, not a parameter")
+    slot, axis = held
+    if axis != slot.tensor.ndim - 1 or _is_stacked(slot, axis):
+        raise RefusedError(f"the bias of {place} is a part of a larger parameter")
+    return slot, Leaf(user, bias)
+
+
+def _is_stacked(slot: Slot, *axes: int | None) -> bool:
+    """Tell whether a parameter has further axes, with more than one index."""
+    return any(size != 1 for axis, size in enumerate(slot.tensor.shape) if axis not in axes)
+
+
+def writes(op: Node, axis: int) -> list[Write]:
+    """Return the weight and bias, or the table, of a linear operator; [] for other operators."""
+    if not is_tensor(op):
+        return []
+    name = packet(op)
+    if name == "aten.mul":
+        return _gained(op, axis)
+    is_last = axis == rank_of(op) - 1
+    # Operands, with the axis of their outputs.
+    parts: list[tuple[Any, int]] = []
+    weight_and_bias = [(argument(op, 1), 0), (argument(op, 2), 0)]
+    if name == "aten.linear" and is_last:
+        parts = weight_and_bias
+    elif name == "aten.addmm" and is_last and not op.kwargs:
+        parts = [(op.args[2], 1), (op.args[0], 0)]
+    elif name in _PLAIN_PRODUCTS and is_last and is_tensor(op.args[1]):
+        parts = [(op.args[1], len(shape(op.args[1])) - 1)]
+    elif name == "aten.embedding" and is_last:
+        parts = [(op.args[0], 1)]
+    elif name in CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
+        parts = weight_and_bias
+    written = []
+    for part, at in parts:
+        if part is None:
+            continue
+        held = held_at(part, at)
+        is_whole = held is not None and shape(part)[at] == shape(op)[axis]
+        if held is None or not is_whole or sum(operand is part for operand in op.args) != 1:
+            return []
+        written.append(Write(Leaf(op, part), *held))
+    return written
+
+
+def _gained(op: Node, axis: int) -> list[Write]:
+    """Return the writes of a linear operator times a parameter (LayerScale).
+
+    The gain can go into the operator's weight and bias.
+    """
+    inputs = [operand for operand in op.args if is_tensor(operand)]
+    if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
+        return []
+    from_end = rank_of(op) - axis
+    for gain, value in (inputs, inputs[::-1]):
+        at = rank_of(gain) - from_end
+        held = held_at(gain, at) if at >= 0 else None
+        if held is None or held[0].tensor.ndim != 1 or shape(value) != shape(op):
+            continue
+        made = made_by(value, axis)
+        if made is None or packet(made[0]) == "aten.mul":
+            return []
+        leaf = Leaf(op, gain)
+        return [replace(write, gain=held[0], gain_leaf=leaf) for write in writes(*made)]
+    return []
+
+
+def require_new_bias(slot: Slot, node: Node) -> None:
+    """Check that a weight belongs to one linear layer, which can be given a bias."""
+    owner = slot.owners[0]
+    # Code that uses the weight without calling the layer would not add the bias.
+    is_called = not set(owner.paths).isdisjoint(paths_of(node))
+    if len(slot.owners) > 1 or not is_called or not _takes_bias(owner.module):
+        raise RefusedError(
+            f"no bias can be added to {slot.name}: it is not the weight of one linear layer"
+        )
+
+
+def _takes_bias(module: nn.Module) -> bool:
+    """Tell whether a linear layer or convolution has no bias, and would add one."""
+    if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
+        return False
+    forward = type(module).forward
+    if forward is nn.Linear.forward or forward in _CONVOLUTION_FORWARDS:
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    # A subclass with another forward is tried on a copy whose weight is zero.
+    weight = torch.zeros_like(module.weight)
+    bias = torch.arange(1, len(weight) + 1, dtype=weight.dtype, device=weight.device)
+    trial = copy.copy(module)
+    trial.__dict__["_parameters"] = {**module._parameters, "weight": weight, "bias": bias}
+    try:
+        with torch.no_grad():
+            result = trial.forward(weight.new_ones(2, weight.shape[1]))
+    # A forward that raises does not just add the bias to the product.
+    except Exception:
+        return False
+    return isinstance(result, Tensor) and torch.equal(result, bias.expand(2, -1))

@@ -1,0 +1,78 @@
+"""Everything that reads the outputs of a norm."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from dynorm.stream.channels import carried, factor_of
+from dynorm.stream.graph import Leaf, is_move, norm_index, rank_of, users, where, width
+from dynorm.stream.operators import Read, RefusedError, read
+
+
+@dataclass(eq=False)
+class Readers:
+    """The linear operators that read all that a norm returns."""
+
+    reads: list[Read] = field(default_factory=list)
+    refused: str | None = None  # why some reader is not one of these
+    is_scaled: bool = False  # a factor for each token is between the norm and a reader
+
+
+def readers_of(calls: Sequence[Node], dim: int) -> Readers:
+    """Follow the outputs of a norm's calls, with channel axis ``dim``, to their readers."""
+    readers = Readers()
+    widest = min(map(width, calls))
+    # Each value with its channel axis and the fewest bytes per number on the way to it.
+    todo = [(call, dim % rank_of(call), width(call)) for call in calls]
+    seen = set()
+    try:
+        while todo:
+            value, axis, narrowest = todo.pop()
+            if (value, axis) in seen:
+                continue
+            seen.add((value, axis))
+            # Another norm is the least helpful reason for a refusal, so norms come last.
+            for user in sorted(users(value), key=_is_norm):
+                if user.op == "output":
+                    raise RefusedError("the model returns it")
+                to = carried(user, value, axis)
+                if to is not None:
+                    todo.append((user, to, min(narrowest, width(user))))
+                    readers.is_scaled |= factor_of(user, value, axis)
+                    continue
+                if is_move(user, value):
+                    raise RefusedError(f"its channels are split or reordered by {where(user)}")
+                reader = read(user, value, axis)
+                if narrowest < min(widest, reader.weight.tensor.dtype.itemsize):
+                    raise RefusedError(
+                        f"rounded to fewer digits than the weight has before {where(user)} reads it"
+                    )
+                if reader not in readers.reads:
+                    readers.reads.append(reader)
+    except RefusedError as refusal:
+        readers.refused = str(refusal)
+    return readers
+
+
+def _is_norm(node: Node) -> bool:
+    return norm_index(node) is not None
+
+
+def shared_readers(reads: Iterable[Read], uses: Mapping[Leaf, Read]) -> str | None:
+    """Return why the weights of some reads cannot change, or None.
+
+    They must be saved, and have no use except ``uses``, which read along the same axis and groups.
+    """
+    for reader in reads:
+        slot = reader.weight
+        name = f"{slot.name}, which reads it,"
+        if slot.fixed is not None:
+            return slot.fixed
+        if not slot.is_saved:
+            return f"{name} is not a saved floating-point parameter"
+        for leaf in slot.leaves:
+            use = uses.get(leaf)
+            if use is None or (use.axis, use.groups) != (reader.axis, reader.groups):
+                return f"{name} is also used by {leaf.place}{slot.hint}"
+    return None
