@@ -22,10 +22,11 @@ from matplotlib.figure import Figure
 
 import dynorm
 from benchmarks.subjects import LENGTH, trained
-from dynorm.distill.pipeline import Recipe, inspect_pretrained
-from dynorm.distill.texts import split_texts, standard_library_docstrings
-from dynorm.family import FAMILY
-from dynorm.report.page import draw
+from dynorm.jobs.inspect import inspect_pretrained
+from dynorm.jobs.recipe import Recipe
+from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from dynorm.report.colours import COLOURS
+from dynorm.report.pictures import draw
 from dynorm.table import shortened
 from tools.demo_model import folder
 
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "inspection.json"
 STEPS, SAMPLES = 300, 256
 # The colours of a picture on white paper, by their use.
-DAYLIGHT = {name: function.color for name, function in FAMILY.items()} | {
+DAYLIGHT = COLOURS | {
     "soft": "#5c6570",
     "edge": "#c9c5bd",
     "point": "#c3c7cc",

@@ -23,16 +23,16 @@ from transformers import TrainerCallback
 import dynorm
 from benchmarks.distillation import reference
 from benchmarks.subjects import Batches, Row, add_rows, calibrate
-from dynorm.distill.convert_model import LANGUAGE
-from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
-from dynorm.distill.pretrained import (
+from dynorm.jobs.checkpoint import (
     Pretrained,
     ShuffledBatches,
     encode,
     load_pretrained,
     make_batches,
 )
-from dynorm.distill.texts import split_texts, standard_library_docstrings
+from dynorm.jobs.job import CALIBRATION_BLOCKS
+from dynorm.jobs.recipe import LANGUAGE, Recipe
+from dynorm.jobs.texts import split_texts, standard_library_docstrings
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 

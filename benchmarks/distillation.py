@@ -32,10 +32,10 @@ from benchmarks.subjects import (
     language_model,
     rows_so_far,
 )
-from dynorm.distill import AnnealCallback
-from dynorm.distill.distill import distill_, distillation_rate
-from dynorm.distill.pretrained import ShuffledBatches, make_batches
-from dynorm.distill.texts import read_texts
+from dynorm.jobs.checkpoint import ShuffledBatches, make_batches
+from dynorm.jobs.texts import read_texts
+from dynorm.train.callbacks import AnnealCallback
+from dynorm.train.distill import distill_, distillation_rate
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 

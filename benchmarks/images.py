@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.subjects import Row
-from dynorm.distill import load_pretrained
-from dynorm.distill.inputs import image_inputs
-from dynorm.distill.media import find_images
-from dynorm.distill.texts import split_texts
 from dynorm.files import write_text
+from dynorm.jobs import load_pretrained
+from dynorm.jobs.images import find_images
+from dynorm.jobs.inputs import image_inputs
+from dynorm.jobs.texts import split_texts
 from dynorm.report.conversion import compare
 
 RESULTS = Path(__file__).parent / "results" / "images.json"

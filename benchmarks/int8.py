@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.subjects import BATCH, CALIBRATION_TEXTS, HELD_OUT, REFINE, encoder, fitted
-from dynorm.distill.pretrained import make_batches
+from dynorm.jobs.checkpoint import make_batches
 from dynorm.layers import PointwiseNorm
 from dynorm.quantize import Reader, find_readers, observed_ranges, output_bounds, quantize_
 from dynorm.quantize.bounds import Range

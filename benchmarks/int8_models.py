@@ -20,13 +20,13 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from benchmarks.decoder import ABOUT, blocks, converted_decoder
 from benchmarks.int8 import by_torchao
 from benchmarks.subjects import calibrate
-from dynorm.distill import output_loss
-from dynorm.distill.inputs import image_inputs
-from dynorm.distill.media import find_images
-from dynorm.distill.pipeline import Recipe
-from dynorm.distill.pretrained import load_pretrained
+from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.images import find_images
+from dynorm.jobs.inputs import image_inputs
+from dynorm.jobs.recipe import Recipe
 from dynorm.quantize import Reader, find_readers, observed_ranges, quantize_
 from dynorm.quantize.bounds import Range
+from dynorm.train.distill import output_loss
 from tools.demo_model import folder
 
 POWER = 0.75

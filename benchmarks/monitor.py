@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import dynorm
-from dynorm.distill.texts import standard_library_docstrings
-from dynorm.family import FAMILY
+from dynorm.jobs.texts import standard_library_docstrings
+from dynorm.report.colours import COLOURS
 
 ROOT = Path(__file__).parent.parent
 RESULTS, IMAGE = (
@@ -98,7 +98,7 @@ def draw(found: dict[str, Any]) -> None:
 
     figure = Figure(figsize=(9, 3.1), layout="constrained")
     axes = figure.subplots(1, 3)
-    styles = {"the weights' rate": ("0.45", "--"), "param_groups": (FAMILY["dyisru"].color, "-")}
+    styles = {"the weights' rate": ("0.45", "--"), "param_groups": (COLOURS["dyisru"], "-")}
     titles = {
         "loss": "loss, nats per byte",
         "saturated": "saturated outputs, worst layer",

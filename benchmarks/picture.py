@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.distill.pretrained import encode, load_pretrained, make_batches
-from dynorm.distill.texts import standard_library_docstrings
-from dynorm.family import FAMILY
-from dynorm.fit.ranks import Ranks
+from dynorm.batches import call, site_tokens, token_masks
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import TokenScales
+from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
+from dynorm.jobs.texts import standard_library_docstrings
+from dynorm.ranks import Ranks
 from dynorm.replace.specs import Replaced
+from dynorm.report.colours import COLOURS
 from dynorm.site import NormSite
-from dynorm.watch import call, site_tokens, token_masks
 from tools.demo_model import folder
 
 SITE = "encoder.layer.4.output.LayerNorm"
@@ -83,7 +83,7 @@ def draw(inputs: dict[str, Tensor]) -> None:
         line = torch.linspace(float(x.min()) * 1.02, float(x.max()) * 1.02, 2000)
         curve = dynorm.functional.dyisru(line, float(fit.layer.beta()), scale=fit.layer.scale)
         name = rf"DyISRU, one curve, $\beta$ = {float(fit.layer.beta()):.3g}"
-        axis.plot(line, curve, color=FAMILY["dyisru"].color, lw=2, label=name)
+        axis.plot(line, curve, color=COLOURS["dyisru"], lw=2, label=name)
         axis.set_title(
             f"where it fits {words}: {path}\nerror {fit.error:.0%} of the output's spread",
             fontsize=10,
@@ -106,7 +106,7 @@ def draw_witness(x: Tensor) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     square = x[:, one.channels[0]].square()
     axes[0].scatter(
-        square, sums, s=5, color=FAMILY["dyisru"].color, linewidths=0, alpha=0.5, label="a token"
+        square, sums, s=5, color=COLOURS["dyisru"], linewidths=0, alpha=0.5, label="a token"
     )
     line = torch.logspace(0, float(square.max().log10()) + 0.05, 300)
     axes[0].plot(
@@ -122,7 +122,7 @@ def draw_witness(x: Tensor) -> None:
         told,
         sums,
         s=5,
-        color=FAMILY["dyisru"].color,
+        color=COLOURS["dyisru"],
         linewidths=0,
         alpha=0.5,
         label="four witnesses",

@@ -36,7 +36,7 @@ def seconds_per_sample(bf16: bool) -> float | None:
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
     import dynorm
-    from dynorm.fit.ranks import joined
+    from dynorm.ranks import joined
 
     class Clock(TrainerCallback):
         """Notes when each step ends."""

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.subjects import BATCH, ROOT, Row
-from dynorm.distill.pretrained import (
+from dynorm.files import write_text
+from dynorm.jobs.checkpoint import (
     Pretrained,
     encode,
     library_versions,
     load_pretrained,
     make_batches,
 )
-from dynorm.files import write_text
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"

@@ -17,12 +17,13 @@ from typing import Any
 
 import dynorm
 from benchmarks.subjects import Row, add_rows, calibrate
-from dynorm.distill.inputs import audio_inputs
-from dynorm.distill.media import Clip, find_audio
-from dynorm.distill.pipeline import CALIBRATION_BLOCKS, Recipe
-from dynorm.distill.pretrained import ShuffledBatches, load_pretrained
-from dynorm.distill.speech import Listener, word_errors
-from dynorm.distill.texts import split_audio
+from dynorm.jobs.audio import Clip, find_audio
+from dynorm.jobs.checkpoint import ShuffledBatches, load_pretrained
+from dynorm.jobs.inputs import audio_inputs
+from dynorm.jobs.job import CALIBRATION_BLOCKS
+from dynorm.jobs.recipe import Recipe
+from dynorm.jobs.speech import Listener, word_errors
+from dynorm.jobs.texts import split_audio
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 from tools.speech import gather

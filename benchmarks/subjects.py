@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import dynorm
-from dynorm.distill.pretrained import (
+from dynorm.files import write_text
+from dynorm.fit.site_fit import TOLERANCE
+from dynorm.jobs.checkpoint import (
     Pretrained,
     encode,
     library_versions,
     load_pretrained,
     make_batches,
 )
-from dynorm.distill.texts import split_texts, standard_library_docstrings
-from dynorm.files import write_text
-from dynorm.fit.site_fit import TOLERANCE
+from dynorm.jobs.texts import split_texts, standard_library_docstrings
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 

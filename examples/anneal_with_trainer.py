@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import dynorm
-from dynorm.distill import AnnealCallback
+from dynorm.train.callbacks import AnnealCallback
 
 STEPS, LENGTH = 120, 24
 

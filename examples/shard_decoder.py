@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import dynorm
-from dynorm.distill import distill_
-from dynorm.distill.texts import standard_library_docstrings
+from dynorm.jobs.texts import standard_library_docstrings
+from dynorm.train.distill import distill_
 
 LENGTH = 512
 

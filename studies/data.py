@@ -17,7 +17,7 @@ from dynorm.errors import ArgumentError
 from studies.settings import Settings
 
 Item = dict[str, Tensor]
-# As dynorm.distill.texts: tests hold data of all kinds, the other two are no longer part of the
+# As dynorm.jobs.texts: tests hold data of all kinds, the other two are no longer part of the
 # language.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 HELD_OUT_SHARE = 0.05

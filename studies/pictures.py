@@ -14,13 +14,18 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dynorm.family import FAMILY
+from dynorm.report import colours
 from studies.arms import ARMS, SHOWN
 from studies.plan import LONG, SMALL, Part
 from studies.runs import Record
 from studies.tables import rate
 
 COLOURS = {"layernorm": "#111111", "rmsnorm": "#8a8a8a"}
-COLOURS |= {name: row.color for row in FAMILY.values() for name in (row.name, row.annealed_name)}
+COLOURS |= {
+    name: colours.COLOURS[row.name]
+    for row in FAMILY.values()
+    for name in (row.name, row.annealed_name)
+}
 STYLES = {None: "-", "batch": "-", "published": ":", "tuned": "-.", "path": "--"}
 # A single run has no line to tell it by.
 MARKERS = {None: "o", "batch": "o", "published": "s", "tuned": "s", "path": "D"}

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynorm.distill.distill import newest_checkpoint
 from dynorm.errors import DataError, ModelError, StorageError
 from dynorm.files import require_writable, write_text
+from dynorm.train.distill import newest_checkpoint
 from studies.settings import Settings
 
 ROOT = Path(__file__).parent.parent

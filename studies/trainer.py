@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import dynorm
-from dynorm.anneal.schedule import annealed_layers
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.layers.groups import LOG_RATE
+from dynorm.train.anneal import annealed_layers
 from studies.callbacks import FixedWriters, WarmUp, Watch
 from studies.data import Data
 from studies.models import StreamScale, constants, embeddings
@@ -35,7 +35,7 @@ def make_trainer(
     arguments = _arguments(settings, files.checkpoints, quiet)
     callbacks: list[TrainerCallback] = [Watch(files)]
     if settings.arm_spec.annealed:
-        from dynorm.distill import AnnealCallback
+        from dynorm.train.callbacks import AnnealCallback
 
         callbacks.append(AnnealCallback(settings.path_start, settings.path_length))
     if settings.warmup_constants:

@@ -44,7 +44,7 @@ OF_DEFAULT_DTYPE = {"empty", "eye", "linspace", "logspace", "ones", "rand", "ran
 # No model of a user's gets there: the paper's own simulations.
 EXEMPT_ROOMS = {"paper"}
 # A tensor that is thrown away, of which only the device, or the order of axes, matters.
-EXEMPT_DTYPES = {"distill/pretrained.py: torch.empty(0, device=device)", "fold/graph.py"}
+EXEMPT_DTYPES = {"jobs/checkpoint.py: torch.empty(0, device=device)"}
 
 
 def lacking(source: str, where: str) -> list[str]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.distill.pretrained import load_pretrained
 from dynorm.errors import DynormError
+from dynorm.jobs.checkpoint import load_pretrained
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.arange(12).reshape(2, 6)

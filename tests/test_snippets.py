@@ -49,7 +49,7 @@ def train_step(model, batch):
 ELSEWHERE = {
     "docs/parallel.md": "tests/parallel",
     "docs/deploy.md": "tests/export",
-    "docs/howto/processes.md": "tests/distill/test_ranks.py",
+    "docs/howto/processes.md": "tests/jobs/test_ranks.py",
     "docs/howto/programs.md": "tests/hub/test_registration.py",
     "docs/howto/encoder.md": "tests/ecosystem/test_sentence_transformers.py",
 }

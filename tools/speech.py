@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from dynorm.distill.texts import standard_library_docstrings
 from dynorm.files import replaced_directory
+from dynorm.jobs.texts import standard_library_docstrings
 
 # Accents of English, each by several speakers; the speakers of the reference read no docstrings.
 READERS = [f"{accent}+{speaker}" for accent in ("en-us", "en", "en-gb-x-rp", "en-gb-scotland") for speaker in

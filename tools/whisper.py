@@ -140,7 +140,7 @@ def require_alike(ours: Path, folder: Path) -> None:
     import ctranslate2
     from transformers import AutoProcessor, WhisperForConditionalGeneration
 
-    from dynorm.distill.media import resampled
+    from dynorm.jobs.audio import resampled
     from tools.speech import speak
 
     original = ctranslate2.models.Whisper(str(ours), compute_type="float32")

@@ -44,7 +44,7 @@ def pretrained(
     A batch is so many texts of so many tokens, at most the model's positions; they are random, none
     is padding.
     """
-    from dynorm.distill.pretrained import load_pretrained
+    from dynorm.jobs.checkpoint import load_pretrained
 
     loaded = load_pretrained(folder, device)
     generator = torch.Generator().manual_seed(0)

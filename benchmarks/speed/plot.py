@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.speed.machine import summary
 from dynorm.family import FAMILY
+from dynorm.report.colours import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PASSES = {"forward": "forward", "backward": "backward alone", "both": "forward + backward"}
-COLORS = {FAMILY[name].title: FAMILY[name].color for name in ("dyisru", "dyt", "derf")}
+COLORS = {FAMILY[name].title: COLOURS[name] for name in ("dyisru", "dyt", "derf")}
 COPY, LIMIT = "copy, output given", "all that memory allows"
 
 

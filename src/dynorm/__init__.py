@@ -7,10 +7,8 @@ begins as a row of ``family.py``.
 
 from typing import TYPE_CHECKING
 
-from dynorm import distill, functional, theory
-from dynorm.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
-from dynorm.distill import distill_
-from dynorm.distill.convert_model import convert_model
+from dynorm import functional, theory
+from dynorm._version import __version__ as __version__
 from dynorm.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -22,10 +20,10 @@ from dynorm.errors import (
 from dynorm.find import find_norms
 from dynorm.fit.calibrate import CalibrationReport, calibrate_
 from dynorm.fit.initialize import InitializationReport, init_from_batch_
-from dynorm.fit.monitor import Monitor
 from dynorm.fit.refine import RefinementReport, refine_
 from dynorm.fold import FoldedSite, FoldReport, fold_
 from dynorm.hub import as_stock, load, save
+from dynorm.jobs.convert_model import convert_model
 from dynorm.kernels import backend
 from dynorm.layers import ELN, Derf, DyISRU, DyT, LinearControl, PointwiseNorm, param_groups
 from dynorm.layers.annealed import (
@@ -46,12 +44,13 @@ from dynorm.report import (
     measure,
 )
 from dynorm.site import NormSite
+from dynorm.train import AnnealSchedule, AnnealStart, finalize_, set_anneal_
+from dynorm.train.distill import distill_
+from dynorm.train.monitor import Monitor
 
 if TYPE_CHECKING:
-    from dynorm.distill import AnnealCallback as AnnealCallback
-    from dynorm.distill import MonitorCallback as MonitorCallback
-
-__version__ = "0.1.0"
+    from dynorm.train.callbacks import AnnealCallback as AnnealCallback
+    from dynorm.train.callbacks import MonitorCallback as MonitorCallback
 
 __all__ = [
     "ELN",
@@ -91,7 +90,6 @@ __all__ = [
     "calibrate_",
     "convert_",
     "convert_model",
-    "distill",
     "distill_",
     "finalize_",
     "find_norms",
@@ -115,4 +113,6 @@ if not TYPE_CHECKING:
         """Import transformers only when one of its callbacks is used."""
         if name not in ("AnnealCallback", "MonitorCallback"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(distill, name)
+        from dynorm.train import callbacks
+
+        return getattr(callbacks, name)

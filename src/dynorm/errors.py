@@ -1,6 +1,8 @@
 """The errors of dynorm: one family, each message saying what must hold, what came, and what to do."""
 
 import importlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 
 class DynormError(Exception):
@@ -48,3 +50,20 @@ def require_library(name: str, purpose: str, extra: str) -> None:
         raise ArgumentError(
             f"{name} must be installed for {purpose}, but {error}: pip install 'dynorm[{extra}]'"
         ) from error
+
+
+@contextmanager
+def readable(wanted: str) -> Iterator[None]:
+    """Raise StorageError, with what is ``wanted``, for whatever the files make transformers raise inside."""
+    try:
+        yield
+    except DynormError:
+        raise
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise StorageError(f"{wanted}, but {found:.500}") from error
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first five names for a message, and how many more there are: "a, b, c, d, e and 2 more"."""
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

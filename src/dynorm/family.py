@@ -23,10 +23,6 @@ class Function:
     title: str  # in prose, tables and pictures
     layer: type[layers.PointwiseNorm]
     annealed: type[layers.AnnealedNorm]  # begins as a norm and ends as that layer
-    color: (
-        str  # of its curve on white; Okabe and Ito's palette, which the colour-blind can tell apart
-    )
-    night: str  # the same on black
 
     @property
     def annealed_name(self) -> str:
@@ -37,12 +33,10 @@ class Function:
 FAMILY: dict[str, Function] = {
     row.name: row
     for row in (
-        Function("dyisru", "DyISRU", layers.DyISRU, annealed.AnnealedDyISRU, "#0072B2", "#3F9FE0"),
-        Function("dyt", "DyT", layers.DyT, annealed.AnnealedDyT, "#D55E00", "#FF8B3D"),
-        Function("derf", "Derf", layers.Derf, annealed.AnnealedDerf, "#009E73", "#2CC597"),
-        Function(
-            "linear", "linear", layers.LinearControl, annealed.AnnealedLinear, "#CC79A7", "#E68FC4"
-        ),
+        Function("dyisru", "DyISRU", layers.DyISRU, annealed.AnnealedDyISRU),
+        Function("dyt", "DyT", layers.DyT, annealed.AnnealedDyT),
+        Function("derf", "Derf", layers.Derf, annealed.AnnealedDerf),
+        Function("linear", "linear", layers.LinearControl, annealed.AnnealedLinear),
     )
 }
 """The functions by name."""
@@ -65,10 +59,3 @@ def layer_class(name: str | type) -> type[layers.PointwiseNorm]:
     if not isinstance(name, str) or name not in known:
         raise ArgumentError(f"the layer must be one of {', '.join(known)}, got {name!r}")
     return known[name]
-
-
-def css_colors() -> str:
-    """Return the functions' colours as variables of a style sheet, by the reader's choice of light or dark."""
-    day = " ".join(f"--{row.name}: {row.color};" for row in FAMILY.values())
-    night = " ".join(f"--{row.name}: {row.night};" for row in FAMILY.values())
-    return f":root {{ {day} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {night} }} }}\n"

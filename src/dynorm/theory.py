@@ -35,9 +35,12 @@ __all__ = [
     "leave_one_out_square_sum",
     "leave_one_out_variance",
     "linear_slope",
+    "own_betas",
     "rms_norm_as_dyisru",
     "rms_norm_by_witnesses",
     "scaled_dyt_alpha",
+    "token_deviation",
+    "token_moment",
     "witness_derivative",
 ]
 
@@ -383,6 +386,41 @@ def _count_at_least_two(z: Tensor, axes: tuple[int, ...]) -> int:
             "pass the dim that holds the channels"
         )
     return channels
+
+
+def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
+    """Return each value's beta with which DyISRU would be the norm of tokens (tokens, C) (closed forms 2 and 3)."""
+    return (leave_one_out_beta if kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)
+
+
+def token_deviation(x: Tensor, kind: str) -> Tensor:
+    r"""Return what the norm of a kind divides, of tokens (..., C): :math:`x - \mu` of a LayerNorm, else x.
+
+    Example:
+        >>> token_deviation(torch.tensor([1.0, 2.0, 6.0]), "layernorm")
+        tensor([-2., -1.,  3.])
+    """
+    if kind == "layernorm":
+        return x - x.mean(-1, keepdim=True)
+    return x
+
+
+def token_moment(x: Tensor, kind: str, keepdim: bool = False) -> Tensor:
+    r"""Return the mean square of each token x (..., C) about the centre of the norm of a kind.
+
+    .. math:: \frac{1}{C} \sum_k (x_k - \mu)^2 \quad \text{of a LayerNorm,} \qquad
+        \frac{1}{C} \sum_k x_k^2 \quad \text{of an RMSNorm}
+
+    ``kind`` is "layernorm" or "rmsnorm". The norm divides by the root of this, after it has added
+    eps.
+
+    Example:
+        >>> token_moment(torch.tensor([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]]), "layernorm")
+        tensor([4.6667, 0.0000])
+        >>> token_moment(torch.tensor([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]]), "rmsnorm")
+        tensor([13.6667,  9.0000])
+    """
+    return token_deviation(x, kind).square().mean(-1, keepdim=keepdim)
 
 
 def _over_root(numerator: float, beta: FloatOrTensor) -> FloatOrTensor:

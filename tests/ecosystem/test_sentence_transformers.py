@@ -14,7 +14,8 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 import dynorm
-from dynorm.distill.pipeline import Recipe, convert_pretrained
+from dynorm.jobs.convert import convert_pretrained
+from dynorm.jobs.recipe import Recipe
 from tests.ecosystem.models import bert, kinds, tokenizer
 from tools.demo_model import folder as demo_model
 

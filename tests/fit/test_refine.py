@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
+from dynorm.batches import call
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fit.calibrate import norm_outputs
-from dynorm.fit.refine import recorded, site_errors
+from dynorm.fit.refine import site_errors
 from dynorm.layers import PointwiseNorm
-from dynorm.watch import call
+from dynorm.replace.original import norm_outputs, recorded
 
 C = 16
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.errors import ArgumentError, DataError
-from dynorm.fit.ranks import Ranks
 from dynorm.fit.witnesses import TokenScales, _error, _solve
+from dynorm.ranks import Ranks
 
 CHANNELS, WITNESSES = 24, (5, 17)
 

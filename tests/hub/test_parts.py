@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import dynorm
-from dynorm.distill.pretrained import Checkpoint, Pretrained
 from dynorm.errors import ModelError
+from dynorm.jobs.checkpoint import Checkpoint, Pretrained
 from dynorm.replace.specs import dynorm_layers
 from tests.hub.models import tokens, transformers, witnessed
 

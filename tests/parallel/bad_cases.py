@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_module,
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import dynorm
-from dynorm.anneal.start import require_same_anneal
 from dynorm.parallel import PointwiseParallel, on_shards, require_equal_ranks
+from dynorm.train.start import require_same_anneal
 from tests.parallel.block import C
 from tests.parallel.data_cases import Net, fitted, net
 

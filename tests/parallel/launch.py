@@ -26,7 +26,8 @@ PATIENCE = 60
 # Optimizers and checkpoints would import the first in every process.
 IMPORTED = [
     "torch._dynamo", "tests.parallel.launch", "tests.parallel.tensor_cases", "tests.parallel.data_cases",
-    "tests.parallel.bad_cases", "tests.distill.ranks_cases", "tests.distill.test_anneal", "tests.studies.process_cases",
+    "tests.parallel.bad_cases", "tests.jobs.ranks_cases", "tests.train.test_callbacks",
+    "tests.studies.process_cases",
 ]  # fmt: skip
 Found = list[dict[str, Any]]
 

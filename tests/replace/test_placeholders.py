@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.anneal.start import require_same_anneal
 from dynorm.errors import ModelError
 from dynorm.parallel import require_equal_ranks
+from dynorm.train.start import require_same_anneal
 from tests.ecosystem.models import gpt2
 
 WORDS = (

@@ -22,10 +22,10 @@ from dynorm import calibrate_, convert_, find_norms
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.recover import core
 from dynorm.layers import PointwiseNorm
+from dynorm.outputs import sample_vectors
 from dynorm.replace.specs import dynorm_layers, replaced_by
 from dynorm.report import ModelReport, OutputReport, measure
 from dynorm.report.conversion import compare
-from dynorm.report.output import sample_vectors
 from dynorm.report.stats import FUNCTIONS
 
 transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from dynorm import __version__
+from dynorm._version import __version__
 from dynorm.errors import ArgumentError, DynormError, require_library
 
 app = typer.Typer(

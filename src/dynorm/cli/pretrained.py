@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from dynorm.cli.application import command, quiet_libraries, show, speaker
-from dynorm.distill.pipeline import Given, Recipe, convert_pretrained, inspect_pretrained
 from dynorm.files import require_writable
-from dynorm.fit.ranks import joined
+from dynorm.jobs.convert import convert_pretrained
+from dynorm.jobs.inspect import inspect_pretrained
+from dynorm.jobs.job import Given
+from dynorm.jobs.recipe import Recipe
+from dynorm.ranks import joined
 
 
 @command
@@ -103,7 +106,7 @@ def fold(
     Example: dynorm fold ./gpt2 ./folded --untie
     """
     quiet_libraries()
-    from dynorm.distill.fold import fold_pretrained
+    from dynorm.jobs.fold import fold_pretrained
 
     say, _ = speaker(quiet=as_json)
     options: dict[str, Any] = {

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from dynorm.batches import arguments, call_hint, copied_tensors, site_tokens
 from dynorm.dtypes import DtypeRule
 from dynorm.errors import DataError
 from dynorm.find.recover import (
@@ -29,16 +30,8 @@ from dynorm.find.recover import (
     recover,
 )
 from dynorm.find.tokens import named_tensors, plain_arithmetic
+from dynorm.guard import require_plain_model, undisturbed, writes_of
 from dynorm.site import UNIT_LENGTH, NormSite
-from dynorm.watch import (
-    arguments,
-    call_hint,
-    copied_tensors,
-    require_plain_model,
-    site_tokens,
-    undisturbed,
-    writes_of,
-)
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 _IN_PLACE = (

@@ -18,6 +18,7 @@ from dynorm.find.tokens import (
     plain_copy,
 )
 from dynorm.site import NormSite
+from dynorm.theory import token_deviation, token_moment
 
 # Relative errors that rounding may leave: in float64 a module may still compute in float32 inside.
 TOLERANCE = 1e-4
@@ -42,9 +43,8 @@ class Formula:
 
 def core(tokens: Tensor, kind: str, eps: float = 0.0) -> Tensor:
     """Return the norm without its affine part, over the last axis."""
-    if kind == "layernorm":
-        tokens = tokens - tokens.mean(-1, keepdim=True)
-    return tokens / (tokens.square().mean(-1, keepdim=True) + eps).sqrt()
+    moment = token_moment(tokens, kind, keepdim=True)
+    return token_deviation(tokens, kind) / (moment + eps).sqrt()
 
 
 def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -337,8 +337,8 @@ def _shown_eps(function: TokenFunction, formula: Formula) -> float:
     # Powers of two scale without rounding; those of float16 end early.
     for exponent in range(1, 13 if function.dtype == torch.float16 else 51, 3):
         tokens = (unit * 2.0**-exponent).to(function.dtype).double()
-        centred = tokens - tokens.mean(-1, keepdim=True) if formula.kind == "layernorm" else tokens
-        squares, scaled = centred.square().mean(-1), formula.weight * centred
+        squares = token_moment(tokens, formula.kind)
+        scaled = formula.weight * token_deviation(tokens, formula.kind)
         q = (function.odd_and_even(tokens)[0] * scaled).sum(-1) / scaled.square().sum(-1)
         square, found = float(squares.median()), float((q**-2 - squares).median())
         if not abs(found) < float("inf"):

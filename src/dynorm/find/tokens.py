@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.watch import HOOK_TABLES, undisturbed
+from dynorm.guard import HOOK_TABLES, undisturbed
 
 
 class CannotProbeError(Exception):

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm import watch
 from dynorm.arguments import check_not_negative, check_share
+from dynorm.batches import iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, keeps_state, stopping_at
-from dynorm.fit.ranks import BATCH, OVER, Ranks
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
+from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
+from dynorm.ranks import BATCH, OVER, Ranks
+from dynorm.replace.original import Outputs
 from dynorm.replace.specs import (
     dynorm_layers,
     layers_without_norms,
-    original_forward,
     replaced_by,
     require_layers,
     swap_,
 )
 from dynorm.table import Column, Plain, Table
 
-Outputs = dict[PointwiseNorm, list[Tensor]]
 Fits = dict[PointwiseNorm, SiteChoice]
 # Best on all-MiniLM-L6-v2 (post-norm), with two witnesses too. On SmolLM2-135M (pre-norm) 0 is best
 # by far.
@@ -219,10 +219,10 @@ def calibrate_(
     check_not_negative("tolerance", tolerance)
     ranks = Ranks()
     with ranks.together():
-        watch.require_plain_model(model)
+        require_plain_model(model)
         layers = require_layers(model, with_norms=True)
         for path, layer in layers.items():
-            watch.require_trainable(layer, path)
+            require_trainable(layer, path)
         ranks.require_alike(dynorm_layers(model).items())
         found = [
             (path, layer, replaced)
@@ -233,7 +233,7 @@ def calibrate_(
             layer: SiteChoice(layer, norm, ranks, path, careful=lean == 0, tolerance=tolerance)
             for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
         }
-        with watch.unchanged_on_error(fits), watch.undisturbed(model, evaluate=True):
+        with unchanged_on_error(fits), undisturbed(model, evaluate=True):
             used = _fit_groups(model, fits, batches, ranks, lean)
     swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
     unreached = [choice.path for choice in fits.values() if not choice.fit.tokens]
@@ -260,7 +260,7 @@ def _fit_groups(
     model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, lean: float
 ) -> int:
     """Fit the layers to group after group of batches; return how many batches all ranks had."""
-    remaining = watch.iterate(batches)
+    remaining = iterate(batches)
     first = next(remaining, None)
     side_by_side = first is not None and not keeps_state(model, fits, first)
     remaining = chain([] if first is None else [first], remaining)
@@ -297,7 +297,7 @@ class _Run:
     ) -> None:
         self.batch = batch
         self.counts = counts
-        self._masks = watch.token_masks(batch)
+        self._masks = token_masks(batch)
         self._where = f" in batch {number}"
         self._lean = lean
         self._fits = fits
@@ -335,15 +335,15 @@ class _Run:
         """Return the layer's inputs and the outputs that it should have, both (tokens, C)."""
         assert self.call is not None
         layer = self.call.layer
-        x = watch.site_tokens(layer, self.call.x, self._masks)
-        y = watch.site_tokens(layer, self._target(self.call), self._masks)
-        watch.require_finite(path, x, y, where=self._where)
+        x = site_tokens(layer, self.call.x, self._masks)
+        y = site_tokens(layer, self._target(self.call), self._masks)
+        require_finite(path, x, y, where=self._where)
         return (x, y) if self.counts else (x[:0], y[:0])
 
     def outputs(self, layer: PointwiseNorm) -> Tensor:
         """Return what a candidate for the layer makes of its inputs, (tokens, C)."""
         assert self.call is not None
-        y = watch.site_tokens(self.call.layer, layer.forward(self.call.x), self._masks)
+        y = site_tokens(self.call.layer, layer.forward(self.call.x), self._masks)
         return y if self.counts else y[:0]
 
     def _answer(self, layer: PointwiseNorm, x: Tensor) -> Tensor:
@@ -455,35 +455,3 @@ def _hash_of_tokens(layer: PointwiseNorm, x: Tensor, place: int) -> Tensor:
 
 def _outputs(runs: list[_Run], layer: PointwiseNorm) -> Tensor:
     return torch.cat([run.outputs(layer) for run in runs])
-
-
-def norm_outputs(model: nn.Module, batch: Any) -> Outputs:
-    """Run a batch through the original model and return its norms' outputs, a list per layer in call order."""
-    outputs: Outputs = defaultdict(list)
-    # A copy: the model may go on to write into its own.
-    run_norms(
-        model,
-        require_layers(model, with_norms=True).values(),
-        batch,
-        lambda layer, _, y: outputs[layer].append(y.clone()),
-    )
-    return outputs
-
-
-def run_norms(
-    model: nn.Module, norms: Iterable[nn.Module], batch: Any, see: Callable[..., object]
-) -> Any:
-    """Run a batch, without gradient, with the norm in the place of each layer; ``see`` gets each, its input and output.
-
-    The random state comes back, so that a model which draws numbers draws the same ones when it is
-    run again.
-    """
-
-    def hook(norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if isinstance(norm, PointwiseNorm):
-            output = original_forward(norm, *args)
-        see(norm, args[0] if args else next(iter(kwargs.values())), output)
-        return output
-
-    with watch.undisturbed(model, batch), watch.hooked(norms, hook, with_kwargs=True):
-        return watch.call(model, batch)

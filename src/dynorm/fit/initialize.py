@@ -6,11 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm import watch
+from dynorm.batches import call, require_batch, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError
-from dynorm.fit.ranks import Ranks
 from dynorm.fit.site_fit import LEAST
+from dynorm.guard import (
+    hooked,
+    require_plain_model,
+    require_trainable,
+    unchanged_on_error,
+    undisturbed,
+)
 from dynorm.layers import PointwiseNorm
+from dynorm.ranks import Ranks
 from dynorm.replace.specs import require_layers
 from dynorm.table import Column, Plain, Table
 
@@ -88,13 +95,13 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
     ranks = Ranks()
     sigma: dict[str, float] = {}
     with ranks.together():
-        watch.require_plain_model(model)
+        require_plain_model(model)
         layers = require_layers(model)
         for path, layer in layers.items():
-            watch.require_trainable(layer, path)
-        watch.require_batch(batch)
+            require_trainable(layer, path)
+        require_batch(batch)
         ranks.require_alike(layers.items())
-        masks = watch.token_masks(batch)
+        masks = token_masks(batch)
         paths = {layer: path for path, layer in layers.items()}
 
         def set_(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -102,16 +109,16 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
             if path not in sigma:
                 ranks.meet(path)
                 sigma[path] = _set_constants_(
-                    layer, watch.site_tokens(layer, args[0], masks), path, share, ranks
+                    layer, site_tokens(layer, args[0], masks), path, share, ranks
                 )
             return layer.forward(args[0])
 
         with (
-            watch.unchanged_on_error(paths),
-            watch.undisturbed(model, batch),
-            watch.hooked(paths, set_),
+            unchanged_on_error(paths),
+            undisturbed(model, batch),
+            hooked(paths, set_),
         ):
-            watch.call(model, batch)
+            call(model, batch)
             ranks.meet()
             if not sigma:
                 raise DataError(

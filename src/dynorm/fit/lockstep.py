@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynorm import watch
+from dynorm.batches import call
+from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import original_forward
 
@@ -112,7 +113,7 @@ class PausedRun:
         try:
             if not self._closed:
                 with self._torch_state.restored():
-                    watch.call(self._model, self._batch)
+                    call(self._model, self._batch)
         except _Closed:
             pass
         except BaseException as error:  # resume() raises it where it is waited for
@@ -131,7 +132,7 @@ def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
         run: PausedRun = _running.run
         return run.stop_at(layer, args[0], norm_output)
 
-    with watch.hooked(layers, stop):
+    with hooked(layers, stop):
         yield
 
 
@@ -148,8 +149,8 @@ def keeps_state(model: nn.Module, layers: Iterable[PointwiseNorm], batch: Any) -
         changed = changed or _held_by_modules(model) != before
         return original_forward(layer, *args)
 
-    with watch.undisturbed(model, batch, attributes=True), watch.hooked(layers, look):
-        watch.call(model, batch)
+    with undisturbed(model, batch, attributes=True), hooked(layers, look):
+        call(model, batch)
         return changed or _held_by_modules(model) != before
 
 

@@ -1,24 +1,29 @@
 """Joint refinement: the constants of all layers together, by gradient steps on every site's squared error."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from dynorm import watch
 from dynorm.arguments import check_count, check_positive, upcast
+from dynorm.batches import call, cycled, iterate, site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
-from dynorm.fit.calibrate import Outputs, norm_outputs
-from dynorm.fit.ranks import BATCH, Ranks
+from dynorm.guard import (
+    autocast,
+    recomputing,
+    require_plain_model,
+    require_trainable,
+    unchanged_on_error,
+    undisturbed,
+)
 from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.ranks import BATCH, Ranks
+from dynorm.replace.original import Outputs, norm_outputs, recorded
 from dynorm.replace.specs import (
     dynorm_layers,
     layers_without_norms,
@@ -134,9 +139,9 @@ def refine_(
     check_positive("lr", lr)
     ranks = Ranks()
     with ranks.together():
-        watch.require_plain_model(model)
+        require_plain_model(model)
         found = require_layers(model, with_norms=True)
-        watch.require_trainable(model)
+        require_trainable(model)
         layers = list(found.values())
         if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
             raise ModelError(
@@ -149,8 +154,8 @@ def refine_(
         with (
             # In inference mode nothing has a gradient.
             torch.inference_mode(False),
-            watch.unchanged_on_error(layers),
-            watch.undisturbed(model, evaluate=True),
+            unchanged_on_error(layers),
+            undisturbed(model, evaluate=True),
             ExitStack() as after,
         ):
             # Only the layers' parameters require gradients meanwhile.
@@ -170,13 +175,13 @@ def refine_(
 def _feeds(batches: Iterable[Any], count: int) -> tuple[Iterable[Any], Iterator[Any]]:
     """Return the batches to measure on, which can be gone through again, and ``count`` to take steps on."""
     if isinstance(batches, Sequence):
-        return _First(batches, max(count, _MEASURED)), watch.cycled(batches, count)
+        return _First(batches, max(count, _MEASURED)), cycled(batches, count)
     if isinstance(batches, Iterator):
-        used = list(watch.cycled(batches, count))
+        used = list(cycled(batches, count))
         return used, iter(used)
     # The next pass may have another order.
-    used = list(islice(watch.iterate(batches), count))
-    return used, chain(used, watch.cycled(batches, count - len(used)))
+    used = list(islice(iterate(batches), count))
+    return used, chain(used, cycled(batches, count - len(used)))
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ class _First:
     count: int
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(watch.iterate(self.batches), self.count)
+        return islice(iterate(self.batches), self.count)
 
 
 def _refine(
@@ -226,7 +231,7 @@ def _mean_error(
 ) -> float:
     """Return the root of the mean loss of the batches of all ranks; DataError where ``finite`` does not hold."""
     losses: list[Tensor] = []
-    with watch.undisturbed(model):
+    with undisturbed(model):
         # A model that draws numbers draws the same ones each time.
         torch.manual_seed(0)
         for number, batch in enumerate(batches):
@@ -243,8 +248,8 @@ def _mean_error(
 def _loss(model: nn.Module, batch: Any, wanted: Outputs) -> Tensor:
     """Return the mean of the squared errors of the sites that a batch reaches, by the norms' outputs."""
     with recorded({layer: layer for layer in wanted}) as given:
-        watch.call(model, batch)
-    return site_errors(wanted, given, watch.token_masks(batch)).mean()
+        call(model, batch)
+    return site_errors(wanted, given, token_masks(batch)).mean()
 
 
 def _descend(
@@ -309,59 +314,6 @@ def _require_finite(what: str, value: Tensor, place: str) -> None:
         )
 
 
-def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
-    """Return bfloat16 autocast, or else the caller's, without its cache: a weight that moves is to be cast anew."""
-    kind, dtype = next(model.parameters()).device.type, torch.bfloat16 if bf16 else None
-    return torch.autocast(
-        kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False
-    )
-
-
-@contextmanager
-def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
-    """Record the outputs of each layer's module, itself or its counterpart: a list per layer, in call order."""
-    outputs: Outputs = defaultdict(list)
-    layers = {module: layer for layer, module in modules.items()}
-
-    def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        outputs[layers[module]].append(output.clone())
-
-    with watch.hooked(layers, keep):
-        yield outputs
-
-
-@contextmanager
-def recomputing(model: nn.Module) -> Iterator[None]:
-    """Have a model's layers recomputed where activation checkpointing is enabled, though it is in eval mode.
-
-    transformers does so in training mode only. The layers alone get it, and lose it again before
-    they drop anything.
-    """
-    layers: list[Any] = [
-        module
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-        and "GradientCheckpointingLayer" in (cls.__name__ for cls in type(module).__mro__)
-    ]
-
-    def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
-        layer.training = False
-        args = tuple(
-            None if hasattr(arg, "get_seq_length") else arg for arg in args
-        )  # a cache of keys grows once more
-        # Reentrant, what is recorded inside would have no gradient.
-        return checkpoint(forward, *args, use_reentrant=False)
-
-    with ExitStack() as after:
-        for layer in layers:
-            after.callback(setattr, layer, "training", False)
-            after.callback(
-                setattr, layer, "_gradient_checkpointing_func", layer._gradient_checkpointing_func
-            )
-            layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
-        yield
-
-
 def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
     """Return the ``|f - y|^2 / |y - mean y|^2`` of each site, y wanted and f given, padding left out.
 
@@ -372,8 +324,8 @@ def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
         for whole, output in zip(wanted_of_layer, given[layer], strict=False):
             if whole.shape != output.shape:
                 continue
-            y = watch.site_tokens(layer, whole, masks)
-            f = watch.site_tokens(layer, output, masks)
+            y = site_tokens(layer, whole, masks)
+            f = site_tokens(layer, output, masks)
             if len(y):
                 errors.append(relative_error(f, y))
     if not errors:

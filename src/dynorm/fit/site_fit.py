@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dynorm import functional
 from dynorm.family import NAMES
-from dynorm.fit.ranks import Ranks
 from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
+from dynorm.ranks import Ranks
 from dynorm.replace.specs import Replaced, take_over_
-from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
+from dynorm.theory import own_betas
 
 # Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest
 # values saturate, to a thousand, where the function is a straight line.
@@ -44,11 +44,6 @@ _SIMPLEST_FIRST = [
 # Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after 200
 # steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
 TOLERANCE = 0.05
-
-
-def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
-    """Return each value's beta with which DyISRU would be the norm of tokens (tokens, C) (closed forms 2 and 3)."""
-    return (leave_one_out_beta if kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)
 
 
 class SiteFit:

@@ -8,7 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dynorm.fit.ranks import Ranks
+from dynorm.ranks import Ranks
+from dynorm.theory import token_moment
 
 # So many channels are looked at: those whose share of the token's sum varies most.
 _CANDIDATES = 64
@@ -187,11 +188,8 @@ class TokenScales:
     def _sums_of_tokens(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return which tokens have a spread over their channels, and the norm's sums of these, (tokens, 1)."""
         u = u.double()
-        square = u.square().mean(1)
-        moment = square
-        if self._kind == "layernorm":
-            moment = square - u.mean(1).square()
-        alive = moment > DEAD * square
+        moment = token_moment(u, self._kind)
+        alive = moment > DEAD * u.square().mean(1)
         total = u.shape[1] * (moment[alive, None] + self._eps)
         # Of padding or blank tokens no relative error would leave anything to the others.
         return alive, total.clamp_min(self.least or 0.0)

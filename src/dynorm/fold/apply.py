@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from dynorm.dtypes import DtypeRule
 from dynorm.fold.plan import Plan
 from dynorm.fold.site import SiteFold
+from dynorm.guard import unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_untied_, untied
 from dynorm.replace.specs import LayerSpec, identity, swap_, take_over_
 from dynorm.stream.graph import Owner, double
-from dynorm.watch import unchanged_on_error
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynorm.errors import DataError, DynormError, ModelError
+from dynorm.guard import undisturbed
 from dynorm.stream.tensors import Inputs, copied, held_tensors, mapped, tensors_in
-from dynorm.watch import undisturbed
 
 _HALVES = (torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -17,13 +17,13 @@ from dynorm.fold.refusals import refused, require_model
 from dynorm.fold.report import FoldReport
 from dynorm.fold.rows import row_of
 from dynorm.fold.site import SiteFold, site_fold
+from dynorm.guard import undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.replace.edits import added_biases, is_changed, untied
 from dynorm.site import NormSite, select_sites
 from dynorm.stream.capture import capture
 from dynorm.stream.tensors import Inputs, copied
-from dynorm.watch import undisturbed
 
 
 def fold_(

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from dynorm.batches import site_tokens
 from dynorm.fold.check import run
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site import NORMS, SiteFold
+from dynorm.guard import hooked
 from dynorm.stream.channels import moved_like
 from dynorm.stream.graph import is_move, norm_index, packet, producer, shape, users, where
 from dynorm.stream.operators import RefusedError
 from dynorm.stream.tensors import Inputs
-from dynorm.watch import hooked, site_tokens
 
 # Each token's outputs are made of its own channels, which come last.
 _PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")

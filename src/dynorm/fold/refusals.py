@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from dynorm.errors import ModelError
 from dynorm.fold.site import SiteFold
+from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm
 from dynorm.site import NormSite
 from dynorm.stream.graph import Leaf
 from dynorm.stream.operators import Read, RefusedError, require_new_bias
 from dynorm.stream.readers import shared_readers
-from dynorm.watch import require_plain_model
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from dynorm.errors import StorageError
+from dynorm.errors import StorageError, listed
 from dynorm.family import LAYERS
 from dynorm.files import write_text
-from dynorm.hub.contents import listed, read_json
+from dynorm.hub.contents import read_json
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.specs import dynorm_layers
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory
+from dynorm.guard import require_plain_model
 from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 from dynorm.replace.specs import warn_of_defaults
-from dynorm.watch import require_plain_model
 from dynorm.wrappers import unwrapped
 
 _TRANSFORMERS_CONFIG = "config.json"

@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
+from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.family import LAYERS, NAMES
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.edits import added_biases, is_changed, untied
@@ -115,18 +114,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-@contextmanager
-def readable(wanted: str) -> Iterator[None]:
-    """Raise StorageError, with what is ``wanted``, for whatever the files make transformers raise inside."""
-    try:
-        yield
-    except DynormError:
-        raise
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-        raise StorageError(f"{wanted}, but {found:.500}") from error
-
-
 def require_version(values: Mapping[str, Any], where: str) -> None:
     """Refuse a file that was written in a format that is not known here."""
     version = values.get("format_version")
@@ -206,8 +193,3 @@ def require_witnesses(
 def is_list_of_str(value: object) -> TypeGuard[list[str]]:
     """Tell whether a value is a list of strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def listed(names: Collection[str]) -> str:
-    """Return the first five names for a message, and how many more there are: "a, b, c, d, e and 2 more"."""
-    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -11,18 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dynorm.arguments import require_gathered
-from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.errors import ArgumentError, ModelError, StorageError, listed
+from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
 from dynorm.replace.edits import give_bias_, untie_
 from dynorm.replace.specs import apply_specs_
-from dynorm.watch import unchanged_on_error
-from dynorm.wrappers import (
-    plain_modules,
-    plain_name,
-    plain_state,
-    unwrapped,
-    without_wrappers,
-)
+from dynorm.wrappers import plain_modules, plain_name, plain_state, unwrapped, without_wrappers
 
 CONFIG = "dynorm.json"
 WEIGHTS = "model.safetensors"
@@ -30,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> None:
     """Write a model into an empty directory; ModelError where it has a tensor that safetensors cannot hold."""
-    from dynorm import __version__
+    from dynorm._version import __version__
 
     tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -167,7 +161,7 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
         if names:
             raise StorageError(
                 f"{folder / WEIGHTS} must hold the tensors of {type(model).__name__}, "
-                f"but {what} {contents.listed(names)}"
+                f"but {what} {listed(names)}"
             )
     first: dict[int, str] = {}
     for name, tensor in own.items():

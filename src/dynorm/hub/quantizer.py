@@ -11,7 +11,7 @@ from torch import nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from dynorm.errors import ModelError, StorageError
+from dynorm.errors import ModelError, StorageError, listed
 from dynorm.hub import contents
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
@@ -326,7 +326,7 @@ def _require_loaded(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
         raise StorageError(
             "the parameters of the point-wise layers must be in the checkpoint, in their shape, "
             "but it lacks "
-            f"{contents.listed(missing)}"
+            f"{listed(missing)}"
         )
     contents.require_witnesses(model, model.state_dict(), "the checkpoint", "config.json")
 

@@ -22,7 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
 from dynorm.arguments import require_gathered
-from dynorm.errors import ModelError, StorageError
+from dynorm.errors import ModelError, StorageError, listed, readable
 from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.hub import contents, quantizer
@@ -138,7 +138,7 @@ def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
     if lost:
         raise StorageError(
             "the config must name the point-wise layers of the checkpoint, but it leaves norms at "
-            f"{contents.listed(lost)}: load without config=, or with the config next to the "
+            f"{listed(lost)}: load without config=, or with the config next to the "
             "weights; a class that takes only a part of that config, from a hub, by "
             "AutoModelForCausalLM"
         )
@@ -241,7 +241,7 @@ def read_transformers(folder: Path) -> nn.Module:
     require_whole_weights(folder)
     options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with contents.readable(f"{folder} must hold a {cls.__name__}"):
+    with readable(f"{folder} must hold a {cls.__name__}"):
         model, info = cls.from_pretrained(folder, dtype="auto", **options)  # type: ignore[attr-defined]
     kinds = {
         "missing": "lack",
@@ -255,14 +255,14 @@ def read_transformers(folder: Path) -> nn.Module:
         if found:
             raise StorageError(
                 f"the weights in {folder} must be the tensors of {cls.__name__}, but {what} "
-                f"{contents.listed(found)}"
+                f"{listed(found)}"
             )
     assert isinstance(model, nn.Module)
     return model
 
 
 def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
-    from dynorm import __version__
+    from dynorm._version import __version__
 
     prefix = base_prefix(model)
 

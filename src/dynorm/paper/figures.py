@@ -17,6 +17,7 @@ from dynorm.functional import dyisru, dyt
 from dynorm.paper.fits import CLOSED
 from dynorm.paper.generality import Reproduction, Study
 from dynorm.paper.simulation import STEP, STEPS, Array, Simulation
+from dynorm.report.colours import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
-COLORS = {function.title: function.color for function in FAMILY.values()} | {CLOSED: "#000000"}
+COLORS = {FAMILY[name].title: colour for name, colour in COLOURS.items()} | {CLOSED: "#000000"}
 _DASHED = (0, (5, 1.5))
 _DOTTED = (0, (1, 1.2))
 # The functions differ in color, dashes and marker.

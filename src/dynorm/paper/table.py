@@ -11,7 +11,7 @@ import numpy as np
 from dynorm.paper.fits import CLOSED
 from dynorm.paper.generality import PAPER, Generality, Reproduction, Study
 from dynorm.paper.simulation import STEP, STEPS, Array, channel_betas
-from dynorm.report.page import rendered
+from dynorm.report.rendering import rendered
 from dynorm.table import Column, Table
 
 

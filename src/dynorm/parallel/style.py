@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError
-from dynorm.fit.ranks import Ranks
 from dynorm.layers import PointwiseNorm
 from dynorm.parallel.shards import is_channelwise, on_shards, require_pointwise, share
+from dynorm.ranks import Ranks
 from dynorm.replace.specs import dynorm_layers
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm import watch
 from dynorm.arguments import check_positive, upcast
+from dynorm.batches import call, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import AnnealedNorm, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
 from dynorm.replace.specs import require_layers
 from dynorm.site import NormSite
@@ -127,7 +128,7 @@ def observed_ranges(
         >>> high.round(decimals=2)
         tensor([0.8900, 0.0000, 2.0000, 0.0000])
     """
-    watch.require_plain_model(model)
+    require_plain_model(model)
     watched: dict[nn.Module, str] = {layer: path for path, layer in require_layers(model).items()}
     if inputs_of is not None:
         try:
@@ -135,26 +136,26 @@ def observed_ranges(
         except AttributeError as error:
             raise ModelError(f"inputs_of must name modules of the model, but: {error}") from error
     found: dict[str, Range] = {}
-    for batch in watch.iterate(batches):
-        masks = watch.token_masks(batch)
+    for batch in iterate(batches):
+        masks = token_masks(batch)
 
         def widen(
             layer: nn.Module, args: Any, kwargs: Any, output: Tensor, masks: list[Tensor] = masks
         ) -> None:
             value = output if inputs_of is None else (*args, *kwargs.values())[0]
             site = layer if isinstance(layer, PointwiseNorm) else NormSite(watched[layer])
-            tokens, path = upcast(watch.site_tokens(site, value, masks)), watched[layer]
-            watch.require_finite(path, tokens)
+            tokens, path = upcast(site_tokens(site, value, masks)), watched[layer]
+            require_finite(path, tokens)
             if len(tokens):
                 low, high = tokens.aminmax(dim=0)
                 before = found.get(path, (low, high))
                 found[path] = low.minimum(before[0]), high.maximum(before[1])
 
         with (
-            watch.undisturbed(model, batch, evaluate=True),
-            watch.hooked(watched, widen, with_kwargs=True),
+            undisturbed(model, batch, evaluate=True),
+            hooked(watched, widen, with_kwargs=True),
         ):
-            watch.call(model, batch)
+            call(model, batch)
     if not found:
         raise DataError(
             "the batches must reach at least one of the layers, but reached none: give others"

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from dynorm.batches import copied_tensors
 from dynorm.errors import ArgumentError, ModelError, require_library
+from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.quantize.bounds import Range, output_range, static_scale
 from dynorm.replace.specs import require_layers
-from dynorm.watch import copied_tensors, require_plain_model
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Questions about a tensor that say nothing of its values.

@@ -16,11 +16,11 @@ from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.find.probe import has_other_forward
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
+from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace import specs
 from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
 from dynorm.table import Plain, Table
-from dynorm.watch import require_plain_model
 
 Globs = str | Iterable[str] | None
 Target = (

@@ -12,11 +12,11 @@ from dynorm.arguments import check_module
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
 from dynorm.family import NAMES, layer_class
 from dynorm.find.tokens import named_tensors
+from dynorm.guard import HOOK_TABLES, writes_of
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
 from dynorm.table import Plain
-from dynorm.watch import HOOK_TABLES, writes_of
 from dynorm.wrappers import plain_modules, without_wrappers
 
 _NESTED = "_dynorm_use_nested_tensor"

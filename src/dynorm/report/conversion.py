@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm import watch
+from dynorm.batches import call, iterate, site_tokens, token_masks
 from dynorm.family import NAMES
-from dynorm.fit.calibrate import run_norms
-from dynorm.fit.monitor import saturated_share
+from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import PointwiseNorm
+from dynorm.layers.saturation import saturated_share
+from dynorm.replace.original import run_norms
 from dynorm.replace.specs import (
     layers_without_norms,
     norms_of,
@@ -23,6 +24,7 @@ from dynorm.replace.specs import (
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.stats import Reservoir, SiteStats, parted, reached
+from dynorm.theory import token_moment
 
 # So many tokens are drawn in the picture of their sums.
 _DRAWN = 400
@@ -87,13 +89,13 @@ def measure(
         >>> report.sites[0].path, report.sites[0].tokens, report.output.kind
         ('1', 256, 'tensor')
     """
-    watch.require_plain_model(model)
+    require_plain_model(model)
     warn_of_defaults(model)
     if original is not None:
-        watch.require_plain_model(original)
+        require_plain_model(original)
     found = _Measurement(model, original, OutputComparison(output), seed, points)
-    with watch.undisturbed(nn.ModuleList([model, found.original]), evaluate=True):
-        for batch, share in parted(watch.iterate(batches), fit_on):
+    with undisturbed(nn.ModuleList([model, found.original]), evaluate=True):
+        for batch, share in parted(iterate(batches), fit_on):
             found.add(batch, share)
     return found.report(meta)
 
@@ -101,14 +103,14 @@ def measure(
 def compare(model: nn.Module, original: nn.Module, batches: Iterable[Any]) -> OutputReport:
     """Return a model's output beside its original's, over all batches; both are left as they were."""
     found = OutputComparison()
-    with watch.undisturbed(model, evaluate=True), watch.undisturbed(original, evaluate=True):
-        for batch in watch.iterate(batches):
-            before = watch.call(original, batch)
+    with undisturbed(model, evaluate=True), undisturbed(original, evaluate=True):
+        for batch in iterate(batches):
+            before = call(original, batch)
             found.add(
                 batch,
                 before,
-                watch.call(model, batch),
-                lambda changed: watch.call(original, changed),
+                call(model, batch),
+                lambda changed: call(original, changed),
             )
     return found.report()
 
@@ -153,7 +155,7 @@ class _Measurement:
                 wanted[site.layer].append(site.tokens_of(y, batch).clone())
 
         def see_layer(layer: PointwiseNorm, args: tuple[Any, ...], y: Tensor) -> None:
-            site, now = self.sites[layer], watch.site_tokens(layer, y, watch.token_masks(batch))
+            site, now = self.sites[layer], site_tokens(layer, y, token_masks(batch))
             site.tokens_of(args[0], batch)
             # The share of no outputs would be NaN.
             if len(now):
@@ -165,8 +167,8 @@ class _Measurement:
 
         first = run_norms(self.original, self.norms, batch, see_norm)
         if share < 1:
-            with watch.hooked(self.sites, see_layer):
-                second = watch.call(self.model, batch)
+            with hooked(self.sites, see_layer):
+                second = call(self.model, batch)
             again = partial(run_norms, self.original, self.norms, see=lambda *_: None)
             self.comparison.add(batch, first, second, again)
 
@@ -209,7 +211,7 @@ class _Site(SiteStats):
     def add_sums(self, x: Tensor) -> None:
         """Compare the norm's own sum of each token (tokens, C) with the layer's, ``beta + sum gain_k u_k^2``."""
         x, channels = x.double().to(self._told.device), list(self.layer.witness_channels)
-        moment = x.var(1, correction=0) if self.site.kind == "layernorm" else x.square().mean(1)
+        moment = token_moment(x, self.site.kind)
         wanted = (x.shape[1] * (moment + self.site.eps)).clamp_min(torch.finfo(x.dtype).tiny)
         told = self.layer.beta().double().median().expand_as(wanted)
         if self.layer.log_gain is not None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm import functional, theory, watch
+from dynorm import functional, theory
+from dynorm.batches import arguments, iterate
 from dynorm.errors import ModelError
 from dynorm.find.probe import find_norms
-from dynorm.fit.calibrate import run_norms
-from dynorm.fit.site_fit import own_betas
+from dynorm.guard import require_plain_model, undisturbed
+from dynorm.replace.original import run_norms
 from dynorm.report.records import InspectedSite, InspectionReport
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import (
@@ -27,6 +28,7 @@ from dynorm.report.stats import (
     reached,
 )
 from dynorm.site import NormSite
+from dynorm.theory import own_betas
 
 # How many outliers are kept to fit on, and as many to measure on: some hundred kilobytes per site.
 _KEPT = 20_000
@@ -83,15 +85,15 @@ def inspect_norms(
     Reference:
         Section 4, eq. 17 to 19.
     """
-    watch.require_plain_model(model)
-    remaining = watch.iterate(batches)
+    require_plain_model(model)
+    remaining = iterate(batches)
     if sites is None:
         first = next(remaining)
-        args, kwargs = watch.arguments(model, first)
+        args, kwargs = arguments(model, first)
         sites, remaining = find_norms(model, *args, **kwargs), chain([first], remaining)
     watched = _watched(model, sites, seed, points)
     count = 0
-    with watch.undisturbed(model, evaluate=True):
+    with undisturbed(model, evaluate=True):
         for batch, share in parted(remaining, fit_on):
             count += share < 1
             run_norms(

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, normalize
+from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 
+from dynorm.batches import token_masks
 from dynorm.errors import ArgumentError, DataError
-from dynorm.watch import token_masks
+from dynorm.outputs import output_tensor, predicted_ids, require_floating, sample_vectors, unpadded
 
 Kind = Literal["encoder", "language", "tensor"]
 
@@ -81,7 +82,9 @@ class OutputComparison:
 
     def __init__(self, pick: Callable[[Any], Tensor] | None = None) -> None:
         self._named_tensor = (
-            output_tensor if pick is None else lambda output, _: (None, _floating(pick(output)))
+            output_tensor
+            if pick is None
+            else lambda output, _: (None, require_floating(pick(output)))
         )
         self.kind: Kind | None = None
         self.batches = 0
@@ -169,7 +172,7 @@ class OutputComparison:
         self, batch: Any, name: str | None, tensor: Tensor, run_again: Callable[[Any], Any]
     ) -> Kind:
         if name == "logits":
-            ids: Any = batch.get(_predicted_ids(batch)) if isinstance(batch, Mapping) else None
+            ids: Any = batch.get(predicted_ids(batch)) if isinstance(batch, Mapping) else None
             fits = (
                 isinstance(ids, Tensor)
                 and ids.ndim == 2
@@ -188,10 +191,10 @@ class OutputComparison:
     ) -> bool:
         """Return whether another last token leaves the logits before it as they were."""
         place = torch.arange(ids.shape[1], device=ids.device)
-        last = (_valid(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
+        last = (unpadded(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
         other = torch.where(place == last, (ids + 1) % logits.shape[-1], ids)
-        _, again = self._named_tensor(run_again({**batch, _predicted_ids(batch): other}), batch)
-        before = (_valid(logits, batch).to(ids.device) & (place < last)).to(logits.device)
+        _, again = self._named_tensor(run_again({**batch, predicted_ids(batch): other}), batch)
+        before = (unpadded(logits, batch).to(ids.device) & (place < last)).to(logits.device)
         if again.shape != logits.shape or not before.any():
             return False
         change = (again[before] - logits[before]).abs().max()
@@ -199,8 +202,8 @@ class OutputComparison:
 
     def _add_predictions(self, batch: Any, original: Tensor, now: Tensor) -> None:
         """Add the loss of each model, the divergence and the hits; sample after sample, for logits are large."""
-        valid = _valid(original, batch)
-        ids = batch[_predicted_ids(batch)].to(original.device)
+        valid = unpadded(original, batch)
+        ids = batch[predicted_ids(batch)].to(original.device)
         for sample, target, p, q in zip(valid, ids, original, now, strict=True):
             known = sample[:-1] & sample[1:]
             p, q, target = p[:-1][known].float(), q[:-1][known].float(), target[1:][known]
@@ -248,64 +251,3 @@ def pairs_alike(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
     correlation = spearman(first[rows, columns], second[rows, columns])
     nearest, other = (each.fill_diagonal_(-math.inf).argmax(1) for each in (first, second))
     return correlation, float((nearest == other).double().mean())
-
-
-def output_tensor(output: Any, batch: Any = None) -> tuple[str | None, Tensor]:
-    """Return the tensor of a model's output that is compared, with its name.
-
-    It is the "logits", else of a ``batch`` of images the "class_token", else the
-    "last_hidden_state", or first tensor.
-    """
-    names = ("logits", "pooler_output", "last_hidden_state")
-    known = (
-        output
-        if isinstance(output, Mapping)
-        else {name: getattr(output, name, None) for name in names}
-    )
-    logits, pooled, hidden = map(known.get, names)
-    pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
-    token = None
-    if isinstance(pixels, Tensor) and pixels.ndim == 4:
-        # As the model pools it, or else its first token.
-        first = hidden[:, 0] if isinstance(hidden, Tensor) and hidden.ndim == 3 else None
-        token = pooled.flatten(1) if isinstance(pooled, Tensor) else first
-    values = output.values() if isinstance(output, Mapping) else output
-    rest = values if isinstance(output, (Mapping, tuple, list)) else [output]
-    found = [("logits", logits), ("class_token", token), ("last_hidden_state", hidden)]
-    for name, tensor in [*found, *((None, value) for value in rest)]:
-        if isinstance(tensor, Tensor):
-            return name, _floating(tensor)
-    return None, _floating(output)
-
-
-def _floating(tensor: Any) -> Tensor:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise DataError(
-            f"the output must hold a floating point tensor to compare, got {got}: pass output="
-        )
-    return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor
-
-
-def _predicted_ids(batch: Mapping[str, Any]) -> str:
-    return "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
-
-
-def _valid(tensor: Tensor, batch: Any) -> Tensor:
-    """Return where the first two axes hold a token: everywhere where no mask fits; the decoder's mask goes first."""
-    masks = [mask for mask in token_masks(batch) if mask.shape == tensor.shape[:2]]
-    return (masks or [torch.ones(tensor.shape[:2], dtype=torch.bool, device="cpu")])[-1].to(
-        tensor.device
-    )
-
-
-def sample_vectors(tensor: Tensor, batch: Any, *, pooled: bool) -> Tensor:
-    """Return one vector per sample, (B, D), without padding; samples of nothing but padding are left out."""
-    tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
-    if tensor.ndim != 3:
-        return normalize(tensor, dim=-1) if pooled else tensor.reshape(len(tensor), -1)
-    valid = _valid(tensor, batch)
-    tensor = torch.where(valid[:, :, None], tensor, 0)[valid.any(1)]
-    if not pooled:
-        return tensor.flatten(1)
-    return normalize(tensor.sum(1) / valid[valid.any(1)].sum(1, keepdim=True), dim=-1)

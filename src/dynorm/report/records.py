@@ -14,7 +14,7 @@ from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.output import OutputReport
-from dynorm.report.page import digits, environment, rendered, table_html, wins
+from dynorm.report.rendering import digits, environment, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
 from dynorm.table import Column, Table, plain

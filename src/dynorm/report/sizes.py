@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynorm.fit.ranks import Ranks
+from dynorm.batches import token_masks, valid_tokens
 from dynorm.fit.witnesses import TokenScales
+from dynorm.ranks import Ranks
 from dynorm.site import NormSite
-from dynorm.watch import token_masks, valid_tokens
 
 # So many channels are tried at most.
 _MOST = 4
@@ -113,7 +113,7 @@ class SizeStats:
 
 
 def token_places(site: NormSite, x: Tensor, batch: Any) -> Tensor | None:
-    """Return position and vocabulary number of each token of :func:`dynorm.watch.site_tokens`, (tokens, 2), -1 if none.
+    """Return position and vocabulary number of each token of ``site_tokens``, (tokens, 2), -1 if none.
 
     None where the batch has neither ``input_ids`` nor a mask of the shape of ``x`` without its
     channels.

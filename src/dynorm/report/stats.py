@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dynorm.batches import iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError
 from dynorm.family import FAMILY
 from dynorm.report.sizes import SizeStats, token_places
 from dynorm.site import NormSite
-from dynorm.watch import iterate, require_finite, site_tokens, token_masks
+from dynorm.theory import token_deviation, token_moment
 
 # Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003
 # sigma wide at the origin, 1.6 % of u far from it. They end at a billion sigmas.
@@ -344,6 +345,6 @@ def reached(sites: Iterable[Stats], what: str) -> list[Stats]:
 
 def normalized(site: NormSite, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the size that a norm divides each token (tokens, C) by, its core, and the deviations."""
-    deviation = x - x.mean(-1, keepdim=True) if site.kind == "layernorm" else x
-    sigma = (deviation.square().mean(-1) + site.eps).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+    deviation = token_deviation(x, site.kind)
+    sigma = (token_moment(x, site.kind) + site.eps).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
     return sigma, deviation / sigma[:, None], deviation

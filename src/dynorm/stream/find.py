@@ -8,6 +8,7 @@ from torch import nn
 from torch.fx import Node
 
 from dynorm.find.probe import find_norms
+from dynorm.guard import require_plain_model, undisturbed
 from dynorm.site import NormSite
 from dynorm.stream.capture import capture
 from dynorm.stream.channels import carried
@@ -17,7 +18,6 @@ from dynorm.stream.readers import Readers, shared_readers
 from dynorm.stream.stream import SUMS, Stream
 from dynorm.stream.survey import Surroundings, survey
 from dynorm.stream.tensors import copied
-from dynorm.watch import require_plain_model, undisturbed
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dynorm.files import require_writable, write_text
 from dynorm.paper.proof.notation import RELATIONS, as_html, as_text, latex, mathml, one_line
 from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
 from dynorm.paper.proof.statement import Statement, Step, symbols_in
-from dynorm.report.page import rendered
+from dynorm.report.rendering import rendered
 
 METHOD = (
     "Each step is one formula, written once. The page, the algebra and the numbers all use the "

@@ -1,0 +1,119 @@
+"""How a model is converted: the options of a conversion, and what suits the kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dynorm.arguments import check_not_negative, check_positive
+from dynorm.errors import ArgumentError
+from dynorm.family import layer_class
+from dynorm.fit.site_fit import TOLERANCE
+from dynorm.layers import AnnealedNorm
+
+# What a recipe leaves open: for an encoder of texts, one of images, a language model, and a model
+# of audio. The last three's were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
+ENCODER = {
+    "max_length": 128,
+    "batch": 32,
+    "calibration": 256,
+    "per_channel": True,
+    "lean": 0.7,
+    "witnesses": 4,
+}
+IMAGES = {"batch": 8, "calibration": 128, "per_channel": False, "lean": 0.0, "witnesses": 8}
+LANGUAGE = {
+    "max_length": 256,
+    "batch": 4,
+    "calibration": 24,
+    "per_channel": False,
+    "lean": 0.0,
+    "witnesses": 8,
+}
+AUDIO = {"batch": 4, "calibration": 32, "per_channel": False, "lean": 0.0, "witnesses": 8}
+
+
+def suits(language_model: bool, noun: str) -> dict[str, Any]:
+    """Return what a recipe leaves open, for a kind of model; one that generates text may take "images" too."""
+    return LANGUAGE if language_model else {"images": IMAGES, "audio": AUDIO}.get(noun, ENCODER)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to convert a model: the options of ``dynorm convert``, whose meaning stands in ``cli/options.toml``.
+
+    None stands for what suits the kind of model: an encoder of texts, or language, images or audio.
+    The command line leaves out ``calibration``, the number of samples that the constants are fitted
+    to, site by site, and ``lean`` of :func:`calibrate_`.
+    """
+
+    to: Literal["dyisru", "dyt", "derf", "linear", "auto"] = "dyisru"
+    steps: int | None = None
+    minutes: float | None = None
+    refine: int = 50
+    held_out: int = 512
+    max_length: int | None = None
+    batch: int | None = None
+    only: Sequence[str] = ()
+    skip: Sequence[str] = ()
+    per_channel: bool | None = None
+    witnesses: int | None = None
+    tolerance: float = TOLERANCE
+    seed: int = 0
+    lr: float | None = None
+    bf16: bool = False
+    accumulate: int = 1
+    checkpoints: Path | None = None
+    calibration: int | None = None
+    lean: float | None = None
+
+    def check(self) -> None:
+        """Check every value, or raise ArgumentError."""
+        if issubclass(layer_class(self.to), AnnealedNorm):
+            raise ArgumentError(
+                f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train "
+                "it with AnnealCallback"
+            )
+        least = {
+            "steps": 0,
+            "refine": 0,
+            "held_out": 2,
+            "max_length": 2,
+            "batch": 1,
+            "witnesses": 0,
+            "seed": 0,
+        }
+        for name, lowest in (least | {"calibration": 1, "accumulate": 1}).items():
+            if (value := getattr(self, name)) is not None and (
+                type(value) is not int or value < lowest
+            ):
+                raise ArgumentError(f"{name} must be an integer, at least {lowest}, got {value!r}")
+        if self.seed >= 2**32:
+            raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+        if self.steps is not None and self.minutes is not None:
+            raise ArgumentError(
+                f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}"
+            )
+        check_not_negative("minutes", 0 if self.minutes is None else self.minutes)
+        check_not_negative("tolerance", self.tolerance)
+        if self.lr is not None:
+            check_positive("lr", self.lr)
+        idle = [
+            name
+            for name in ("lr", "accumulate", "checkpoints")
+            if getattr(self, name) != getattr(Recipe, name)
+        ]
+        if idle and not (self.steps or self.minutes):
+            raise ArgumentError(
+                f"{' and '.join(idle)} must come with steps or minutes: nothing is distilled "
+                "without"
+            )
+
+    def filled(self, language_model: bool, noun: str = "texts") -> Recipe:
+        """Return the recipe with what suits the kind of model in the place of None."""
+        kind = suits(language_model, noun)
+        return replace(
+            self, **{name: value for name, value in kind.items() if getattr(self, name) is None}
+        )

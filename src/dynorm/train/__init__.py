@@ -1,0 +1,21 @@
+"""Train converted models: the path from a norm to a layer, distillation, and what watches a run.
+
+The Trainer's callbacks are in :mod:`dynorm.train.callbacks`, which imports transformers.
+"""
+
+from dynorm.train.anneal import AnnealSchedule, finalize_, set_anneal_
+from dynorm.train.distill import DistillationReport, distill_, distillation_rate, output_loss
+from dynorm.train.monitor import Monitor
+from dynorm.train.start import AnnealStart
+
+__all__ = [
+    "AnnealSchedule",
+    "AnnealStart",
+    "DistillationReport",
+    "Monitor",
+    "distill_",
+    "distillation_rate",
+    "finalize_",
+    "output_loss",
+    "set_anneal_",
+]

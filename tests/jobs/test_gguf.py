@@ -1,0 +1,97 @@
+"""A decoder in a GGUF file: loaded, converted, and saved as a folder that from_pretrained loads."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dynorm
+from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.convert import convert_pretrained
+from dynorm.jobs.recipe import Recipe
+from dynorm.replace.specs import dynorm_layers
+
+C, BLOCKS = 16, 2
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama over bytes, beside a file that is none of its own."""
+    gguf = pytest.importorskip("gguf")
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    tokens = [*bytes_to_unicode().values(), "th", "in", "<|end|>"]
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    path.with_name("setup.py").write_text("")
+    writer, draw = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
+    writer.add_context_length(64)
+    writer.add_embedding_length(C)
+    writer.add_block_count(BLOCKS)
+    writer.add_feed_forward_length(2 * C)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 258 + [3])
+    writer.add_token_merges(["t h", "i n"])
+    writer.add_eos_token_id(258)
+    writer.add_bos_token_id(258)
+    shapes = {"token_embd": (len(tokens), C), "output_norm": (C,)}
+    for block, (name, shape) in itertools.product(
+        range(BLOCKS),
+        {
+            "attn_norm": (C,),
+            "ffn_norm": (C,),
+            "ffn_gate": (2 * C, C),
+            "ffn_up": (2 * C, C),
+            "ffn_down": (C, 2 * C),
+        }.items()
+        | {f"attn_{part}": (C, C) for part in ("q", "k", "v", "output")}.items(),
+    ):
+        shapes[f"blk.{block}.{name}"] = shape
+    for name, shape in shapes.items():
+        writer.add_tensor(
+            f"{name}.weight",
+            draw.normal(1.0 if len(shape) == 1 else 0.0, 0.3, shape).astype(np.float32),
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+def test_a_gguf_file_is_converted_and_kept(file: Path, texts: Path, tmp_path: Path) -> None:
+    recipe = Recipe(held_out=16, max_length=32, refine=2, steps=2)
+    report = convert_pretrained(
+        file, tmp_path / "out", recipe, texts=[texts], keep_original=True, quiet=True
+    )
+    assert report.output.kind == "language"
+    assert len(report.sites) == 2 * BLOCKS + 1
+    written = {path.name for path in (tmp_path / "out" / "model").iterdir()}
+    assert "tokenizer.json" in written
+    assert "setup.py" not in written
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "original")
+    batch = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")(
+        ["return the string"], return_tensors="pt"
+    )
+    with torch.no_grad():
+        assert torch.equal(original(**batch).logits, load_pretrained(file).model(**batch).logits)
+    assert len(dynorm_layers(load_pretrained(tmp_path / "out" / "model").model)) == 2 * BLOCKS + 1
+    with pytest.raises(dynorm.StorageError, match="--overwrite"):
+        convert_pretrained(file, tmp_path / "out", recipe, texts=[texts])
+
+
+def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
+    with pytest.raises(dynorm.StorageError, match=r"broken\.gguf"):
+        load_pretrained(tmp_path / "broken.gguf")

@@ -1,0 +1,470 @@
+"""Annealing: converted models that still are the original, schedules, the start from activations, the end."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+import dynorm
+from dynorm import theory
+from dynorm.train.anneal import AnnealSchedule, annealed_layers
+
+TARGETS = {"annealed": dynorm.DyISRU, "annealed_dyt": dynorm.DyT, "annealed_derf": dynorm.Derf,
+           "annealed_linear": dynorm.LinearControl}  # fmt: skip
+
+
+class Net(nn.Module):
+    """LayerNorm with and without weights, an RMSNorm, and a channels-first norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 24)
+        self.first = nn.LayerNorm(24, eps=1e-6)
+        self.plain = nn.LayerNorm(24, elementwise_affine=False)
+        self.rms = nn.RMSNorm(24, eps=1e-5)
+        self.channels = ChannelsFirst(24)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        h = self.embed(x)
+        h = h + torch.tanh(self.first(h))
+        h = h + torch.tanh(self.plain(3 * h))
+        h = h + torch.tanh(self.rms(h))
+        h = h + self.channels(h.movedim(-1, 1)).movedim(1, -1)
+        return self.head(h)
+
+
+class ChannelsFirst(nn.Module):
+    """A LayerNorm over axis 1, as vision models write it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(channels)),
+            nn.Parameter(torch.zeros(channels)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = x.mean(1, keepdim=True), x.var(1, keepdim=True, correction=0)
+        return (x - mean) / (var + 1e-6).sqrt() * self.weight[:, None] + self.bias[:, None]
+
+
+def positions(model: nn.Module) -> dict[str, float]:
+    return {path: layer.position for path, layer in annealed_layers(model).items()}
+
+
+def net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def batches(count: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [3 * torch.randn(6, 7, 8, generator=generator, dtype=dtype) for _ in range(count)]
+
+
+def annealed(model: nn.Module, to: str = "annealed", **options: Any) -> nn.Module:
+    dynorm.convert_(
+        model,
+        dynorm.find_norms(model, batches()[0].to(next(model.parameters()).dtype)),
+        to=to,
+        **options,
+    )
+    return model
+
+
+@pytest.mark.parametrize("to", list(TARGETS))
+def test_at_0_outputs_and_gradients_are_the_originals(to: str) -> None:
+    original = net()
+    model = annealed(copy.deepcopy(original), to)
+    assert len(annealed_layers(model)) == 4
+    x = batches()[0]
+    for module in (original, model):
+        module(x).square().sum().backward()
+    y, z = original(x), model(x)
+    assert torch.linalg.norm(y - z) <= 1e-12 * torch.linalg.norm(y)
+    gradients = dict(model.named_parameters())
+    for name, parameter in original.named_parameters():
+        ours = gradients[name].grad
+        assert torch.linalg.norm(ours - parameter.grad) <= 1e-12 * torch.linalg.norm(
+            parameter.grad
+        ), name
+
+
+@pytest.mark.parametrize("to", list(TARGETS))
+def test_at_the_end_plain_layers_stand_there_with_the_same_parameters(to: str) -> None:
+    model = annealed(net(), to)
+    dynorm.calibrate_(model, batches())
+    dynorm.set_anneal_(model, 1.0)
+    before, parameters, x = copy.deepcopy(model), dict(model.named_parameters()), batches()[1]
+    assert dynorm.finalize_(model) is model
+    assert {type(m) for m in model.modules() if isinstance(m, dynorm.PointwiseNorm)} == {
+        TARGETS[to]
+    }
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert torch.equal(model(x), before(x))
+    restored = dynorm.restore_(model)
+    assert isinstance(restored.first, nn.LayerNorm)
+
+
+def test_hooks_and_mode_come_along_to_the_end() -> None:
+    model, seen = net().eval(), []
+    model.rms.register_forward_hook(lambda *_: seen.append("forward"))
+    model.rms.register_full_backward_hook(lambda *_: seen.append("backward"))
+    annealed(model)
+    dynorm.set_anneal_(model, 1)
+    dynorm.finalize_(model)
+    seen.clear()
+    model(batches()[0]).sum().backward()
+    assert seen == ["forward", "backward"]
+    assert not model.rms.training
+
+
+def test_finalize_before_the_end_is_refused_unless_forced() -> None:
+    model = annealed(net())
+    dynorm.set_anneal_(model, 1.0)
+    dynorm.set_anneal_(model, 0.5, only="rms")
+    with pytest.raises(dynorm.ModelError, match=r"'rms' is at 0\.5.*force=True"):
+        dynorm.finalize_(model)
+    assert len(annealed_layers(model)) == 4
+    dynorm.finalize_(model, force=True)
+    assert isinstance(model.rms, dynorm.DyISRU)
+
+
+def test_set_path_moves_all_or_some() -> None:
+    model = annealed(net())
+    dynorm.set_anneal_(model, 0.25)
+    dynorm.set_anneal_(model, 1, only=["r*", "plain"])
+    assert positions(model) == {"first": 0.25, "plain": 1.0, "rms": 1.0, "channels": 0.25}
+    dynorm.set_anneal_(model, np.float32(0.25), only="first")
+    for bad in (-0.1, 1.5, float("nan")):
+        with pytest.raises(dynorm.ArgumentError, match="t must be"):
+            dynorm.set_anneal_(model, bad)
+    with pytest.raises(dynorm.ArgumentError, match="glob 'nothing'"):
+        dynorm.set_anneal_(model, 0.5, only=["rms", "nothing"])
+    wrong: list[tuple[Any, str]] = [(5, "5"), (["rms", None], "None"), (b"rms", "b'rms'")]
+    for bad_glob, got in wrong:
+        with pytest.raises(dynorm.ArgumentError, match=f"globs must be strings.*got {got}"):
+            dynorm.set_anneal_(model, 0.5, only=bad_glob)
+    assert positions(model) == {"first": 0.25, "plain": 1.0, "rms": 1.0, "channels": 0.25}
+    for call in (
+        lambda: dynorm.set_anneal_(net(), 0.5),
+        lambda: dynorm.finalize_(net()),
+        lambda: positions(net()),
+    ):
+        with pytest.raises(dynorm.ModelError, match="must have annealed layers"):
+            call()
+
+
+@pytest.mark.parametrize("call", [
+    lambda m: dynorm.set_anneal_(0.3, m), lambda m: AnnealSchedule().apply_(0, m, 1000),
+    lambda m: dynorm.finalize_("a"), lambda m: dynorm.AnnealStart(None),
+])  # fmt: skip
+def test_what_is_no_module_is_refused(call: Any) -> None:
+    with pytest.raises(dynorm.ArgumentError, match=r"the model must be a torch\.nn\.Module, not"):
+        call(annealed(net()))
+
+
+def test_calibration_leaves_the_model_as_it_is_at_0_and_sets_where_it_goes() -> None:
+    model, x = annealed(net()), batches()[0]
+    before = model(x)
+    report = dynorm.calibrate_(model, batches())
+    assert torch.equal(model(x), before)
+    assert [site.path for site in report.sites] == ["first", "plain", "rms", "channels"]
+    # The constants fit the norms' cores, so the end of the path is nearer than with the defaults.
+    fresh = annealed(net())
+    errors = []
+    for each in (model, fresh):
+        dynorm.set_anneal_(each, 1.0)
+        errors.append(float((each(x) - before).detach().norm()))
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_a_model_in_the_middle_of_the_path_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = annealed(net(torch.float32))
+    dynorm.set_anneal_(model, 0.3)
+    dynorm.save(model, tmp_path / "saved")
+    loaded = dynorm.load(tmp_path / "saved", model=net(torch.float32))
+    x = batches(dtype=torch.float32)[0]
+    assert torch.equal(loaded(x), model(x))
+    assert all(t == pytest.approx(0.3) for t in positions(loaded).values())
+    dynorm.set_anneal_(loaded, 1.0)
+    dynorm.finalize_(loaded)
+    assert isinstance(loaded.rms, dynorm.DyISRU)
+
+
+class Backwards(nn.Module):
+    """Norms that are registered in another order than they are called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_the_order_of_calls_is_saved(tmp_path: Path) -> None:
+    model = Backwards()
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)), to="annealed")
+    dynorm.save(model, tmp_path / "saved")
+    loaded, schedule = (
+        dynorm.load(tmp_path / "saved", model=Backwards()),
+        AnnealSchedule(0, 8, order="last_first"),
+    )
+    for each in (model, loaded):
+        schedule.apply_(each, 4, 20)
+        assert positions(each) == {"first": 0.0, "last": 1.0}
+
+
+def test_a_layer_alone_cannot_be_replaced_in_itself() -> None:
+    with pytest.raises(dynorm.ModelError, match="must have a parent"):
+        dynorm.finalize_(dynorm.AnnealedDyISRU(8, t=1.0))
+
+
+class TestSchedule:
+    @given(
+        st.integers(0, 50), st.integers(1, 40), st.sampled_from(["linear", "cosine"]),
+        st.sampled_from(["together", "last_first", "first_last"]), st.integers(1, 5),
+    )  # fmt: skip
+    def test_it_rises_from_0_to_1_and_fits(
+        self, start: int, length: int, shape: Any, order: Any, places: int
+    ) -> None:
+        schedule, total = AnnealSchedule(start, length, shape, order), 100
+        for place in range(places):
+            values = [schedule.at(step, total, place, places) for step in range(total)]
+            assert values == sorted(values)
+            assert set(values[: start + 1]) == {0.0}
+            assert set(values[start + length :]) == {1.0}
+
+    def test_shapes(self) -> None:
+        linear, cosine = AnnealSchedule(10, 8), AnnealSchedule(10, 8, "cosine")
+        assert [linear.at(step, 100) for step in (10, 12, 14, 18)] == [0.0, 0.25, 0.5, 1.0]
+        assert cosine.at(14, 100) == pytest.approx(0.5)
+        assert cosine.at(11, 100) < linear.at(11, 100)
+
+    def test_one_after_another(self) -> None:
+        model = annealed(net())
+        for order, first in (("last_first", "channels"), ("first_last", "first")):
+            AnnealSchedule(0, 8, order=order).apply_(model, 1, 20)
+            assert {path: t for path, t in positions(model).items() if t} == {first: 0.5}
+
+    @pytest.mark.parametrize("order", ["together", "last_first"])
+    def test_three_graphs_serve_the_whole_path(self, order: Any) -> None:
+        torch._dynamo.reset()
+        counter, model, x = CompileCounter(), annealed(net()), batches()[0]
+        compiled, schedule = (
+            torch.compile(model, backend=counter, fullgraph=True),
+            AnnealSchedule(2, 8, order=order),
+        )
+        for step in range(14):
+            schedule.apply_(model, step, 14)
+            torch.testing.assert_close(compiled(x), model(x))
+        assert counter.frame_count == 3
+
+    def test_bad_schedules(self) -> None:
+        names: list[dict[str, Any]] = [{"shape": "square"}, {"order": "random"}]
+        values = (-1, -0.1, 1.5, 600.0, float("nan"), "a", None, True, torch.tensor(0.6))
+        for bad in [
+            *names,
+            {"length": 0},
+            {"length": 0.0},
+            *({"start": value} for value in values),
+        ]:
+            with pytest.raises(dynorm.ArgumentError):
+                AnnealSchedule(**bad)
+        for schedule in (
+            AnnealSchedule(60, 40),
+            AnnealSchedule(0.8, 0.3),
+            AnnealSchedule(0.5, 0.5),
+        ):
+            with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
+                schedule.steps(100)
+        totals: list[Any] = [float("nan"), None, "a", True, 0.5, -1]
+        for total in totals:
+            with pytest.raises(dynorm.ArgumentError, match="must"):
+                AnnealSchedule().steps(total)
+        steps: list[Any] = ["a", None, 1.5, -5, float("nan")]
+        for step in steps:
+            with pytest.raises(
+                dynorm.ArgumentError, match="step must be an integer, at least 0, got"
+            ):
+                AnnealSchedule().at(step, 1000)
+            with pytest.raises(
+                dynorm.ArgumentError, match="step must be an integer, at least 0, got"
+            ):
+                AnnealSchedule(order="last_first").apply_(annealed(net()), step, 1000)
+        # A number is a share or a count by its kind, of whatever library it is.
+        assert AnnealSchedule(np.float32(0.5), np.int64(10)).steps(100) == (50, 10)
+
+
+class TestStart:
+    @pytest.mark.parametrize("per_channel", [False, True])
+    def test_the_constants_are_those_of_the_closed_form(self, per_channel: bool) -> None:
+        model = annealed(net(), per_channel=per_channel)
+        seen: dict[str, list[Tensor]] = {name: [] for name in ("first", "rms")}
+        for name, found in seen.items():
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda m, args, found=found: found.append(args[0])
+            )
+        start = dynorm.AnnealStart(model)
+        for batch in batches():
+            model(batch)
+        start.finish_()
+        x = torch.cat(seen["first"]).reshape(-1, 24)
+        dims = 0 if per_channel else (0, 1)
+        expected = theory.leave_one_out_beta(x, eps=1e-6).log().mean(dims)
+        torch.testing.assert_close(model.first.log_beta.squeeze(), expected)
+        torch.testing.assert_close(model.first.center.squeeze(), x.mean(dims))
+        x = torch.cat(seen["rms"]).reshape(-1, 24)
+        expected = theory.leave_one_out_square_sum(x, eps=1e-5).log().mean(dims)
+        torch.testing.assert_close(model.rms.log_beta.squeeze(), expected)
+        assert not model.rms.center.any()
+
+    def test_dyt_takes_the_same_slope(self) -> None:
+        models = [annealed(net(), to) for to in ("annealed", "annealed_dyt")]
+        for model in models:
+            start = dynorm.AnnealStart(model)
+            model(batches()[0])
+            start.finish_()
+        torch.testing.assert_close(models[0].first.beta(), models[1].first.beta())
+
+    def test_a_compiled_model_is_watched_too(self) -> None:
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        model, eager = annealed(net()), annealed(net())
+        compiled = torch.compile(model, backend=counter)
+        compiled(batches()[0])
+        traced = counter.frame_count
+        for each, run in ((model, compiled), (eager, eager)):
+            start = dynorm.AnnealStart(each)
+            run(batches()[1])
+            start.finish_()
+        assert torch.equal(model.first.log_beta, eager.first.log_beta)
+        compiled(batches()[2])
+        assert counter.frame_count == traced
+
+    def test_padding_is_left_out_and_nothing_is_watched_afterwards(self) -> None:
+        x = batches()[0]
+        mask = (torch.arange(7) < torch.tensor([[7], [3], [5], [2], [6], [7]])).long()
+        poisoned = torch.where(mask[..., None].bool(), x, 1e4)
+        constants = []
+        for value in (x, poisoned):
+            model = annealed(net(), only=["first", "rms"])
+            start = dynorm.AnnealStart(model)
+            model(x=value, attention_mask=mask)
+            start.finish_()
+            constants.append(model.first.log_beta.item())
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert constants[0] == constants[1]
+
+    @pytest.mark.parametrize("form", ["position", "dict", "wrapped"])
+    def test_padding_is_left_out_however_the_mask_comes(self, form: str) -> None:
+        class Wrapper(nn.Module):
+            """As a LightningModule: what it is called with says nothing, or it is not called at all."""
+
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def step(self, batch: dict[str, Tensor]) -> Tensor:
+                return self.inner(**batch)
+
+            def forward(self, batch: dict[str, Tensor]) -> Tensor:
+                return self.inner(batch["x"])
+
+        x = batches()[0]
+        mask = (torch.arange(7) < torch.tensor([[7], [3], [5], [2], [6], [7]])).long()
+        constants = []
+        for value in (x, torch.where(mask[..., None].bool(), x, 1e4)):
+            model = annealed(net(), only=["first", "rms"])
+            wrapper, batch = Wrapper(model), {"x": value, "attention_mask": mask}
+            with dynorm.AnnealStart(model if form == "position" else wrapper):
+                if form == "position":
+                    model(value, mask)
+                elif form == "dict":
+                    wrapper(batch)
+                else:
+                    wrapper.step(batch)
+            constants.append(model.first.log_beta.item())
+        assert constants[0] == constants[1]
+
+    def test_a_batch_without_a_mask_does_not_inherit_one(self) -> None:
+        x, mask = batches()[0], torch.zeros(6, 7, dtype=torch.long)
+        mask[:, :2] = 1
+        models = [annealed(net(), only=["first", "rms"]) for _ in range(2)]
+        with dynorm.AnnealStart(models[0]):
+            models[0](x, attention_mask=mask)
+            models[0](x)
+        with dynorm.AnnealStart(models[1]):
+            models[1](torch.cat([x, x]), attention_mask=torch.cat([mask, torch.ones_like(mask)]))
+        torch.testing.assert_close(models[0].first.log_beta, models[1].first.log_beta)
+
+    def test_several_micro_batches_are_one(self) -> None:
+        small, large = batches()[0], 9 * batches()[1]
+        models = [annealed(net()) for _ in range(2)]
+        with dynorm.AnnealStart(models[0]):
+            models[0](small)
+            models[0](large)
+        with dynorm.AnnealStart(models[1]):
+            models[1](torch.cat([small, large]))
+        torch.testing.assert_close(models[0].first.log_beta, models[1].first.log_beta)
+        torch.testing.assert_close(models[0].rms.log_beta, models[1].rms.log_beta)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_what_runs_again_in_the_backward_pass_is_counted_once(self, reentrant: bool) -> None:
+        model, other = annealed(net()), annealed(net())
+        x = batches()[0].requires_grad_()
+        with dynorm.AnnealStart(model):
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+            model(7 * x)
+        with dynorm.AnnealStart(other):
+            other(x)
+            other(7 * x)
+        assert torch.equal(model.first.log_beta, other.first.log_beta)
+
+    def test_an_error_inside_leaves_nothing_behind(self) -> None:
+        model = annealed(net())
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match="shape"), dynorm.AnnealStart(model):
+            model(torch.randn(3, 5, dtype=torch.float64))
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert torch._dynamo.eval_frame._stance.stance == "default"
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        start = dynorm.AnnealStart(model)
+        with pytest.raises(RuntimeError, match="shape"):
+            model(torch.randn(3, 5, dtype=torch.float64))
+        model(batches()[0])
+        start.finish_()
+        with pytest.raises(dynorm.ModelError, match="finished once"):
+            start.finish_()
+        start.cancel_()
+
+    def test_what_was_not_reached_or_is_not_finite(self) -> None:
+        model = annealed(net())
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(dynorm.DataError, match="saw none: run a training step"):
+            dynorm.AnnealStart(model).finish_()
+        start = dynorm.AnnealStart(model)
+        bad = batches()[0]
+        bad[0, 0, 0] = torch.nan
+        model(bad)
+        with pytest.raises(dynorm.DataError, match="NaN or inf"):
+            start.finish_()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with pytest.raises(dynorm.ModelError):
+            dynorm.AnnealStart(net())

@@ -1,0 +1,406 @@
+"""The path with the Trainer: t step by step, constants where it begins, a resumed run, and two processes."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import dynorm
+from dynorm.train.anneal import annealed_layers
+from dynorm.train.callbacks import AnnealCallback
+from dynorm.train.start import require_same_anneal
+from tests.parallel.launch import Found, errors, launch, values
+
+STEPS = 12
+
+
+def model(to: str = "annealed", dropout: float = 0.1) -> nn.Module:
+    set_seed(0)
+    config = GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    net = GPT2LMHeadModel(config)
+    dynorm.convert_(net, dynorm.find_norms(net, torch.zeros(1, 4, dtype=torch.long)), to=to)
+    return net
+
+
+def rows(count: int = 64) -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, 32, (count, 16), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+class Losses(TrainerCallback):
+    """Every loss, and t at every step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.path: list[float] = []
+        self.constants: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.path.append(logs.get("t"))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        for layer in [m for m in model.modules() if isinstance(m, dynorm.AnnealedNorm)][:1]:
+            beta = layer.beta().detach()
+            self.constants.append(
+                float((beta.full_tensor() if hasattr(beta, "full_tensor") else beta).mean())
+            )
+
+
+def trainer(
+    net: nn.Module, folder: Path, callback: AnnealCallback | None, stop: int = STEPS, **options: Any
+) -> Any:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step >= stop
+
+    settings = {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "logging_steps": 1, "save_strategy": "steps", "save_steps": 1, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 0, "logging_nan_inf_filter": False,
+    }  # fmt: skip
+    seen = Losses()
+    callbacks = [each for each in (callback, seen, Stop()) if each is not None]
+    made = Trainer(
+        net, TrainingArguments(**(settings | options)), train_dataset=rows(), callbacks=callbacks
+    )
+    made.seen = seen
+    return made
+
+
+def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> None:
+    net = model()
+    run = trainer(net, tmp_path, AnnealCallback(start=4, length=4), save_strategy="no")
+    run.train()
+    assert run.seen.path == pytest.approx([0, 0, 0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1, 1], abs=1e-4)
+    assert [entry["t"] for entry in run.state.log_history if "loss" in entry] == run.seen.path
+    # Untouched before the annealing begins, set by the activations of its first step, then learned.
+    assert run.seen.constants[:4] == pytest.approx([16.0] * 4)
+    assert run.seen.constants[4] != pytest.approx(16.0, rel=1e-2)
+    assert run.seen.constants[-1] != run.seen.constants[4]
+    dynorm.finalize_(net)
+    # An evaluation logs too.
+    assert run.evaluate(rows(4))["eval_loss"] > 0
+    assert {type(m) for m in net.modules() if isinstance(m, dynorm.PointwiseNorm)} == {
+        dynorm.DyISRU
+    }
+
+
+def test_up_to_the_begin_the_run_is_that_of_the_norms(tmp_path: Path) -> None:
+    annealed = trainer(model(), tmp_path, AnnealCallback(start=8, length=2), save_strategy="no")
+    annealed.train()
+    net = dynorm.restore_(model())
+    plain = trainer(net, tmp_path, None, save_strategy="no")
+    plain.train()
+    losses = plain.seen.losses
+    assert annealed.seen.losses[:9] == pytest.approx(losses[:9], rel=1e-5)
+    assert annealed.seen.losses[10] != pytest.approx(losses[10], rel=1e-5)
+
+
+@pytest.mark.parametrize("stop", [3, 5, 7, 10])
+def test_a_stopped_and_resumed_run_is_bit_equal(tmp_path: Path, stop: int) -> None:
+    whole = trainer(
+        model(), tmp_path / "whole", AnnealCallback(start=4, length=4), save_strategy="no"
+    )
+    whole.train()
+    trainer(model(), tmp_path / "parts", AnnealCallback(start=4, length=4), stop=stop).train()
+    rest = trainer(model(), tmp_path / "parts", AnnealCallback(start=4, length=4))
+    rest.train(resume_from_checkpoint=True)
+    assert rest.seen.losses == whole.seen.losses[stop:]
+    for (name, ours), theirs in zip(
+        rest.model.state_dict().items(), whole.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_start_that_an_error_broke_off_is_forgotten(tmp_path: Path) -> None:
+    class Break(TrainerCallback):
+        broken = False
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4 and not self.broken:
+                self.broken = True
+                raise RuntimeError("broken off")
+
+    net = model()
+    callback = AnnealCallback(start=4, length=4)
+    run = trainer(net, tmp_path, callback, save_strategy="no", gradient_accumulation_steps=2)
+    run.add_callback(Break())
+    with pytest.raises(RuntimeError, match="broken off"):
+        run.train()
+    run.train()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    # Nothing was set before the annealing began anew.
+    assert run.seen.constants[4:8] == pytest.approx([16.0] * 4)
+    assert run.seen.constants[8] != pytest.approx(16.0, rel=1e-2)
+
+
+def test_training_begins_where_the_run_stands() -> None:
+    """With weights alone, a resumed run knows t by its step; what was watched is forgotten."""
+    net, callback = model(), AnnealCallback(start=4, length=4)
+    at = partial(SimpleNamespace, max_steps=STEPS)
+    for step, t in ((0, 0.0), (6, 0.5), (8, 1.0), (2, 0.0)):
+        callback.on_train_begin(None, at(global_step=step), None, model=net)
+        assert {layer.position for layer in annealed_layers(net).values()} == {t}
+    callback.on_step_begin(None, at(global_step=4), None, model=net)
+    assert any(m._forward_hooks for m in net.modules())
+    callback.on_train_begin(None, at(global_step=0), None, model=net)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
+        callback.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=8), None, model=net)
+
+
+def test_gradient_accumulation_sees_the_whole_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, tokens = dynorm.AnnealStart.finish_, []
+
+    def counted(start: dynorm.AnnealStart) -> None:
+        tokens.append({float(sums[0].min()) for sums in start._sums.values()})
+        finish(start)
+
+    monkeypatch.setattr(dynorm.AnnealStart, "finish_", counted)
+    run = trainer(
+        model(), tmp_path, AnnealCallback(start=0, length=4), save_strategy="no",
+        per_device_train_batch_size=2, gradient_accumulation_steps=4,
+    )  # fmt: skip
+    run.train()
+    assert tokens == [{8.0 * 16}]
+
+
+def test_the_callback_is_reached_from_the_package() -> None:
+    assert dynorm.AnnealCallback is AnnealCallback
+    with pytest.raises(AttributeError, match="no attribute 'Unheard'"):
+        getattr(dynorm, "Unheard")  # noqa: B009
+
+
+def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path) -> None:
+    with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
+        trainer(model(), tmp_path, AnnealCallback(start=8, length=4)).train()
+    with pytest.raises(dynorm.ModelError, match="must have annealed layers"):
+        trainer(model("dyisru"), tmp_path, AnnealCallback(start=2, length=4)).train()
+    with pytest.raises(dynorm.ArgumentError):
+        AnnealCallback(start=-1)
+
+
+# The cases of two processes, in one launch, for each import of torch and transformers takes
+# seconds.
+
+
+def ddp(folder: Path) -> dict[str, Any]:
+    return by_the_trainer(model(dropout=0.0), 4, folder)
+
+
+def fsdp(folder: Path) -> dict[str, Any]:
+    return by_hand(model(dropout=0.0), 4, torch.distributed.get_rank(), 2)
+
+
+def accelerate(folder: Path) -> dict[str, Any]:
+    return by_the_trainer(model(dropout=0.0), 4, folder, **shard_by_accelerate())
+
+
+def disagree(folder: Path) -> dict[str, Any]:
+    net = model(dropout=0.0)
+    if torch.distributed.get_rank() == 1:
+        dynorm.set_anneal_(net, 0.5)
+    return by_the_trainer(net, 4, folder)
+
+
+def shapes(folder: Path) -> None:
+    # Not by the Trainer: DistributedDataParallel has an error of its own for this, FSDP2 has none.
+    net = model(dropout=0.0)
+    if torch.distributed.get_rank() == 1:
+        dynorm.restore_(net)
+        sites = dynorm.find_norms(net, torch.zeros(1, 4, dtype=torch.long))
+        dynorm.convert_(net, sites, to="annealed", per_channel=True)
+    require_same_anneal(net)
+
+
+def bare(folder: Path) -> None:
+    net = model(dropout=0.0)
+    require_same_anneal(dynorm.restore_(net) if torch.distributed.get_rank() == 1 else net)
+
+
+def by_the_trainer(net: nn.Module, size: int, folder: Path, **options: Any) -> dict[str, Any]:
+    """Losses, path and constants of a run by the Trainer, that is by accelerate, and the loss of what it ended as."""
+    if torch.distributed.is_initialized():
+        # As torchrun sets them for accelerate, which keeps what it read from an earlier case.
+        rank, ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+        os.environ |= {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+        }
+        os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        AcceleratorState._reset_state(reset_partial_state=True)
+    callback = AnnealCallback(start=4, length=4)
+    run = trainer(
+        net, folder, callback, save_strategy="no", per_device_train_batch_size=size, **options
+    )
+    run.train()
+    found = {"losses": run.seen.losses, "path": run.seen.path, "values": values_of(run.model)}
+    if options:
+        assert all(hasattr(parameter, "device_mesh") for parameter in run.model.parameters())
+        with pytest.raises(dynorm.ModelError, match="sharded by FSDP2"):
+            dynorm.finalize_(run.model)
+    # As that error says: gathered, loaded into a copy of its own, and finalized there.
+    state = run.accelerator.get_state_dict(run.model)
+    if run.accelerator.is_main_process:
+        copy = model(dropout=0.0)
+        copy.load_state_dict(state)
+        dynorm.finalize_(copy)
+        assert not any(isinstance(module, dynorm.AnnealedNorm) for module in copy.modules())
+        ids = torch.stack([row["input_ids"] for row in rows()])
+        with torch.no_grad():
+            found["final"] = float(copy.eval()(input_ids=ids, labels=ids).loss)
+    return found
+
+
+def shard_by_accelerate() -> dict[str, Any]:
+    """Let accelerate shard on a CPU, which it does on accelerators only, and return what the Trainer needs for it."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    original = PartialState.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_XPU
+
+    PartialState.__init__ = init
+    blocks = {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["GPT2Block"],
+    }
+    # transformers reads the one name of the version, accelerate the other.
+    settings = {
+        "version": 2,
+        "fsdp_version": 2,
+        "reshard_after_forward": True,
+        "state_dict_type": "FULL_STATE_DICT",
+    }
+    return {"fsdp": True, "fsdp_config": settings | blocks | {"cpu_ram_efficient_loading": False}}
+
+
+def by_hand(net: nn.Module, size: int, rank: int, ranks: int) -> dict[str, Any]:
+    """The same of a loop of one's own, with FSDP2 where there are several ranks."""
+    if ranks > 1:
+        mesh = torch.distributed.init_device_mesh("cpu", (ranks,))
+        for block in (*net.transformer.h, net):
+            torch.distributed.fsdp.fully_shard(block, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule, losses, path = dynorm.AnnealSchedule(start=4, length=4), [], []
+    data = torch.stack([row["input_ids"] for row in rows()])
+    for step in range(STEPS):
+        batch = data[(8 * step + torch.arange(size) + size * rank) % len(data)]
+        schedule.apply_(net, step, STEPS)
+        start = dynorm.AnnealStart(net) if step == 4 else None
+        loss = net(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if start is not None:
+            start.finish_()
+        mean = loss.detach().clone()
+        if ranks > 1:
+            torch.distributed.all_reduce(mean)
+        losses.append(float(mean) / ranks)
+        path.append(next(m.position for m in net.modules() if isinstance(m, dynorm.AnnealedNorm)))
+    if ranks > 1:
+        check_sharded(net, mesh)
+    return {"losses": losses, "path": path, "values": values_of(net)}
+
+
+def check_sharded(net: nn.Module, mesh: Any) -> None:
+    """What FSDP2 does not allow is refused, and a sharded alpha has one rate on all ranks."""
+    with pytest.raises(dynorm.ModelError, match="sharded by FSDP2"):
+        dynorm.finalize_(net)
+    layer = dynorm.DyT(8, per_channel=True, elementwise_affine=False)
+    with torch.no_grad():
+        layer.alpha.copy_(torch.linspace(0.1, 2.0, 8))
+    torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    (group,) = dynorm.param_groups(layer, lr=1e-3)
+    assert group["lr"] == pytest.approx(1.05e-3)
+
+
+def values_of(net: nn.Module) -> dict[str, list[float]]:
+    """The constants and one weight, whole."""
+    return {
+        name.replace("module.", ""): (p.full_tensor() if hasattr(p, "full_tensor") else p)
+        .detach()
+        .double()
+        .flatten()
+        .tolist()
+        for name, p in net.named_parameters()
+        if name.endswith(("log_beta", "center", "ln_f.weight"))
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    cases = ("ddp", "fsdp", "disagree", "shapes", "bare", "accelerate")
+    return launch("tests.train.test_callbacks", 2, tmp_path_factory.mktemp("two"), *cases)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One process, by accelerate and by hand."""
+    by_accelerate = by_the_trainer(model(dropout=0.0), 8, tmp_path_factory.mktemp("one"))
+    return {
+        "ddp": by_accelerate,
+        "accelerate": by_accelerate,
+        "fsdp": by_hand(model(dropout=0.0), 8, 0, 1),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "accelerate"])
+def test_two_processes_do_what_one_does(
+    one: dict[str, dict[str, Any]], two: Found, mode: str
+) -> None:
+    """By accelerate with DDP, by hand with FSDP2, and by accelerate with FSDP2."""
+    whole, shared = one[mode], values(two, mode)[0]
+    assert shared["path"] == whole["path"]
+    assert shared["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    for name, value in whole["values"].items():
+        assert shared["values"][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    if mode != "fsdp":
+        assert shared["final"] == pytest.approx(whole["final"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("disagree", "must have the same t"), ("shapes", "must have the same point-wise layers")],
+)
+def test_ranks_that_disagree_stop(two: Found, mode: str, words: str) -> None:
+    assert all(f"all ranks {words}" in message for _, message in errors(two, mode))
+
+
+@pytest.mark.slow
+def test_a_rank_without_annealed_layers_stops_the_others_too(two: Found) -> None:
+    (_, other), (_, itself) = errors(two, "bare")
+    assert "must have annealed layers" in itself
+    assert "rank 1 raised an error" in other
