@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -88,12 +89,16 @@ def test_an_editable_install_keeps_the_kernels_that_are_there(
     assert data["artifacts"]
 
 
-def test_the_source_archive_leaves_the_studys_runs_out() -> None:
-    import tomllib
-
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
-        "targets"
-    ]
-    assert "/studies/results" in settings["sdist"]["exclude"]
-    # What only lies there is not packed: a build of another machine, say.
-    assert "artifacts" not in settings["wheel"]
+def test_the_source_archive_has_all_that_a_build_needs_and_no_runs_of_the_study() -> None:
+    # hatchling reads the patterns with this library.
+    pathspec = pytest.importorskip("pathspec")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    patterns = project["tool"]["hatch"]["build"]["targets"]["sdist"]["exclude"]
+    spec = pathspec.GitIgnoreSpec.from_lines(patterns)
+    source = [path for path in (ROOT / "src").rglob("*") if path.is_file()]
+    needed = [*source, ROOT / "hatch_build.py", ROOT / "README.md", ROOT / "LICENSE"]
+    runs = [path for path in (ROOT / "studies" / "results").rglob("*") if path.is_file()]
+    assert runs
+    for paths, excluded in ((needed, False), (runs, True)):
+        for path in paths:
+            assert spec.match_file(path.relative_to(ROOT).as_posix()) == excluded, path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import runpy
 import warnings
 from collections.abc import Iterator
@@ -15,16 +15,9 @@ import dynorm
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
-CPU_SECONDS = 120
 # Packages of these examples are in extras of their own: without them the tests are skipped, and say
 # so.
 NEEDS = {"encrypted_inference.py": "tenseal", "logit_attribution.py": "transformer_lens"}
-
-
-def cpu_seconds() -> float:
-    """What this process and those that it started have used: time in which others compute does not count."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 @pytest.fixture
@@ -51,10 +44,7 @@ def test_the_example_runs(
 ) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    before = cpu_seconds()
     runpy.run_path(str(FOLDER / name), run_name="__main__")
-    # A minute is promised, on an idle machine.
-    assert cpu_seconds() - before < CPU_SECONDS
     said = capfd.readouterr()
     assert said.out.strip()
     # Other libraries warn as they like; what we or the script are warned of has one of these
@@ -65,10 +55,8 @@ def test_the_example_runs(
     assert not list(tmp_path.iterdir())
 
 
-def test_every_example_is_in_the_list_and_ends_with_a_check() -> None:
-    listed = (FOLDER / "README.md").read_text("utf-8")
+def test_the_list_has_every_example_and_no_other() -> None:
+    page = (FOLDER / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \|", page, re.MULTILINE)
     assert SCRIPTS
-    for name in SCRIPTS:
-        source = (FOLDER / name).read_text("utf-8")
-        assert f"[{name}]({name})" in listed
-        assert "raise SystemExit" in source or "assert_close" in source
+    assert sorted(rows) == [(name, name) for name in SCRIPTS]

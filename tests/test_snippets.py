@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import dynorm
+from tests.parallel.launch import launch, values
+from tests.snippet_cases import snippets
 from tests.test_docs import ALL, ROOT
 
 # What the words of a page take for granted: a model, its inputs, and what they call by name.
@@ -23,7 +28,24 @@ model = GPT2LMHeadModel(config).eval()
 batches = [{"input_ids": torch.randint(0, 32, (4, 8))} for _ in range(6)]
 held_out, batch, example = batches[4:], batches[0], (batches[0]["input_ids"],)
 """
+ENCODER = """
+from pathlib import Path
+from tests.ecosystem.models import bert, saved
+Path("converted").mkdir()
+saved(bert(), Path("converted/model"))
+"""
+DEPLOYED = """
+import torch
+from benchmarks.compiled import converted, inputs, tiny_model
+from dynorm.quantize import Int8Table
+example = inputs("llama", 2, 8)
+batches = [inputs("llama", rows, 8) for rows in (2, 3, 4)]
+model = converted(tiny_model("llama"), example).requires_grad_(False)
+path = "norm"
+"""
 BEFORE = {
+    "docs/deploy.md": DEPLOYED,
+    "docs/howto/encoder.md": ENCODER,
     "docs/guide.md": GPT,
     "docs/without-norms.md": GPT,
     # The last of the page is for a model with RMSNorms.
@@ -44,25 +66,21 @@ def train_step(model, batch):
         model.train()(**batch)
 """,
 }
-# Written for a trainer's own arguments, several processes, or compilers that take long; the tests
-# named run the same.
-ELSEWHERE = {
-    "docs/parallel.md": "tests/parallel",
-    "docs/deploy.md": "tests/export",
-    "docs/howto/processes.md": "tests/jobs/test_ranks.py",
-    "docs/howto/programs.md": "tests/hub/test_registration.py",
-    "docs/howto/encoder.md": "tests/ecosystem/test_sentence_transformers.py",
+# Below: in two processes, or in a program that imports dynorm by itself.
+ELSEWHERE = {"docs/parallel.md", "docs/howto/processes.md", "docs/howto/programs.md"}
+SLOW = {
+    "docs/tutorial.md",
+    "docs/howto/from-scratch.md",
+    "docs/guide.md",
+    "docs/anneal.md",
+    "docs/deploy.md",
 }
-SLOW = {"docs/tutorial.md", "docs/howto/from-scratch.md", "docs/guide.md", "docs/anneal.md"}
-# Each of its snippets begins with a model that has its norms.
-AFRESH = {"docs/anneal.md"}
-
-
-def snippets(page: str) -> list[str]:
-    text = (ROOT / page).read_text("utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
+# Snippets that begin with a new model: each that trains, and the second that quantizes.
+AFRESH = {"docs/anneal.md": range(100), "docs/deploy.md": range(4, 5)}
+NEEDS = {
+    "docs/deploy.md": ["torchao", "onnxscript"],
+    "docs/howto/encoder.md": ["sentence_transformers"],
+}
 PAGES = [page for page in ALL if page != "README.md" and page not in ELSEWHERE and snippets(page)]
 
 
@@ -73,21 +91,83 @@ PAGES = [page for page in ALL if page != "README.md" and page not in ELSEWHERE a
 def test_the_snippets_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for library in NEEDS.get(page, []):
+        pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
+    # It compiles for half a minute; tests/export packages models, and runs them.
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", lambda program, **_: program)
     names: dict[str, Any] = {}
     with torch.random.fork_rng(), contextlib.redirect_stdout(None):
         torch.manual_seed(0)
         exec(BEFORE.get(page, ""), names)
-        for snippet in snippets(page):
-            if page in AFRESH:
+        for number, snippet in enumerate(snippets(page)):
+            if number in AFRESH.get(page, ()):
                 exec(BEFORE[page], names)
             exec(compile(snippet, page, "exec"), names)
 
 
-@pytest.mark.parametrize("page", sorted(ELSEWHERE))
-def test_the_snippets_that_other_tests_run_are_code(page: str) -> None:
-    assert (ROOT / ELSEWHERE[page]).exists()
-    assert [compile(snippet, page, "exec") for snippet in snippets(page)]
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_the_guide_begins_with_the_main_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(None):
+        exec(GPT, names)
+        exec(snippets("docs/guide.md")[0], names)
+    model, batch = names["model"], names["held_out"][0]
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    layers = [module for module in model.modules() if isinstance(module, dynorm.DyISRU)]
+    assert not norms
+    assert len(layers) == 5
+    torch.testing.assert_close(dynorm.load("converted")(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.slow
+def test_the_snippets_for_several_processes_run(tmp_path: Path) -> None:
+    found = launch("tests.snippet_cases", 2, tmp_path, "tensor_parallel", "several_processes")
+    # The summed gradients and the trained weights must be equal on both ranks.
+    first, second = values(found, "tensor_parallel")
+    assert set(first) == {"blocks.0.norm1.log_beta", "blocks.0.norm2.log_beta"}
+    assert min(first.values()) > 0
+    assert first == second
+    first, second = values(found, "several_processes")
+    assert sum("log_beta" in name for name in first) == 5
+    assert first == second
+
+
+# lm_eval is not installed. It takes the name of the folder from a string of arguments.
+LM_EVAL = """
+from transformers import AutoModel
+def simple_evaluate(model, model_args, tasks):
+    loaded = AutoModel.from_pretrained(model_args.removeprefix("pretrained="))
+    return type(loaded.embeddings.LayerNorm).__name__
+"""
+
+
+@pytest.mark.slow
+def test_the_snippets_for_programs_run(tmp_path: Path) -> None:
+    pytest.importorskip("wrapt")
+    models = pytest.importorskip("tests.ecosystem.models")
+    (tmp_path / "converted").mkdir()
+    dynorm.save(models.bert(), tmp_path / "converted" / "model")
+    (tmp_path / "lm_eval.py").write_text(LM_EVAL, "utf-8")
+    site, call = snippets("docs/howto/programs.md")
+    assert site.startswith("# sitecustomize.py\n")
+    call += "print(results)"
+
+    def run_program(script: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        command = [sys.executable, "-c", script]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    assert run_program(call).stdout.strip() == "DyISRU"
+    # Without the import the program would be refused, as tests/hub checks.
+    (tmp_path / "sitecustomize.py").write_text(site, "utf-8")
+    assert run_program(call.replace("import dynorm\n", "")).stdout.strip() == "DyISRU"
 
 
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:

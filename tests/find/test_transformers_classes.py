@@ -367,10 +367,13 @@ def test_every_class_is_right_or_refused(
         f"refused { ({reason: len(names) for reason, names in refused.items()}) }"
     )
     assert in_float32.wrong == []
-    assert len(right) >= 270
     assert refused == {reason: sorted(names.split()) for reason, names in REFUSED.items()}
     assert empty == sorted(WITHOUT_NORM.split())
     assert len(right) + sum(map(len, refused.values())) + len(empty) == len(alone(everything))
+
+
+# These do not run in bfloat16.
+FLOAT32_ONLY = {"EsmFold2LayerNorm", "EsmFold2AdaptiveLayerNorm"}
 
 
 @pytest.mark.slow
@@ -379,7 +382,9 @@ def test_every_class_in_bfloat16(everything: list[Built], in_float32: Survey) ->
     # bfloat16 inside.
     result = survey(everything, torch.bfloat16, allowed=2e-2)
     assert result.wrong == []
-    assert len(result.right()) >= 270
+    not_run = alone(everything) - {built.cls.__name__ for built, _ in result.sites}
+    assert not_run == FLOAT32_ONLY
+    assert result.right() == in_float32.right() - FLOAT32_ONLY
     assert result.refused() == in_float32.refused()
 
 

@@ -1,0 +1,102 @@
+"""What each of two processes does in test_snippets.py: the snippets of the pages on several processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+ROOT = Path(__file__).parents[1]
+
+# A block whose channels are sharded, and a model whose weights are.
+SHARDED = """
+import dynorm, torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from tests.parallel.block import C, Block
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+example = (torch.randn(2, 4, C),)
+share_of_this_rank = [example]
+class Model(nn.Module):
+    def __init__(self, norms):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(norms)])
+    def forward(self, x):
+        return self.blocks[0](x)
+"""
+WITHOUT_NORMS = """
+model = Model(dynorm.DyISRU)
+block = model.blocks[0]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+class loss:
+    def backward():
+        sharded = distribute_tensor(example[0], mesh["tp"], [Shard(-1)])
+        model(sharded).to_local().square().mean().backward()
+"""
+WITH_NORMS = "model = Model(nn.LayerNorm)"
+LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+)
+model = LlamaForCausalLM(config).eval()
+batches = [{"input_ids": torch.randint(0, 32, (4, 8))} for _ in range(6)]
+"""
+
+
+def snippets(page: str) -> list[str]:
+    """Return the Python of a page, block by block."""
+    text = (ROOT / page).read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def leave_the_group() -> None:
+    """Leave the group of the launch, and agree on where the page's own may meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = [free.getsockname()[1]]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port[0])
+
+
+def size(t: torch.Tensor) -> float:
+    """Return the norm of a tensor, gathered where it is sharded."""
+    gathered = t.full_tensor() if isinstance(t, DTensor) else t
+    return float(gathered.detach().norm())
+
+
+def tensor_parallel(folder: Path) -> dict[str, float]:
+    """Return the sizes of the constants' gradients, which all ranks have summed."""
+    first, second = snippets("docs/parallel.md")
+    names: dict[str, Any] = {}
+    exec(SHARDED + WITHOUT_NORMS, names)
+    exec(compile(first, "docs/parallel.md", "exec"), names)
+    gradients = {
+        name: size(parameter.grad)
+        for name, parameter in names["model"].named_parameters()
+        if "log_beta" in name
+    }
+    exec(WITH_NORMS, names)
+    exec(compile(second, "docs/parallel.md", "exec"), names)
+    return gradients
+
+
+def several_processes(folder: Path) -> dict[str, float]:
+    """Return the sizes of all weights after the last snippet of the page."""
+    leave_the_group()
+    names: dict[str, Any] = {}
+    exec(LLAMA, names)
+    for snippet in snippets("docs/howto/processes.md"):
+        quick = re.sub(r"steps=\d+", "steps=2", snippet)
+        exec(compile(quick, "docs/howto/processes.md", "exec"), names)
+    return {name: size(weight) for name, weight in names["model"].named_parameters()}
