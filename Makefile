@@ -24,7 +24,7 @@ MINUTES_minilm := 5
 MINUTES_dinov2 := 4
 LENGTH = $(if $(STEPS),--steps $(STEPS),--minutes $(MINUTES))
 
-.PHONY: setup demo models test architectures lint docs bench fold gone wire deploy quality retrieval distillation images speech paper activations study sanitize wheel clean
+.PHONY: setup demo models test architectures lint docs bench fold gone wire deploy quality retrieval distillation images speech draws check-figures paper activations study sanitize wheel clean
 
 KERNELS := src/dynorm/kernels/_native.abi3.so
 
@@ -170,6 +170,17 @@ images:
 	$(MAKE) demo MODEL=dinov2 STEPS=900 OUT=build/dinov2-distilled
 	$(BIN)/python -m benchmarks.images build/dinov2-calibrated/report.json build/dinov2-distilled/report.json
 	$(BIN)/python -m benchmarks.tables
+
+# How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: an hour
+# on 2 cores. What is measured already stays.
+draws: setup .venv/models.stamp
+	$(BIN)/python -m benchmarks.draws
+	$(BIN)/python -m benchmarks.tables
+
+# Measure the calibration of a decoder on another draw, and fail if it differs from the committed
+# figures by more than the noise next to them.
+check-figures: setup .venv/models.stamp
+	$(BIN)/python -m benchmarks.draws --check
 
 # What a model of speech loses and gets back, for docs/quality.md: about a quarter of an hour.
 speech: .venv/models.stamp build/speech

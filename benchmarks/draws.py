@@ -108,6 +108,8 @@ def _licences() -> list[str]:
 def summary(rows: list[Row], blocks: int, kind: str) -> dict[str, float]:
     """Return the mean, the worst and the standard deviation of the divergence over the draws."""
     divergences = [row[kind]["kl"] for row in rows if row["blocks"] == blocks]
+    if not divergences:
+        return {"draws": 0}
     spread = statistics.stdev(divergences) if len(divergences) > 1 else 0.0
     return {
         "draws": len(divergences),

@@ -10,7 +10,7 @@ from statistics import mean
 from textwrap import wrap
 from typing import Any
 
-from benchmarks import memory
+from benchmarks import draws, memory
 from benchmarks.speed import table as speed
 
 ROOT = Path(__file__).parent.parent
@@ -130,6 +130,24 @@ def decoder_table() -> str:
         ]
         begin = f"| {row['stage']} | {row['witnesses'] or ''} | {row['tokens']:,} |"
         lines.append(f"{begin} {' | '.join(cells)} | {row['greedy']['equal']:.0%} |")
+    return "\n".join(lines)
+
+
+def draws_table() -> str:
+    """One row per size of the calibration text: the divergence over the draws, for each kind of text."""
+    rows = load("draws")["rows"]
+    kinds = ("docstrings", "reference", "licences", "random tokens")
+    lines = [
+        f"| blocks of 256 tokens | draws | {' | '.join(kinds)} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for blocks in draws.SIZES:
+        summaries = [draws.summary(rows, blocks, kind) for kind in kinds]
+        if summaries[0]["draws"]:
+            cells = [
+                f"{s['mean']:.2f} ± {s['noise']:.2f}, worst {s['worst']:.2f}" for s in summaries
+            ]
+            lines.append(f"| {blocks} | {summaries[0]['draws']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -440,7 +458,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-models": speed_models,
         "speed-operations": speed_operations,
     },
-    "docs/witnesses.md": {"witnesses": witness_table, "decoder": decoder_table},
+    "docs/witnesses.md": {
+        "witnesses": witness_table,
+        "decoder": decoder_table,
+        "draws": draws_table,
+    },
     "docs/anneal.md": {"steps": steps_table},
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
     "docs/howto/vision.md": {"images": images_table},
