@@ -35,11 +35,11 @@ class AnnealStart:
 
     .. math:: \log \beta = \langle \log b_i \rangle, \quad c = \langle x_i \rangle
 
-    with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` for LayerNorm or :math:`s_i + C \varepsilon`
-    for RMSNorm (whose centre is 0). The means are over all tokens that the layer sees until
-    :meth:`finish_`, on all ranks. With one constant per channel, each channel takes its mean over
-    the tokens. A layer with witnesses gets their gains and its constant by least squares
-    (:class:`dynorm.fit.witnesses.TokenScales`), and the centre 0.
+    with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` for LayerNorm or
+    :math:`s_i + C \varepsilon` for RMSNorm (whose centre is 0). The means are over all tokens that
+    the layer sees until :meth:`finish_`, on all ranks. With one constant per channel, each channel
+    takes its mean over the tokens. A layer with witnesses gets their gains and its constant by
+    least squares (:class:`dynorm.fit.witnesses.TokenScales`), and the centre 0.
 
     Padding is left out if a module of the model is called with a two-dimensional mask under its
     usual name (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or in a
