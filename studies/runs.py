@@ -13,7 +13,6 @@ from typing import Any
 
 from dynorm.errors import DataError, ModelError, StorageError
 from dynorm.files import require_writable, write_text
-from dynorm.train.distill import newest_checkpoint
 from studies.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +117,9 @@ class RunFiles:
 
     def checkpoint(self) -> Path | None:
         """Return the last checkpoint that was written to its end, if any."""
+        # It imports transformers, which a report on the runs does not need.
+        from dynorm.train.trainer import newest_checkpoint
+
         found = newest_checkpoint(self.checkpoints)
         return None if found is None else Path(found[0])
 

@@ -25,7 +25,8 @@ from transformers import (
 
 import dynorm
 from dynorm.replace.specs import dynorm_layers
-from dynorm.train.distill import distill_, distillation_rate, output_loss, rate_factor
+from dynorm.train.distill import distill_, distillation_rate, output_loss
+from dynorm.train.trainer import rate_factor
 
 
 def images() -> list[tuple[Tensor]]:
@@ -196,7 +197,7 @@ def test_a_teacher_must_be_the_model_before() -> None:
     for teacher, match in (
         (net, r"teacher must be .* its '\d' is converted already"),
         (nn.Linear(2, 2), "has no"),
-        (wrapped, "weights of its own"),
+        (wrapped, "not share weights"),
     ):
         with pytest.raises(dynorm.ModelError, match=match):
             distill_(net, images(), teacher=teacher, steps=1, quiet=True)

@@ -1,6 +1,6 @@
-"""Train converted models: the path from a norm to a layer, distillation, and what watches a run.
+"""Train converted models: anneal norms to point-wise layers, distill, and monitor a run.
 
-The Trainer's callbacks are in :mod:`dynorm.train.callbacks`, which imports transformers.
+Callbacks for the Trainer are in :mod:`dynorm.train.callbacks`, which imports transformers.
 """
 
 from dynorm.train.anneal import AnnealSchedule, finalize_, set_anneal_

@@ -1,4 +1,4 @@
-"""Move a model from its norms to point-wise functions, step by step, and take the norms away at the end."""
+"""Annealing: move a model step by step from its norms to point-wise functions."""
 
 import math
 from collections.abc import Iterable
@@ -20,18 +20,21 @@ Order = Literal["together", "last_first", "first_last"]
 
 
 def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
-    """Return the annealed layers of a model by their first path, in call order; ModelError if there is none."""
-    found = {
-        path: layer
-        for path, layer in dynorm_layers(model).items()
-        if isinstance(layer, AnnealedNorm)
-    }
-    if not found:
+    """Return the annealed layers of a model by their first path, in call order.
+
+    Raises:
+        ModelError: there is none.
+    """
+    layers = {}
+    for path, layer in dynorm_layers(model).items():
+        if isinstance(layer, AnnealedNorm):
+            layers[path] = layer
+    if not layers:
         raise ModelError(
             "the model must have annealed layers, but has none: call dynorm.convert_(model, sites, "
             "to='annealed') first"
         )
-    return dict(sorted(found.items(), key=lambda item: item[1].place))
+    return dict(sorted(layers.items(), key=lambda item: item[1].place))
 
 
 def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None = None) -> None:
@@ -59,17 +62,18 @@ def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None 
         0.3
 
     Reference:
-        Closed form 4: with each token's own constants DyISRU is the norm, with learned ones it
-        needs no statistic.
+        Closed form 4: DyISRU with the right constants for each token is the norm; with learned
+        constants it needs no statistics.
     """
     layers = annealed_layers(model)
     check_share("t", t)
     globs = ["*"] if only is None else as_globs(only)
-    if lost := [glob for glob in globs if not any_match(layers, [glob])]:
-        raise ArgumentError(
-            f"the glob {lost[0]!r} must match the path of an annealed layer, but matches none of "
-            f"{', '.join(layers)}"
-        )
+    for glob in globs:
+        if not any_match(layers, [glob]):
+            raise ArgumentError(
+                f"the glob {glob!r} must match the path of an annealed layer, but matches none of "
+                f"{', '.join(layers)}"
+            )
     for path, layer in layers.items():
         if any_match([path], globs):
             layer.set_t_(t)
@@ -78,12 +82,12 @@ def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None 
 def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
     """Replace annealed layers at t = 1 by plain point-wise ones, in place.
 
-    The new layers hold the very parameters of the old ones, so an optimizer goes on as it was.
+    The new layers hold the same parameters as the old ones, so an optimizer need not change.
 
     Args:
         model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``.
-        force: do it at any t. The rest of the norms is then lost at once: the outputs change by as
-            much as a :func:`set_anneal_` to 1 would change them.
+        force: do it at any t. The rest of the norms is then lost at once: the outputs change as
+            much as with :func:`set_anneal_` to 1.
 
     Returns:
         The same model.
@@ -106,10 +110,9 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         path, t = next(iter(early.items()))
         raise ModelError(
             f"every layer must be at t = 1 to be finalized, but {len(early)} of {len(layers)} are "
-            f"not ({path!r} is at "
-            f"{t:g}): train on to the end of the annealing, or pass force=True, which takes the "
-            "rest of the norms away "
-            "at once and changes the outputs as dynorm.set_anneal_(model, 1.0) does"
+            f"not ({path!r} is at {t:g}): train on to the end of the annealing, or pass "
+            "force=True, which removes the rest of the norms at once and changes the outputs as "
+            "dynorm.set_anneal_(model, 1.0) does"
         )
     if "" in layers:
         raise ModelError(
@@ -118,9 +121,9 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
         )
     if any("FSDPModule" in torch_classes(module) for module in model.modules()):
         raise ModelError(
-            "the model must not be sharded by FSDP2, whose bookkeeping would lose the new layers: "
-            "it is point-wise "
-            "already; gather its state dict, load it into an unsharded copy, and finalize that"
+            "the model must not be sharded by FSDP2, which would lose track of the new layers: it "
+            "is point-wise already; gather its state dict, load it into an unsharded copy, and "
+            "finalize that"
         )
     ends = {layer: layer.end() for layer in layers.values()}
     for layer, end in ends.items():
@@ -134,8 +137,8 @@ class AnnealSchedule:
     """The t of each annealed layer at each step of training.
 
     Args:
-        start: the last step at t = 0, at which the constants are set; a float is a share of the
-            run, up to 1.
+        start: the last step at t = 0, whose activations set the constants; a float is a share of
+            the run, up to 1.
         length: how many steps t takes from 0 to 1; a float is a share of the run. t = 1 from
             ``start + length`` on.
         shape: how t rises: "linear", or "cosine", which begins and ends slowly.
@@ -143,7 +146,7 @@ class AnnealSchedule:
             first ("first_last").
 
     Raises:
-        ArgumentError: ``start`` or ``length`` is no number, negative, or a share above 1;
+        ArgumentError: ``start`` or ``length`` is not a number, negative, or a share above 1;
             ``length`` is 0; or a name is unknown.
 
     Example:
@@ -161,8 +164,7 @@ class AnnealSchedule:
         if not (_is_steps(self.start) and _is_steps(self.length) and self.length > 0):
             raise ArgumentError(
                 "start and length must be steps (integers) or shares of the run (floats from 0 to "
-                "1), and length "
-                f"positive, got {self.start!r} and {self.length!r}"
+                f"1), and length positive, got {self.start!r} and {self.length!r}"
             )
         if self.shape not in ("linear", "cosine") or self.order not in (
             "together",
@@ -178,54 +180,64 @@ class AnnealSchedule:
         """Return start and length in steps, for a run of ``total`` steps.
 
         Raises:
-            ArgumentError: ``total`` is no number of steps; or t would not come to 1 early enough
-                for a last step there.
+            ArgumentError: ``total`` is not a number of steps; or t would not reach 1 before the
+                last step.
         """
         if not (_is_steps(total) and isinstance(total, Integral)):
             raise ArgumentError(
-                f"a run must have a number of steps, got {total!r}: give how many it takes in all"
+                f"a run must have a number of steps, got {total!r}: pass their total number"
             )
-        start, length = (
-            int(v) if isinstance(v, Integral) else round(v * total)
-            for v in (self.start, self.length)
-        )
-        length = max(length, 1)
+        start = _in_steps(self.start, total)
+        length = max(_in_steps(self.length, total), 1)
         if start + length >= total:
             raise ArgumentError(
                 f"the annealing must end before the run does, but step {start} + {length} steps >= "
-                f"{total}: start "
-                "earlier, make it shorter, or train longer"
+                f"{total}: start earlier, make it shorter, or train longer"
             )
         return start, length
 
     def at(self, step: int, total: int, place: int = 0, places: int = 1) -> float:
-        """Return t at a step (counted from 0) of ``total``, for the layer at ``place`` of ``places`` in call order."""
+        """Return t at a step of ``total``, for the layer at ``place`` of ``places`` in call order.
+
+        Steps and places are counted from 0.
+        """
         start, length = self.steps(total)
         check_count("step", step, 0)
         progress = (step - start) / length
         if self.order != "together":
-            progress = progress * places - (
-                place if self.order == "first_last" else places - 1 - place
-            )
+            # One layer moves at a time; the layers before it in the order have arrived.
+            turn = place if self.order == "first_last" else places - 1 - place
+            progress = progress * places - turn
         progress = min(max(progress, 0.0), 1.0)
-        return progress if self.shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * progress)
+        if self.shape == "cosine":
+            return 0.5 - 0.5 * math.cos(math.pi * progress)
+        return progress
 
     def apply_(self, model: nn.Module, step: int, total: int) -> None:
-        """Set the t of a model's annealed layers for a step: the line for a training loop of your own.
+        """Set the t of a model's annealed layers for a step; call it in your training loop.
 
         Raises:
-            ArgumentError: the schedule does not fit the run, or ``step`` is no step of one.
+            ArgumentError: the schedule does not fit the run, or ``step`` is not a number of steps.
             ModelError: the model has no annealed layer.
         """
         layers = list(annealed_layers(model).values())
-        moved = [self.at(step, total, place, len(layers)) for place in range(len(layers))]
         start, length = self.steps(total)
-        blend = self.order != "together" and start < step < start + length
-        for layer, t in zip(layers, moved, strict=True):
+        for place, layer in enumerate(layers):
+            t = self.at(step, total, place, len(layers))
+            # Layers that move one after another all have one graph for torch.compile.
+            blend = self.order != "together" and start < step < start + length
             layer.set_t_(t, blend=blend)
 
 
 def _is_steps(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
-    return float(value) >= 0 if isinstance(value, Integral) else 0 <= float(value) <= 1
+    if isinstance(value, Integral):
+        return int(value) >= 0
+    return 0 <= float(value) <= 1
+
+
+def _in_steps(value: float, total: int) -> int:
+    if isinstance(value, Integral):
+        return int(value)
+    return round(value * total)

@@ -1,10 +1,10 @@
-"""The callbacks for transformers' Trainer: annealing, and the monitor."""
+"""Callbacks for the Trainer of transformers: annealing, and the monitor."""
 
 from statistics import fmean
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dynorm.arguments import check_share
@@ -19,10 +19,10 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that anneals the norms of a model while the Trainer trains it.
 
     Convert the model with ``to="annealed"`` (or ``"annealed_linear"``, ...) first. Up to step
-    ``start`` it trains with its norms. The activations of step ``start`` itself set the constants,
-    over all ranks and without padding. Then t rises to 1 over ``length`` steps, and the rest of the
-    run trains the point-wise model; call :func:`dynorm.finalize_` when it is over. A run that is
-    resumed from a checkpoint goes on where it was.
+    ``start`` it trains with its norms. The activations of step ``start`` set the constants, over
+    all ranks and without padding. Then t rises to 1 over ``length`` steps, and the rest of the run
+    trains the point-wise model; call :func:`dynorm.finalize_` at the end. A run that is resumed
+    from a checkpoint continues at its t.
 
     Args:
         start, length, shape, order: those of :class:`dynorm.AnnealSchedule`.
@@ -49,24 +49,40 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
         self._start: AnnealStart | None = None
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        **kwargs: Any,
     ) -> None:
-        """Check that the annealing fits, and go to where a resumed run stands."""
+        """Check that the annealing fits, and set t for the first step, also of a resumed run."""
         self._cancel()
         require_same_anneal(model)
         self.schedule.apply_(model, state.global_step, state.max_steps)
 
     def on_step_begin(
-        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        **kwargs: Any,
     ) -> None:
         """Move t, and watch the activations of the step at which the annealing begins."""
         self._cancel()
         self.schedule.apply_(model, state.global_step, state.max_steps)
-        if state.global_step == self.schedule.steps(state.max_steps)[0]:
+        start, _ = self.schedule.steps(state.max_steps)
+        if state.global_step == start:
             self._start = AnnealStart(model)
 
     def on_step_end(
-        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        **kwargs: Any,
     ) -> None:
         """Set the constants when the annealing begins."""
         if self._start is not None:
@@ -74,44 +90,51 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
             self._start = None
 
     def on_log(
-        self, args: Any, state: Any, control: Any, model: nn.Module, logs: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Put t beside the loss, for the callbacks that print it and in the last entry of the Trainer's history."""
+        """Add the mean t to the logs that are printed, and to the history of the Trainer."""
         if not any(isinstance(module, AnnealedNorm) for module in model.modules()):
-            # The model was finalized since; its evaluation logs too.
+            # The model has been finalized, and this is the log of an evaluation.
             return
-        t = {"t": round(fmean(layer.position for layer in annealed_layers(model).values()), 4)}
+        t = round(fmean(layer.position for layer in annealed_layers(model).values()), 4)
         if logs is not None:
-            logs.update(t)
+            logs["t"] = t
         if state.log_history:
-            state.log_history[-1].update(t)
+            state.log_history[-1]["t"] = t
 
     def _cancel(self) -> None:
-        """Forget a step that raised an error: its activations are no longer those of this model."""
+        """Stop watching a step that raised an error: its activations no longer fit the model."""
         if self._start is not None:
             self._start.cancel_()
             self._start = None
 
 
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
-    """A callback that watches the point-wise layers while the Trainer trains, and warns when one saturates.
+    """A callback that watches the point-wise layers in training, and warns when one saturates.
 
-    At each log the figures of :class:`dynorm.Monitor` go to TensorBoard and all else that
-    ``report_to`` names, and into ``trainer.state.log_history``. The largest share of saturated
-    outputs is printed beside the loss.
+    At each log the figures of :class:`dynorm.Monitor` go to TensorBoard and all other services in
+    ``report_to``, and into ``trainer.state.log_history``. The largest share of saturated outputs is
+    printed with the loss.
 
     Args:
-        trainer: the one that it is added to.
+        trainer: the Trainer to which the callback is added.
         warn_at: as for :class:`dynorm.Monitor`.
 
     Raises:
-        ArgumentError: ``trainer`` is no Trainer, or ``warn_at`` not from 0 to 1.
+        ArgumentError: ``trainer`` is not a Trainer, or ``warn_at`` not from 0 to 1.
         ModelError: when training begins, the model has no point-wise layer.
 
     Example:
         >>> from transformers import Trainer, TrainingArguments
         >>> model = nn.Sequential(nn.Linear(4, 8), dynorm.DyISRU(8))
-        >>> trainer = Trainer(model, TrainingArguments(getfixture("tmp_path"), report_to=[], use_cpu=True))
+        >>> arguments = TrainingArguments(getfixture("tmp_path"), report_to=[], use_cpu=True)
+        >>> trainer = Trainer(model, arguments)
         >>> trainer.add_callback(dynorm.MonitorCallback(trainer))
     """
 
@@ -119,31 +142,47 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         if not isinstance(trainer, Trainer):
             raise ArgumentError(
                 f"trainer must be a Trainer of transformers, got {type(trainer).__name__}: make it "
-                "first, and call "
-                "trainer.add_callback(dynorm.MonitorCallback(trainer))"
+                "first, and call trainer.add_callback(dynorm.MonitorCallback(trainer))"
             )
-        self._trainer, self._warn_at = trainer, check_share("warn_at", warn_at)
+        self._trainer = trainer
+        self._warn_at = check_share("warn_at", warn_at)
         self._monitor: Monitor | None = None
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        **kwargs: Any,
     ) -> None:
-        """Watch the model; a run that an error broke off is watched no more."""
+        """Watch the model, and no longer the one of a run that an error interrupted."""
         self.on_train_end(args, state, control)
         self._monitor = Monitor(model, self._warn_at)
-        # Before the callback that prints the loss, which the Trainer had first.
+        # It goes before the callback that prints the loss, which the Trainer added first.
         callbacks = self._trainer.callback_handler.callbacks
         callbacks.sort(key=lambda callback: callback is not self)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave it alone again."""
+    def on_train_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop watching the model."""
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Hand the figures to the services that the Trainer reports to, besides their own logs."""
-        figures = self._monitor.read() if self._monitor is not None else {}
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Send the figures to the services that the Trainer reports to, as a log by themselves."""
+        if self._monitor is None:
+            return
+        figures = self._monitor.read()
         if not figures:
             return
         services: Any = tuple(INTEGRATION_TO_CALLBACK.values())
@@ -152,6 +191,5 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 callback.on_log(args, state, control, logs=dict(figures), **kwargs)
         state.log_history[-1].update(figures)
         if logs is not None:
-            logs["saturated"] = max(
-                value for name, value in figures.items() if name.startswith("saturated/")
-            )
+            shares = [value for name, value in figures.items() if name.startswith("saturated/")]
+            logs["saturated"] = max(shares)

@@ -2,11 +2,13 @@
 
 import warnings
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dynorm.arguments import check_share
 from dynorm.batches import site_tokens
@@ -16,30 +18,40 @@ from dynorm.layers.base import gathered
 from dynorm.layers.saturation import saturated_share
 from dynorm.replace.specs import require_layers
 
-# So many tokens of a call are enough.
+# This many tokens of a call are enough.
 _TOKENS = 256
-_ADVICE = """the layer {path!r} saturates: {saturated:.0%} of its outputs lie near their bound, where hardly a gradient
-comes through, because its inputs have grown to {size:.3g} while sqrt(beta) is {root:.3g}. Give the constants their own,
-higher rate with dynorm.param_groups, set them with dynorm.init_from_batch_ before the first step, or lower the learning
-rate"""
+
+
+@dataclass
+class _Call:
+    """The figures of one call of a layer, each a tensor of one number."""
+
+    saturated: Tensor
+    size: Tensor
+    beta: Tensor
 
 
 class Monitor:
-    """Hooks that watch the point-wise layers of a model in training, for a loop of your own or Lightning.
+    """Watch the point-wise layers of a model in training, in your own loop or with Lightning.
 
-    :meth:`read` returns figures named ``figure/path``: ``saturated`` is the share of a layer's outputs beyond 95 % of
-    their bound, where gradients vanish; ``size`` the root mean square of its inputs, the scale of
-    the stream; ``beta`` its constant, the channels' median, and ``drift`` the same over the first
-    one seen; ``gradient`` the norm of its constants' last gradient. Padding counts. A model that is
-    compiled should be watched before. The figures are those of this process. Constants that are
-    sharded (DTensors) are gathered for them: watch such a model on every rank.
+    :meth:`read` returns figures named ``figure/path``:
+
+    - ``saturated`` is the share of a layer's outputs beyond 95 % of their bound, where gradients
+      vanish;
+    - ``size`` is the root mean square of its inputs, the scale of the stream;
+    - ``beta`` is its constant, the median over the channels;
+    - ``drift`` is ``beta`` divided by the first one seen;
+    - ``gradient`` is the norm of the last gradient of its constants.
+
+    Padding counts. Compile a model after the monitor is attached. The figures are those of this
+    process. Sharded constants (DTensors) are gathered: watch such a model on every rank.
 
     Args:
         model: any model with point-wise layers.
         warn_at: the share of saturated outputs at which :meth:`read` warns, once for each layer.
 
     Raises:
-        ArgumentError: ``model`` is no module, or ``warn_at`` not from 0 to 1.
+        ArgumentError: ``model`` is not a module, or ``warn_at`` not from 0 to 1.
         ModelError: the model has no point-wise layer.
 
     Example:
@@ -52,43 +64,62 @@ class Monitor:
 
     def __init__(self, model: nn.Module, warn_at: float = 0.8) -> None:
         self.warn_at = check_share("warn_at", warn_at)
-        self._first: dict[str, float] = {}
+        self._first_betas: dict[str, float] = {}
         self._warned: set[str] = set()
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._clear()
         for path, layer in require_layers(model).items():
             self._handles.append(
                 layer.register_forward_hook(partial(self._see, path), with_kwargs=True)
             )
-            for place, p in enumerate(layer.constant_parameters()):
+            for index, p in enumerate(layer.constant_parameters()):
                 if p.requires_grad:
-                    see: Any = partial(self._see_gradient, path, place)
-                    self._handles.append(p.register_post_accumulate_grad_hook(see))  # type: ignore[no-untyped-call]
+                    see: Any = partial(self._see_gradient, path, index)
+                    # torch gives this method no types.
+                    register: Any = p.register_post_accumulate_grad_hook
+                    self._handles.append(register(see))
 
     def read(self) -> dict[str, float]:
-        """Return the figures since the last call, means over a layer's calls; there are none of one without a call.
+        """Return the figures since the last call of this method.
+
+        They are means over the calls of a layer; a layer that was not called has none.
 
         Warns:
             CalibrationWarning: a layer saturates; the message says what to do.
         """
-        found: dict[str, float] = {}
-        for path, seen in self._seen.items():
-            saturated, size, _ = torch.stack(seen).mean(0).tolist()
-            beta = float(seen[-1][2])
-            drift = beta / self._first.setdefault(path, float(seen[0][2]))
-            figures = {"saturated": saturated, "size": size, "beta": beta, "drift": drift}
-            if gradients := self._gradients[path]:
-                figures["gradient"] = float(torch.stack(list(gradients.values())).norm())
-            found |= {f"{name}/{path}": value for name, value in figures.items()}
+        all_figures: dict[str, float] = {}
+        for path, calls in self._calls.items():
+            saturated = float(torch.stack([call.saturated for call in calls]).mean())
+            size = float(torch.stack([call.size for call in calls]).mean())
+            beta = float(calls[-1].beta)
+            first_beta = self._first_betas.setdefault(path, float(calls[0].beta))
+            figures = {
+                "saturated": saturated,
+                "size": size,
+                "beta": beta,
+                "drift": beta / first_beta,
+            }
+            gradients = self._gradients[path].values()
+            if gradients:
+                figures["gradient"] = float(torch.stack(list(gradients)).norm())
+            for name, value in figures.items():
+                all_figures[f"{name}/{path}"] = value
             if saturated > self.warn_at and path not in self._warned:
                 self._warned.add(path)
-                advice = _ADVICE.format(path=path, saturated=saturated, size=size, root=beta**0.5)
-                warnings.warn(advice.replace("\n", " "), CalibrationWarning, stacklevel=2)
+                warnings.warn(
+                    f"the layer {path!r} saturates: {saturated:.0%} of its outputs are near their "
+                    "bound, where the gradient almost vanishes, because its inputs have grown to "
+                    f"{size:.3g} while sqrt(beta) is {beta**0.5:.3g}. Give the constants a higher "
+                    "learning rate with dynorm.param_groups, set them with dynorm.init_from_batch_ "
+                    "before the first step, or lower the learning rate",
+                    CalibrationWarning,
+                    stacklevel=2,
+                )
         self._clear()
-        return found
+        return all_figures
 
     def close(self, *_: Any) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -98,20 +129,22 @@ class Monitor:
         return self
 
     def _clear(self) -> None:
-        self._seen: dict[str, list[Tensor]] = defaultdict(list)
+        self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
 
     @torch.no_grad()
     def _see(self, path: str, layer: PointwiseNorm, args: Any, kwargs: Any, output: Tensor) -> None:
-        if layer.training and not output.is_nested and output.numel():
-            step = output.numel() // layer.channels // _TOKENS + 1
-            x, y = (
-                site_tokens(layer, each.detach(), [])[::step]
-                for each in (*args, *kwargs.values(), output)
-            )
-            size, beta = x.square().mean().sqrt(), gathered(layer.beta()).median()
-            self._seen[path].append(torch.stack([saturated_share(layer, y), size, beta]))
+        if not layer.training or output.is_nested or output.numel() == 0:
+            return
+        # By position or by keyword.
+        x = (*args, *kwargs.values())[0]
+        step = output.numel() // layer.channels // _TOKENS + 1
+        inputs = site_tokens(layer, x.detach(), [])[::step]
+        outputs = site_tokens(layer, output.detach(), [])[::step]
+        size = inputs.square().mean().sqrt()
+        beta = gathered(layer.beta()).median()
+        self._calls[path].append(_Call(saturated_share(layer, outputs), size, beta))
 
-    def _see_gradient(self, path: str, place: int, constant: Tensor) -> None:
+    def _see_gradient(self, path: str, index: int, constant: Tensor) -> None:
         assert constant.grad is not None
-        self._gradients[path][place] = gathered(constant.grad).float().norm()
+        self._gradients[path][index] = gathered(constant.grad).float().norm()
