@@ -167,7 +167,7 @@ def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) 
 
 def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) -> Tensor:
     """Return a norm's or layer's input or output as (tokens, C), without padding, in at least float32."""
-    dims = (site.dim,) if isinstance(site.dim, int) else tuple(site.dim)
+    dims = site.dims
     last = torch.movedim(x, dims, tuple(range(-len(dims), 0)))
     tokens = upcast(last.reshape(-1, math.prod(last.shape[-len(dims) :])))
     valid = valid_tokens(x.shape, dims, masks)

@@ -68,6 +68,11 @@ class NormSite(Plain):
     output_dtype: str | None = None
     output_rule: str | None = None
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Return `dim` as a tuple of axes."""
+        return (self.dim,) if isinstance(self.dim, int) else tuple(self.dim)
+
 
 def select_sites(
     sites: Sequence[NormSite],

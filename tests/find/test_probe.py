@@ -1275,3 +1275,9 @@ def test_sites_as_plain_values() -> None:
     assert plain["dim"] == [-2, -1]
     assert plain["normalized_shape"] == [2, 3]
     assert plain["refused"] is None
+
+
+def test_a_site_gives_its_axes_as_a_tuple() -> None:
+    assert dynorm.NormSite("norm", dim=1).dims == (1,)
+    assert dynorm.NormSite("norm", dim=(-2, -1)).dims == (-2, -1)
+    assert "dims" not in dynorm.NormSite("norm").to_dict()

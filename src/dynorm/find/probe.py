@@ -533,10 +533,9 @@ def _require_agreement(
     seen: Observation, site: NormSite, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Require that the whole run agrees with the formula that was recovered from a copy."""
-    dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
     for shape in seen.shapes:
         if (
-            tuple(shape[dim] if -len(shape) <= dim < len(shape) else 0 for dim in dims)
+            tuple(shape[dim] if -len(shape) <= dim < len(shape) else 0 for dim in site.dims)
             != site.normalized_shape
         ):
             raise NotANormError("several widths: it is called with different numbers of channels")

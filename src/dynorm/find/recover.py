@@ -420,8 +420,7 @@ def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor 
 
 def channel_axes(site: NormSite) -> tuple[int, ...]:
     """Return the axes of the site's channels in its input, counted from the front."""
-    dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
-    return tuple(dim % len(site.input_shape) for dim in dims)
+    return tuple(dim % len(site.input_shape) for dim in site.dims)
 
 
 def _held(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
