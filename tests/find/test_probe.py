@@ -561,7 +561,7 @@ def test_an_adaptive_norm_around_a_plain_one() -> None:
     assert (inner.path, inner.refused) == ("ada.norm", None)
     assert outer.path == "ada"
     assert outer.refused is not None
-    assert "gated or adaptive; the norm inside stands at 'ada.norm'" in outer.refused
+    assert "gated or adaptive; the norm inside is at 'ada.norm'" in outer.refused
 
 
 def test_a_residual_before_the_norm_is_no_gate() -> None:
