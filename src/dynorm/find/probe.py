@@ -78,7 +78,7 @@ class Observation:
     rounded: bool = False
     # The address of its last output, which shows whether another module passes this output on.
     output_at: int = 0
-    # Some tokens of the first call, in and out, for each group of axes that may be the channels.
+    # Some tokens of the first call, in and out, by the axes that may be the channels.
     samples: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
     # The norm functions that its own forward called, one per call.
     functions: list[str] = field(default_factory=list)
@@ -255,7 +255,7 @@ def observe(
             model(*args, **kwargs)
     except Exception as error:
         raise DataError(
-            "the model could not be run on the example, which must be what its forward takes: "
+            "the model could not be run on the example, which must fit its forward: "
             f"it raised {type(error).__name__}: {error}{call_hint(args)}"
         ) from error
     return list(observations.values()), list(called.values())
