@@ -31,7 +31,6 @@ NOT_YET = {
     "jobs/texts.py",
     "layers/rmsnorm.py",
     "layers/saturation.py",
-    "replace/convert.py",
     "report/conversion.py",
     "report/inspection.py",
     "report/output.py",

@@ -28,7 +28,7 @@ def untied(model: nn.Module) -> list[str]:
 
 
 def is_changed(model: nn.Module) -> bool:
-    """Tell whether a saved model loads only if these edits are made again."""
+    """Return whether a saved model loads only if these edits are made again."""
     if added_biases(model) or any(map(is_ours, model.modules())):
         return True
     # transformers does not tie tensors that were saved apart; other classes do.
