@@ -98,8 +98,10 @@ def unchanged_on_error(
     states = []
     for module in modules:
         state = dict(vars(module))
+        # A model's config, which a fold may change too, has none of these tables.
         for name in ("_modules", "_parameters", "_buffers"):
-            state[name] = copy.copy(state[name])
+            if name in state:
+                state[name] = copy.copy(state[name])
         states.append(state)
     saved: set[Tensor] = set()
     if tensors is not None:
