@@ -18,7 +18,8 @@ from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.replace import specs
+from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
+from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
 from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
 from dynorm.table import Plain, Table
 
@@ -156,7 +157,7 @@ def convert_(
             "dynorm.convert_(model, dynorm.find_norms(model, batch), to='dyisru')"
         )
     if not sites:
-        layers = specs.dynorm_layers(model)
+        layers = dynorm_layers(model)
         if layers:
             raise ModelError(
                 "the model must have norms, but those it had are converted already: "
@@ -190,12 +191,12 @@ def convert_(
     modules = dict(model.named_modules(remove_duplicate=False))
     for site in replaceable:
         norm = _norm_at(modules, site)
-        like = specs.tensor_like(norm, model)
+        like = tensor_like(norm, model)
         options = _options(site, kind, per_channel=per_channel, center=center)
         options["witnesses"] = () if is_count else witnesses
         layer = kind(**options, device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
-        specs.take_over_(layer, norm, specs.Replaced(norm, site, witnesses=most, auto=is_auto))
+        take_over_(layer, norm, Replaced(norm, site, witnesses=most, auto=is_auto))
         new[norm] = layer
     _warn_of_adapters(modules, replaceable)
     # A parameter that another module shares with a norm stays shared, unless its values changed.
@@ -207,7 +208,7 @@ def convert_(
         else:
             changed.add(source)
     _require_unshared(model, new, changed)
-    specs.swap_(model, {**new, **same})
+    swap_(model, {**new, **same})
     return ConversionReport(AUTO if is_auto else NAMES[kind], replaceable, refused)
 
 
@@ -234,15 +235,15 @@ def restore_(model: nn.Module) -> nn.Module:
         >>> type(dynorm.restore_(model)[1]).__name__
         'LayerNorm'
     """
-    layers = specs.dynorm_layers(model)
+    layers = dynorm_layers(model)
     require_gathered(model)
     if not layers:
         raise ModelError(
             "the model must be converted, but it has no point-wise layer: there is nothing to "
             "restore"
         )
-    ours = {path: m for path, m in model.named_modules() if path in layers or specs.is_ours(m)}
-    lost = [path for path, module in ours.items() if specs.replaced_by(module) is None]
+    ours = {path: m for path, m in model.named_modules() if path in layers or is_ours(m)}
+    lost = [path for path, module in ours.items() if replaced_by(module) is None]
     if len(lost) == len(ours):
         raise ModelError(
             f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the "
@@ -258,15 +259,15 @@ def restore_(model: nn.Module) -> nn.Module:
     originals: dict[nn.Module, nn.Module] = {}
     shared: dict[Tensor, Tensor] = {}
     for layer in layers.values():
-        replaced = specs.replaced_by(layer)
+        replaced = replaced_by(layer)
         if replaced is None:
             continue
-        norm = specs.original_(layer).train(layer.training)
+        norm = original_(layer).train(layer.training)
         originals[layer] = norm
         for name, tensor in _sources(norm, replaced.site).items():
             if tensor is not None:
                 shared[getattr(layer, name)] = tensor
-    specs.swap_(model, {**originals, **shared})
+    swap_(model, {**originals, **shared})
     return model
 
 
@@ -296,7 +297,7 @@ def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite
 
 def _undo(layers: Iterable[nn.Module]) -> str:
     """Return the remedy for layers at the paths of norms."""
-    if all(specs.replaced_by(layer) is not None for layer in layers):
+    if all(replaced_by(layer) is not None for layer in layers):
         return "call dynorm.restore_(model) first"
     return (
         "it was loaded or built so, and its norms are not known here; to convert it in another "

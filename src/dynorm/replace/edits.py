@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
-from dynorm.replace.specs import is_ours
+from dynorm.replace.converted import is_ours
 from dynorm.wrappers import plain_modules
 
 # Attributes of the modules that a fold gave a new parameter.

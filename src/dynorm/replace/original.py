@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from dynorm.batches import Batch, call
 from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import original_forward, require_layers
+from dynorm.replace.converted import require_layers
+from dynorm.replace.swap import original_forward
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
 

@@ -38,8 +38,8 @@ from dynorm.layers.base import gathered
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.ranks import BATCH, Ranks
 from dynorm.replace import restore_
+from dynorm.replace.converted import norms_of, require_layers
 from dynorm.replace.original import recorded
-from dynorm.replace.specs import norms_of, require_layers
 from dynorm.table import Plain
 
 # Of a model's output, its teacher's, and the batch.
