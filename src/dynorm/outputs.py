@@ -1,6 +1,6 @@
 """Choose the tensor of a model's output to compare, and make one vector of it per sample."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,11 +39,11 @@ def output_tensor(output: Any, batch: Batch | None = None) -> tuple[str | None, 
     for name, tensor in candidates:
         if isinstance(tensor, Tensor):
             return name, require_floating(tensor)
-    others = [output]
+    others: Iterable[object] = ()
     if isinstance(output, Mapping):
-        others = list(output.values())
+        others = output.values()
     elif isinstance(output, (tuple, list)):
-        others = list(output)
+        others = output
     for tensor in others:
         if isinstance(tensor, Tensor):
             return None, require_floating(tensor)

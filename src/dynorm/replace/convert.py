@@ -108,8 +108,8 @@ def convert_(
             "dyisru", without witnesses or with them; until then it is a DyISRU.
         only: globs of the paths to convert; None means all. A head of unit length must be given by
             its full path.
-        skip: globs of the paths to leave alone.
-        filter_fn: called with each remaining site; False leaves it alone.
+        skip: globs of the paths whose norms stay.
+        filter_fn: called with each remaining site; if it returns False, the norm stays.
         per_channel: one constant per channel instead of one per layer.
         center: give each layer a centre.
         witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is
@@ -117,7 +117,7 @@ def convert_(
             layer. 0 keeps the pure function.
 
     Returns:
-        A report with one row per site. Refused sites are left alone and listed.
+        A report with one row per site. Refused sites keep their norms and are listed.
 
     Raises:
         ArgumentError: ``to`` is unknown, a glob matches no site, ``filter_fn`` is not a function,
@@ -413,5 +413,5 @@ def _require_unshared(model: nn.Module, norms: Iterable[nn.Module], changed: Set
                 raise ModelError(
                     "a weight or bias that is not finite, or not of the normalized shape, must "
                     f"belong only to a norm, but {full_name!r} is the same parameter: untie them, "
-                    "or leave the norm alone with skip="
+                    "or keep the norm with skip="
                 )

@@ -36,7 +36,7 @@ def is_changed(model: nn.Module) -> bool:
 
 
 def give_bias_(model: nn.Module, path: str) -> None:
-    """Give the linear layer at a path a bias, for a state dict to fill; an existing one stays."""
+    """Give the linear layer at a path a bias that a state dict can fill, unless it has one."""
     module = plain_modules(model, remove_duplicate=False).get(path)
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         raise ModelError(
