@@ -15,7 +15,7 @@ from typing import Any
 import dynorm
 from benchmarks.subjects import Row, encoder, fitted, library_versions
 from dynorm.files import write_text
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 
 RESULTS = Path(__file__).parent / "results" / "auto.json"
 TOLERANCES, WITNESSES = (0.0, 0.02, 0.05, 0.08, 0.2), 4

@@ -23,7 +23,7 @@ from dynorm.fit.witnesses import TokenScales
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.texts import standard_library_docstrings
 from dynorm.ranks import Ranks
-from dynorm.replace.specs import Replaced
+from dynorm.replace.converted import Replaced
 from dynorm.report.colours import COLOURS
 from dynorm.site import NormSite
 from tools.demo_model import folder

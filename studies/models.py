@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.replace.specs import dynorm_layers, swap_
+from dynorm.replace.converted import dynorm_layers
+from dynorm.replace.swap import swap_
 from studies.data import Data, draw_batch
 from studies.settings import Settings
 from studies.sizes import Size

@@ -1,11 +1,11 @@
-"""What a batch is: how a model is called on it, and which of its tokens count."""
+"""Batches: check them, call a model on them, and find the tokens that are not padding."""
 
 import copy
 import itertools
 import math
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,45 +19,52 @@ from dynorm.site import NormSite
 # The arguments of one call of a model: a tensor, several by position, or several by name.
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
-# Common names of two-dimensional masks: those whose ones are tokens, and those whose ones are
+Item = TypeVar("Item")
+
+# Common names of two-dimensional masks, and whether their ones are tokens; otherwise they are
 # padding.
-_TOKENS = ("attention_mask", "decoder_attention_mask")
-_PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
+_ONES_ARE_TOKENS = {
+    "attention_mask": True,
+    "decoder_attention_mask": True,
+    "src_key_padding_mask": False,
+    "tgt_key_padding_mask": False,
+}
 
 
-def iterate(batches: Iterable[Any], what: str = "batches") -> Iterator[Any]:
-    """Yield the batches, or raise DataError where they are no iterable of tensors, tuples or dicts, or empty."""
+def iterate(batches: Iterable[Item], what: str = "batches") -> Iterator[Item]:
+    """Yield the batches; DataError if there are none, or one is not a tensor, tuple or dict."""
     if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
         raise DataError(
             f"{what} must be an iterable of tensors, tuples or dicts, got a "
-            f"{type(batches).__name__}: "
-            "for a single batch, pass a list of it"
+            f"{type(batches).__name__}: for a single batch, pass a list of it"
         )
     count = 0
-    for count, batch in enumerate(batches, start=1):
-        require_batch(batch, f"each of {what}", f" at {count - 1}")
+    for batch in batches:
+        require_batch(batch, f"each of {what}", f" at {count}")
+        count += 1
         yield batch
-    if not count:
+    if count == 0:
         raise DataError(
             f"{what} must hold at least one batch, got none: an exhausted generator, or no texts?"
         )
 
 
-def require_batch(batch: Any, what: str = "the batch", place: str = "") -> None:
-    """Refuse a batch that is no tensor, and no tuple or dict with one."""
-    values = tuple(batch.values()) if isinstance(batch, Mapping) else batch
-    if not any(
-        isinstance(value, Tensor)
-        for value in (values if isinstance(values, (tuple, list)) else [batch])
-    ):
+def require_batch(batch: object, what: str = "the batch", place: str = "") -> None:
+    """Refuse a batch that is not a tensor, nor a tuple, list or dict with one."""
+    values: Iterable[object] = [batch]
+    if isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, (tuple, list)):
+        values = batch
+    if not any(isinstance(value, Tensor) for value in values):
         raise DataError(
             f"{what} must be a tensor, or a tuple or dict with tensors, "
             f"got {type(batch).__name__}{place}: make one of numbers with torch.tensor(rows)"
         )
 
 
-def cycled(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """Yield the batches, from the start again until there were ``steps``; DataError where an iterator has fewer."""
+def cycled(batches: Iterable[Item], steps: int) -> Iterator[Item]:
+    """Yield ``steps`` batches, starting over as often as needed; DataError if an iterator ends."""
     count = 0
     while count < steps:
         for batch in itertools.islice(iterate(batches), steps - count):
@@ -70,8 +77,8 @@ def cycled(batches: Iterable[Any], steps: int) -> Iterator[Any]:
             )
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """Call the model as the batch's form says, on its own device; DataError where it raises.
+def call(model: nn.Module, batch: Batch) -> Any:
+    """Call the model with the arguments of a batch, on the model's device; DataError if it raises.
 
     The model gets copies of the tensors: its first operation may write into them.
     """
@@ -80,7 +87,7 @@ def call(model: nn.Module, batch: Any) -> Any:
         return model(*args, **kwargs)
     except (DataError, ModelError):
         raise
-    # The model's code may raise anything: it was given the batch.
+    # The model's code may raise anything for a batch that it does not take.
     except Exception as error:
         raise DataError(
             f"the model must run on each batch, but {type(error).__name__}: "
@@ -89,39 +96,38 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def call_hint(args: tuple[Any, ...]) -> str:
-    """Return what to try where a model does not take these arguments."""
+    """Return a hint for the error of a model that does not take these arguments."""
     if args and isinstance(args[0], list):
         return " (it takes one batch, not a list of them)"
-    return (
-        ""
-        if len(args) < 2
-        else " (a tuple holds a call's arguments: leave labels out, [x for x, y in loader])"
-    )
+    if len(args) >= 2:
+        return " (a tuple holds a call's arguments: leave labels out, [x for x, y in loader])"
+    return ""
 
 
-def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for calling a model on a batch, their tensors where the model's parameters are."""
-    device = next((p.device for p in model.parameters()), None)
+def arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments for calling a model on a batch, on the device of its parameters."""
+    parameter = next(model.parameters(), None)
 
     def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor) or device is None:
+        if not isinstance(value, Tensor) or parameter is None:
             return value
-        value = value.to(device)
+        value = value.to(parameter.device)
         # A gradient cannot be taken through a tensor that was made in inference mode.
-        return value.clone() if value.is_inference() and torch.is_grad_enabled() else value
+        if value.is_inference() and torch.is_grad_enabled():
+            return value.clone()
+        return value
 
     if isinstance(batch, Mapping):
         return (), {name: moved(value) for name, value in batch.items()}
-    return tuple(
-        moved(value) for value in (batch if isinstance(batch, (tuple, list)) else (batch,))
-    ), {}
+    values = batch if isinstance(batch, (tuple, list)) else (batch,)
+    return tuple(moved(value) for value in values), {}
 
 
 def copied_tensors(value: Any) -> Any:
     """Return the value with a copy of each tensor in it, so that a model can write into them.
 
-    Lists, tuples, dicts and what torch knows as such are copied too. Other objects, such as a cache
-    that a call fills, stay the same. A tensor that occurs twice stays one tensor.
+    Lists, tuples, dicts and other containers known to torch are copied too. Other objects, such as
+    a cache that a call fills, stay the same. A tensor that occurs twice stays one tensor.
     """
     copies: dict[int, Tensor] = {}
 
@@ -142,61 +148,70 @@ def copied_tensors(value: Any) -> Any:
     return tree_map(copied, value)
 
 
-def token_masks(batch: Any) -> list[Tensor]:
-    """Return the batch's padding masks, True where there is a token."""
-    found = (
-        {name: batch.get(name) for name in _TOKENS + _PADDING} if isinstance(batch, Mapping) else {}
-    )
-    masks = {
-        name: mask for name, mask in found.items() if isinstance(mask, Tensor) and mask.dim() == 2
-    }
-    return [(mask != 0) == (name in _TOKENS) for name, mask in masks.items()]
+def token_masks(batch: Batch) -> list[Tensor]:
+    """Return the batch's padding masks, True at each token."""
+    masks: list[Tensor] = []
+    if not isinstance(batch, Mapping):
+        return masks
+    for name, ones_are_tokens in _ONES_ARE_TOKENS.items():
+        mask = batch.get(name)
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            continue
+        if ones_are_tokens:
+            masks.append(mask != 0)
+        else:
+            masks.append(mask == 0)
+    return masks
 
 
 def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) -> Tensor | None:
-    """Return which tokens of an input of ``shape`` are no padding, flat, or None where no mask fits.
+    """Return which tokens of an input are not padding, flat, or None if no mask fits its ``shape``.
 
     A mask (B, T) fits an input whose axes, without the channels ``dims``, are (B, T), (T, B), (B,
-    T, H), (B, H, T), (B * T) or (B * T, H). Where sizes agree by chance, so that several masks or
-    axes fit, a token counts if all of them say so: that may leave out a token, but never takes
-    padding in.
+    T, H), (B, H, T), (B * T) or (B * T, H). If sizes agree by chance, so that several masks or axes
+    fit, a token counts only if it counts for each of them: that may leave out a token, but never
+    includes padding.
     """
-    rest = tuple(
-        size for axis, size in enumerate(shape) if axis not in {d % len(shape) for d in dims}
-    )
-    found = [fit.expand(rest).flatten() for mask in masks for fit in _fits(rest, mask)]
-    return torch.stack(found).all(0) if found else None
+    channel_axes = {dim % len(shape) for dim in dims}
+    sizes = tuple(size for axis, size in enumerate(shape) if axis not in channel_axes)
+    layouts = []
+    for mask in masks:
+        for layout in _layouts(sizes, mask):
+            layouts.append(layout.expand(sizes).flatten())
+    if not layouts:
+        return None
+    return torch.stack(layouts).all(0)
 
 
 def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) -> Tensor:
-    """Return a norm's or layer's input or output as (tokens, C), without padding, in at least float32."""
-    dims = (site.dim,) if isinstance(site.dim, int) else tuple(site.dim)
-    last = torch.movedim(x, dims, tuple(range(-len(dims), 0)))
-    tokens = upcast(last.reshape(-1, math.prod(last.shape[-len(dims) :])))
-    valid = valid_tokens(x.shape, dims, masks)
+    """Return a norm's input or output as (tokens, C), without padding, in float32 or float64."""
+    count = len(site.dims)
+    last = torch.movedim(x, site.dims, tuple(range(-count, 0)))
+    tokens = upcast(last.reshape(-1, math.prod(last.shape[-count:])))
+    valid = valid_tokens(x.shape, site.dims, masks)
     return tokens if valid is None else tokens[valid.to(tokens.device)]
 
 
 def require_finite(path: str, *tokens: Tensor, where: str = "") -> None:
-    """Refuse inputs or outputs of the norm at ``path``, (tokens, C), that are not finite or whose squares are not."""
-    # One number at the end: a GPU is waited for once.
-    if not torch.stack([each.square().sum(-1).isfinite().all() for each in tokens]).all():
+    """Refuse tokens (tokens, C) of the norm at ``path`` if their squares are not finite."""
+    are_finite = [part.square().sum(-1).isfinite().all() for part in tokens]
+    # One number for all of them, so that a GPU is synchronized only once.
+    if not torch.stack(are_finite).all():
         raise DataError(
             f"activations must be finite, but the norm at {path!r} saw NaN, inf or values whose "
-            "squares overflow"
-            f"{where}: look for an overflow (float16?) or bad inputs"
+            f"squares overflow{where}: look for an overflow (float16?) or bad inputs"
         )
 
 
-def _fits(rest: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
-    """Yield the mask in every form that broadcasts to a layout of ``rest``."""
+def _layouts(sizes: tuple[int, ...], mask: Tensor) -> Iterator[Tensor]:
+    """Yield the mask in each form that broadcasts to an input of ``sizes``, without channels."""
     batch, length = mask.shape
-    ones = (1,) * (len(rest) - 2)
-    if rest[:2] == (batch, length):
+    ones = (1,) * (len(sizes) - 2)
+    if sizes[:2] == (batch, length):
         yield mask.reshape(batch, length, *ones)
-    if rest[:2] == (length, batch):
+    if sizes[:2] == (length, batch):
         yield mask.t().reshape(length, batch, *ones)
-    if len(rest) == 3 and rest[::2] == (batch, length):
+    if len(sizes) == 3 and sizes[::2] == (batch, length):
         yield mask[:, None, :]
-    if rest[:1] == (batch * length,) and len(rest) <= 2:
-        yield mask.reshape(-1, *(1,) * (len(rest) - 1))
+    if sizes[:1] == (batch * length,) and len(sizes) <= 2:
+        yield mask.reshape(-1, *(1,) * (len(sizes) - 1))

@@ -1,9 +1,9 @@
-"""Leave no trace: run a model so that nothing of the run stays, and refuse models that cannot be worked on."""
+"""Run a model and leave it as it was; refuse models that dynorm cannot work on."""
 
 import copy
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -31,36 +31,38 @@ def writes_of(tensor: Tensor) -> int | None:
 
 @contextmanager
 def undisturbed(
-    model: nn.Module, inputs: Any = (), *, evaluate: bool = False, attributes: bool = False
+    model: nn.Module, inputs: object = (), *, evaluate: bool = False, attributes: bool = False
 ) -> Iterator[None]:
-    """Run a model, without gradient, so that nothing stays: random states, buffers and modes are put back in the end.
+    """Run a model without gradient, then put back its random states, buffers and modes.
 
-    ``nn.TransformerEncoder`` is kept from its fused path, which computes its norms without calling
-    them. The devices of ``inputs``, nested tensors, count too. ``evaluate`` puts the model in eval
-    mode, and ``attributes`` puts back whatever else the modules hold: no forward may leave
-    something on ``self``.
+    The fused path of ``nn.TransformerEncoder`` is disabled, because it computes norms without
+    calling them. The random states are those of the CPU and of the devices of the model and of
+    ``inputs``, nested tensors. ``evaluate`` puts the model in eval mode. ``attributes`` also puts
+    back the attributes of all modules, in case a forward sets one.
     """
-    # Both the tables and the values: a model may write into a buffer, or put another tensor in its
-    # place. A run leaves our own layers alone; their witnesses are buffers that calibration gives
-    # them meanwhile.
-    others = [module for module in model.modules() if not getattr(module, "_dynorm_layer", False)]
-    tables: list[tuple[Any, Any]] = [(module._buffers, dict(module._buffers)) for module in others]
-    buffers = [buffer for _, table in tables for buffer in table.values() if buffer is not None]
+    # Both the tables and the values: a model may write into a buffer, or replace it by another
+    # tensor. A run does not change the layers of dynorm, but calibration may give them witnesses,
+    # which are buffers, during the run.
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    buffers = []
+    for module in model.modules():
+        if getattr(module, "_dynorm_layer", False):
+            continue
+        tables.append((module._buffers, dict(module._buffers)))
+        buffers += [buffer for buffer in module._buffers.values() if buffer is not None]
     values = [buffer.detach().clone() for buffer in buffers]
     if attributes:
-        tables += [
-            (t, dict(t)) for m in model.modules() for t in (vars(m), m._parameters, m._buffers)
-        ]
+        for module in model.modules():
+            for table in (vars(module), module._parameters, module._buffers):
+                tables.append((table, dict(table)))
     training = [module for module in model.modules() if module.training]
-    python, numpy, fast = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.backends.mha.get_fastpath_enabled(),
-    )
-    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
-    cuda = {
-        tensor.get_device() for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda
-    }
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    is_fused = torch.backends.mha.get_fastpath_enabled()
+    cuda = set()
+    for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            cuda.add(tensor.get_device())
     try:
         if evaluate:
             model.eval()
@@ -68,9 +70,9 @@ def undisturbed(
         with torch.random.fork_rng(devices=sorted(cuda)), torch.no_grad():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        random.setstate(python)
-        np.random.set_state(numpy)
+        torch.backends.mha.set_fastpath_enabled(is_fused)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         for table, before in tables:
             table.clear()
             table.update(before)
@@ -87,24 +89,31 @@ def undisturbed(
 def unchanged_on_error(
     modules: Iterable[nn.Module], tensors: Iterable[Tensor] | None = None
 ) -> Iterator[None]:
-    """Give modules their state back where an error is raised inside: what they hold, and the tensors' values.
+    """Give modules their attributes and tensors their values back if an error is raised inside.
 
-    ``tensors`` are those that are written into and must be copied; None means all that the modules
-    have.
+    ``tensors`` are those that are written into and must be copied; None means all tensors of the
+    modules.
     """
-    tables = ("_modules", "_parameters", "_buffers")
-    held = [
-        (m, {name: copy.copy(v) if name in tables else v for name, v in vars(m).items()})
-        for m in modules
-    ]
-    own = (t for module, _ in held for t in (*module.parameters(), *module.buffers()))
-    before = {
-        tensor: tensor.detach().clone() for tensor in set(own if tensors is None else tensors)
-    }
+    modules = list(modules)
+    states = []
+    for module in modules:
+        state = dict(vars(module))
+        # A model's config, which a fold may change too, has none of these tables.
+        for name in ("_modules", "_parameters", "_buffers"):
+            if name in state:
+                state[name] = copy.copy(state[name])
+        states.append(state)
+    saved: set[Tensor] = set()
+    if tensors is not None:
+        saved.update(tensors)
+    else:
+        for module in modules:
+            saved.update(module.parameters(), module.buffers())
+    before = {tensor: tensor.detach().clone() for tensor in saved}
     try:
         yield
     except BaseException:
-        for module, state in held:
+        for module, state in zip(modules, states, strict=True):
             vars(module).clear()
             vars(module).update(state)
         with torch.no_grad():
@@ -114,16 +123,18 @@ def unchanged_on_error(
 
 
 @contextmanager
-def hooked(layers: Iterable[nn.Module], hook: Any, **options: bool) -> Iterator[None]:
-    """Give every layer a forward hook that runs before any other, for as long as the context lasts."""
+def hooked(
+    layers: Iterable[nn.Module], hook: Callable[..., object], **options: bool
+) -> Iterator[None]:
+    """Give every layer a forward hook that runs first, and remove it when the context ends."""
     with ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_hook(hook, prepend=True, **options).remove)
         yield
 
 
-# By the name of a class, because torch.distributed takes its time to import: the state it means, and
-# the remedy.
+# By the name of the class, because torch.distributed is slow to import: the state of a model of
+# this class, and the remedy.
 _WRAPPERS = {
     "OptimizedModule": ("compiled", "pass model._orig_mod, compile afterwards"),
     "DistributedDataParallel": ("wrapped in DDP", "pass model.module, wrap afterwards"),
@@ -136,15 +147,15 @@ _WRAPPERS = {
     "ScriptModule": ("a ScriptModule", "pass the module that was scripted or traced"),
 }
 
-
-# Those that hold all of a model's tensors, whole: it can be saved from inside of them.
+# Those that hold all of a model's tensors unsharded: it can be saved from inside of them.
 _TRANSPARENT = ("OptimizedModule", "DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
 
 
 def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
-    """Refuse a model that is not plain modules with real tensors: no other can be watched and replaced.
+    """Refuse a model that is not plain modules with real tensors, as hooks and replacement need.
 
-    ``wrapped`` allows it to be compiled, or wrapped with all tensors whole: such a one can be read.
+    ``wrapped`` allows a compiled model, and a wrapper that keeps all tensors unsharded: these can
+    be read.
     """
     if type(model).__name__ == "ExportedProgram":
         raise ModelError(
@@ -153,13 +164,11 @@ def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
     check_module(model)
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
-        classes = [name for name in torch_classes(module) if name in _WRAPPERS]
-        if wrapped:
-            classes = [name for name in classes if name not in _TRANSPARENT]
-        if classes:
-            raise ModelError(
-                f"{place} must be a plain module, but is {': '.join(_WRAPPERS[classes[0]])}"
-            )
+        for name in torch_classes(module):
+            if name not in _WRAPPERS or (wrapped and name in _TRANSPARENT):
+                continue
+            state, remedy = _WRAPPERS[name]
+            raise ModelError(f"{place} must be a plain module, but is {state}: {remedy}")
         if getattr(module, "_compiled_call_impl", None) is not None and not wrapped:
             raise ModelError(
                 f"{place} must be a plain module, but is compiled: call .compile() afterwards"
@@ -176,7 +185,7 @@ def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
                 f"the model's tensors must hold values, but {name!r} is on the meta device: "
                 "call model.to_empty(device=...) and load its weights first"
             )
-        # By name, for importing DTensor takes time, and no other tensor is called so.
+        # By name, because DTensor is slow to import; no other tensor has this name.
         if type(tensor).__name__ == "DTensor":
             raise ModelError(
                 f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards"
@@ -184,7 +193,7 @@ def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
 
 
 def require_trainable(module: nn.Module, path: str = "") -> None:
-    """Refuse tensors that can never be written into or trained, as those made in inference mode."""
+    """Refuse tensors made in inference mode, which can never be written into or trained."""
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     for name, tensor in tensors:
         if tensor.is_inference():
@@ -196,33 +205,36 @@ def require_trainable(module: nn.Module, path: str = "") -> None:
 
 
 def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
-    """Return bfloat16 autocast, or else the caller's, without its cache: a weight that moves is to be cast anew."""
-    kind, dtype = next(model.parameters()).device.type, torch.bfloat16 if bf16 else None
-    return torch.autocast(
-        kind, dtype, bool(bf16 or torch.is_autocast_enabled(kind)), cache_enabled=False
-    )
+    """Return bfloat16 autocast, or otherwise the caller's, in both cases without its cache.
+
+    A cached cast of a weight would be out of date after the weight changes.
+    """
+    kind = next(model.parameters()).device.type
+    if bf16:
+        return torch.autocast(kind, torch.bfloat16, cache_enabled=False)
+    enabled = torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=enabled, cache_enabled=False)
 
 
 @contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
-    """Have a model's layers recomputed where activation checkpointing is enabled, though it is in eval mode.
+    """Recompute a model's layers if it has activation checkpointing enabled, even in eval mode.
 
-    transformers does so in training mode only. The layers alone get it, and lose it again before
-    they drop anything.
+    transformers does so only in training mode. Only the layers are put into it, and leave it again
+    before they drop any activation.
     """
-    layers: list[Any] = [
-        module
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-        and "GradientCheckpointingLayer" in (cls.__name__ for cls in type(module).__mro__)
-    ]
+    layers: list[Any] = []
+    for module in model.modules():
+        class_names = [cls.__name__ for cls in type(module).__mro__]
+        is_enabled = getattr(module, "gradient_checkpointing", False)
+        if is_enabled and "GradientCheckpointingLayer" in class_names:
+            layers.append(module)
 
     def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
         layer.training = False
-        args = tuple(
-            None if hasattr(arg, "get_seq_length") else arg for arg in args
-        )  # a cache of keys grows once more
-        # Reentrant, what is recorded inside would have no gradient.
+        # Without a cache of keys, which would grow once more.
+        args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
+        # Reentrant, outputs recorded inside would have no gradient.
         return checkpoint(forward, *args, use_reentrant=False)
 
     with ExitStack() as after:
@@ -231,5 +243,6 @@ def recomputing(model: nn.Module) -> Iterator[None]:
             after.callback(
                 setattr, layer, "_gradient_checkpointing_func", layer._gradient_checkpointing_func
             )
-            layer.training, layer._gradient_checkpointing_func = True, partial(checkpointed, layer)
+            layer.training = True
+            layer._gradient_checkpointing_func = partial(checkpointed, layer)
         yield

@@ -1,22 +1,23 @@
-"""Sites: the places of a model where a norm stands, and the choice among them."""
+"""Sites: the norms of a model, and the selection of some of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from dynorm.errors import ArgumentError
 from dynorm.table import Plain
 
 # Such a site is recovered like any other, so that it can be chosen by its path.
 UNIT_LENGTH = (
-    "unit length: it gives each token one length, on which what reads it may rely; "
+    "unit length: it gives each token one length, on which its readers may rely; "
     "give its path in only= to convert it"
 )
 
 
 @dataclass(frozen=True)
 class NormSite(Plain):
-    """One norm of a model, as `find_norms` saw it behave.
+    """One norm of a model, as `find_norms` recovered it.
 
     Args:
         path: Dotted path of the module, the first one found; empty for the model itself.
@@ -32,16 +33,16 @@ class NormSite(Plain):
         refused: Why it cannot be replaced, or None.
         class_name: The qualified name of the module's class.
         calls: How often the example called it with tokens.
-        order: Its place in the list of sites: call order, those never called last.
+        order: Its position in the list of sites: call order, those never called last.
         weight_offset: 1.0 where the layer scales by 1 + w, else 0.0.
         weight_name: The parameter or buffer that holds w, relative to the module; None when no such
             tensor holds it.
         bias_name: The same for the bias.
         input_shape: Shape of the tensor at the first call.
-        output_dtype: Element type that it returned, such as "float32", where that was not its
-            input's; else None.
-        output_rule: How it chooses that type, as `output_dtype` of the layers says it:
-            "input+weight", say; None where it returns its input's.
+        output_dtype: Element type that it returned, such as "float32", if it differs from that of
+            its input; otherwise None.
+        output_rule: How it chooses that type, in the words of the layers' `output_dtype`, such as
+            "input+weight"; None if it returns that of its input.
 
     Example:
         >>> site = NormSite("encoder.norm", kind="layernorm", normalized_shape=(768,), eps=1e-5)
@@ -68,6 +69,11 @@ class NormSite(Plain):
     output_dtype: str | None = None
     output_rule: str | None = None
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Return `dim` as a tuple of axes."""
+        return (self.dim,) if isinstance(self.dim, int) else tuple(self.dim)
+
 
 def select_sites(
     sites: Sequence[NormSite],
@@ -75,13 +81,14 @@ def select_sites(
     skip: str | Iterable[str] | None = None,
     filter_fn: Callable[[NormSite], bool] | None = None,
 ) -> list[NormSite]:
-    """Return the sites that match a glob of `only`, match none of `skip`, and pass `filter_fn`, in their order.
+    """Return the sites that match `only`, do not match `skip` and pass `filter_fn`, in their order.
 
-    A glob is compared with every path of a site, aliases too; `*` also spans dots. Refused sites
-    stay refused: they are chosen like the others, so that a report can name them. A glob that
-    matches no site is an ArgumentError.
+    A glob is compared with every path of a site, aliases too; `*` also spans dots. A refused site
+    is selected like the others and stays refused, so that a report can name it. A glob that matches
+    no site is an ArgumentError.
     """
-    only_globs, skip_globs = as_globs(only), as_globs(skip)
+    only_globs = as_globs(only)
+    skip_globs = as_globs(skip)
     if not (filter_fn is None or callable(filter_fn)):
         raise ArgumentError(
             f"filter_fn must be a function of a NormSite, or None, got {filter_fn!r}"
@@ -98,29 +105,29 @@ def select_sites(
                 f"the glob {glob!r} must match the path of a norm, but matches none; the norms "
                 f"are: {known}{more}"
             )
-    return [
-        site
-        for site in sites
-        if (only is None or matches(site, only_globs))
-        and not matches(site, skip_globs)
-        and (filter_fn is None or filter_fn(site))
-    ]
+    selected = []
+    for site in sites:
+        if only is not None and not matches(site, only_globs):
+            continue
+        if matches(site, skip_globs):
+            continue
+        if filter_fn is None or filter_fn(site):
+            selected.append(site)
+    return selected
 
 
 def as_globs(value: str | Iterable[str] | None) -> list[str]:
     """Return one glob, several or none as a list."""
     if value is None:
         return []
-    globs = (
-        list(value)
-        if isinstance(value, Iterable) and not isinstance(value, (str, bytes))
-        else [value]
-    )
-    wrong = [glob for glob in globs if not isinstance(glob, str)]
-    if wrong:
-        raise ArgumentError(
-            f"globs must be strings such as 'encoder.*', one or a list of them, got {wrong[0]!r}"
-        )
+    globs: list[Any] = [value]
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        globs = list(value)
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise ArgumentError(
+                f"globs must be strings such as 'encoder.*', one or a list of them, got {glob!r}"
+            )
     return globs
 
 

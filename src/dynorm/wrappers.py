@@ -1,12 +1,12 @@
-"""Modules that wrap another one, and the names of a model's parts without them: those that are saved."""
+"""Modules that wrap another one, and the names of a model's parts without wrappers, as saved."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-# By the name of the wrapper's class: the name of the module inside. The name by itself is not
-# enough: a model may have a part that is called "module".
+# By the name of the wrapper's class, the name of the module inside. That name is not enough: a
+# model may have a part that is called "module".
 _INSIDE = {
     "ActivationWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
@@ -15,23 +15,26 @@ _INSIDE = {
     "DataParallel": "module",
     "DeepSpeedEngine": "module",
 }
-# Those that no part of a model is called.
+# Names that no part of a model has.
 _UNMISTAKABLE = {name for name in _INSIDE.values() if name.startswith("_")}
 
 
 def torch_classes(module: nn.Module) -> list[str]:
-    """Return the names of the classes of torch, and of DeepSpeed, that a module is of."""
-    return [
-        cls.__name__
-        for cls in type(module).__mro__
-        if cls.__module__.startswith(("torch.", "deepspeed."))
-    ]
+    """Return the names of a module's classes that are defined by torch or DeepSpeed."""
+    names = []
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith(("torch.", "deepspeed.")):
+            names.append(cls.__name__)
+    return names
 
 
 def name_inside(module: nn.Module) -> str | None:
-    """Return the name under which a wrapper has the module that it wraps, or None for any other module."""
-    names = [_INSIDE[name] for name in torch_classes(module) if name in _INSIDE]
-    return names[0] if names and names[0] in module._modules else None
+    """Return the name of the module that a wrapper wraps, or None for any other module."""
+    for class_name in torch_classes(module):
+        if class_name in _INSIDE:
+            name = _INSIDE[class_name]
+            return name if name in module._modules else None
+    return None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -47,24 +50,24 @@ def has_wrappers(model: nn.Module) -> bool:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return the name of a module, parameter or buffer, or a key of the state dict, without wrappers.
+    """Return a name of a module, parameter, buffer or entry of the state dict without wrappers.
 
-    A wrapper may have left itself out of a key already.
+    A wrapper may have left itself out of the name already.
     """
     module: nn.Module | None = model
-    kept = []
+    parts = []
     for part in name.split("."):
-        inside = None if module is None else name_inside(module)
-        if module is not None and part == inside:
-            module = module._modules[part]
-            continue
-        module = None if module is None else unwrapped(module)._modules.get(part)
-        kept.append(part)
-    return ".".join(kept)
+        if module is not None:
+            if part == name_inside(module):
+                module = module._modules[part]
+                continue
+            module = unwrapped(module)._modules.get(part)
+        parts.append(part)
+    return ".".join(parts)
 
 
 def plain_modules(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
-    """Return a model's modules as ``named_modules`` does, each wrapped one in the place of its wrapper."""
+    """Return a model's modules as ``named_modules`` does, with wrapped modules for wrappers."""
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=remove_duplicate):
         if name_inside(module) is None:
@@ -78,5 +81,5 @@ def plain_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_wrappers(path: str) -> str:
-    """Return a path without the names that only wrappers use, where the model itself is not at hand."""
+    """Return a path without the names that only wrappers use, when the model is not at hand."""
     return ".".join(part for part in path.split(".") if part not in _UNMISTAKABLE)

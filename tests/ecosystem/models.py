@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import dynorm
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 
 VOCABULARY = 40
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]", "mask_token": "[MASK]"}

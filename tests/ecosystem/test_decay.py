@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 import dynorm
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from tests.ecosystem.models import fresh, gpt2, ids
 
 # peft 0.21 asks by the old name.

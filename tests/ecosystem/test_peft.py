@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dynorm
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from tests.ecosystem.models import bert, first, fresh, gpt2, ids
 
 # peft 0.21 asks by the old name.

@@ -561,7 +561,7 @@ def test_an_adaptive_norm_around_a_plain_one() -> None:
     assert (inner.path, inner.refused) == ("ada.norm", None)
     assert outer.path == "ada"
     assert outer.refused is not None
-    assert "gated or adaptive; the norm inside stands at 'ada.norm'" in outer.refused
+    assert "gated or adaptive; the norm inside is at 'ada.norm'" in outer.refused
 
 
 def test_a_residual_before_the_norm_is_no_gate() -> None:
@@ -1275,3 +1275,9 @@ def test_sites_as_plain_values() -> None:
     assert plain["dim"] == [-2, -1]
     assert plain["normalized_shape"] == [2, 3]
     assert plain["refused"] is None
+
+
+def test_a_site_gives_its_axes_as_a_tuple() -> None:
+    assert dynorm.NormSite("norm", dim=1).dims == (1,)
+    assert dynorm.NormSite("norm", dim=(-2, -1)).dims == (-2, -1)
+    assert "dims" not in dynorm.NormSite("norm").to_dict()

@@ -254,7 +254,7 @@ def runs(module: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
 def formula(x: Tensor, site: NormSite, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """The norm written out, in float64."""
     x = x.double()
-    dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
+    dims = site.dims
     shape = [1] * x.ndim
     for dim, size in zip(dims, site.normalized_shape, strict=True):
         shape[dim] = size

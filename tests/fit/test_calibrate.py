@@ -19,7 +19,7 @@ from dynorm.errors import DataError, ModelError
 from dynorm.fit import site_fit as fit
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import Ranks
-from dynorm.replace.specs import Replaced
+from dynorm.replace.converted import Replaced
 from dynorm.site import NormSite
 from dynorm.theory import leave_one_out_beta, leave_one_out_square_sum
 

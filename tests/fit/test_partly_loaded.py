@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.errors import CalibrationWarning, ModelError
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 
 
 class Net(nn.Module):

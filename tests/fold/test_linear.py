@@ -16,7 +16,7 @@ from benchmarks.fold_models import NAMES, build, inputs, linear_
 from dynorm.errors import ModelError
 from dynorm.fold import FoldReport, fold_
 from dynorm.fold.check import Wide, relative_error
-from dynorm.replace.specs import is_ours
+from dynorm.replace.converted import is_ours
 from dynorm.stream.tensors import tensors_in
 
 pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import dynorm
 from dynorm.errors import ModelError
 from dynorm.jobs.checkpoint import Checkpoint, Pretrained
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from tests.hub.models import tokens, transformers, witnessed
 
 if not hasattr(transformers, "Qwen3_5Config"):

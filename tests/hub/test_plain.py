@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.errors import ArgumentError, DynormError, ModelError, StorageError
 from dynorm.hub import contents, load, save
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from tests.hub.folders import (
     Damages,
     cut,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.hub import load, save
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from tests.hub.folders import (
     Damages,
     cut,

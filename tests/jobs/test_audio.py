@@ -38,7 +38,7 @@ from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from dynorm.report import ModelReport
 
 QUICK = Recipe(refine=2, held_out=8, batch=4, calibration=8)

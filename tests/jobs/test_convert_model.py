@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 
 
 def model_of(dim: int = 16) -> nn.Sequential:

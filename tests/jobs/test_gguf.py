@@ -14,7 +14,7 @@ import dynorm
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.recipe import Recipe
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 
 C, BLOCKS = 16, 2
 

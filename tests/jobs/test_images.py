@@ -23,7 +23,7 @@ from dynorm.jobs.images import Crop, find_images
 from dynorm.jobs.inputs import CROPS, image_inputs
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.recipe import Recipe
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from dynorm.report import ModelReport
 from dynorm.report.output import OutputComparison
 from dynorm.train.distill import output_loss

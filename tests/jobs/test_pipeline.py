@@ -22,7 +22,7 @@ from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.recipe import Recipe
 from dynorm.layers import AnnealedNorm
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import distill_, distillation_rate
 

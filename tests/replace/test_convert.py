@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, PointwiseNorm
-from dynorm.replace.specs import LayerSpec, apply_specs_, replaced_by, specs_of
+from dynorm.replace.converted import replaced_by
+from dynorm.replace.specs import LayerSpec, apply_specs_, specs_of
 
 C = 12
 TO = {"dyisru": DyISRU, "dyt": DyT, "derf": Derf, "linear": LinearControl}

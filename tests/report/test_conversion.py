@@ -23,7 +23,7 @@ from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find.recover import core
 from dynorm.layers import PointwiseNorm
 from dynorm.outputs import sample_vectors
-from dynorm.replace.specs import dynorm_layers, replaced_by
+from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.report import ModelReport, OutputReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.stats import FUNCTIONS

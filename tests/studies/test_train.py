@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.errors import ArgumentError, DataError, StorageError
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from studies.arms import ARMS
 from studies.callbacks import WarmUp, diverged
 from studies.data import draw_batch, load

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import dynorm
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 from dynorm.train.distill import distill_, distillation_rate, output_loss
 from dynorm.train.trainer import rate_factor
 

@@ -1,4 +1,4 @@
-"""Formula, axis, weight, bias and eps of a norm, recovered from the outputs of a copy of it for our own tokens."""
+"""Recover formula, axis, weight, bias and eps of a norm, by trying a copy of it on our tokens."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,10 @@ class NotANormError(Exception):
 
 @dataclass(frozen=True)
 class Formula:
-    """core(x) * weight + bias, with one weight and one bias per channel, and its relative error at a function."""
+    """The formula core(x) * weight + bias, and its relative error for the outputs of a function.
+
+    There is one weight and one bias per channel.
+    """
 
     kind: str
     weight: Tensor
@@ -59,27 +62,30 @@ def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int,
     """
     rank = len(shape)
     lengths = {tensor.numel() for tensor in named_tensors(module).values()}
-    single = [
-        rank - 1,
-        *([1] if rank > 2 else []),
-        *(axis for axis in range(rank) if shape[axis] in lengths),
-    ]
-    groups = [(axis,) for axis in dict.fromkeys(single) if shape[axis] > 1]
+    single = [rank - 1]
+    if rank > 2:
+        single.append(1)
+    single += [axis for axis in range(rank) if shape[axis] in lengths]
+    groups: list[tuple[int, ...]] = []
+    for axis in dict.fromkeys(single):
+        if shape[axis] > 1:
+            groups.append((axis,))
     declared = set(_declared_shapes(module))
-    return groups + [
-        tuple(range(axis, rank)) for axis in range(rank - 1) if shape[axis:] in declared
-    ]
+    for axis in range(rank - 1):
+        if shape[axis:] in declared:
+            groups.append(tuple(range(axis, rank)))
+    return groups
 
 
 def _declared_shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
-    yield from (tuple(parameter.shape) for parameter in module.parameters())
+    """Yield the shapes of a module's parameters, and its attributes that may be shapes."""
+    for parameter in module.parameters():
+        yield tuple(parameter.shape)
     for part in module.modules():
         for value in part.__dict__.values():
-            if (
-                isinstance(value, (tuple, list))
-                and value
-                and all(type(size) is int for size in value)
-            ):
+            if not isinstance(value, (tuple, list)) or not value:
+                continue
+            if all(type(size) is int for size in value):
                 yield tuple(value)
 
 
@@ -88,20 +94,20 @@ def recover(
 ) -> NormSite:
     """Find out which norm a module is, by trying a copy of it.
 
-    The vectors of the copy are filled with random numbers first. What then scales and shifts the
-    channels tells which tensor is the weight, and whether it is w or 1 + w, where the initial ones
-    and zeros would tell nothing. The site has no path.
+    The vectors of the copy are filled with random numbers first. The scale and the shift of its
+    channels then identify the tensor that is the weight, and whether it is w or 1 + w; the initial
+    ones and zeros would not. The site has no path.
     """
     tried: list[TokenFunction] = []
     failure = CannotProbeError("it has no axis of two channels or more")
     for axes in candidate_axes(module, shape):
-        given = TokenFunction(module, shape, axes, dtype, device)
+        original = TokenFunction(module, shape, axes, dtype, device)
         try:
-            function = _open(given)
+            function = _open(original)
             _require_scale_invariance(function)
             formula = _closest(function)
             if formula.error <= _tolerance(function):
-                return _complete(given, function, formula)
+                return _complete(original, function, formula)
             tried.append(function)
         except CannotProbeError as error:
             failure = error
@@ -123,40 +129,45 @@ def depends_on_sign(
     return _size(odd) > 1e-6 * _size(even) + 1e-30
 
 
-def measured_affine(given: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
-    """Measure the weight and the bias of a norm of this kind from its outputs, whatever holds them; flat float64."""
+def measured_affine(original: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
+    """Measure the weight and bias of a norm of this kind from its outputs, as flat float64."""
     try:
-        function = _open(given, random=False)
+        function = _open(original, random=False)
         formula = _closest(function, (kind,))
     except CannotProbeError as error:
         raise NotANormError(f"cannot be probed: {error}") from error
     if formula.error > _tolerance(function):
-        raise NotANormError("parameters of another role: with their present values it is no norm")
+        raise NotANormError(
+            "parameters of another role: with their present values it is not a norm"
+        )
     return formula.weight, formula.bias
 
 
-def _open(given: TokenFunction, random: bool = True) -> TokenFunction:
+def _open(original: TokenFunction, random: bool = True) -> TokenFunction:
     """Copy a module, in the widest dtype and then the smallest shape that it takes."""
-    failure, shape = CannotProbeError("nothing was tried"), given.shape
-    # Two of the first axis, even if the example had one: independence of tokens shows only between
-    # tokens. The other axes are short at first; a module may insist on their sizes.
-    pair = shape if 0 in given.axes else (2, *shape[1:])
-    small = tuple(
-        size if axis in given.axes or axis == 0 else min(size, 3) for axis, size in enumerate(pair)
-    )
-    for wide in dict.fromkeys([torch.float64, torch.float32, given.dtype]):
-        for shape in dict.fromkeys([small, pair, given.shape]):
+    # Two of the first axis, even if the example had one: only a second token shows whether tokens
+    # are independent. The other axes are short at first, but a module may insist on their sizes.
+    pair = original.shape
+    if 0 not in original.axes:
+        pair = (2, *original.shape[1:])
+    short = list(pair)
+    for axis in range(1, len(short)):
+        if axis not in original.axes:
+            short[axis] = min(short[axis], 3)
+    shapes = dict.fromkeys([tuple(short), pair, original.shape])
+    failure = CannotProbeError("nothing was tried")
+    for dtype in dict.fromkeys([torch.float64, torch.float32, original.dtype]):
+        # In its own dtype the copy keeps the dtype of each parameter, because they may differ.
+        cast = None if dtype == original.dtype else dtype
+        for shape in shapes:
             try:
-                # In its own dtype the copy keeps that of each parameter, for they may differ.
-                replica = plain_copy(
-                    given.module, None if wide == given.dtype else wide, random=random
-                )
-                function = replace(given, module=replica, shape=shape, dtype=wide)
+                replica = plain_copy(original.module, cast, random=random)
+                function = replace(original, module=replica, shape=shape, dtype=dtype)
                 function(function.sample(1.0, seed=1))
             except CannotProbeError as error:
                 failure = error
             except (RuntimeError, TypeError) as error:
-                failure = CannotProbeError(f"no copy in {wide}: {error}")
+                failure = CannotProbeError(f"no copy in {dtype}: {error}")
             else:
                 return function
     raise failure
@@ -168,7 +179,9 @@ def _tolerance(function: TokenFunction) -> float:
 
 def _require_scale_invariance(function: TokenFunction) -> None:
     tokens = function.sample(30.0, seed=2)
-    once, again, larger = function(tokens), function(tokens), function(3 * tokens)
+    once = function(tokens)
+    again = function(tokens)
+    larger = function(3 * tokens)
     if not torch.equal(once.nan_to_num(), again.nan_to_num()):
         raise NotANormError(
             "random: two calls with one input differ, as with dropout in train mode"
@@ -188,63 +201,74 @@ def _size(tensor: Tensor) -> float:
 def _closest(
     function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsnorm"), positions: int = 1
 ) -> Formula:
-    """Return the formula that is closest to a function, its constants repeated after so many positions.
+    """Return the formula closest to a function; its constants repeat after ``positions`` tokens.
 
-    A norm's core is odd: f(x) - f(-x) shows the weight alone and f(x) + f(-x) the bias alone. The
-    tokens are so large that no eps shows, and their squares finite in half precision.
+    A norm's core is odd: f(x) - f(-x) depends only on the weight, and f(x) + f(-x) only on the
+    bias. The tokens are so large that eps has no effect, but their squares are finite in half
+    precision.
     """
-    count, channels = function.count, math.prod(function.sizes)
-    tokens = function.sample(
-        30.0 if function.is_half else 1e3, 2, at_least=16 if positions == 1 else 12 * count
-    )
-    odd, even = (part.reshape(-1, positions * channels) for part in function.odd_and_even(tokens))
+    at_least = 16 if positions == 1 else 12 * function.count
+    scale = 30.0 if function.is_half else 1e3
+    tokens = function.sample(scale, 2, at_least)
+    width = positions * math.prod(function.sizes)
+    odd, even = function.odd_and_even(tokens)
+    odd = odd.reshape(-1, width)
+    even = even.reshape(-1, width)
     size = _size(odd + even)
-    found = []
+    formulas = []
     for kind in kinds:
         # Least squares, column by column: weight = <z, odd> / <z, z>.
         z = core(tokens, kind).reshape(odd.shape)
-        weight, bias = (z * odd).sum(0) / z.square().sum(0).clamp_min(1e-30), even.mean(0)
-        error = _size(torch.stack([odd - z * weight, even - bias])) / size if size != 0 else 0.0
+        weight = (z * odd).sum(0) / z.square().sum(0).clamp_min(1e-30)
+        bias = even.mean(0)
+        error = 0.0
+        if size != 0:
+            error = _size(torch.stack([odd - z * weight, even - bias])) / size
         # NaN compares as neither more nor less, so it must not get as far as a comparison.
-        found.append(Formula(kind, weight, bias, error if error == error else float("inf")))
-    return min(found, key=lambda formula: formula.error)
+        if math.isnan(error):
+            error = math.inf
+        formulas.append(Formula(kind, weight, bias, error))
+    return min(formulas, key=lambda formula: formula.error)
 
 
-def _complete(given: TokenFunction, function: TokenFunction, formula: Formula) -> NormSite:
+def _complete(original: TokenFunction, function: TokenFunction, formula: Formula) -> NormSite:
     """Recover the rest of a norm whose formula fits a copy with random vectors."""
     if _mixes_tokens(function):
         raise NotANormError(_MIXES)
-    weight, bias = measured_affine(given, formula.kind)
-    weight_name, offset = _holder(given, function, formula.weight, weight, (0.0, 1.0))
-    bias_name, _ = _holder(given, function, formula.bias, bias, (0.0,))
+    weight, bias = measured_affine(original, formula.kind)
+    weight_name, offset = _holder(original, function, formula.weight, weight, (0.0, 1.0))
+    bias_name, _ = _holder(original, function, formula.bias, bias, (0.0,))
     slack = 10 * _tolerance(function)
     has_weight = float((formula.weight - 1).abs().max()) > slack
     has_bias = float(formula.bias.abs().max()) > slack
-    shape, axes, sizes = given.shape, given.axes, given.sizes
-    is_last = axes[-1] == len(shape) - 1
-    is_usual = (
-        is_last or (len(shape) > 3 and axes == (1,)) or sizes in set(_declared_shapes(given.module))
-    )
+    axes = original.axes
+    rank = len(original.shape)
+    is_last = axes[-1] == rank - 1
+    is_image = rank > 3 and axes == (1,)
+    is_usual = is_last or is_image or original.sizes in set(_declared_shapes(original.module))
     if not (weight_name or bias_name or is_usual):
         raise NotANormError(f"unmarked axis: nothing shows that axis {axes[0]} holds the channels")
-    dims = tuple(axis - len(shape) for axis in axes) if is_last else axes
+    dims = axes
+    if is_last:
+        dims = tuple(axis - rank for axis in axes)
     return NormSite(
         path="",
         kind=formula.kind,
         dim=dims if len(dims) > 1 else dims[0],
-        normalized_shape=sizes,
-        eps=_eps(given, function, formula),
+        normalized_shape=original.sizes,
+        eps=_eps(original, function, formula),
         has_weight=has_weight,
         has_bias=has_bias,
         weight_offset=offset if has_weight else 0.0,
         weight_name=weight_name if has_weight else None,
         bias_name=bias_name if has_bias else None,
-        input_shape=shape,
-        output_rule=_output_rule(replace(given, shape=function.shape)),
+        input_shape=original.shape,
+        output_rule=_output_rule(replace(original, shape=function.shape)),
     )
 
 
-# Of the input and of the parameters: alike as in a whole model, and mixed as after a cast of a part.
+# The dtypes of the input and of the parameters: equal as in most models, and mixed as after a cast
+# of one part.
 _DTYPE_PAIRS = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -253,97 +277,102 @@ _DTYPE_PAIRS = (
     (torch.float16, torch.float16),
     (torch.float64, torch.float64),
 )
-# These decide only between rules that fit the others: T5's norm has one rule for weights of half
-# precision, and another one for float32 and float64.
+# These pairs decide only between rules that fit the others: T5's norm has one rule for weights of
+# half precision, and another one for float32 and float64.
 _WIDE_PAIRS = (
     (torch.float64, torch.float32),
     (torch.float32, torch.float64),
 )
 
 
-def _output_rule(given: TokenFunction) -> str | None:
-    """Recover how a norm chooses the dtype of its output, from copies in several dtypes; None for its input's.
+def _output_rule(original: TokenFunction) -> str | None:
+    """Recover how a norm chooses its output's dtype, from copies in several dtypes.
 
-    A pair of dtypes on which it raises tells nothing. A choice that no rule describes is left to
-    the dtype that the run shows.
+    None means the dtype of its input. A pair of dtypes on which it raises is left out. A choice
+    that no rule describes is left to the dtype of the run.
     """
     returned: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {}
     for pair in (*_DTYPE_PAIRS, *_WIDE_PAIRS):
-        in_dtype, own_dtype = pair
-        x = torch.ones(given.shape, dtype=in_dtype, device=given.device)
+        in_dtype, parameter_dtype = pair
+        x = torch.ones(original.shape, dtype=in_dtype, device=original.device)
         with suppress(RuntimeError, TypeError, ValueError, NotImplementedError):
-            returned[pair] = plain_copy(given.module, own_dtype)(x).dtype
+            returned[pair] = plain_copy(original.module, parameter_dtype)(x).dtype
     usual = {pair: dtype for pair, dtype in returned.items() if pair not in _WIDE_PAIRS}
     rule = fitting_rule(returned) or fitting_rule(usual)
     return None if rule == INPUT else rule
 
 
 def _holder(
-    given: TokenFunction,
+    original: TokenFunction,
     function: TokenFunction,
-    random: Tensor,
-    true: Tensor,
+    random_values: Tensor,
+    true_values: Tensor,
     offsets: tuple[float, ...],
 ) -> tuple[str | None, float]:
-    """Find the tensor that explains both the random copy's values and the true ones, and the number added to it."""
-    originals, slack = named_tensors(given.module), 10 * _tolerance(function)
+    """Find the tensor that holds a weight or bias, and the number that the norm adds to it.
+
+    It must explain the values of the random copy and those of the original.
+    """
+    slack = 10 * _tolerance(function)
+    loose = slack * (1 + _size(true_values))
+    originals = named_tensors(original.module)
     for name, tensor in named_tensors(function.module).items():
-        if tensor.numel() != random.numel() or not tensor.is_floating_point():
+        if tensor.numel() != random_values.numel() or not tensor.is_floating_point():
             continue
+        random = tensor.detach().cpu().double().flatten()
+        true = originals[name].detach().cpu().double().flatten()
         for offset in offsets:
-            filled, held = (
-                t.detach().cpu().double().flatten() + offset for t in (tensor, originals[name])
-            )
-            loose = slack * (1 + _size(true))
-            if torch.allclose(filled, random, 0, slack) and torch.allclose(
-                held, true, slack, loose
-            ):
+            fits_random = torch.allclose(random + offset, random_values, 0, slack)
+            if fits_random and torch.allclose(true + offset, true_values, slack, loose):
                 return name, offset
     return None, 0.0
 
 
-def _eps(given: TokenFunction, function: TokenFunction, formula: Formula) -> float:
-    """Measure eps, and take the number of the module, or the plain decimal, that is as near as measuring can tell."""
-    # In the module's own dtype, for eps may depend on it: torch.nn.RMSNorm(eps=None) takes the
+def _eps(original: TokenFunction, function: TokenFunction, formula: Formula) -> float:
+    """Measure eps, and return the likeliest number within the error of the measurement."""
+    # In the module's dtype, because eps may depend on it: torch.nn.RMSNorm(eps=None) takes the
     # machine's. Only float16 may be too coarse to show any.
-    own = replace(function, module=plain_copy(given.module, random=True), dtype=given.dtype)
-    eps = _shown_eps(own, formula) or _shown_eps(function, formula)
-    named = [
-        (n, v)
-        for part in given.module.modules()
-        for n, v in part.__dict__.items()
-        if type(v) is float
-    ]
-    attributes = [value for name, value in sorted(named, key=lambda pair: "eps" not in pair[0])]
-    machine = [torch.finfo(given.dtype).eps, torch.finfo(torch.float32).eps]
-    allowed = 5e-2 if own.is_half else 1e-3
-    near = (
-        value
-        for value in [*attributes, *machine, float(f"{eps:.1e}")]
-        if abs(value - eps) <= allowed * eps
-    )
-    return next(near, eps)
+    replica = plain_copy(original.module, random=True)
+    in_its_dtype = replace(function, module=replica, dtype=original.dtype)
+    eps = _shown_eps(in_its_dtype, formula) or _shown_eps(function, formula)
+    # The likeliest first: a number of the module called eps, another number of the module, a
+    # machine's eps, the plain decimal.
+    called_eps: list[float] = []
+    numbers: list[float] = []
+    for part in original.module.modules():
+        for name, value in part.__dict__.items():
+            if type(value) is float:
+                candidates = called_eps if "eps" in name else numbers
+                candidates.append(value)
+    machine = [torch.finfo(original.dtype).eps, torch.finfo(torch.float32).eps]
+    allowed = 5e-2 if in_its_dtype.is_half else 1e-3
+    for value in [*called_eps, *numbers, *machine, float(f"{eps:.1e}")]:
+        if abs(value - eps) <= allowed * eps:
+            return value
+    return eps
 
 
 def _shown_eps(function: TokenFunction, formula: Formula) -> float:
-    """Measure the number beside the mean square in the root, from ever smaller tokens; 0.0 if they show none.
+    """Measure the number added to the mean square in the root, from smaller and smaller tokens.
 
-    With q = |f(x)| / |weight * x| it is 1/q^2 - mean(x^2), read where it outweighs the mean square.
-    A number outside the root, or one that bounds it from below, gives the eps with the same limit
-    for small tokens.
+    It is 0.0 if they show none. With q = |f(x)| / |weight * x| it is 1/q^2 - mean(x^2), read where
+    it outweighs the mean square. For a number outside the root, or a lower bound of the root, it is
+    the eps with the same limit for small tokens.
     """
     unit = core(function.sample(1.0, seed=3), "layernorm")
     eps = 0.0
     # Powers of two scale without rounding; those of float16 end early.
-    for exponent in range(1, 13 if function.dtype == torch.float16 else 51, 3):
+    last = 13 if function.dtype == torch.float16 else 51
+    for exponent in range(1, last, 3):
         tokens = (unit * 2.0**-exponent).to(function.dtype).double()
         squares = token_moment(tokens, formula.kind)
         scaled = formula.weight * token_deviation(tokens, formula.kind)
         q = (function.odd_and_even(tokens)[0] * scaled).sum(-1) / scaled.square().sum(-1)
-        square, found = float(squares.median()), float((q**-2 - squares).median())
-        if not abs(found) < float("inf"):
+        square = float(squares.median())
+        shown = float((q**-2 - squares).median())
+        if not math.isfinite(shown):
             return eps
-        eps = found if found > 0.01 * square else 0.0
+        eps = shown if shown > 0.01 * square else 0.0
         if eps > 16 * square:
             return eps
     return eps
@@ -355,76 +384,83 @@ def _mixes_tokens(function: TokenFunction) -> bool:
     tokens = function.sample(30.0, seed=4)[: function.count]
     changed = tokens.clone()
     changed[0] = 50 - 2 * tokens[0].flip(0)
-    before, after = function(tokens)[1:], function(changed)[1:]
+    before = function(tokens)[1:]
+    after = function(changed)[1:]
     return not _size(after - before) <= _tolerance(function) * _size(before)
 
 
 def _explain(tried: list[TokenFunction]) -> str:
-    """Say why functions of a module, all scale-invariant, are norms over none of the axes tried."""
+    """Return why scale-invariant functions of a module are not norms over any of the axes tried."""
     # Over the wrong axis every norm mixes tokens; over the right one, if there is any, it does not.
-    apart = [function for function in tried if not _mixes_tokens(function)]
-    if not apart:
+    independent = [function for function in tried if not _mixes_tokens(function)]
+    if not independent:
         return _MIXES
-    touched = []
-    for function in apart:
+    affected = []
+    for function in independent:
         if 0 not in function.axes:
             by_position = _closest(function, positions=function.count // function.shape[0])
             if by_position.error <= _tolerance(function):
-                return "scale by position: its weight differs between positions, not only between channels"
+                return (
+                    "scale by position: its weight differs between positions, not only between "
+                    "channels"
+                )
         # How many outputs of a token change with its first channel.
         tokens = function.sample(30.0, seed=5)
         changed = tokens.clone()
         changed[:, 0] += 100
         difference = (function(changed) - function(tokens)).abs().amax(0)
-        touched.append(int((difference > 1e-4 * difference.max()).sum()))
-    if 1 < min(touched) < max(math.prod(function.sizes) for function in apart):
-        return f"groups: it normalizes groups of {min(touched)} channels"
+        affected.append(int((difference > 1e-4 * difference.max()).sum()))
+    most_channels = max(math.prod(function.sizes) for function in independent)
+    if 1 < min(affected) < most_channels:
+        return f"groups: it normalizes groups of {min(affected)} channels"
     return "neither LayerNorm nor RMSNorm: it fits neither over any axis"
 
 
 def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor | None]:
     """Return the weight and the bias that a norm applies to its normalized channels.
 
-    They are detached copies of shape `site.normalized_shape` on the module's device, None for a
-    missing one. 1 + w comes in float32 at least: norms that scale so add in float32, and rounded
-    to bfloat16 1 + w would lose most digits of a small w. A factor that no tensor holds, such as
-    the 1/sqrt(C) of a division by the L2 norm, is measured. ModelError is raised if the site was
-    refused, or the module is not the norm that was found.
+    They are detached copies of shape `site.normalized_shape` on the module's device, or None. A
+    weight 1 + w is at least float32, because such norms add in float32: rounded to bfloat16, 1 + w
+    would lose most digits of a small w. A factor that no tensor holds, such as the 1/sqrt(C) of a
+    division by the L2 norm, is measured. ModelError is raised if the site was refused, or the
+    module is not the norm that was found.
     """
     if site.refused is not None:
         raise ModelError(f"the site {site.path!r} must be a norm, but was refused: {site.refused}")
-    weight, bias = (_held(module, site, name) for name in (site.weight_name, site.bias_name))
+    weight = _tensor_at(module, site, site.weight_name)
+    bias = _tensor_at(module, site, site.bias_name)
     if weight is not None and site.weight_offset:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + site.weight_offset
-    if (site.has_weight and weight is None) or (site.has_bias and bias is None):
-        tensors = [
-            *named_tensors(module).values(),
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-        ]
-        like = next(tensor for tensor in tensors if tensor.is_floating_point())
-        given = TokenFunction(module, site.input_shape, channel_axes(site), like.dtype, like.device)
-        try:
-            with plain_arithmetic(module):
-                flat = measured_affine(given, site.kind)
-        except NotANormError as error:
-            raise ModelError(
-                f"the module at {site.path!r} must be the norm found there, but: {error}"
-            ) from error
-        measured = [
-            part.reshape(site.normalized_shape).to(like.device, like.dtype) for part in flat
-        ]
-        weight = measured[0] if site.has_weight and weight is None else weight
-        bias = measured[1] if site.has_bias and bias is None else bias
+    lacks_weight = site.has_weight and weight is None
+    lacks_bias = site.has_bias and bias is None
+    if not lacks_weight and not lacks_bias:
+        return weight, bias
+    like = torch.empty(0, dtype=torch.float32, device="cpu")
+    for tensor in named_tensors(module).values():
+        if tensor.is_floating_point():
+            like = tensor
+            break
+    original = TokenFunction(module, site.input_shape, channel_axes(site), like.dtype, like.device)
+    try:
+        with plain_arithmetic(module):
+            flat_weight, flat_bias = measured_affine(original, site.kind)
+    except NotANormError as error:
+        raise ModelError(
+            f"the module at {site.path!r} must be the norm found there, but: {error}"
+        ) from error
+    if lacks_weight:
+        weight = flat_weight.reshape(site.normalized_shape).to(like.device, like.dtype)
+    if lacks_bias:
+        bias = flat_bias.reshape(site.normalized_shape).to(like.device, like.dtype)
     return weight, bias
 
 
 def channel_axes(site: NormSite) -> tuple[int, ...]:
     """Return the axes of the site's channels in its input, counted from the front."""
-    dims = site.dim if isinstance(site.dim, tuple) else (site.dim,)
-    return tuple(dim % len(site.input_shape) for dim in dims)
+    return tuple(dim % len(site.input_shape) for dim in site.dims)
 
 
-def _held(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
+def _tensor_at(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
     if name is None:
         return None
     tensor = named_tensors(module).get(name)

@@ -15,12 +15,12 @@ from dynorm.guard import HOOK_TABLES, undisturbed
 
 
 class CannotProbeError(Exception):
-    """A module raised, or gave something else than a tensor of its input's shape, when tried on our tokens."""
+    """A module raised on our tokens, or did not return a tensor of their shape."""
 
 
 @contextmanager
 def plain_arithmetic(module: nn.Module) -> Iterator[None]:
-    """Leave the module undisturbed, with no gradients, no autocast, and no warnings about the odd inputs of a trial."""
+    """Leave the module undisturbed, without gradients, autocast or warnings about odd inputs."""
     with (
         undisturbed(module),
         torch.autocast("cpu", enabled=False),
@@ -38,65 +38,64 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 def plain_copy(
     module: nn.Module, dtype: torch.dtype | None = None, *, random: bool = False
 ) -> nn.Module:
-    """Copy a module to experiment on: own tensors, cast to ``dtype`` if one is given, no hooks, the rest shared.
+    """Copy a module to experiment on: other tensors, without hooks, all other objects shared.
 
-    ``copy.deepcopy`` would also copy what hooks and attributes refer to, which may be a whole
-    model, and fails on tensors that belong to a graph. With ``random`` every vector is filled with
-    other positive numbers, so that each shows by its effect; single numbers, such as a learned gain
-    or an eps held in a buffer, keep their values.
+    The tensors are cast to ``dtype`` if it is not None. ``copy.deepcopy`` would also copy the
+    objects that hooks and attributes refer to, perhaps the model, and fails on tensors that belong
+    to a graph. With ``random`` every vector is filled with other positive numbers, so that each is
+    identified by its effect. Single numbers, such as a learned gain or an eps in a buffer, keep
+    their values.
     """
     known: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
-        if value is None or id(value) in known:
-            return known.get(id(value))
+        if value is None:
+            return None
+        if id(value) in known:
+            return known[id(value)]
         if isinstance(value, Tensor):
-            values = value.detach().to(
-                dtype if dtype and value.is_floating_point() else value.dtype, copy=True
-            )
-            new = (
-                nn.Parameter(values, requires_grad=False)
-                if isinstance(value, nn.Parameter)
-                else values
-            )
-            known[id(value)] = new
-            return new
-        new = known[id(value)] = value.__class__.__new__(value.__class__)
-        for name, held in value.__dict__.items():
+            is_cast = dtype is not None and value.is_floating_point()
+            tensor = value.detach().to(dtype if is_cast else value.dtype, copy=True)
+            if isinstance(value, nn.Parameter):
+                tensor = nn.Parameter(tensor, requires_grad=False)
+            known[id(value)] = tensor
+            return tensor
+        module = value.__class__.__new__(value.__class__)
+        known[id(value)] = module
+        for name, attribute in value.__dict__.items():
             if name in HOOK_TABLES:
-                new.__dict__[name] = type(held)()
+                module.__dict__[name] = type(attribute)()
             elif name in ("_modules", "_parameters", "_buffers"):
-                new.__dict__[name] = {key: copied(part) for key, part in held.items()}
-            # A patched forward is bound to the original; the class knows the true one.
+                module.__dict__[name] = {key: copied(part) for key, part in attribute.items()}
+            elif isinstance(attribute, Tensor):
+                module.__dict__[name] = copied(attribute)
+            elif type(attribute) in (list, dict, set):
+                module.__dict__[name] = copy.copy(attribute)
+            # A patched forward is bound to the original; the class has the true one.
             elif name != "forward":
-                is_own = type(held) in (list, dict, set)
-                new.__dict__[name] = (
-                    copied(held)
-                    if isinstance(held, Tensor)
-                    else copy.copy(held)
-                    if is_own
-                    else held
-                )
-        return new
+                module.__dict__[name] = attribute
+        return module
 
     replica: nn.Module = copied(module)
+    if not random:
+        return replica
     generator = torch.Generator(device="cpu").manual_seed(0)
-    for tensor in named_tensors(replica).values() if random else ():
+    for tensor in named_tensors(replica).values():
         if tensor.is_floating_point() and tensor.numel() > 1:
-            tensor.detach().copy_(
-                torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu")
-                + 0.5
+            values = torch.rand(
+                tensor.shape, generator=generator, dtype=torch.float64, device="cpu"
             )
+            tensor.detach().copy_(values + 0.5)
     return replica
 
 
 @dataclass(frozen=True)
 class TokenFunction:
-    """A module as a map from tokens (n, C) to tokens (n, C), in float64 outside and its own dtype inside."""
+    """A module as a map from tokens (n, C) to tokens (n, C), float64 outside and `dtype` inside."""
 
     module: nn.Module  # or a copy of it
     shape: tuple[int, ...]  # of its input
-    axes: tuple[int, ...]  # those that hold the channels, ascending and non-negative
+    axes: tuple[int, ...]  # the axes that hold the channels, ascending and non-negative
     dtype: torch.dtype
     device: torch.device
 
@@ -126,14 +125,14 @@ class TokenFunction:
         last = tuple(range(-len(self.axes), 0))
         laid_out = tokens.reshape(*others, *self.sizes).movedim(last, self.axes)
         # A copy, since a module may write into its input.
-        given = laid_out.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        x = laid_out.to(self.device, copy=True, memory_format=torch.contiguous_format)
         try:
-            output = self.module(given)
-        # Foreign code may raise anything; its message becomes part of the reason for a refusal.
+            output = self.module(x)
+        # The user's code may raise anything; its message becomes part of the reason for a refusal.
         except Exception as error:
-            message = str(error).splitlines()[0] if str(error) else ""
-            raise CannotProbeError(f"{type(error).__name__}: {message}") from error
-        if not isinstance(output, Tensor) or output.shape != given.shape:
+            first_line = str(error).partition("\n")[0]
+            raise CannotProbeError(f"{type(error).__name__}: {first_line}") from error
+        if not isinstance(output, Tensor) or output.shape != x.shape:
             raise CannotProbeError("its output has another shape for other values")
         # A copy again: a module may return the same buffer every time.
         values = output.detach().to("cpu", torch.float64, copy=True)
@@ -141,17 +140,19 @@ class TokenFunction:
 
     def odd_and_even(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return (f(x) - f(-x)) / 2 and (f(x) + f(-x)) / 2."""
-        plus, minus = self(tokens), self(-tokens)
+        plus = self(tokens)
+        minus = self(-tokens)
         return (plus - minus) / 2, (plus + minus) / 2
 
     def sample(self, scale: float, seed: int, at_least: int = 1) -> Tensor:
-        """Return tokens for two calls, or for more until there are enough, rounded as the module will see them.
+        """Return tokens for two calls or more, at least ``at_least``, rounded to `dtype`.
 
-        They tell formulas apart: each has its own mean, and every third an outlier. The global
-        random state is left alone.
+        They distinguish formulas: every token has another mean, and every third one an outlier. The
+        global random state is not used.
         """
-        count, channels = self.count, math.prod(self.sizes)
-        count *= max(2, -(-at_least // count))
+        channels = math.prod(self.sizes)
+        calls = max(2, math.ceil(at_least / self.count))
+        count = calls * self.count
         generator = torch.Generator(device="cpu").manual_seed(seed)
         tokens = torch.randn(
             count, channels, generator=generator, dtype=torch.float64, device="cpu"

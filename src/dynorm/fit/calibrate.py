@@ -22,14 +22,14 @@ from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import BATCH, OVER, Ranks
-from dynorm.replace.original import Outputs
-from dynorm.replace.specs import (
+from dynorm.replace.converted import (
     dynorm_layers,
     layers_without_norms,
     replaced_by,
     require_layers,
-    swap_,
 )
+from dynorm.replace.original import Outputs
+from dynorm.replace.swap import swap_
 from dynorm.table import Column, Plain, Table
 
 Fits = dict[PointwiseNorm, SiteChoice]

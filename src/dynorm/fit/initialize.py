@@ -18,7 +18,7 @@ from dynorm.guard import (
 )
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import Ranks
-from dynorm.replace.specs import require_layers
+from dynorm.replace.converted import require_layers
 from dynorm.table import Column, Plain, Table
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dynorm.batches import call
 from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import original_forward
+from dynorm.replace.swap import original_forward
 
 # The run whose model calls the hooks of this thread.
 _running = threading.local()

@@ -23,13 +23,13 @@ from dynorm.guard import (
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.ranks import BATCH, Ranks
-from dynorm.replace.original import Outputs, norm_outputs, recorded
-from dynorm.replace.specs import (
+from dynorm.replace.converted import (
     dynorm_layers,
     layers_without_norms,
     require_layers,
     warn_of_defaults,
 )
+from dynorm.replace.original import Outputs, norm_outputs, recorded
 from dynorm.table import Plain, Table
 
 # A list of batches is measured this far, or as far as the steps use it.

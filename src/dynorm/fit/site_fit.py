@@ -15,7 +15,8 @@ from dynorm.family import NAMES
 from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
 from dynorm.ranks import Ranks
-from dynorm.replace.specs import Replaced, take_over_
+from dynorm.replace.converted import Replaced
+from dynorm.replace.swap import take_over_
 from dynorm.theory import own_betas
 
 # Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest

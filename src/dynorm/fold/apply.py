@@ -12,8 +12,10 @@ from dynorm.fold.plan import Plan
 from dynorm.fold.site import SiteFold
 from dynorm.guard import unchanged_on_error
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.converted import identity
 from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_untied_, untied
-from dynorm.replace.specs import LayerSpec, identity, swap_, take_over_
+from dynorm.replace.specs import LayerSpec
+from dynorm.replace.swap import swap_, take_over_
 from dynorm.stream.graph import Owner, double
 
 

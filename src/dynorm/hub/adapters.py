@@ -15,7 +15,7 @@ from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.hub.contents import read_json
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 
 PEFT_MODEL = "peft.peft_model"
 

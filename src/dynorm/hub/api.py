@@ -15,7 +15,7 @@ from dynorm.files import replaced_directory
 from dynorm.guard import require_plain_model
 from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
-from dynorm.replace.specs import warn_of_defaults
+from dynorm.replace.converted import warn_of_defaults
 from dynorm.wrappers import unwrapped
 
 _TRANSFORMERS_CONFIG = "config.json"

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.family import LAYERS, NAMES
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import added_biases, is_changed, untied
-from dynorm.replace.specs import LayerSpec, dynorm_layers, specs_of
+from dynorm.replace.specs import LayerSpec, specs_of
 from dynorm.wrappers import plain_modules
 
 FORMAT_VERSION = 1

@@ -15,8 +15,9 @@ from dynorm.errors import ModelError, StorageError, listed
 from dynorm.hub import contents
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import give_bias_
-from dynorm.replace.specs import LayerSpec, apply_specs_, dynorm_layers
+from dynorm.replace.specs import LayerSpec, apply_specs_
 from dynorm.wrappers import plain_modules, without_wrappers
 
 METHOD = "dynorm"

@@ -8,8 +8,8 @@ from torch import nn
 
 from dynorm.errors import ModelError
 from dynorm.fold.check import Check
+from dynorm.replace.converted import is_ours
 from dynorm.replace.edits import added_biases
-from dynorm.replace.specs import is_ours
 
 # A power of two, and so is its root: neither rounds a number.
 _EPS = 2.0**80

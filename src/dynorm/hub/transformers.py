@@ -35,8 +35,8 @@ from dynorm.hub.quantizer import (
     aliases_of,
     base_prefix,
 )
+from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.edits import is_changed
-from dynorm.replace.specs import dynorm_layers, is_ours, replaced_by
 from dynorm.wrappers import has_wrappers, plain_modules, plain_state
 
 CONFIG = "config.json"

@@ -150,7 +150,7 @@ class AnnealedNorm(PointwiseNorm):
 
     def _norm(self, x: Tensor, like: bool = True) -> Tensor:
         """Return the norm, by torch's own kernel where it takes these axes and dtypes; ``like``: x is the input."""
-        trailing = self._dims == tuple(range(-len(self.normalized_shape), 0))
+        trailing = self.dims == tuple(range(-len(self.normalized_shape), 0))
         # Under autocast torch's norms cast as they do it, and so must ours.
         own = like and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         weight = self.factor()

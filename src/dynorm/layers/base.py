@@ -109,7 +109,7 @@ class PointwiseNorm(nn.Module):
         self.weight_offset = float(weight_offset)
         self.normalized_shape = check_shape(normalized_shape)
         self.dim = check_dim(dim, self.normalized_shape)
-        self._dims = (self.dim,) if isinstance(self.dim, int) else self.dim
+        self.dims = (self.dim,) if isinstance(self.dim, int) else self.dim
         self.channels = math.prod(self.normalized_shape)
         scale = self._default_scale() if scale is None else scale
         if not (hasattr(scale, "__float__") and math.isfinite(scale)) or scale == 0:
@@ -175,7 +175,7 @@ class PointwiseNorm(nn.Module):
         # nn.TransformerEncoder nests a padded batch in eval mode; the jagged layout broadcasts as
         # any other tensor.
         if x.is_nested and x.layout == torch.strided:
-            if max(self._dims) >= 0:
+            if max(self.dims) >= 0:
                 raise ArgumentError(
                     f"dim must be negative for a nested tensor, got {self.dim}: count it from the "
                     "end"
@@ -187,7 +187,7 @@ class PointwiseNorm(nn.Module):
                 self.forward(jagged.values()), jagged.offsets()
             )
         if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
-            sizes = tuple(x.shape[d] for d in self._dims if -x.ndim <= d < x.ndim)
+            sizes = tuple(x.shape[d] for d in self.dims if -x.ndim <= d < x.ndim)
             if sizes != self.normalized_shape:
                 raise ArgumentError(
                     f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got "
@@ -200,7 +200,7 @@ class PointwiseNorm(nn.Module):
         else:
             y = self.pointwise(x.to(torch.promote_types(x.dtype, returned))).to(returned)
         # As nn.LayerNorm's: what follows may ask for a view.
-        return y.contiguous() if self.dim == -1 or self._dims[-1] == -1 else y
+        return y.contiguous() if self.dim == -1 or self.dims[-1] == -1 else y
 
     def returned_dtype(self, given: torch.dtype) -> torch.dtype:
         """Return the dtype of the output for an input of dtype ``given``, with the weight's present dtype."""

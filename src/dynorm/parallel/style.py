@@ -27,7 +27,7 @@ from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.parallel.shards import is_channelwise, on_shards, require_pointwise, share
 from dynorm.ranks import Ranks
-from dynorm.replace.specs import dynorm_layers
+from dynorm.replace.converted import dynorm_layers
 
 
 class PointwiseParallel(ParallelStyle):

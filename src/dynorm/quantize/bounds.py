@@ -12,7 +12,7 @@ from dynorm.batches import call, iterate, require_finite, site_tokens, token_mas
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import AnnealedNorm, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
-from dynorm.replace.specs import require_layers
+from dynorm.replace.converted import require_layers
 from dynorm.site import NormSite
 
 Range = tuple[Tensor, Tensor]

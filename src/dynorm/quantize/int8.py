@@ -15,7 +15,7 @@ from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.quantize.bounds import Range, output_range, static_scale
-from dynorm.replace.specs import require_layers
+from dynorm.replace.converted import require_layers
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Questions about a tensor that say nothing of its values.

@@ -18,7 +18,8 @@ from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.replace import specs
+from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
+from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
 from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
 from dynorm.table import Plain, Table
 
@@ -44,9 +45,9 @@ class ConversionReport(Plain):
     """The result of ``convert_``, one row per site.
 
     Args:
-        to: the layer that the norms became.
+        to: the layer that replaced the norms.
         converted: the sites that were replaced, in call order.
-        refused: the chosen sites that were left alone; ``site.refused`` says why.
+        refused: the selected sites that keep their norm; ``site.refused`` is the reason.
 
     Example:
         >>> site = dynorm.NormSite("norm", kind="rmsnorm", normalized_shape=(8,))
@@ -64,16 +65,17 @@ class ConversionReport(Plain):
     def __str__(self) -> str:
         """Return the report as a table."""
         count = len(self.converted)
-        rows = [
-            (s.path, f"{s.kind}({', '.join(map(str, s.normalized_shape))})", self.to)
-            for s in self.converted
-        ]
-        kept = [
-            f"{site.path or 'the model'}: {site.class_name} kept, {site.refused}"
-            for site in self.refused
-        ]
-        title = f"{count} norm{'s' * (count != 1)} replaced by {self.to}, {len(kept)} left alone"
-        return str(Table(("site", "norm", "layer"), rows, kept, title))
+        rows = []
+        for site in self.converted:
+            shape = ", ".join(map(str, site.normalized_shape))
+            rows.append((site.path, f"{site.kind}({shape})", self.to))
+        notes = []
+        for site in self.refused:
+            path = site.path or "the model"
+            notes.append(f"{path}: {site.class_name} kept, {site.refused}")
+        norms = "1 norm" if count == 1 else f"{count} norms"
+        title = f"{norms} replaced by {self.to}, {len(notes)} left alone"
+        return str(Table(("site", "norm", "layer"), rows, notes, title))
 
 
 def convert_(
@@ -92,22 +94,22 @@ def convert_(
 
     Weight, bias, dtype, device, ``requires_grad``, train or eval, hooks, path, order and sharing
     stay as they were, and so does the rule by which the norm chooses the dtype of its output. The
-    constants are defaults until :func:`calibrate_` sets them. All layers are
-    built before the first is put in, so an error leaves the model as it was. :func:`restore_`
-    undoes the conversion.
+    constants are defaults until :func:`calibrate_` sets them. All layers are built before the first
+    norm is replaced, so an error leaves the model as it was. :func:`restore_` undoes the
+    conversion.
 
     Args:
         model: any module; plain, neither compiled nor wrapped.
         sites: the result of :func:`find_norms` on this very model.
         to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed"
-            (towards DyISRU), "annealed_dyt", "annealed_derf", "annealed_linear": the norm still,
-            until :func:`set_anneal_` moves it. The layer's class does as well. With "auto",
-            :func:`calibrate_` gives each site the simplest of "linear" and "dyisru", without witnesses
-            or with them, that holds; until then it is a DyISRU.
+            (towards DyISRU), "annealed_dyt", "annealed_derf", "annealed_linear": they compute the
+            norm until :func:`set_anneal_` moves them. A class of layers is accepted too. With
+            "auto", :func:`calibrate_` gives each site the simplest that suffices of "linear" and
+            "dyisru", without witnesses or with them; until then it is a DyISRU.
         only: globs of the paths to convert; None means all. A head of unit length must be given by
-            its whole path.
-        skip: globs of the paths to leave alone.
-        filter_fn: called with each remaining site; False leaves it alone.
+            its full path.
+        skip: globs of the paths whose norms stay.
+        filter_fn: called with each remaining site; if it returns False, the norm stays.
         per_channel: one constant per channel instead of one per layer.
         center: give each layer a centre.
         witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is
@@ -115,13 +117,13 @@ def convert_(
             layer. 0 keeps the pure function.
 
     Returns:
-        A report with one row per site. Refused sites are left alone and listed.
+        A report with one row per site. Refused sites keep their norms and are listed.
 
     Raises:
-        ArgumentError: ``to`` is unknown, a glob matches no site, ``filter_fn`` is no function, or a
-            layer cannot have these witnesses.
+        ArgumentError: ``to`` is unknown, a glob matches no site, ``filter_fn`` is not a function,
+            or a layer cannot have these witnesses.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or
-            on the meta device, or the sites are another model's; or a norm shares a weight of
+            on the meta device; the sites belong to another model; or a norm shares a weight of
             another shape than its channels with another module.
 
     Warns:
@@ -139,26 +141,24 @@ def convert_(
         DyISRU(8, scale=2.646, center=True, elementwise_affine=True, bias=True)
     """
     kind = layer_class(to)
+    is_auto = to == AUTO
+    is_count = isinstance(witnesses, Integral)
     most = int(witnesses) if isinstance(witnesses, Integral) else 0
-    if (
-        most < 0
-        or isinstance(witnesses, bool)
-        or (to == AUTO and not isinstance(witnesses, Integral))
-    ):
-        positions = "" if to == AUTO else ", or their positions"
+    if most < 0 or isinstance(witnesses, bool) or (is_auto and not is_count):
+        positions = "" if is_auto else ", or their positions"
         raise ArgumentError(
             f"witnesses must be a number of channels, 0 or more{positions}, got {witnesses!r}"
         )
     require_plain_model(model)
-    listed = isinstance(sites, Sequence) and not isinstance(sites, str)
-    if not listed or not all(isinstance(site, NormSite) for site in sites):
+    is_list = isinstance(sites, Sequence) and not isinstance(sites, str)
+    if not is_list or not all(isinstance(site, NormSite) for site in sites):
         raise ArgumentError(
-            "sites must be a list of NormSite, got "
-            f"{sites!r:.60}: call dynorm.convert_(model, dynorm.find_norms(model, batch), "
-            "to='dyisru')"
+            f"sites must be a list of NormSite, got {sites!r:.60}: call "
+            "dynorm.convert_(model, dynorm.find_norms(model, batch), to='dyisru')"
         )
     if not sites:
-        if layers := specs.dynorm_layers(model):
+        layers = dynorm_layers(model)
+        if layers:
             raise ModelError(
                 "the model must have norms, but those it had are converted already: "
                 f"{_undo(layers.values())}"
@@ -167,52 +167,58 @@ def convert_(
             "the model must have norms, but find_norms saw none: give find_norms an example that "
             "reaches them; a norm that is computed by a function must become a module first"
         )
-    only = only if only is None else as_globs(only)
-    chosen = select_sites(sites, only, skip, filter_fn)
-    paths = set(only or ())
-    chosen = [
-        replace(site, refused=None)
-        if site.refused == UNIT_LENGTH and paths & {site.path, *site.aliases}
-        else site
-        for site in chosen
-    ]
-    willing = [site for site in chosen if site.refused is None]
-    refused = [site for site in chosen if site.refused is not None]
-    if not willing:
-        reasons = (
-            "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in chosen)
-            or "the filter left none"
-        )
+    if only is not None:
+        only = as_globs(only)
+    exact_paths = set(only or ())
+    replaceable = []
+    refused = []
+    for site in select_sites(sites, only, skip, filter_fn):
+        is_named = not exact_paths.isdisjoint((site.path, *site.aliases))
+        if site.refused == UNIT_LENGTH and is_named:
+            replaceable.append(replace(site, refused=None))
+        elif site.refused is None:
+            replaceable.append(site)
+        else:
+            refused.append(site)
+    if not replaceable:
+        reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in refused)
         raise ModelError(
-            f"at least one norm must be replaceable, but none of the chosen ones is ({reasons})"
+            "at least one norm must be replaceable, but none of the chosen ones is "
+            f"({reasons or 'the filter left none'})"
         )
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    for site in willing:
+    for site in replaceable:
         norm = _norm_at(modules, site)
-        like = specs.tensor_like(norm, model)
+        like = tensor_like(norm, model)
         options = _options(site, kind, per_channel=per_channel, center=center)
-        options["witnesses"] = () if isinstance(witnesses, Integral) else witnesses
+        options["witnesses"] = () if is_count else witnesses
         layer = kind(**options, device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
-        specs.take_over_(layer, norm, specs.Replaced(norm, site, most, to == AUTO))
+        take_over_(layer, norm, Replaced(norm, site, witnesses=most, auto=is_auto))
         new[norm] = layer
-    _warn_of_adapters(modules, willing)
-    same = {own: copy for own, copy in copies.items() if torch.equal(own, copy)}
-    _require_own(model, new, copies.keys() - same.keys())
-    # A parameter that another module shares with a norm stays shared.
-    specs.swap_(model, {**new, **same})
-    return ConversionReport(AUTO if to == AUTO else NAMES[kind], willing, refused)
+    _warn_of_adapters(modules, replaceable)
+    # A parameter that another module shares with a norm stays shared, unless its values changed.
+    same: dict[Tensor, nn.Parameter] = {}
+    changed: set[Tensor] = set()
+    for source, parameter in copies.items():
+        if torch.equal(source, parameter):
+            same[source] = parameter
+        else:
+            changed.add(source)
+    _require_unshared(model, new, changed)
+    swap_(model, {**new, **same})
+    return ConversionReport(AUTO if is_auto else NAMES[kind], replaceable, refused)
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Put the original norms back, bit for bit: the undo of :func:`convert_` and :func:`calibrate_`.
+    """Put the original norms back, bit for bit: undo :func:`convert_` and :func:`calibrate_`.
 
     A layer whose norm is not known, because the model was saved and loaded with it, stays as it is.
 
     Args:
-        model: a converted model. Its other weights are not touched: a change by training stays.
+        model: a converted model. Its other weights are not changed back after training.
 
     Returns:
         The same model.
@@ -229,20 +235,19 @@ def restore_(model: nn.Module) -> nn.Module:
         >>> type(dynorm.restore_(model)[1]).__name__
         'LayerNorm'
     """
-    layers = specs.dynorm_layers(model)
+    layers = dynorm_layers(model)
     require_gathered(model)
     if not layers:
         raise ModelError(
             "the model must be converted, but it has no point-wise layer: there is nothing to "
             "restore"
         )
-    ours = {path: m for path, m in model.named_modules() if path in layers or specs.is_ours(m)}
-    lost = [path for path, module in ours.items() if specs.replaced_by(module) is None]
+    ours = {path: m for path, m in model.named_modules() if path in layers or is_ours(m)}
+    lost = [path for path, module in ours.items() if replaced_by(module) is None]
     if len(lost) == len(ours):
         raise ModelError(
             f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the "
-            "model was loaded, "
-            "folded, or built with these layers; load the original model instead"
+            "model was loaded, folded, or built with these layers; load the original model instead"
         )
     if lost:
         warnings.warn(
@@ -251,20 +256,23 @@ def restore_(model: nn.Module) -> nn.Module:
             CalibrationWarning,
             stacklevel=2,
         )
-    known = [layer for layer in layers.values() if specs.replaced_by(layer) is not None]
-    norms = {layer: specs.original_(layer).train(layer.training) for layer in known}
-    held: dict[Tensor, Tensor] = {}
-    for layer, norm in norms.items():
-        replaced = specs.replaced_by(layer)
-        assert replaced is not None
-        own = _sources(norm, replaced.site)
-        held |= {getattr(layer, name): p for name, p in own.items() if p is not None}
-    specs.swap_(model, {**norms, **held})
+    originals: dict[nn.Module, nn.Module] = {}
+    shared: dict[Tensor, Tensor] = {}
+    for layer in layers.values():
+        replaced = replaced_by(layer)
+        if replaced is None:
+            continue
+        norm = original_(layer).train(layer.training)
+        originals[layer] = norm
+        for name, tensor in _sources(norm, replaced.site).items():
+            if tensor is not None:
+                shared[getattr(layer, name)] = tensor
+    swap_(model, {**originals, **shared})
     return model
 
 
 def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite]) -> None:
-    """Warn of the layers that peft will save with its adapter, as ``modules_to_save`` has it.
+    """Warn of the layers that peft will save with its adapter because of ``modules_to_save``.
 
     peft names the parts of an adapter in ``adapter_layer_names`` of the module that has them.
     """
@@ -278,8 +286,8 @@ def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite
                 break
     if inside:
         warnings.warn(
-            f"{len(inside)} of the norms are part of a peft adapter (the first is {inside[0]}). Its "
-            "file will hold the constants of the new layers, which a base model that is not "
+            f"{len(inside)} of the norms are part of a peft adapter (the first is {inside[0]}). "
+            "Its file will hold the constants of the new layers, which a base model that is not "
             "converted drops: convert the base model first, save it with dynorm.save, and put the "
             "adapter on the loaded one; or save the result of merge_and_unload()",
             UserWarning,
@@ -288,13 +296,13 @@ def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite
 
 
 def _undo(layers: Iterable[nn.Module]) -> str:
-    """Return what to do about layers that stand where norms are expected."""
-    if all(specs.replaced_by(layer) is not None for layer in layers):
+    """Return the remedy for layers at the paths of norms."""
+    if all(replaced_by(layer) is not None for layer in layers):
         return "call dynorm.restore_(model) first"
     return (
-        "it was loaded, or built so, and its norms are not known here; to convert it in another "
-        "way, load the original model; dynorm.distill_, dynorm.fold_ and dynorm.save take it as it "
-        "is"
+        "it was loaded or built so, and its norms are not known here; to convert it in another "
+        "way, load the original model; dynorm.distill_, dynorm.fold_ and dynorm.save accept it as "
+        "it is"
     )
 
 
@@ -316,8 +324,7 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
     if type(module).__qualname__ != site.class_name:
         raise ModelError(
             f"the sites must be this model's, but {site.path!r} is a {type(module).__qualname__} "
-            "and not a "
-            f"{site.class_name}: call find_norms again"
+            f"and not a {site.class_name}: call find_norms again"
         )
     if hasattr(module, "_hf_hook"):
         raise ModelError(
@@ -336,17 +343,18 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
 def _options(
     site: NormSite, kind: type[PointwiseNorm], *, per_channel: bool, center: bool
 ) -> dict[str, Any]:
-    """Return the arguments of the layer that a site becomes: its shape, axis and affine map, and its norm's bound."""
-    channels = math.prod(site.normalized_shape)
+    """Return the arguments of a site's layer: shape, axis, affine map, and the norm's bound."""
+    # No value of a norm is larger: closed form 2 (eq. 13) for LayerNorm, closed form 3 for RMSNorm.
+    bound = math.prod(site.normalized_shape)
+    if site.kind != "rmsnorm":
+        bound = max(bound - 1, 1)
     options: dict[str, Any] = {
         "normalized_shape": site.normalized_shape,
         "elementwise_affine": site.has_weight or site.has_bias,
         "bias": site.has_bias,
         "per_channel": per_channel,
         "center": center,
-        # No value of a norm is larger: closed form 2 (eq. 13) for LayerNorm, closed form 3 for
-        # RMSNorm.
-        "scale": math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1)),
+        "scale": math.sqrt(bound),
         "dim": site.dim,
     }
     if site.output_rule is not None:
@@ -363,22 +371,24 @@ def _options(
 def _fill_(
     layer: PointwiseNorm, norm: nn.Module, site: NormSite, copies: dict[Tensor, nn.Parameter]
 ) -> None:
-    """Give a layer the norm's weight and bias, in their own dtypes; tensors that norms shared stay shared."""
-    trained = [p.requires_grad for p in norm.parameters()]
+    """Give a layer the norm's weight and bias, in their dtypes; shared tensors stay shared."""
+    trained = [parameter.requires_grad for parameter in norm.parameters()]
     layer.requires_grad_(any(trained) or not trained)
-    for (name, source), value in zip(
-        _sources(norm, site).items(), affine_of(norm, site), strict=True
-    ):
-        own = getattr(layer, name)
-        if own is None or value is None:
+    weight, bias = affine_of(norm, site)
+    values = {"weight": weight, "bias": bias}
+    for name, source in _sources(norm, site).items():
+        value = values[name]
+        parameter = getattr(layer, name)
+        if parameter is None or value is None:
             continue
         if source is None:
-            own.data.copy_(value)
+            parameter.data.copy_(value)
             continue
         if source not in copies:
-            # As it is held: w, where the norm scales by 1 + w, for the layer adds 1 too.
-            held = source.detach().clone().reshape(own.shape)
-            copies[source] = nn.Parameter(held, requires_grad=source.requires_grad)
+            # The tensor and not the value: of a norm that scales by 1 + w it is w, and the layer
+            # adds 1 too.
+            copied = source.detach().clone().reshape(parameter.shape)
+            copies[source] = nn.Parameter(copied, requires_grad=source.requires_grad)
         setattr(layer, name, copies[source])
 
 
@@ -391,14 +401,17 @@ def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
     }
 
 
-def _require_own(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tensor]) -> None:
-    """Refuse to part a parameter that a norm holds in another shape than its layer from other modules."""
+def _require_unshared(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tensor]) -> None:
+    """Refuse a parameter that other modules share, if the layer holds it in another shape."""
     inside = {part for norm in norms for part in norm.modules()}
     for path, module in model.named_modules():
+        if module in inside:
+            continue
         for name, parameter in module._parameters.items():
-            if parameter in changed and module not in inside:
+            if parameter in changed:
+                full_name = f"{path}.{name}".lstrip(".")
                 raise ModelError(
-                    "a weight or bias that is not finite, or not of the normalized shape, must be a "
-                    f"norm's alone, but {f'{path}.{name}'.lstrip('.')!r} is the same parameter: "
-                    "untie them, or leave the norm alone with skip="
+                    "a weight or bias that is not finite, or not of the normalized shape, must "
+                    f"belong only to a norm, but {full_name!r} is the same parameter: untie them, "
+                    "or keep the norm with skip="
                 )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
-from dynorm.replace.specs import is_ours
+from dynorm.replace.converted import is_ours
 from dynorm.wrappers import plain_modules
 
 # Attributes of the modules that a fold gave a new parameter.
@@ -28,7 +28,7 @@ def untied(model: nn.Module) -> list[str]:
 
 
 def is_changed(model: nn.Module) -> bool:
-    """Tell whether a saved model loads only if these edits are made again."""
+    """Return whether a saved model loads only if these edits are made again."""
     if added_biases(model) or any(map(is_ours, model.modules())):
         return True
     # transformers does not tie tensors that were saved apart; other classes do.
@@ -36,7 +36,7 @@ def is_changed(model: nn.Module) -> bool:
 
 
 def give_bias_(model: nn.Module, path: str) -> None:
-    """Give the linear layer at a path a bias, for a state dict to fill; an existing one stays."""
+    """Give the linear layer at a path a bias that a state dict can fill, unless it has one."""
     module = plain_modules(model, remove_duplicate=False).get(path)
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         raise ModelError(

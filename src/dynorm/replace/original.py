@@ -1,4 +1,4 @@
-"""Run a converted model with its old norms, and record what the norms or the layers give."""
+"""Run a converted model with its old norms, and record the outputs of norms or layers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,34 +7,34 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynorm.batches import call
+from dynorm.batches import Batch, call
 from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
-from dynorm.replace.specs import original_forward, require_layers
+from dynorm.replace.converted import require_layers
+from dynorm.replace.swap import original_forward
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
 
 
-def norm_outputs(model: nn.Module, batch: Any) -> Outputs:
-    """Run a batch through the original model and return its norms' outputs, a list per layer in call order."""
+def norm_outputs(model: nn.Module, batch: Batch) -> Outputs:
+    """Run a batch with the original norms, and return their outputs by layer, in call order."""
     outputs: Outputs = defaultdict(list)
-    # A copy: the model may go on to write into its own.
-    run_norms(
-        model,
-        require_layers(model, with_norms=True).values(),
-        batch,
-        lambda layer, _, y: outputs[layer].append(y.clone()),
-    )
+
+    def keep(layer: Any, _: Tensor, output: Tensor) -> None:
+        # A copy: the model may write into its tensor later.
+        outputs[layer].append(output.clone())
+
+    run_norms(model, require_layers(model, with_norms=True).values(), batch, keep)
     return outputs
 
 
 def run_norms(
-    model: nn.Module, norms: Iterable[nn.Module], batch: Any, see: Callable[..., object]
+    model: nn.Module, norms: Iterable[nn.Module], batch: Batch, see: Callable[..., object]
 ) -> Any:
-    """Run a batch, without gradient, with the norm in the place of each layer; ``see`` gets each, its input and output.
+    """Run a batch without gradient, each layer replaced by its norm, and return the model's output.
 
-    The random state comes back, so that a model which draws numbers draws the same ones when it is
-    run again.
+    ``see`` is called with each of ``norms``, its input and its output. The random state is put
+    back, so that a model which draws numbers draws the same ones in another run.
     """
 
     def hook(norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -49,7 +49,7 @@ def run_norms(
 
 @contextmanager
 def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
-    """Record the outputs of each layer's module, itself or its counterpart: a list per layer, in call order."""
+    """Record the outputs of each layer's module, in call order; it may be the layer itself."""
     outputs: Outputs = defaultdict(list)
     layers = {module: layer for layer, module in modules.items()}
 

@@ -13,14 +13,14 @@ from dynorm.family import NAMES
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.saturation import saturated_share
-from dynorm.replace.original import run_norms
-from dynorm.replace.specs import (
+from dynorm.replace.converted import (
     layers_without_norms,
     norms_of,
     replaced_by,
     require_layers,
     warn_of_defaults,
 )
+from dynorm.replace.original import run_norms
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.stats import Reservoir, SiteStats, parted, reached

@@ -11,7 +11,8 @@ from torch import nn
 from dynorm.arguments import check_count, check_share, require_gathered
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
-from dynorm.replace.specs import dynorm_layers, replaced_by, swap_, take_over_
+from dynorm.replace.converted import dynorm_layers, replaced_by
+from dynorm.replace.swap import swap_, take_over_
 from dynorm.site import any_match, as_globs
 from dynorm.wrappers import torch_classes
 

@@ -24,7 +24,7 @@ from dynorm.layers import AnnealedNorm
 from dynorm.layers.base import gathered
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.ranks import BATCH, Ranks
-from dynorm.replace.specs import require_layers
+from dynorm.replace.converted import require_layers
 from dynorm.table import Plain
 from dynorm.train.objective import Distillation, Loss, largest_tensor
 

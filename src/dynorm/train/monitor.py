@@ -16,7 +16,7 @@ from dynorm.errors import CalibrationWarning
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.base import gathered
 from dynorm.layers.saturation import saturated_share
-from dynorm.replace.specs import require_layers
+from dynorm.replace.converted import require_layers
 
 # This many tokens of a call are enough.
 _TOKENS = 256

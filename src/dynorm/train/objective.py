@@ -17,8 +17,8 @@ from dynorm.fit.refine import site_errors
 from dynorm.guard import autocast, recomputing, require_trainable
 from dynorm.ranks import BATCH, Ranks
 from dynorm.replace import restore_
+from dynorm.replace.converted import norms_of, require_layers
 from dynorm.replace.original import recorded
-from dynorm.replace.specs import norms_of, require_layers
 
 # A function of the model's output, the teacher's output, and the batch.
 Loss = Callable[[Any, Any, Any], Tensor]

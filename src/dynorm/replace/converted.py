@@ -1,0 +1,136 @@
+"""The layers of a converted model, and the norms that they replaced."""
+
+import warnings
+from collections.abc import Mapping
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from dynorm.arguments import check_module
+from dynorm.errors import CalibrationWarning, ModelError
+from dynorm.family import NAMES
+from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.site import NormSite
+from dynorm.wrappers import plain_modules, without_wrappers
+
+# A fold leaves modules that are not point-wise layers, but the model's class does not make them.
+LAYER_NAMES: Mapping[type[nn.Module], str] = {**NAMES, RMSNorm: "rmsnorm", nn.Identity: "identity"}
+
+
+class Replaced(NamedTuple):
+    """The norm that a layer replaced, unchanged, with its site; `restore_` puts it back."""
+
+    module: nn.Module
+    site: NormSite
+    witnesses: int = 0  # how many calibrate_ may give the layer
+    auto: bool = False  # whether calibrate_ chooses the layer too
+    why: str = ""  # the reason for that choice
+
+
+def replaced_by(layer: nn.Module) -> Replaced | None:
+    """Return the norm that ``convert_`` replaced by ``layer``, or None for any other layer."""
+    return cast("Replaced | None", layer.__dict__.get("replaced"))
+
+
+def identity() -> nn.Identity:
+    """Return the module that takes the place of a norm when it is folded away."""
+    module = nn.Identity()
+    # nn.TransformerEncoderLayer compares the eps of its norms; NaN is not equal to any.
+    module.eps = float("nan")  # type: ignore[assignment]
+    return module
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Return whether a module is a point-wise layer or was left by a fold."""
+    if type(module) is nn.Identity:
+        return "eps" in module.__dict__
+    return type(module) in LAYER_NAMES
+
+
+def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
+    """Return the point-wise layers of a model by their first path, each once, in module order."""
+    check_module(model)
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, PointwiseNorm)
+    }
+
+
+def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, PointwiseNorm]:
+    """Return :func:`dynorm_layers`, at least one; ``with_norms``: those whose norm is known."""
+    layers = dynorm_layers(model)
+    if not layers:
+        raise ModelError(
+            "the model must have point-wise layers, but has none: call dynorm.convert_(model, "
+            "sites) first, or build it with dynorm.DyISRU"
+        )
+    if not with_norms:
+        return layers
+    known = {path: layer for path, layer in layers.items() if replaced_by(layer) is not None}
+    if not known:
+        raise ModelError(
+            f"the layer {next(iter(layers))!r} must have replaced a norm to be compared with it, "
+            "but it was loaded or built so, like all others: "
+            "convert the original again, and calibrate, refine and measure before saving; "
+            "distill_ takes a teacher"
+        )
+    return known
+
+
+def layers_without_norms(model: nn.Module) -> list[str]:
+    """Return the paths of the layers whose norm is not known: they were loaded or built."""
+    return [path for path, layer in dynorm_layers(model).items() if replaced_by(layer) is None]
+
+
+def norms_of(
+    original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str
+) -> dict[PointwiseNorm, nn.Module]:
+    """Return the module of the original at the path of each layer; ModelError if it is not a norm.
+
+    A layer whose norm is not known, and which the original has too, is left out.
+    """
+    check_module(original, name)
+    modules = plain_modules(original, remove_duplicate=False)
+    layers = {without_wrappers(path): layer for path, layer in layers.items()}
+    must = f"{name} must be the model before convert_, but"
+    norms: dict[PointwiseNorm, nn.Module] = {}
+    in_both = []
+    for path, layer in layers.items():
+        if replaced_by(layer) is None and isinstance(modules.get(path), PointwiseNorm):
+            in_both.append(path)
+    for path, layer in layers.items():
+        if path in in_both and len(in_both) < len(layers):
+            continue
+        if path not in modules:
+            raise ModelError(f"{must} has no {path!r}: pass a model of the same class")
+        if isinstance(modules[path], (PointwiseNorm, nn.Identity)):
+            raise ModelError(f"{must} its {path!r} is converted already, or folded away")
+        if layer.weight is None and any(True for _ in modules[path].parameters()):
+            raise ModelError(
+                f"the layer {path!r} must have its norm's weight to be compared with it: fold "
+                "afterwards"
+            )
+        norms[layer] = modules[path]
+    return norms
+
+
+def warn_of_defaults(model: nn.Module) -> None:
+    """Warn once of all layers with default constants; annealed layers get theirs later."""
+    default = []
+    for path, layer in dynorm_layers(model).items():
+        if replaced_by(layer) is None or isinstance(layer, AnnealedNorm):
+            continue
+        name = layer.constants[0]
+        constant = getattr(layer, name)
+        # A layer built from the same arguments has the default.
+        new = type(layer)(**layer.config(), device=constant.device, dtype=constant.dtype)
+        if torch.equal(constant, getattr(new, name)):
+            default.append(path)
+    if default:
+        warnings.warn(
+            f"{len(default)} point-wise layers have default constants, far from their norms (the "
+            f"first is {default[0]}): call dynorm.calibrate_(model, batches) first",
+            CalibrationWarning,
+            stacklevel=3,
+        )
