@@ -35,7 +35,6 @@ NOT_YET = {
     "layers/saturation.py",
     "outputs.py",
     "replace/convert.py",
-    "report/conversion.py",
     "report/inspection.py",
     "report/output.py",
     "report/pictures.py",

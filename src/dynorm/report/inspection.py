@@ -22,10 +22,10 @@ from dynorm.report.stats import (
     OutlierFit,
     Reservoir,
     SiteStats,
+    batches_with_shares,
     core_fit,
     normalized,
-    parted,
-    reached,
+    reached_sites,
 )
 from dynorm.site import NormSite
 from dynorm.theory import own_betas
@@ -94,7 +94,7 @@ def inspect_norms(
     watched = _watched(model, sites, seed, points)
     count = 0
     with undisturbed(model, evaluate=True):
-        for batch, share in parted(remaining, fit_on):
+        for batch, share in batches_with_shares(remaining, fit_on):
             count += share < 1
             run_norms(
                 model,
@@ -104,7 +104,7 @@ def inspect_norms(
             )
     return InspectionReport(
         model=type(model).__name__,
-        sites=[site.report(decode) for site in reached(watched.values(), "norm")],
+        sites=[site.report(decode) for site in reached_sites(watched.values(), "norm")],
         batches=count,
         refused={site.path: site.refused for site in sites if site.refused is not None},
         unreached=[stats.site.path for stats in watched.values() if not stats.tokens],

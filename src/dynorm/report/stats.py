@@ -324,7 +324,9 @@ class SiteStats:
         return math.pow(2, (below + 0.5) / _SIGMAS_PER_OCTAVE - _OCTAVES)
 
 
-def parted(batches: Iterable[Any], fit_on: Iterable[Any] | None) -> Iterator[tuple[Any, float]]:
+def batches_with_shares(
+    batches: Iterable[Any], fit_on: Iterable[Any] | None
+) -> Iterator[tuple[Any, float]]:
     """Yield each batch with the share of its tokens to fit functions on: of ``fit_on`` all, else half of the others."""
     for batch in () if fit_on is None else iterate(fit_on, "fit_on"):
         yield batch, 1.0
@@ -332,7 +334,7 @@ def parted(batches: Iterable[Any], fit_on: Iterable[Any] | None) -> Iterator[tup
         yield batch, 0.5 if fit_on is None else 0.0
 
 
-def reached(sites: Iterable[Stats], what: str) -> list[Stats]:
+def reached_sites(sites: Iterable[Stats], what: str) -> list[Stats]:
     """Return the sites that tokens have reached, in call order; DataError where there is none."""
     found = sorted((site for site in sites if site.tokens), key=lambda site: site.site.order)
     if not found:
