@@ -35,7 +35,7 @@ def _norm(kind: str) -> str:
 
 
 def _curves(
-    group: str, note: str, errors: Callable[[Any], Mapping[str, float]], page_only: bool = True
+    group: str, note: str, errors: Callable[[Any], Mapping[str, float]], page_only: bool = False
 ) -> list[SiteColumn]:
     """Return the columns of a group that compares the three curves."""
 
@@ -146,6 +146,7 @@ CONVERSION = [
         "relative error",
         "|y − f| / |y| of the norm's core y and a function f of one constant",
         lambda site: site.fit.errors,
+        page_only=True,
     ),
     SiteColumn(
         "centre",
@@ -181,7 +182,6 @@ INSPECTION = [
         "outliers",
         "mean |y − f| of the norm's core y and a function f of one constant",
         lambda site: site.outliers.residuals,
-        page_only=False,
     ),
     SiteColumn(
         "ratio",
