@@ -38,7 +38,6 @@ NOT_YET = {
     "report/inspection.py",
     "report/output.py",
     "report/pictures.py",
-    "report/stats.py",
     "train/anneal.py",
     "train/distill.py",
     "train/monitor.py",
