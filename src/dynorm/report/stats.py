@@ -93,7 +93,8 @@ class Histogram:
     mean, with y on its regression line:
 
     .. math:: \sum (y - f)^2 = \sum y^2
-        - 2 \sum_\pm \tfrac n2 (\bar y \pm \tfrac{\mathrm{cov}(u, y)}{s}) f(\bar u \pm s) + \sum_\pm \tfrac n2 f(\bar u \pm s)^2
+        - 2 \sum_\pm \tfrac n2 (\bar y \pm \tfrac{\mathrm{cov}(u, y)}{s}) f(\bar u \pm s)
+        + \sum_\pm \tfrac n2 f(\bar u \pm s)^2
 
     This is exact for a straight line, and right to the third order of a bin's width otherwise. The
     bins are finest at the origin; the unit is the typical size of ``x - origin``.
