@@ -35,7 +35,6 @@ NOT_YET = {
     "layers/saturation.py",
     "outputs.py",
     "replace/convert.py",
-    "report/output.py",
     "train/anneal.py",
     "train/distill.py",
     "train/monitor.py",
