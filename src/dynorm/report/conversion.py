@@ -232,13 +232,13 @@ class _LayerStats(SiteStats):
         self.why = replaced.why
         self._outputs = 0
         self._saturated = 0.0
-        # Of the layer's outputs against the norm's, the targets.
+        # The layer's outputs, compared with the norm's, the targets.
         self._compared = 0
         self._residual = 0.0
         device = next(layer.parameters()).device
         self._target_sum = torch.zeros(layer.channels, dtype=torch.float64, device=device)
         self._target_square = torch.zeros(layer.channels, dtype=torch.float64, device=device)
-        # Of the tokens' sums of squares.
+        # The errors of the sums, as the layer and as a constant predict them.
         self._by_layer = _SumFit()
         self._by_constant = _SumFit()
         self._drawn_sums = Reservoir(_DRAWN, seed + replaced.site.order)
@@ -261,7 +261,7 @@ class _LayerStats(SiteStats):
 
     @torch.no_grad()
     def add_sums(self, x: Tensor) -> None:
-        """Compare the norm's sum of each token (tokens, C) with the layer's ``beta + sum g u^2``."""
+        """Compare the norm's sum of tokens (tokens, C) with the layer's, ``beta + sum g u^2``."""
         layer = self.layer
         beta = layer.beta().double().median()
         x = x.double().to(beta.device)

@@ -194,7 +194,7 @@ class SiteReport(MeasuredSite):
     fit: CoreFit = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain values, with the picture's bars but without its sampled points."""
+        """Return the row as plain values, with the picture's bars but without sampled points."""
         return super().to_dict() | {"bins": [asdict(interval) for interval in self.picture.bins]}
 
     def named_witnesses(self) -> str | None:
@@ -244,7 +244,7 @@ class ModelReport(Report):
 
     @property
     def same(self) -> float | None:
-        """Return the mean of :attr:`Continuation.same`, weighted by length; None if there is none."""
+        """Return the mean of ``Continuation.same``, weighted by length; None if there is none."""
         if not self.continuations:
             return None
         shares = [continuation.same for continuation in self.continuations]
@@ -300,7 +300,7 @@ class InspectedSite(MeasuredSite):
 
     @property
     def ratio(self) -> float:
-        """Return DyT's mean absolute residual on outliers over DyISRU's: above 1 if :attr:`holds`."""
+        """Return DyT's mean absolute residual on outliers over DyISRU's: above 1 if it holds."""
         residuals = self.outliers.residuals
         return residuals["dyt"] / max(residuals["dyisru"], 1e-300)
 
@@ -355,7 +355,7 @@ class InspectionReport(Report):
         return super().to_dict() | {"summary": plain(self.summary())}
 
     def massive(self) -> str:
-        """Return a few sentences: whether the model has massive activations, and at which tokens."""
+        """Return sentences: whether the model has massive activations, and on which tokens."""
         return _paragraph("massive.txt", report=self)
 
     def findings(self) -> str:
