@@ -31,13 +31,6 @@ NOT_YET = {
     "jobs/texts.py",
     "layers/rmsnorm.py",
     "layers/saturation.py",
-    "report/conversion.py",
-    "report/inspection.py",
-    "report/output.py",
-    "report/pictures.py",
-    "report/records.py",
-    "report/sizes.py",
-    "report/stats.py",
 }
 ARITHMETIC = (ast.Mult, ast.Add, ast.Sub)
 COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp)

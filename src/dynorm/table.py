@@ -1,4 +1,4 @@
-"""The one table that every report prints, shows in a page, or hands on as plain values."""
+"""The table of every report: printed as text or shown in a page; and values for JSON."""
 
 import math
 import re
@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
 from typing import Any, cast
 
 WIDTH = 80
-# Signs of ours that a console which is not UTF-8 cannot print.
+# Replacements for signs that a console without UTF-8 cannot print.
 _ASCII = str.maketrans(
     {
         "−": "-",
@@ -33,11 +32,11 @@ class Column:
 
     title: str
     form: str | Callable[[Any], str] = ""  # a format specification like ".3f", or a function
-    # its meaning, said below the table; that of a group's first column stands there for the group
+    # its meaning, below the table; for a group in plain text, only that of the first column
     note: str = ""
     # a head above neighbouring columns that are compared; a page marks the least value of each row
     group: str = ""
-    page_only: bool = False  # whether to leave it out of plain text, which has no room for all
+    page_only: bool = False  # whether to leave it out of plain text, which is narrow
 
     def text(self, value: Any) -> str:
         """Return the text of a value; None is a dash."""
@@ -48,13 +47,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns, with a title above and notes below; ``str`` gives plain text of 80 columns.
+    """Rows under columns, with a title above and notes below; ``str`` gives text of 80 columns.
 
-    Numbers stand right. Where a line would be too long, the words of its first cell are shortened,
-    as in "e.l.0.a.LayerNorm", and at last cut. Long lines of title and notes are wrapped.
+    Numbers are on the right of their column. If a line would be too long, the words of its first
+    cell are shortened, as in "e.l.0.a.LayerNorm", and if that is not enough, cut. Long lines of
+    title and notes are wrapped.
 
     Example:
-        >>> print(Table(["site", Column("beta", ".3g")], [("block.0.norm", 12.3456), ("head", None)], title="2 sites"))
+        >>> rows = [("block.0.norm", 12.3456), ("head", None)]
+        >>> print(Table(["site", Column("beta", ".3g")], rows, title="2 sites"))
         2 sites
         <BLANKLINE>
         site          beta
@@ -62,7 +63,7 @@ class Table:
         head             -
     """
 
-    columns: Sequence[str | Column]  # a string is a title alone
+    columns: Sequence[str | Column]  # a string is a column with only a title
     rows: Sequence[Sequence[Any]]  # one value for each column
     notes: Sequence[str] = ()
     title: str = ""
@@ -73,47 +74,66 @@ class Table:
 
     def __str__(self) -> str:
         """Return the table as plain text."""
-        meanings: dict[str, str] = {}
-        for column in self.head():
-            if column.note and self.rows and not column.page_only:
-                meanings.setdefault(column.group or column.title, column.note)
         lines = "\n".join(self._lines())
-        if any(self.head()[0].text(row[0]).translate(_ASCII) not in lines for row in self.rows):
-            meanings = {self.head()[0].title: "shortened, a letter for a word"} | meanings
-        below = _wrapped([f"{name}: {note}" for name, note in meanings.items()])
-        parts = (_wrapped(self.title.splitlines()), lines, _wrapped(self.notes), below)
+        parts = [
+            _wrapped(self.title.splitlines()),
+            lines,
+            _wrapped(self.notes),
+            _wrapped(self._meanings(lines)),
+        ]
         return "\n\n".join(part for part in parts if part)
 
-    def _lines(self) -> list[str]:
+    def _meanings(self, lines: str) -> list[str]:
+        """Return a line for each column or group with a note."""
         if not self.rows:
             return []
-        shown = [
-            (c, values)
-            for c, *values in zip(self.head(), *self.rows, strict=True)
-            if not c.page_only
-        ]
-        cells = [
-            [text.translate(_ASCII) for text in (c.title, *map(c.text, values))]
-            for c, values in shown
-        ]
-        widths = [max(map(len, column)) for column in cells]
-        gap = "  " if sum(widths) + 2 * len(widths) - 2 <= WIDTH else " "
-        widths[0] = min(widths[0], max(WIDTH - sum(widths[1:]) - len(gap) * (len(widths) - 1), 12))
+        columns = self.head()
+        meanings: dict[str, str] = {}
+        first = columns[0]
+        names = [first.text(row[0]).translate(_ASCII) for row in self.rows]
+        if any(name not in lines for name in names):
+            meanings[first.title] = "shortened, a letter for a word"
+        for column in columns:
+            if column.note and not column.page_only:
+                meanings.setdefault(column.group or column.title, column.note)
+        return [f"{name}: {note}" for name, note in meanings.items()]
+
+    def _lines(self) -> list[str]:
+        """Return the heads and the rows, at most 80 columns wide where that is possible."""
+        if not self.rows:
+            return []
+        columns = []
+        cells = []  # by column, the title first
+        numeric = []
+        for column, *values in zip(self.head(), *self.rows, strict=True):
+            if column.page_only:
+                continue
+            texts = [column.title, *(column.text(value) for value in values)]
+            columns.append(column)
+            cells.append([text.translate(_ASCII) for text in texts])
+            numeric.append(all(isinstance(value, (int, float, type(None))) for value in values))
+        widths = [max(len(text) for text in texts) for texts in cells]
+        gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
+        # Only the first column gives way.
+        others = sum(widths[1:]) + len(gap) * (len(widths) - 1)
+        widths[0] = min(widths[0], max(WIDTH - others, 12))
         cells[0] = [shortened(text, widths[0]) for text in cells[0]]
-        for i, (_, values) in enumerate(shown):
-            side = (
-                ">" if all(isinstance(value, (int, float, type(None))) for value in values) else "<"
-            )
-            cells[i] = [f"{text:{side}{widths[i]}}" for text in cells[i]]
-        groups = groupby(
-            zip((column.group for column, _ in shown), widths, strict=True), key=itemgetter(0)
-        )
-        above = gap.join(
-            f"{group:>{sum(width + len(gap) for _, width in part) - len(gap)}}"
-            for group, part in groups
-        )
-        lines = [above, *map(gap.join, zip(*cells, strict=True))]
+        for texts, width, is_numeric in zip(cells, widths, numeric, strict=True):
+            texts[:] = [text.rjust(width) if is_numeric else text.ljust(width) for text in texts]
+        lines = [gap.join(row) for row in zip(*cells, strict=True)]
+        lines.insert(0, _group_heads(columns, widths, gap))
         return [line.rstrip().translate(_ASCII) for line in lines if line.strip()]
+
+
+def _group_heads(columns: Sequence[Column], widths: Sequence[int], gap: str) -> str:
+    """Return the line with the name of each group above its columns, at their right end."""
+    heads = []
+    pairs = zip(columns, widths, strict=True)
+    for group, members in groupby(pairs, key=lambda pair: pair[0].group):
+        member_widths = [width for _, width in members]
+        width = sum(member_widths) + len(gap) * (len(member_widths) - 1)
+        heads.append(group.rjust(width))
+    return gap.join(heads)
 
 
 def _wrapped(lines: Sequence[str]) -> str:
@@ -122,7 +142,7 @@ def _wrapped(lines: Sequence[str]) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return text with as few words as needed cut down to a letter and their digits, from the left."""
+    """Return the text with words cut to a letter and their digits, from the left, until it fits."""
     words = re.split(r"([._])", text)
     for place, word in enumerate(words):
         if len("".join(words)) > width and place < len(words) - 1:
@@ -132,16 +152,16 @@ def shortened(text: str, width: int) -> str:
 
 
 class Plain:
-    """A dataclass that plain values can be made of."""
+    """A dataclass that converts itself to plain values."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values that JSON knows."""
+        """Return the fields as plain values for JSON."""
         values: dict[str, Any] = plain(asdict(cast("Any", self)))
         return values
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON knows it: what is not finite becomes None, what is unknown its text."""
+    """Return a value for JSON: numbers that are not finite become None, other types their text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,13 @@ class TestReport:
         lines = str(report).splitlines()
         assert max(map(len, lines)) <= 80
         assert sum(line.startswith(("1 ", "4 ")) for line in lines) == 2
+
+    def test_the_table_compares_the_curves_on_outliers_and_on_all_channels(
+        self, report: dynorm.InspectionReport
+    ) -> None:
+        table = str(report)
+        assert re.search(r"\boutliers +all channels\n", table)
+        assert re.search(r"outlier( +)linear +DyT +DyISRU +ratio +linear +DyT +DyISRU\n", table)
 
     def test_the_page(self, report: dynorm.InspectionReport, tmp_path: Path) -> None:
         report.to_html(tmp_path / "page.html")

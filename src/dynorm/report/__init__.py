@@ -1,4 +1,4 @@
-"""Reports on a model's norms: the loss from replacing them, and how well functions describe them."""
+"""Reports on a model's norms: the loss from replacing them, and how functions describe them."""
 
 from dynorm.report.conversion import measure
 from dynorm.report.inspection import inspect_norms

@@ -1,14 +1,13 @@
-"""Measure what a converted model lost, site by site and as a whole, on held-out data."""
+"""Measure the loss of a converted model on held-out data: of each site, and of its output."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynorm.batches import call, iterate, site_tokens, token_masks
+from dynorm.batches import Batch, call, iterate, site_tokens, token_masks
 from dynorm.family import NAMES
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import PointwiseNorm
@@ -23,50 +22,51 @@ from dynorm.replace.converted import (
 from dynorm.replace.original import run_norms
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
-from dynorm.report.stats import Reservoir, SiteStats, parted, reached
+from dynorm.report.stats import Reservoir, SiteStats, batches_with_shares, reached_sites
 from dynorm.theory import token_moment
 
-# So many tokens are drawn in the picture of their sums.
+# The number of tokens in the picture of the sums.
 _DRAWN = 400
 
 
 def measure(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
     output: Callable[[Any], Tensor] | None = None,
     original: nn.Module | None = None,
-    fit_on: Iterable[Any] | None = None,
+    fit_on: Iterable[Batch] | None = None,
     seed: int = 0,
     points: int = 1500,
     meta: Mapping[str, Any] | None = None,
 ) -> ModelReport:
-    """Measure what a converted model lost, on batches that its constants were not fitted on.
+    """Measure the loss of a converted model, on batches that its constants were not fitted on.
 
-    Each batch is run through the original and through the converted model, once each; a batch of
-    ``fit_on`` through the original alone. Everything is summed as it goes by, so memory is that of
-    one batch, plus histograms of 0.3 MB per site; of an encoder the sentence embeddings are kept.
+    Each batch is run once through the original and once through the converted model; a batch of
+    ``fit_on`` only through the original. Everything is summed on the way, so memory is that of one
+    batch, plus histograms of 0.3 MB per site; for an encoder the sentence embeddings are kept.
     Padding is left out as in :func:`calibrate_`. The models are run in eval mode, without gradient;
-    they, their buffers and random states are afterwards as they were. The report is that of this
-    process: in a group of processes nothing is sent, and each may call it or not.
+    they, their buffers and random states are afterwards as they were. The report covers this
+    process only: in a group of processes nothing is sent, and each may call it or not.
 
     Args:
         model: a model that :func:`convert_` converted, with its final constants.
         batches: held-out tensors, tuples or dicts, as for :func:`calibrate_`; read once.
-        output: finds the tensor to compare in the model's output. None takes its ``logits``, else
-            its ``last_hidden_state``, else its first tensor. A ``last_hidden_state`` (B, T, D), or
-            any such tensor with a mask in the batch, is compared as sentence embeddings, or where
-            the batch has ``pixel_values`` by its class token, pooled or first; logits of each of
-            ``input_ids``, where no token changes the logits before it, as a language model's; all
-            else as one vector a sample.
-        original: the untouched model, where training has changed other weights too; None takes the
+        output: a function that takes the model's output and returns the tensor to compare. If
+            None, the ``logits`` are compared, else the ``last_hidden_state``, else the first
+            tensor. A ``last_hidden_state`` (B, T, D), or any tensor of that shape if the batch has
+            a mask, is compared as sentence embeddings; if the batch has ``pixel_values``, by its
+            class token, pooled or first. Logits of each of ``input_ids`` are compared as a language
+            model's if no token changes the logits before it. Everything else is compared as one
+            vector per sample.
+        original: the untouched model, if training has changed other weights too; None takes the
             same model with its original norms.
         fit_on: batches to fit the functions of :class:`SiteReport` on, before their errors are
-            measured on ``batches``. None fits them on the first half of each batch's tokens and
-            measures on the second.
-        seed: of the sampled points.
+            measured on ``batches``. If None, they are fitted on the first half of each batch's
+            tokens and measured on the second.
+        seed: seed of the sampled points.
         points: how many points to sample for the picture of a site.
-        meta: facts to show beside the figures, such as recipe and seeds.
+        meta: facts to show with the figures, such as recipe and seeds.
 
     Returns:
         A report with one row per site.
@@ -75,8 +75,8 @@ def measure(
         ArgumentError: ``points`` is not positive.
         ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
             or ``original`` lacks its norms.
-        DataError: there is no batch, one is of the wrong kind, the models cannot run it, no layer
-            is reached, or an activation or output is not finite (the message names the site).
+        DataError: there is no batch, one is of the wrong kind, the models cannot run it, no batch
+            reaches a layer, or an activation or output is not finite (the message names the site).
 
     Warns:
         CalibrationWarning: layers have default constants.
@@ -93,30 +93,29 @@ def measure(
     warn_of_defaults(model)
     if original is not None:
         require_plain_model(original)
-    found = _Measurement(model, original, OutputComparison(output), seed, points)
-    with undisturbed(nn.ModuleList([model, found.original]), evaluate=True):
-        for batch, share in parted(iterate(batches), fit_on):
-            found.add(batch, share)
-    return found.report(meta)
+    measurement = _Measurement(model, original, OutputComparison(output), seed, points)
+    with undisturbed(nn.ModuleList([model, measurement.original]), evaluate=True):
+        for batch, share in batches_with_shares(iterate(batches), fit_on):
+            measurement.add(batch, share)
+    return measurement.report(meta)
 
 
-def compare(model: nn.Module, original: nn.Module, batches: Iterable[Any]) -> OutputReport:
-    """Return a model's output beside its original's, over all batches; both are left as they were."""
-    found = OutputComparison()
+def compare(model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> OutputReport:
+    """Compare the outputs of a model and its original on all batches; neither is changed."""
+    comparison = OutputComparison()
+
+    def run_original(batch: Batch) -> Any:
+        return call(original, batch)
+
     with undisturbed(model, evaluate=True), undisturbed(original, evaluate=True):
         for batch in iterate(batches):
-            before = call(original, batch)
-            found.add(
-                batch,
-                before,
-                call(model, batch),
-                lambda changed: call(original, changed),
-            )
-    return found.report()
+            before = run_original(batch)
+            comparison.add(batch, before, call(model, batch), run_original)
+    return comparison.report()
 
 
 class _Measurement:
-    """The original and the converted model, run one after the other with their norms and layers watched."""
+    """Runs the original and the converted model on each batch, and watches norms and layers."""
 
     def __init__(
         self,
@@ -127,129 +126,206 @@ class _Measurement:
         points: int,
     ) -> None:
         layers = require_layers(model, with_norms=True)
-        self.model, self.original, self.comparison = (
-            model,
-            model if original is None else original,
-            comparison,
-        )
-        self.sites = {layer: _Site(path, layer, seed, points) for path, layer in layers.items()}
-        # Without the original each layer runs its own norm.
-        norms = (
-            {each: each for each in self.sites}
-            if original is None
-            else norms_of(original, layers, "original")
-        )
-        self.norms = {norm: layer for layer, norm in norms.items()}
+        self.model = model
+        self.comparison = comparison
+        self.sites = {
+            layer: _LayerStats(path, layer, seed, points) for path, layer in layers.items()
+        }
+        # The layer that took the place of each norm.
+        self.layer_of: dict[nn.Module, PointwiseNorm]
+        if original is None:
+            # Each layer can still run as the norm that it replaced.
+            self.original = model
+            self.layer_of = {layer: layer for layer in self.sites}
+        else:
+            self.original = original
+            norms = norms_of(original, layers, "original")
+            self.layer_of = {norm: layer for layer, norm in norms.items()}
 
-    def add(self, batch: Any, share: float) -> None:
-        """Add a batch; one that the functions are fitted on as a whole is run through the original alone."""
-        wanted: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.sites}
+    def add(self, batch: Batch, share: float) -> None:
+        """Add a batch, with the share of its tokens to fit on; with 1 only the original is run."""
+        fit_only = share == 1
+        # The norms' outputs that no layer's output was compared with yet, in call order.
+        pending: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.sites}
 
         def see_norm(norm: nn.Module, x: Tensor, y: Tensor) -> None:
-            site = self.sites[self.norms[norm]]
+            site = self.sites[self.layer_of[norm]]
             tokens = site.see(x, batch, share)
-            if share < 1:
-                if len(tokens):
-                    site.add_sums(tokens)
-                # A copy: the model may go on to write into its own.
-                wanted[site.layer].append(site.tokens_of(y, batch).clone())
+            if fit_only:
+                return
+            if len(tokens):
+                site.add_sums(tokens)
+            # A copy, because the model may later write into its own tensor.
+            pending[site.layer].append(site.tokens_of(y, batch).clone())
 
         def see_layer(layer: PointwiseNorm, args: tuple[Any, ...], y: Tensor) -> None:
-            site, now = self.sites[layer], site_tokens(layer, y, token_masks(batch))
+            site = self.sites[layer]
             site.tokens_of(args[0], batch)
-            # The share of no outputs would be NaN.
-            if len(now):
-                site.saturated += float(saturated_share(layer, now)) * len(now)
-            site.seen += len(now)
-            norms = wanted[layer].pop(0) if wanted[layer] else None
-            if norms is not None and norms.shape == now.shape:
-                site.compare(now, norms)
+            outputs = site_tokens(layer, y, token_masks(batch))
+            site.add_saturation(outputs)
+            if pending[layer]:
+                targets = pending[layer].pop(0)
+                if targets.shape == outputs.shape:
+                    site.compare(outputs, targets)
 
-        first = run_norms(self.original, self.norms, batch, see_norm)
-        if share < 1:
+        def run_original(changed: Batch) -> Any:
+            return run_norms(self.original, self.layer_of, changed, lambda *_: None)
+
+        before = run_norms(self.original, self.layer_of, batch, see_norm)
+        if not fit_only:
             with hooked(self.sites, see_layer):
-                second = call(self.model, batch)
-            again = partial(run_norms, self.original, self.norms, see=lambda *_: None)
-            self.comparison.add(batch, first, second, again)
+                after = call(self.model, batch)
+            self.comparison.add(batch, before, after, run_original)
 
     def report(self, meta: Mapping[str, Any] | None) -> ModelReport:
-        """Return the report; sites in call order."""
-        rows = [site.report() for site in reached(self.sites.values(), "converted norm")]
+        """Return the report, with the sites in call order."""
+        sites = self.sites.values()
         return ModelReport(
             model=type(self.model).__name__,
-            sites=rows,
+            sites=[site.report() for site in reached_sites(sites, "converted norm")],
             output=self.comparison.report(),
             batches=self.comparison.batches,
             left=layers_without_norms(self.model),
-            unreached=[site.site.path for site in self.sites.values() if not site.tokens],
+            unreached=[site.site.path for site in sites if not site.tokens],
             meta=dict(meta or {}),
         )
 
 
-class _Site(SiteStats):
-    """A layer with the sums of its own inputs and outputs, beside those of the norm that it replaced."""
+class _SumFit:
+    r"""The error of predicted sums p of the tokens' sums t, up to one factor for all tokens.
+
+    .. math:: \min_a \frac{\sum w (1 - a p / t)^2}{\sum w}
+        = 1 - \frac{(\sum w p / t)^2}{\sum w (p / t)^2 \sum w}
+
+    The factor is free because the layer's weight can make up for it. A large token counts more, by
+    the root of its sum: ``w = sqrt(t)``.
+    """
+
+    def __init__(self) -> None:
+        self._weights = 0.0
+        self._ratios = 0.0
+        self._squares = 0.0
+
+    def add(self, prediction: Tensor | float, target: Tensor) -> None:
+        """Add the sums of some tokens, as predicted and as they are."""
+        weight = target.sqrt()
+        ratio = prediction / target
+        self._weights += float(weight.sum())
+        self._ratios += float((weight * ratio).sum())
+        self._squares += float((weight * ratio * ratio).sum())
+
+    def error(self) -> float:
+        """Return the error with the best factor, between 0 and 1."""
+        if not self._squares:
+            return 1.0
+        return 1 - self._ratios * self._ratios / (self._squares * self._weights)
+
+
+class _LayerStats(SiteStats):
+    """The sums of a layer's inputs and outputs, and of those of the norm that it replaced."""
 
     def __init__(self, path: str, layer: PointwiseNorm, seed: int, points: int) -> None:
         replaced = replaced_by(layer)
         assert replaced is not None
         super().__init__(replace(replaced.site, path=path), seed + replaced.site.order, points)
-        self.layer, self.why = layer, replaced.why
+        self.layer = layer
+        self.why = replaced.why
+        self._outputs = 0
+        self._saturated = 0.0
+        # The layer's outputs, compared with the norm's, the targets.
+        self._compared = 0
+        self._residual = 0.0
         device = next(layer.parameters()).device
-        self.seen, self.saturated, self._compared, self._residual = 0, 0.0, 0, 0.0
-        self._sums = torch.zeros(2, layer.channels, dtype=torch.float64, device=device)
-        self._told = torch.zeros(5, dtype=torch.float64, device=device)
-        self._drawn = Reservoir(_DRAWN, seed + replaced.site.order)
+        self._target_sum = torch.zeros(layer.channels, dtype=torch.float64, device=device)
+        self._target_square = torch.zeros(layer.channels, dtype=torch.float64, device=device)
+        # The errors of the sums, as the layer and as a constant predict them.
+        self._by_layer = _SumFit()
+        self._by_constant = _SumFit()
+        self._drawn_sums = Reservoir(_DRAWN, seed + replaced.site.order)
 
-    def compare(self, now: Tensor, wanted: Tensor) -> None:
+    def add_saturation(self, outputs: Tensor) -> None:
+        """Add the layer's outputs (tokens, C)."""
+        # The share of no outputs would be NaN.
+        if len(outputs):
+            self._saturated += float(saturated_share(self.layer, outputs)) * len(outputs)
+        self._outputs += len(outputs)
+
+    def compare(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the layer's outputs and the norm's, both (tokens, C)."""
-        wanted, now = wanted.double().to(now.device), now.double()
-        self._compared += len(now)
-        self._residual += float((now - wanted).square().sum())
-        self._sums = self._sums + torch.stack([wanted.sum(0), wanted.square().sum(0)])
+        outputs = outputs.double()
+        targets = targets.double().to(outputs.device)
+        self._compared += len(outputs)
+        self._residual += float((outputs - targets).square().sum())
+        self._target_sum = self._target_sum + targets.sum(0)
+        self._target_square = self._target_square + targets.square().sum(0)
 
     @torch.no_grad()
     def add_sums(self, x: Tensor) -> None:
-        """Compare the norm's own sum of each token (tokens, C) with the layer's, ``beta + sum gain_k u_k^2``."""
-        x, channels = x.double().to(self._told.device), list(self.layer.witness_channels)
+        """Compare the norm's sum of tokens (tokens, C) with the layer's, ``beta + sum g u^2``."""
+        layer = self.layer
+        beta = layer.beta().double().median()
+        x = x.double().to(beta.device)
         moment = token_moment(x, self.site.kind)
-        wanted = (x.shape[1] * (moment + self.site.eps)).clamp_min(torch.finfo(x.dtype).tiny)
-        told = self.layer.beta().double().median().expand_as(wanted)
-        if self.layer.log_gain is not None:
-            far = x if self.layer.center is None else x - self.layer.center.double().flatten()
-            told = told + far[:, channels].square() @ self.layer.log_gain.double().exp()
-        # A large token counts by the root of its sum; the layer's weight may take any factor over.
-        root, part, one = wanted.sqrt(), told / wanted, 1 / wanted
-        self._told += torch.stack(
-            [
-                root.sum(),
-                *((root * a * b).sum() for a, b in ((part, 1), (part, part), (one, 1), (one, one))),
-            ]
-        )
-        self._drawn.add(told.cpu(), wanted.cpu(), (wanted / wanted.mean()).sqrt().cpu())
+        tiny = torch.finfo(x.dtype).tiny
+        norm_sum = (x.shape[1] * (moment + self.site.eps)).clamp_min(tiny)
+        layer_sum = beta.expand_as(norm_sum)
+        if layer.log_gain is not None:
+            deviation = x
+            if layer.center is not None:
+                deviation = x - layer.center.double().flatten()
+            witnesses = deviation[:, list(layer.witness_channels)]
+            layer_sum = layer_sum + witnesses.square() @ layer.log_gain.double().exp()
+        self._by_layer.add(layer_sum, norm_sum)
+        self._by_constant.add(1.0, norm_sum)
+        # Large tokens are rare, and are drawn more often.
+        weight = (norm_sum / norm_sum.mean()).sqrt()
+        self._drawn_sums.add(layer_sum.cpu(), norm_sum.cpu(), weight.cpu())
 
     def report(self) -> SiteReport:
         """Return the row."""
-        layer, fit = self.layer, self.fit()
-        whole, told, square, one, one_square = self._told.tolist()
-        constant, left = (
-            1 - a * a / (b * whole) if b else 1.0 for a, b in ((one, one_square), (told, square))
-        )
-        # Of the outputs' mean square about their channel's mean.
-        y, yy = self._sums / max(self._compared, 1)
-        spread = float((yy - y * y).sum()) * self._compared
+        layer = self.layer
+        fit = self.fit()
+        figures = self.figures()
+        for name, error in fit.errors.items():
+            figures[f"error_{name}"] = error
+        center = None
+        if layer.center is not None:
+            center = float(layer.center.detach().median())
+        gains: tuple[float, ...] = ()
+        if layer.log_gain is not None:
+            gains = tuple(layer.log_gain.detach().double().exp().tolist())
+        saturated = None
+        if self._outputs:
+            saturated = self._saturated / self._outputs
         return SiteReport(
-            **self.figures() | {f"error_{name}": error for name, error in fit.errors.items()},
+            **figures,
             layer=NAMES.get(type(layer), type(layer).__name__),
-            error_now=(self._residual / spread) ** 0.5 if spread > 0 else None,
+            error_now=self._output_error(),
             beta=float(layer.beta().detach().median()),
-            center=None if layer.center is None else float(layer.center.detach().median()),
-            saturated=self.saturated / self.seen if self.seen else None,
+            center=center,
+            saturated=saturated,
             witnesses=layer.witness_channels,
-            gains=()
-            if layer.log_gain is None
-            else tuple(layer.log_gain.detach().double().exp().tolist()),
-            told=max(1 - left / constant, 0.0) if constant > 0 else 0.0,
+            gains=gains,
+            told=self._explained(),
             why=self.why,
-            sums=self._drawn.points(),
+            sums=self._drawn_sums.points(),
             fit=fit,
         )
+
+    def _output_error(self) -> float | None:
+        """Return the distance to the norm's outputs over their spread; None if nothing compares."""
+        count = max(self._compared, 1)
+        mean = self._target_sum / count
+        mean_square = self._target_square / count
+        spread = float((mean_square - mean * mean).sum()) * self._compared
+        if not spread > 0:
+            return None
+        error: float = (self._residual / spread) ** 0.5
+        return error
+
+    def _explained(self) -> float:
+        """Return the part of a constant's error that the layer's sum removes, from 0 to 1."""
+        constant = self._by_constant.error()
+        if constant <= 0:
+            return 0.0
+        return max(1 - self._by_layer.error() / constant, 0.0)

@@ -1,4 +1,4 @@
-"""How far the outputs of two models lie apart: embeddings, next-token losses, or plain tensors."""
+"""How far apart the outputs of two models are: embeddings, next-token losses, or tensors."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,22 +9,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 
-from dynorm.batches import token_masks
+from dynorm.batches import Batch, token_masks
 from dynorm.errors import ArgumentError, DataError
 from dynorm.outputs import output_tensor, predicted_ids, require_floating, sample_vectors, unpadded
 
 Kind = Literal["encoder", "language", "tensor"]
 
-# All pairs of so many samples are two million, which takes a second; of more samples an even choice
-# is taken.
+# The most samples whose pairs are all compared: two million pairs, which takes a second.
 _MOST_PAIRED = 2000
 # How far rounding may move the logits before an exchanged token, relative to the largest logit.
 _CAUSAL_TOLERANCE = 1e-5
+# The figures of next tokens, fields of OutputReport.
+_PREDICTED = (
+    "loss_original",
+    "loss_now",
+    "kl",
+    "accuracy_original",
+    "accuracy_now",
+    "agreement",
+)
 
 
 @dataclass(frozen=True)
 class OutputReport:
-    """The output of a converted model beside the original's; None where a figure does not apply.
+    """The output of a converted model, compared with the original's.
+
+    A figure that does not apply is None.
 
     Args:
         kind: "encoder" (samples are compared by their L2-normalized embeddings: the mean over a
@@ -46,10 +56,10 @@ class OutputReport:
         accuracy_original: how often the original's likeliest next token is the right one.
         accuracy_now: the same of the converted model.
         agreement: how often both have the same likeliest token, or class.
-        error: of a "tensor", the distance to the original's over their spread; 1 is as bad as a
-            constant.
-        worst: the place of the sample with the least cosine, counted from 0; samples of padding
-            alone do not count.
+        error: for a "tensor", the distance to the original's outputs over their spread; 1 is as bad
+            as a constant.
+        worst: the place of the sample with the least cosine, counted from 0; samples that are all
+            padding do not count.
         neighbours: how often a sample's nearest neighbour, among 2,000 at most, is the same in both
             models.
     """
@@ -75,41 +85,46 @@ class OutputReport:
 
 
 class OutputComparison:
-    """Compares two models' outputs batch by batch; of an encoder, the N x D embeddings are kept.
+    """Compares two models' outputs batch by batch; for an encoder, all embeddings are kept.
 
-    ``pick`` finds the tensor to compare; None takes that of :func:`output_tensor`.
+    ``pick`` returns the tensor to compare; None takes that of :func:`output_tensor`.
     """
 
     def __init__(self, pick: Callable[[Any], Tensor] | None = None) -> None:
-        self._named_tensor = (
-            output_tensor
-            if pick is None
-            else lambda output, _: (None, require_floating(pick(output)))
-        )
+        self._pick = pick
         self.kind: Kind | None = None
         self.batches = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._cosines: list[Tensor] = []
-        self._sums: dict[int, Tensor] = {}
+        # By the length of a sample, the sums over samples of its error, outputs and squares.
+        self._errors: dict[int, _TensorSums] = {}
         self._tokens = 0
-        self._predicted = torch.zeros(6, dtype=torch.float64, device="cpu")
+        # The sums of the figures of _PREDICTED.
+        self._predicted = torch.zeros(len(_PREDICTED), dtype=torch.float64, device="cpu")
         self._same_class: list[Tensor] = []
 
-    def add(self, batch: Any, original: Any, now: Any, run_again: Callable[[Any], Any]) -> None:
-        """Add a batch with both outputs; the original is run again once, on a batch in which a token was exchanged."""
-        (name, first), (_, second) = (
-            self._named_tensor(output, batch) for output in (original, now)
-        )
-        second = second.to(first.device)
-        if first.shape != second.shape:
-            shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
+    def add(
+        self, batch: Batch, original: Any, now: Any, run_original: Callable[[Batch], Any]
+    ) -> None:
+        """Add a batch with the outputs of both models.
+
+        At the first batch, ``run_original`` may run the original on a changed copy of it, to see
+        whether the model is causal.
+        """
+        name, before = self._named_tensor(original, batch)
+        _, after = self._named_tensor(now, batch)
+        after = after.to(before.device)
+        if before.shape != after.shape:
+            shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
             raise DataError(
                 f"both models must give outputs of one shape, got {shapes}: is `original` the same "
                 "model?"
             )
         if self.kind is None:
-            self.kind = self._kind(batch, name, first, run_again)
-        a, b = (sample_vectors(t, batch, pooled=self.kind == "encoder") for t in (first, second))
+            self.kind = self._kind(batch, name, before, run_original)
+        pooled = self.kind == "encoder"
+        a = sample_vectors(before, batch, pooled=pooled)
+        b = sample_vectors(after, batch, pooled=pooled)
         for vectors, which in ((a, "original"), (b, "converted")):
             if not vectors.isfinite().all():
                 raise DataError(
@@ -117,83 +132,87 @@ class OutputComparison:
                     "overflow"
                 )
         self.batches += 1
-        # The same zeros have no direction, and nothing was lost.
-        self._cosines.append(cosine_similarity(a, b, dim=1).where((a != b).any(1), 1.0).cpu())
+        # Two equal zero vectors have no direction, but nothing was lost.
+        cosines = cosine_similarity(a, b, dim=1).where((a != b).any(1), 1.0)
+        self._cosines.append(cosines.cpu())
         if self.kind == "encoder":
             self._kept.append((a.cpu(), b.cpu()))
         elif self.kind == "language":
-            self._add_predictions(batch, first, second)
+            self._add_predictions(batch, before, after)
         else:
-            if name == "logits" and first.ndim == 2 and first.shape[1] > 1:
-                self._same_class.append((first.argmax(1) == second.argmax(1)).cpu())
-            a, b = a.cpu().double(), b.cpu().double()
-            new = torch.stack([(b - a).square().sum(0), a.sum(0), a.square().sum(0)])
-            self._sums[a.shape[1]] = self._sums.get(a.shape[1], 0) + new
+            if name == "logits" and before.ndim == 2 and before.shape[1] > 1:
+                self._same_class.append((before.argmax(1) == after.argmax(1)).cpu())
+            length = a.shape[1]
+            if length not in self._errors:
+                self._errors[length] = _TensorSums(length)
+            self._errors[length].add(a.cpu().double(), b.cpu().double())
 
     def report(self) -> OutputReport:
         """Return the figures of all batches so far."""
-        kind, cosines = self.kind or "tensor", torch.cat(self._cosines).double()
+        kind = self.kind or "tensor"
+        cosines = torch.cat(self._cosines).double()
         if not len(cosines):
             return OutputReport(kind, 0)
-        low, median = cosines.quantile(
-            torch.tensor([0.05, 0.5], dtype=torch.float64, device="cpu")
-        ).tolist()
+        quantiles = torch.tensor([0.05, 0.5], dtype=torch.float64, device="cpu")
+        low, median = cosines.quantile(quantiles).tolist()
         least, worst = cosines.min(0)
         figures: dict[str, Any] = {"worst": int(worst)}
         if self._kept:
-            first, second = (torch.cat(each) for each in zip(*self._kept, strict=True))
-            figures["spearman"], figures["neighbours"] = pairs_alike(first, second)
+            originals = torch.cat([original for original, _ in self._kept])
+            converted = torch.cat([now for _, now in self._kept])
+            figures["spearman"], figures["neighbours"] = pairs_alike(originals, converted)
         if self._same_class:
             figures["agreement"] = float(torch.cat(self._same_class).double().mean())
-        if len(self._sums) == 1:
-            ((distance, y, yy),) = self._sums.values()
-            spread = (yy - y * y / len(cosines)).sum()
-            if spread > 1e-12 * yy.sum():
-                figures["error"] = float((distance.sum() / spread).sqrt())
+        # Samples of several lengths have no common mean.
+        if len(self._errors) == 1:
+            (sums,) = self._errors.values()
+            figures["error"] = sums.error(len(cosines))
         if self._tokens:
-            names = (
-                "loss_original",
-                "loss_now",
-                "kl",
-                "accuracy_original",
-                "accuracy_now",
-                "agreement",
-            )
-            figures |= dict(zip(names, (self._predicted / self._tokens).tolist(), strict=True))
-            figures |= {
-                "tokens": self._tokens,
-                "loss_difference": figures["loss_now"] - figures["loss_original"],
-            }
+            means = (self._predicted / self._tokens).tolist()
+            figures |= dict(zip(_PREDICTED, means, strict=True))
+            figures["tokens"] = self._tokens
+            figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
         return OutputReport(
             kind, len(cosines), float(cosines.mean()), float(least), low, median, **figures
         )
 
+    def _named_tensor(self, output: Any, batch: Batch) -> tuple[str | None, Tensor]:
+        if self._pick is None:
+            return output_tensor(output, batch)
+        return None, require_floating(self._pick(output))
+
     def _kind(
-        self, batch: Any, name: str | None, tensor: Tensor, run_again: Callable[[Any], Any]
+        self,
+        batch: Batch,
+        name: str | None,
+        tensor: Tensor,
+        run_original: Callable[[Batch], Any],
     ) -> Kind:
         if name == "logits":
-            ids: Any = batch.get(predicted_ids(batch)) if isinstance(batch, Mapping) else None
-            fits = (
-                isinstance(ids, Tensor)
-                and ids.ndim == 2
-                and tensor.ndim == 3
-                and ids.shape == tensor.shape[:2]
-            )
-            return (
-                "language" if fits and self._is_causal(batch, ids, tensor, run_again) else "tensor"
-            )
+            if not isinstance(batch, Mapping) or tensor.ndim != 3:
+                return "tensor"
+            ids = batch.get(predicted_ids(batch))
+            if not isinstance(ids, Tensor) or ids.shape != tensor.shape[:2]:
+                return "tensor"
+            is_causal = self._is_causal(batch, ids, tensor, run_original)
+            return "language" if is_causal else "tensor"
         is_masked = any(mask.shape == tensor.shape[:2] for mask in token_masks(batch))
         is_tokens = tensor.ndim == 3 and (name == "last_hidden_state" or is_masked)
         return "encoder" if name == "class_token" or is_tokens else "tensor"
 
     def _is_causal(
-        self, batch: Any, ids: Tensor, logits: Tensor, run_again: Callable[[Any], Any]
+        self,
+        batch: Mapping[str, Any],
+        ids: Tensor,
+        logits: Tensor,
+        run_original: Callable[[Batch], Any],
     ) -> bool:
         """Return whether another last token leaves the logits before it as they were."""
         place = torch.arange(ids.shape[1], device=ids.device)
         last = (unpadded(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
         other = torch.where(place == last, (ids + 1) % logits.shape[-1], ids)
-        _, again = self._named_tensor(run_again({**batch, predicted_ids(batch): other}), batch)
+        output = run_original({**batch, predicted_ids(batch): other})
+        _, again = self._named_tensor(output, batch)
         before = (unpadded(logits, batch).to(ids.device) & (place < last)).to(logits.device)
         if again.shape != logits.shape or not before.any():
             return False
@@ -201,30 +220,63 @@ class OutputComparison:
         return bool(change <= _CAUSAL_TOLERANCE * logits[before].abs().max())
 
     def _add_predictions(self, batch: Any, original: Tensor, now: Tensor) -> None:
-        """Add the loss of each model, the divergence and the hits; sample after sample, for logits are large."""
+        """Add the figures of the next tokens, one sample at a time because logits are large."""
         valid = unpadded(original, batch)
         ids = batch[predicted_ids(batch)].to(original.device)
-        for sample, target, p, q in zip(valid, ids, original, now, strict=True):
-            known = sample[:-1] & sample[1:]
-            p, q, target = p[:-1][known].float(), q[:-1][known].float(), target[1:][known]
+        for is_token, tokens, before, after in zip(valid, ids, original, now, strict=True):
+            # The places whose next token is a token too.
+            is_known = is_token[:-1] & is_token[1:]
+            p = before[:-1][is_known].float()
+            q = after[:-1][is_known].float()
+            target = tokens[1:][is_known]
             self._tokens += len(target)
-            losses = [cross_entropy(each, target, reduction="sum") for each in (p, q)]
-            kl = kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="sum", log_target=True)
-            a, b = p.argmax(-1), q.argmax(-1)
-            sums = (*losses, kl, (a == target).sum(), (b == target).sum(), (a == b).sum())
-            self._predicted += torch.stack([each.double() for each in sums]).cpu()
+            p_best = p.argmax(-1)
+            q_best = q.argmax(-1)
+            # In the order of _PREDICTED.
+            sums = [
+                cross_entropy(p, target, reduction="sum"),
+                cross_entropy(q, target, reduction="sum"),
+                kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="sum", log_target=True),
+                (p_best == target).sum(),
+                (q_best == target).sum(),
+                (p_best == q_best).sum(),
+            ]
+            self._predicted += torch.stack([value.double() for value in sums]).cpu()
+
+
+class _TensorSums:
+    """Sums over samples, by output: the squared error, the original's output and its square."""
+
+    def __init__(self, outputs: int) -> None:
+        self._error, self._output, self._square = torch.zeros(
+            3, outputs, dtype=torch.float64, device="cpu"
+        )
+
+    def add(self, original: Tensor, now: Tensor) -> None:
+        """Add some samples, (samples, outputs)."""
+        self._error += (now - original).square().sum(0)
+        self._output += original.sum(0)
+        self._square += original.square().sum(0)
+
+    def error(self, samples: int) -> float | None:
+        """Return the root of the squared error over the spread; None if nothing varies."""
+        spread = (self._square - self._output * self._output / samples).sum()
+        if not spread > 1e-12 * self._square.sum():
+            return None
+        return float((self._error.sum() / spread).sqrt())
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Return Spearman's rank correlation, ties with their average rank; None where one of the two does not vary."""
+    """Return Spearman's rank correlation, ties with their average rank; None if one is constant."""
     if a.numel() != b.numel():
         raise ArgumentError(
             f"a and b must hold equally many values, got {a.numel()} and {b.numel()}"
         )
     if a.numel() < 2:
         return None
-    found = float(torch.corrcoef(torch.stack([average_ranks(a), average_ranks(b)]))[0, 1])
-    return None if math.isnan(found) else found
+    ranks = torch.stack([average_ranks(a), average_ranks(b)])
+    correlation = float(torch.corrcoef(ranks)[0, 1])
+    return None if math.isnan(correlation) else correlation
 
 
 def average_ranks(values: Tensor) -> Tensor:
@@ -235,19 +287,23 @@ def average_ranks(values: Tensor) -> Tensor:
 
 
 def pairs_alike(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
-    """Compare the similarities of all pairs of rows in two embeddings (N, D) of the same samples, of length 1.
+    """Compare the similarities of all pairs of samples in two embeddings (N, D) of unit rows.
 
-    Return Spearman's correlation of the similarities, and how often a sample has the same nearest
-    neighbour in both, as a share. None for fewer than 3 rows; of more than 2,000, an even choice of
-    2,000 is compared.
+    Return Spearman's correlation of the similarities, and the share of samples with the same
+    nearest neighbour in both; None for fewer than 3 samples. Of more than 2,000 samples, 2,000 at
+    even distances are compared.
     """
     if len(a) < 3:
         return None, None
-    even = torch.linspace(
-        0, len(a) - 1, min(len(a), _MOST_PAIRED), dtype=torch.float64, device="cpu"
-    ).long()
-    first, second = (each[even].double() @ each[even].double().T for each in (a, b))
-    rows, columns = torch.triu_indices(len(even), len(even), 1, device="cpu")
+    count = min(len(a), _MOST_PAIRED)
+    even = torch.linspace(0, len(a) - 1, count, dtype=torch.float64, device="cpu").long()
+    a = a[even].double()
+    b = b[even].double()
+    first = a @ a.T
+    second = b @ b.T
+    rows, columns = torch.triu_indices(count, count, 1, device="cpu")
     correlation = spearman(first[rows, columns], second[rows, columns])
-    nearest, other = (each.fill_diagonal_(-math.inf).argmax(1) for each in (first, second))
+    # No sample is its own neighbour.
+    nearest = first.fill_diagonal_(-math.inf).argmax(1)
+    other = second.fill_diagonal_(-math.inf).argmax(1)
     return correlation, float((nearest == other).double().mean())

@@ -1,4 +1,4 @@
-"""The pictures of reports: points, bounds and curves, as an element of a page or on axes of matplotlib."""
+"""The pictures of reports: points, bounds and curves, as SVG or on axes of matplotlib."""
 
 import io
 import math
@@ -17,10 +17,11 @@ from dynorm.report.stats import FUNCTIONS, PICTURE_KNEE, CoreFit, Picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that stand for the page's own, which differ by day and night; matplotlib only knows fixed
-# ones.
+# Matplotlib only knows fixed colours. These are replaced in the SVG by variables of the page, whose
+# values differ by day and night.
 _USES = (*FAMILY, "soft", "edge", "point", "bar", "outlier")
 _OF_THE_PAGE = {use: f"#0101{place:02x}" for place, use in enumerate(_USES, start=1)}
+_DASHED = (0, (4, 3))
 _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
 Points = tuple[list[float], list[float]]
 
@@ -33,11 +34,11 @@ def svg_picture(
     outliers: Points | None = None,
     sums: Points | None = None,
 ) -> str:
-    """Return the picture that :func:`draw` makes as an ``<svg>`` element whose colours are the page's variables.
+    """Return the picture of :func:`draw` as an ``<svg>`` element, in colours of the page.
 
-    The ``name`` tells its parts from those of other pictures in the page, and ``words`` tell it to
-    a reader who cannot see it. ``sums`` are of some tokens the layer's sum and the norm's own, for
-    a second picture below.
+    The ``name`` keeps the ids of its parts different from those of other pictures in the page;
+    ``words`` describe the picture to a reader who cannot see it. ``sums`` are the layer's sums and
+    the norm's own for some tokens, drawn as a second picture below.
     """
     require_library("matplotlib", "an HTML report", "plots")
     import matplotlib
@@ -48,7 +49,7 @@ def svg_picture(
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify": False}
     ):
-        count = 1 + (sums is not None)
+        count = 1 if sums is None else 2
         figure = Figure(figsize=(4.4, 3.1 * count), layout="constrained")
         draw(figure.add_subplot(count, 1, 1), fit, sample, outliers, _OF_THE_PAGE)
         if sums is not None:
@@ -67,75 +68,85 @@ def svg_picture(
 def draw(
     axes: "Axes", fit: CoreFit, sample: Picture, outliers: Points | None, colors: Mapping[str, str]
 ) -> None:
-    """Draw points first, then bounds and curves, error bars or outliers on top; x is counted from the centre.
+    """Draw points first, then bounds and curves, error bars or outliers on top.
 
-    ``outliers`` are x and y of the points that the curves were fitted on, where these are outliers
-    alone; ``colors`` are by use: a function's name, "soft", "edge", "point", "bar" and "outlier".
+    The axis of x is counted from the centre. ``outliers`` are x and y of outliers, if the curves
+    were fitted only on such; ``colors`` are by use: a function's name, "soft", "edge", "point",
+    "bar" and "outlier".
     """
     knee = PICTURE_KNEE * sample.sigma
-    x = [x - fit.center for x in sample.x]
-    far, far_y = ([], []) if outliers is None else outliers
-    far = [x - fit.center for x in far]
-    low, high = (math.asinh(end / knee) for end in (min(x + far), max(x + far)))
-    margin = 0.06 * max(high - low, 1.0)
-    low, high, top = low - margin, high + margin, math.asinh(1.35 * fit.scale / PICTURE_KNEE)
-    _scale(axes, "x", low, high, knee)
+    x = [value - fit.center for value in sample.x]
+    outlier_x: list[float] = []
+    outlier_y: list[float] = []
+    if outliers is not None:
+        outlier_x = [value - fit.center for value in outliers[0]]
+        outlier_y = outliers[1]
+    left = math.asinh(min(x + outlier_x) / knee)
+    right = math.asinh(max(x + outlier_x) / knee)
+    margin = 0.06 * max(right - left, 1.0)
+    left -= margin
+    right += margin
+    top = math.asinh(1.35 * fit.scale / PICTURE_KNEE)
+    _scale(axes, "x", left, right, knee)
     _scale(axes, "y", -top, top, PICTURE_KNEE)
     _frame(axes, "input x − centre" if fit.center else "input x", "norm's core y", colors)
     _draw_dots(axes, x, sample.y, colors["point"])
-    for side in (-1, 1):
-        axes.axhline(side * fit.scale, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
-    _draw_dots(axes, far, far_y, colors["outlier"])
-    curve = knee * torch.linspace(low, high, 121, dtype=torch.float64, device="cpu").sinh()
+    for bound in (-fit.scale, fit.scale):
+        axes.axhline(bound, color=colors["soft"], linewidth=0.8, linestyle=_DASHED)
+    _draw_dots(axes, outlier_x, outlier_y, colors["outlier"])
+    curve = knee * torch.linspace(left, right, 121, dtype=torch.float64, device="cpu").sinh()
     for name, function in FUNCTIONS.items():
-        y = function(
-            curve, torch.tensor(fit.betas[name], dtype=torch.float64, device="cpu"), 0.0, fit.scale
-        )
+        beta = torch.tensor(fit.betas[name], dtype=torch.float64, device="cpu")
+        y = function(curve, beta, 0.0, fit.scale)
         axes.plot(
             curve.tolist(), y.tolist(), color=colors[name], linewidth=1.5, linestyle=_STYLES[name]
         )
     if outliers is None:
-        places, means, stds = (
-            [getattr(b, name) for b in sample.bins] for name in ("x", "mean", "std")
+        axes.errorbar(
+            [interval.x - fit.center for interval in sample.bins],
+            [interval.mean for interval in sample.bins],
+            [interval.std for interval in sample.bins],
+            fmt="none",
+            ecolor=colors["bar"],
+            elinewidth=1.1,
         )
-        places = [place - fit.center for place in places]
-        axes.errorbar(places, means, stds, fmt="none", ecolor=colors["bar"], elinewidth=1.1)
 
 
 def draw_sums(
-    axes: "Axes", told: list[float], sums: list[float], colors: Mapping[str, str]
+    axes: "Axes", layer_sums: list[float], norm_sums: list[float], colors: Mapping[str, str]
 ) -> None:
-    """Draw the norm's sum of each token against what tells it, beside the best constant; both axes logarithmic."""
+    """Draw the norm's sum of each token against the layer's, and against the best constant.
+
+    Both axes are logarithmic.
+    """
     from matplotlib.ticker import LogLocator, NullLocator
 
     _frame(axes, "told by the layer", "the norm's own sum", colors)
     axes.set(xscale="log", yscale="log")
-    for axis, values in ((axes.xaxis, told + sums), (axes.yaxis, sums)):
-        span = math.log10(max(values) / min(values))
-        # Decades alone where there are many, else round numbers between them.
-        steps = next(
-            (
-                s
-                for limit, s in ((0.7, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (3, (1, 3)))
-                if span < limit
-            ),
-            (1,),
-        )
+    for axis, values in ((axes.xaxis, layer_sums + norm_sums), (axes.yaxis, norm_sums)):
+        steps = _tick_steps(math.log10(max(values) / min(values)))
         axis.set_major_locator(LogLocator(subs=steps, numticks=20))
         axis.set_major_formatter(
             lambda tick, _: f"{tick:,.0f}" if 1 <= tick < 1e6 else f"{tick:.0e}"
         )
         axis.set_minor_locator(NullLocator())
-    _draw_dots(
-        axes,
-        [math.exp(fmean(map(math.log, sums)))] * len(sums),
-        sums,
-        colors["point"],
-        1e-4 * min(sums),
-    )
-    ends = min(sums), max(sums)
-    axes.plot(ends, ends, color=colors["soft"], linewidth=0.8, linestyle=(0, (4, 3)))
-    _draw_dots(axes, told, sums, colors["outlier"], 1e-4 * min(sums))
+    least = min(norm_sums)
+    constant = math.exp(fmean(map(math.log, norm_sums)))
+    _draw_dots(axes, [constant] * len(norm_sums), norm_sums, colors["point"], 1e-4 * least)
+    ends = (least, max(norm_sums))
+    axes.plot(ends, ends, color=colors["soft"], linewidth=0.8, linestyle=_DASHED)
+    _draw_dots(axes, layer_sums, norm_sums, colors["outlier"], 1e-4 * least)
+
+
+def _tick_steps(decades: float) -> tuple[int, ...]:
+    """Return the ticks in each decade of a logarithmic axis: fewer on a long axis."""
+    if decades < 0.7:
+        return (1, 2, 3, 5)
+    if decades < 1.6:
+        return (1, 2, 5)
+    if decades < 3:
+        return (1, 3)
+    return (1,)
 
 
 def _frame(axes: "Axes", x_label: str, y_label: str, colors: Mapping[str, str]) -> None:
@@ -149,21 +160,26 @@ def _frame(axes: "Axes", x_label: str, y_label: str, colors: Mapping[str, str]) 
 def _draw_dots(
     axes: "Axes", x: list[float], y: list[float], color: str, size: float = 1e-4
 ) -> None:
-    # A dot is a line of next to no length (of none, a PNG would not show it): one path for all is a
-    # fifth of as many markers.
-    dots = [
-        [end for v in values for end in (v, v + length, math.nan)]
-        for values, length in ((x, 0.0), (y, size))
-    ]
-    axes.plot(*dots, color=color, linewidth=3, solid_capstyle="round")
+    """Draw dots as short lines with round caps, ``size`` high.
+
+    Dots of length 0 would not show in a PNG. One path for all, with gaps between them, takes a
+    fifth of the space of markers.
+    """
+    line_x: list[float] = []
+    line_y: list[float] = []
+    for left, bottom in zip(x, y, strict=True):
+        line_x += [left, left, math.nan]
+        line_y += [bottom, bottom + size, math.nan]
+    axes.plot(line_x, line_y, color=color, linewidth=3, solid_capstyle="round")
 
 
 def _scale(axes: "Axes", letter: str, low: float, high: float, knee: float) -> None:
-    """Let an axis be linear up to the knee and logarithmic beyond; ``low`` and ``high`` are places on that scale."""
+    """Make an axis linear up to the knee and logarithmic beyond, from low to high on that scale."""
     from matplotlib.ticker import AsinhLocator
 
+    limits = (knee * math.sinh(low), knee * math.sinh(high))
     getattr(axes, f"set_{letter}scale")("asinh", linear_width=knee)
-    axes.set(**{f"{letter}lim": (knee * math.sinh(low), knee * math.sinh(high))})
+    getattr(axes, f"set_{letter}lim")(*limits)
     axis = getattr(axes, f"{letter}axis")
     # A base of 0 rounds the ticks to one digit.
     axis.set_major_locator(AsinhLocator(knee, numticks=7, base=0))

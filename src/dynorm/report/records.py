@@ -1,11 +1,9 @@
-"""The reports, one record per site and one per model, with their words in a table and on a page."""
+"""The reports: one record per site and one per model, printed as a table or written as a page."""
 
 import math
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
@@ -13,46 +11,35 @@ from typing import Any, ClassVar
 from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
+from dynorm.report.columns import CONVERSION, INSPECTION, SiteColumn, constant
 from dynorm.report.output import OutputReport
-from dynorm.report.rendering import digits, environment, rendered, table_html, wins
+from dynorm.report.rendering import rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
-from dynorm.table import Column, Table, plain
-
-
-def _constant(value: float) -> str:
-    """Return a constant as a table shows it: whole where it is large, else to three digits."""
-    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
-
-
-_FORMS: dict[str, Callable[[Any], str]] = {
-    "constant": _constant,
-    "digits": digits,
-    "norm": lambda kind: {"layernorm": "LN", "rmsnorm": "RMS"}.get(kind, kind),
-    # Only 0 looks like 0.
-    "share": lambda value: "0" if not value else f"{value:.2%}" if value >= 1e-4 else "<0.01%",
-}
+from dynorm.table import Table, plain
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSite:
-    """One norm of a model. Its core is the norm without weight and bias, ``(x - mean) / sigma`` or ``x / rms``.
+    """One norm of a model.
+
+    The core of a norm is its output without weight and bias: ``(x - mean) / sigma`` or ``x / rms``.
 
     Args:
-        path: where it stands.
-        kind: the norm: "layernorm" or "rmsnorm".
+        path: the path of the norm.
+        kind: "layernorm" or "rmsnorm".
         channels: C.
         tokens: how many tokens the norm saw, padding not counted.
-        outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, sqrt(C -
-            1) at most (for an RMSNorm ``|x|`` in the token's rms, sqrt(C) at most).
+        outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, at most
+            sqrt(C - 1) (for an RMSNorm ``|x|`` in the token's rms, at most sqrt(C)).
         outlier_site: the largest ``|x - mean|`` in typical sigmas, the geometric mean over the
-            site's tokens; no bound.
+            site's tokens; without a bound.
         sigma_spread: standard deviation of the natural logarithm of the tokens' sigma (an RMSNorm's
-            rms): 0 if all are alike, and then a constant serves as well as the norm; 0.5 if they
+            rms). At 0 all tokens are alike, and a constant serves as well as the norm; at 0.5 they
             commonly differ by a factor of 1.6.
         sigma_range: the 99th percentile of sigma over the 1st.
-        sizes: the largest tokens, and how much of the sizes' variation any 0, 1, 2 and 4 channels
-            could tell.
+        sizes: the largest tokens, and how much of the sizes' variation the best 0, 1, 2 and 4
+            channels could explain.
         picture: the points and bars of its picture.
     """
 
@@ -69,11 +56,12 @@ class MeasuredSite:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values, without the sampled points."""
-        drawn = ("picture", "sums", "points")
-        return asdict(
-            self,
-            dict_factory=lambda pairs: {name: value for name, value in pairs if name not in drawn},
-        )
+        return asdict(self, dict_factory=_without_points)
+
+
+def _without_points(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    drawn = ("picture", "sums", "points")
+    return {name: value for name, value in fields if name not in drawn}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -81,6 +69,7 @@ class Report:
     """A report on a model, which prints itself as a table and writes itself as a page."""
 
     _template: ClassVar[str]
+    _columns: ClassVar[Sequence[SiteColumn]]
     model: str
     sites: Sequence[MeasuredSite]
     batches: int
@@ -88,39 +77,31 @@ class Report:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows, without the sampled points; no NaN, but None."""
+        """Return the report as plain values for JSON, without the sampled points; None for NaN."""
         values = asdict(self) | {"sites": [site.to_dict() for site in self.sites]}
         return {name: plain(value) for name, value in values.items()}
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
-        refused: Mapping[str, str] = getattr(self, "refused", {})
-        notes = [f"{path}  not reached" for path in self.unreached]
-        left: Sequence[str] = getattr(self, "left", ())
-        notes += [f"{path}  left as it is, its norm is not known" for path in left]
-        notes += [f"{path}  left out: {reason}" for path, reason in refused.items()]
-        known = tomllib.loads(files(__package__).joinpath("columns.toml").read_text("utf-8"))
-        kept = [
-            each
-            for each in known[self._template]
-            if not (need := each.pop("only_with", "")) or self.has(need)
-        ]
-        compiled = environment().compile_expression
-        values = [compiled(f"site.{each.pop('value')}", undefined_to_none=False) for each in kept]
-        columns = [
-            Column(**each | {"form": _FORMS.get(form := each.get("form", ""), form)})
-            for each in kept
-        ]
+        columns = []
+        for column in self._columns:
+            if not column.only_with or self.has(column.only_with):
+                columns.append(column)
+        rows = [[column.value(site) for column in columns] for site in self.sites]
         title = rendered(f"{self._template}.txt", report=self).rstrip()
-        return Table(
-            columns, [[value(site=site) for value in values] for site in self.sites], notes, title
-        )
+        return Table(columns, rows, self._notes(), title)
+
+    def _notes(self) -> list[str]:
+        """Return the lines below the table: the modules without a row."""
+        return [f"{path}  not reached" for path in self.unreached]
 
     def to_html(self, path: str | Path) -> None:
-        """Write the report as one HTML page that needs no other file, whole or not at all.
+        """Write the report as one HTML page that needs no other file.
+
+        If it fails, no partly written file is left.
 
         Args:
-            path: the file; one that exists is replaced.
+            path: the file; an existing one is replaced.
 
         Raises:
             ArgumentError: matplotlib is not installed.
@@ -134,7 +115,7 @@ class Report:
         write_text(path, rendered(f"{self._template}.html", report=self))
 
     def to_dataframe(self) -> Any:
-        """Return the sites as a ``pandas.DataFrame``, one row per site; what is nested has dotted names.
+        """Return the sites as a ``pandas.DataFrame``, one row per site; nested names have dots.
 
         Raises:
             ArgumentError: pandas is not installed.
@@ -150,9 +131,9 @@ class Report:
 
     def __repr__(self) -> str:
         """Return the report in a few words."""
-        sites, batches = len(self.sites), self.batches
-        counted = f"{sites} site{'s' * (sites != 1)}, {batches} batch{'es' * (batches != 1)}"
-        return f"<{type(self).__name__} of {self.name}: {counted}>"
+        sites = "1 site" if len(self.sites) == 1 else f"{len(self.sites)} sites"
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        return f"<{type(self).__name__} of {self.name}: {sites}, {batches}>"
 
     def _repr_html_(self) -> str:
         """Return the table as a notebook shows it."""
@@ -161,40 +142,40 @@ class Report:
 
     @property
     def name(self) -> str:
-        """Return the model's name, or else its class."""
+        """Return the model's name, or its class if it has none."""
         return str(self.meta.get("model", self.model))
 
     def has(self, name: str) -> bool:
-        """Return whether a site of the report has something, such as witnesses."""
+        """Return whether an attribute, such as "witnesses", is not empty at some site."""
         return any(getattr(site, name, ()) for site in self.sites)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteReport(MeasuredSite):
-    """One replaced norm, with these fields besides those of :class:`dynorm.report.records.MeasuredSite`.
+    """One replaced norm, with the fields of :class:`MeasuredSite` and these.
 
     Args:
-        layer: the layer there now: "dyisru", "dyt", "derf" or "linear".
+        layer: the layer that replaced the norm: "dyisru", "dyt", "derf" or "linear".
         error_linear: the relative error ``|y - f| / |y|`` of ``f = scale / sqrt(beta) (x - c)``
             over all held-out tokens and channels, with one beta and the centre c fitted on other
             tokens.
         error_dyt: the same of ``scale tanh((x - c) / sqrt(beta))``.
         error_dyisru: the same of ``scale (x - c) / sqrt(beta + (x - c)^2)``.
         error_now: the error of the layer in the converted model against the norm in the original:
-            root of the squared distance of their outputs over that of the norm's from their
-            channel's mean. 1 is as bad as a constant. None where the two cannot be paired.
-        beta: the layer's constant, as the inverse square of its slope (the channels' median where
-            there are many).
-        center: its centre (the median likewise), or None.
-        saturated: share of the values that the converted layer takes beyond 95 % of its bound; of
-            the linear control, which has none, beyond 95 % of the norm's.
+            root of the squared distance of their outputs over that of the norm's outputs from their
+            channel's mean. 1 is as bad as a constant. None if the two cannot be paired.
+        beta: the layer's constant, as the inverse square of its slope (if each channel has one,
+            their median).
+        center: its centre (also a median), or None.
+        saturated: share of the converted layer's outputs beyond 95 % of its bound; the linear
+            control has no bound, so the norm's is used.
         witnesses: the layer's witness channels; empty for a function of one channel.
-        gains: the weight of each one's square.
-        told: how much of the variation of the tokens' sums over a constant the layer's own ``beta +
-            sum g u^2`` tells, up to a factor; 0 without witnesses, 1 is all.
-        why: why ``to="auto"`` chose the layer; empty where it was given.
-        sums: ``beta + sum g u^2`` and the norm's own sum, of some of the tokens.
-        fit: the constants that the three errors of the core belong to.
+        gains: the weight of the square of each witness.
+        told: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
+            explains, up to a factor: 0 is no more than a constant explains, 1 is all.
+        why: why ``to="auto"`` chose the layer; empty if the caller chose it.
+        sums: ``beta + sum g u^2`` and the norm's own sum, for some of the tokens.
+        fit: the curves that the three errors of the core belong to.
     """
 
     layer: str
@@ -213,28 +194,28 @@ class SiteReport(MeasuredSite):
     fit: CoreFit = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain values, with the picture's bars but without its sampled points."""
-        return super().to_dict() | {"bins": [asdict(each) for each in self.picture.bins]}
+        """Return the row as plain values, with the picture's bars but without sampled points."""
+        return super().to_dict() | {"bins": [asdict(interval) for interval in self.picture.bins]}
 
     def named_witnesses(self) -> str | None:
-        """Return the witnesses with their gains in words; None where there are none."""
+        """Return the witnesses with their gains as text; None if the layer has none."""
         pairs = zip(self.witnesses, self.gains, strict=True)
-        return ", ".join(f"{channel} ({_constant(gain)})" for channel, gain in pairs) or None
+        return ", ".join(f"{channel} ({constant(gain)})" for channel, gain in pairs) or None
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A held-out text, as the original and the converted model go on with it, or audio, as they write it down.
+    """A held-out text as both models continue it, or held-out audio as both transcribe it.
 
     Both take the likeliest token at each step.
     """
 
-    prompt: str  # the tokens that both were given, or the audio file
-    original: str  # the original's continuation or transcript
-    now: str  # the converted model's
-    # the share of places with the same token; of a transcript one minus the word error rate
+    prompt: str  # the text to continue, or the audio file
+    original: str  # the continuation or transcript of the original
+    now: str  # that of the converted model
+    # the share of places with the same token; for a transcript one minus the word error rate
     same: float
-    length: int = 1  # the original's words, by which transcripts count
+    length: int = 1  # the weight in the mean: the number of words of the original's transcript
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -244,17 +225,18 @@ class ModelReport(Report):
     Args:
         model: the class of the model.
         sites: the replaced norms, in call order.
-        output: the model's output beside the original's.
+        output: the model's output, compared with the original's.
         batches: how many batches were measured.
-        continuations: held-out texts, as ``dynorm convert`` has a language model and its original
-            go on with them, or audio files, as both write them down.
+        continuations: held-out texts, continued by a language model and its original, or audio
+            files, transcribed by both; only ``dynorm convert`` has them.
         unreached: paths of the layers that no batch reached.
         left: paths of the layers whose norm is not known, because the model was loaded with them:
-            both sides have them.
-        meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
+            both models have them.
+        meta: facts to show with the figures: recipe, texts, seeds, versions.
     """
 
     _template = "conversion"
+    _columns = CONVERSION
     sites: list[SiteReport]
     output: OutputReport
     left: list[str] = field(default_factory=list)
@@ -262,38 +244,45 @@ class ModelReport(Report):
 
     @property
     def same(self) -> float | None:
-        """Return the share of equal tokens over all continuations, or one minus the word error rate of transcripts."""
-        found = self.continuations
-        return (
-            fmean((each.same for each in found), [each.length for each in found]) if found else None
-        )
+        """Return the mean of ``Continuation.same``, weighted by length; None if there is none."""
+        if not self.continuations:
+            return None
+        shares = [continuation.same for continuation in self.continuations]
+        return fmean(shares, [continuation.length for continuation in self.continuations])
 
     def verdict(self) -> str:
-        """Return in a few sentences what was lost, which sample lost most, and what to do next."""
+        """Return a few sentences: the loss, the sample that lost most, and the next step."""
         return _paragraph("verdict.txt", report=self)
 
     def stray(self) -> SiteReport | None:
-        """Return the site whose layer is farthest from its norm."""
-        known = (site for site in self.sites if site.error_now is not None)
+        """Return the site whose layer is farthest from its norm; None if no error is known."""
+        known = [site for site in self.sites if site.error_now is not None]
         return max(known, key=lambda site: site.error_now or 0.0, default=None)
 
     def layers(self) -> list[str]:
         """Return the titles of the layers that replaced the norms."""
-        return sorted({FAMILY[s.layer].title if s.layer in FAMILY else s.layer for s in self.sites})
+        titles = set()
+        for site in self.sites:
+            titles.add(FAMILY[site.layer].title if site.layer in FAMILY else site.layer)
+        return sorted(titles)
+
+    def _notes(self) -> list[str]:
+        left = [f"{path}  left as it is, its norm is not known" for path in self.left]
+        return super()._notes() + left
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedSite(MeasuredSite):
-    """One norm and its outliers; an outlier is the channel of a token that is farthest from the mean (an RMSNorm's: 0).
+    """One norm and its outliers, with the fields of :class:`MeasuredSite` and these.
 
-    Functions are named "linear", "dyt" (scaled) and "dyisru"; each has one constant per site,
-    fitted on some tokens and measured on others. These fields stand besides those of
-    :class:`dynorm.report.records.MeasuredSite`.
+    An outlier is the channel of a token that is farthest from the mean (for an RMSNorm from 0). The
+    functions are "linear", "dyt" (scaled) and "dyisru"; each has one constant per site, fitted on
+    some tokens and measured on others.
 
     Args:
-        outliers: how well the functions, fitted on outliers alone, describe outliers, as section
-            4.2 asks.
-        core: how well they describe all channels when fitted on all.
+        outliers: how well the functions describe outliers when fitted only on outliers, as in
+            section 4.2.
+        core: how well they describe all channels when fitted on all channels.
     """
 
     outliers: OutlierFit = field(repr=False)
@@ -311,12 +300,13 @@ class InspectedSite(MeasuredSite):
 
     @property
     def ratio(self) -> float:
-        """Return DyT's mean absolute residual on outliers over DyISRU's: above 1 where the paper's claim holds."""
-        return self.outliers.residuals["dyt"] / max(self.outliers.residuals["dyisru"], 1e-300)
+        """Return DyT's mean absolute residual on outliers over DyISRU's: above 1 if it holds."""
+        residuals = self.outliers.residuals
+        return residuals["dyt"] / max(residuals["dyisru"], 1e-300)
 
     @property
     def holds(self) -> bool:
-        """Return whether the paper's claim holds: DyISRU's mean absolute residual on outliers is below DyT's."""
+        """Return whether DyISRU's residual on outliers is below DyT's, as the paper claims."""
         return self.outliers.residuals["dyisru"] < self.outliers.residuals["dyt"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -332,17 +322,18 @@ class InspectionReport(Report):
         model: the class of the model.
         sites: the norms, in call order.
         batches: how many batches were measured.
-        refused: paths of modules that look like a norm but are none of ours, with the reason.
+        refused: paths of modules that look like a norm but cannot be replaced, with the reason.
         unreached: paths of the norms that no batch reached.
-        meta: whatever should stand beside the figures: recipe, texts, seeds, versions.
+        meta: facts to show with the figures: recipe, texts, seeds, versions.
     """
 
     _template = "inspection"
+    _columns = INSPECTION
     sites: list[InspectedSite]
     refused: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """Return in how many sites the paper's claim holds, and by how much."""
+        """Return at how many sites the paper's claim holds, and by how much."""
         ratios = [site.ratio for site in self.sites]
         core = [site.core.errors for site in self.sites]
         residuals = [site.outliers.residuals for site in self.sites]
@@ -351,7 +342,7 @@ class InspectionReport(Report):
             "holds": sum(site.holds for site in self.sites),
             "outliers_best": wins(residuals),
             "core_best": wins(core),
-            "core_holds": sum(e["dyisru"] < e["dyt"] for e in core),
+            "core_holds": sum(errors["dyisru"] < errors["dyt"] for errors in core),
             "ratio_median": median(ratios),
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
@@ -360,20 +351,23 @@ class InspectionReport(Report):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows, without the sampled points."""
+        """Return the report as plain values for JSON, without the sampled points."""
         return super().to_dict() | {"summary": plain(self.summary())}
 
     def massive(self) -> str:
-        """Return in sentences whether the model has massive activations, where, and on which tokens."""
+        """Return sentences: whether the model has massive activations, and on which tokens."""
         return _paragraph("massive.txt", report=self)
 
     def findings(self) -> str:
-        """Return the sentences that follow from the figures alone."""
-        span = tuple(
-            math.exp(f(site.outliers.beta_spread for site in self.sites)) for f in (min, max)
-        )
+        """Return a few sentences: at how many norms the paper's claim holds, and by how much."""
+        spreads = [site.outliers.beta_spread for site in self.sites]
+        span = (math.exp(min(spreads)), math.exp(max(spreads)))
         titles = {name: FAMILY[name].title for name in FUNCTIONS}
-        return _paragraph("findings.txt", found=self.summary(), titles=titles, span=span)
+        return _paragraph("findings.txt", summary=self.summary(), titles=titles, span=span)
+
+    def _notes(self) -> list[str]:
+        refused = [f"{path}  left out: {reason}" for path, reason in self.refused.items()]
+        return super()._notes() + refused
 
 
 def _paragraph(template: str, **values: Any) -> str:

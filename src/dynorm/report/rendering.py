@@ -1,4 +1,4 @@
-"""Fill the templates: the texts and pages of ``dynorm/templates`` with the values of a report, a card or a proof."""
+"""Fill the templates: the texts and pages in ``dynorm/templates``."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @cache
 def environment() -> "Environment":
-    """Return what fills the templates, with their filters, and compiles the expressions of the columns."""
+    """Return the environment of the templates, with their filters and functions."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     from markupsafe import Markup
 
@@ -28,12 +28,12 @@ def environment() -> "Environment":
         "trim_blocks": True,
         "lstrip_blocks": True,
     }
-    found = Environment(loader=PackageLoader("dynorm"), autoescape=select_autoescape(), **options)
-    found.globals |= {
+    jinja = Environment(loader=PackageLoader("dynorm"), autoescape=select_autoescape(), **options)
+    jinja.globals |= {
         "css_colors": css_colors,
         "picture": lambda *parts: Markup(svg_picture(*parts)),
     }
-    found.filters |= {
+    jinja.filters |= {
         # A path may break after its dots and underscores.
         "breakable": lambda path: Markup(
             escape(str(path)).replace(".", ".<wbr>").replace("_", "_<wbr>")
@@ -48,34 +48,46 @@ def environment() -> "Environment":
         "wins": wins,
         "table": lambda table: Markup(table_html(table)),
     }
-    return found
+    return jinja
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return the text that a template makes of some values; a name that it does not get is an error."""
+    """Return a template filled with values; a missing name is an error."""
     return environment().get_template(template).render(values)
 
 
 def digits(value: float | None, digits: int = 3) -> str:
-    """Return a number to so many digits behind the point; None is a dash."""
-    return "–" if not isinstance(value, (int, float)) else f"{value:.{digits}f}".replace("-", "−")
+    """Return a number with that many digits behind the point; None is a dash."""
+    if not isinstance(value, (int, float)):
+        return "–"
+    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def wins(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Count for each function the rows in which it has the smallest value."""
+    """Count the rows in which each function has the smallest value."""
     best = [min(row, key=row.__getitem__) for row in rows]
     return {name: best.count(name) for name in FUNCTIONS}
 
 
 def table_html(table: Table) -> str:
-    """Return a table with its notes. It scrolls sideways by itself; the columns' meanings are folded away."""
-    columns, rows = table.head(), []
-    for row in table.rows:
-        cells = list(zip(columns, row, strict=True))
+    """Return a table with its notes, as HTML.
+
+    It scrolls sideways by itself; the meanings of the columns are folded away.
+    """
+    columns = table.head()
+    rows = []
+    for values in table.rows:
         # The least value of each group is marked as best.
-        best = {
-            c.group: min(v for d, v in cells if d.group == c.group) for c, _ in cells if c.group
-        }
-        rows.append([(c.text(v), bool(c.group) and v == best[c.group]) for c, v in cells])
-    groups = [(name, len(list(part))) for name, part in groupby(column.group for column in columns)]
+        best: dict[str, Any] = {}
+        for column, value in zip(columns, values, strict=True):
+            if column.group:
+                best[column.group] = min(best.get(column.group, value), value)
+        cells = []
+        for column, value in zip(columns, values, strict=True):
+            is_best = bool(column.group) and value == best[column.group]
+            cells.append((column.text(value), is_best))
+        rows.append(cells)
+    groups = []
+    for name, members in groupby(column.group for column in columns):
+        groups.append((name, len(list(members))))
     return rendered("table.html", columns=columns, groups=groups, rows=rows, notes=table.notes)

@@ -1,4 +1,4 @@
-"""The statistics of one site: sums and histograms of fixed size, however many tokens go by."""
+"""The statistics of one site: sums and histograms whose size does not grow with the tokens."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dynorm.batches import iterate, require_finite, site_tokens, token_masks
+from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError
 from dynorm.family import FAMILY
 from dynorm.report.sizes import SizeStats, token_places
@@ -24,21 +24,26 @@ _HALF = 33 * _PER_OCTAVE
 # Bins of log2(sigma), 1.1 % wide, from 2^-128 to 2^128.
 _SIGMAS_PER_OCTAVE = 64
 _OCTAVES = 128
-# Where the axis of the picture goes over from linear to logarithmic, in typical sigmas.
+# The axis of the picture is linear up to here and logarithmic beyond, in typical sigmas.
 PICTURE_KNEE = 2.0
-# The picture's error bars: how many there may be, and how many values each must stand for.
-_BARS, _LEAST_VALUES = 25, 8
+# The most error bars of a picture, and the fewest values behind each.
+_BARS = 25
+_LEAST_VALUES = 8
+# The number of values that are added at once.
 _CHUNK = 1 << 20
 Stats = TypeVar("Stats", bound="SiteStats")
 
 
 FUNCTIONS = {name: FAMILY[name].layer.curve for name in ("linear", "dyt", "dyisru")}
-"""Every site is compared with these: functions of (x, beta, center, scale), all of slope scale / sqrt(beta) at 0."""
+"""The curves that sites are compared with: functions of (x, beta, center, scale).
+
+The slope of each at the centre is scale / sqrt(beta).
+"""
 
 
 @dataclass(frozen=True)
 class Bin:
-    """The values of one interval of x: their mean, the mean and standard deviation of the norm's core, their number."""
+    """The values of one interval of x: mean x, mean and deviation of the norm's core, number."""
 
     x: float
     mean: float
@@ -50,11 +55,10 @@ class Bin:
 class Picture:
     """The points and bars of a site's picture, all of held-out tokens."""
 
-    x: list[
-        float
-    ]  # sampled inputs of the norm, sorted; those far from the centre are drawn more often
+    # Sampled inputs of the norm, sorted; those far from the centre are drawn more often.
+    x: list[float]
     y: list[float]  # the norm's core at each
-    bins: list[Bin]  # from all held-out values
+    bins: list[Bin]  # of all held-out values
     sigma: float  # the typical sigma of the site, the unit of its axis
 
 
@@ -63,10 +67,8 @@ class CoreFit:
     """A norm's core as one function of one number, for each of :data:`FUNCTIONS`."""
 
     scale: float  # the bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm
-    center: float  # the mean of the activations where the norm centres, else 0
-    betas: dict[
-        str, float
-    ]  # each one's constant of least squares: the inverse square of its slope at 0 over ``scale``
+    center: float  # the mean of the activations if the norm centres, else 0
+    betas: dict[str, float]  # the constant of each by least squares
     errors: dict[str, float]  # the relative error of each on the held-out tokens
 
 
@@ -76,23 +78,23 @@ class OutlierFit:
 
     fit: CoreFit  # the curves; their errors are relative, ``|y - f| / |y|``
     residuals: dict[str, float]  # mean absolute residual ``|f - y|`` of each, in units of the core
-    beta: float  # geometric mean of the constants of which each outlier would need its own
-    beta_spread: (
-        float  # standard deviation of their natural logarithm: 0 if one constant serves all
-    )
-    exact: float  # the largest ``|f - y|`` of DyISRU with these own constants
-    points: tuple[list[float], list[float]]  # x and y of some of the outliers that were measured on
+    beta: float  # geometric mean of the constants that each outlier would need
+    # Standard deviation of their natural logarithm: 0 if one constant serves all.
+    beta_spread: float
+    exact: float  # the largest ``|f - y|`` of DyISRU with each outlier's constant
+    points: tuple[list[float], list[float]]  # x and y of some held-out outliers
 
 
 class Histogram:
-    r"""Pairs (x, y) binned by x, from which the distance of y from any smooth function of x follows.
+    r"""Pairs (x, y) binned by x, to find the distance of y from any smooth function of x.
 
     A bin keeps its count and the sums of u, u^2, y, y^2 and u y, with ``u = (x - origin) / unit``.
-    For a function f it stands for two points at one standard deviation from its mean, with y on its
-    regression line:
+    To compare with a function f, it is replaced by two points at one standard deviation from its
+    mean, with y on its regression line:
 
-    .. math:: \sum (y - f)^2 = \sum y^2 - 2 \sum_\pm \tfrac n2 (\bar y \pm \tfrac{\mathrm{cov}(u, y)}{s})
-        f(\bar u \pm s) + \sum_\pm \tfrac n2 f(\bar u \pm s)^2
+    .. math:: \sum (y - f)^2 = \sum y^2
+        - 2 \sum_\pm \tfrac n2 (\bar y \pm \tfrac{\mathrm{cov}(u, y)}{s}) f(\bar u \pm s)
+        + \sum_\pm \tfrac n2 f(\bar u \pm s)^2
 
     This is exact for a straight line, and right to the third order of a bin's width otherwise. The
     bins are finest at the origin; the unit is the typical size of ``x - origin``.
@@ -101,11 +103,14 @@ class Histogram:
     def __init__(self, origin: float, unit: float, device: torch.device | str = "cpu") -> None:
         self.origin = origin
         self.unit = unit
-        self._sums = torch.zeros(6, 2 * _HALF + 1, dtype=torch.float64, device=device)
+        bins = 2 * _HALF + 1
+        self._count, self._u, self._uu, self._y, self._yy, self._uy = torch.zeros(
+            6, bins, dtype=torch.float64, device=device
+        )
 
     def __len__(self) -> int:
         """Return how many values were added."""
-        return int(self._sums[0].sum())
+        return int(self._count.sum())
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add values; x and y have the same shape."""
@@ -113,51 +118,71 @@ class Histogram:
         y = y.double().flatten()
         # The choice of the bin may be rough; the sums in it must be exact.
         rough = u.float()
-        index = (torch.log2(1 + _KNEE * rough.abs()) * _PER_OCTAVE).round().clamp_max(_HALF)
-        place = (index * rough.sign()).long() + _HALF
-        for row, value in zip(
-            self._sums, (torch.ones_like(u), u, u * u, y, y * y, u * y), strict=True
-        ):
-            row.scatter_add_(0, place, value)
+        distance = (torch.log2(1 + _KNEE * rough.abs()) * _PER_OCTAVE).round().clamp_max(_HALF)
+        place = (distance * rough.sign()).long() + _HALF
+        self._count.scatter_add_(0, place, torch.ones_like(u))
+        self._u.scatter_add_(0, place, u)
+        self._uu.scatter_add_(0, place, u * u)
+        self._y.scatter_add_(0, place, y)
+        self._yy.scatter_add_(0, place, y * y)
+        self._uy.scatter_add_(0, place, u * y)
 
     def mean(self) -> float:
         """Return the mean of x."""
-        return self.origin + self.unit * float(self._sums[1].sum() / self._sums[0].sum())
+        return self.origin + self.unit * float(self._u.sum() / self._count.sum())
 
     def error(self, name: str, betas: Tensor, center: float, scale: float) -> Tensor:
         """Return ``|y - f| / |y|`` for each beta of one of :data:`FUNCTIONS`."""
-        n, u, uu, y, yy, uy = self._sums[:, self._sums[0] > 0]
-        middle, level = u / n, y / n
-        width = (uu / n - middle * middle).clamp_min(0).sqrt()
-        tilt = (uy / n - middle * level) / width.clamp_min(1e-12)
-        residual = yy.sum()
-        for sign in (1, -1):
-            x = (self.origin + self.unit * (middle + sign * width)).expand(len(betas), -1)
+        filled = self._count > 0
+        count = self._count[filled]
+        u_mean = self._u[filled] / count
+        y_mean = self._y[filled] / count
+        u_std = (self._uu[filled] / count - u_mean * u_mean).clamp_min(0).sqrt()
+        covariance = self._uy[filled] / count - u_mean * y_mean
+        # How far the regression line rises over one standard deviation.
+        rise = covariance / u_std.clamp_min(1e-12)
+        square = self._yy[filled].sum()
+        residual = square
+        for side in (1, -1):
+            x = self.origin + self.unit * (u_mean + side * u_std)
+            x = x.expand(len(betas), -1)
             f = FUNCTIONS[name](x, betas.to(x)[:, None], center, scale)
-            residual = residual + (n / 2 * f * (f - 2 * (level + sign * tilt))).sum(1)
-        error: Tensor = (residual.clamp_min(0) / yy.sum().clamp_min(1e-300)).sqrt()
+            y = y_mean + side * rise
+            # (y - f)^2 less the y^2 that is in the residual already.
+            residual = residual + (count / 2 * f * (f - 2 * y)).sum(1)
+        error: Tensor = (residual.clamp_min(0) / square.clamp_min(1e-300)).sqrt()
         return error
 
     def bins(self, most: int, least: int) -> list[Bin]:
-        """Return at most ``most`` intervals, equally wide on the picture's axis, that hold ``least`` values or more."""
-        n, u, _, y, yy, _ = self._sums[:, self._sums[0] > 0].cpu()
-        place = torch.asinh(u / n / PICTURE_KNEE)
-        low, high = place.min(), place.max()
-        index = ((place - low) / (high - low).clamp_min(1e-12) * most).long().clamp_max(most - 1)
-        count, x, mean, square = (
-            torch.bincount(index, weights=v, minlength=most) for v in (n, u, y, yy)
-        )
-        full = count >= least
-        count, x, mean, square = (v[full] for v in (count, x, mean, square))
-        std = (square / count - (mean / count) ** 2).clamp_min(0).sqrt()
-        columns = (self.origin + self.unit * x / count, mean / count, std, count)
-        return [
-            Bin(a, b, c, int(d)) for a, b, c, d in zip(*(v.tolist() for v in columns), strict=True)
-        ]
+        """Return at most ``most`` intervals, equally wide on the picture's axis.
+
+        Those of fewer than ``least`` values are left out.
+        """
+        filled = self._count > 0
+        count = self._count[filled].cpu()
+        u_sum = self._u[filled].cpu()
+        place = torch.asinh(u_sum / count / PICTURE_KNEE)
+        low = place.min()
+        width = (place.max() - low).clamp_min(1e-12)
+        index = ((place - low) / width * most).long().clamp_max(most - 1)
+
+        def totals(values: Tensor) -> Tensor:
+            return torch.bincount(index, weights=values, minlength=most)
+
+        # An interval without values has a count of 0 and is left out below.
+        counts = totals(count)
+        x = self.origin + self.unit * totals(u_sum) / counts
+        mean = totals(self._y[filled].cpu()) / counts
+        mean_square = totals(self._yy[filled].cpu()) / counts
+        std = (mean_square - mean**2).clamp_min(0).sqrt()
+        bins = []
+        for i in (counts >= least).nonzero().flatten().tolist():
+            bins.append(Bin(float(x[i]), float(mean[i]), float(std[i]), int(counts[i])))
+        return bins
 
 
 class Reservoir:
-    """A sample without replacement of fixed size, in which x far from the origin is drawn more often.
+    """A sample of fixed size without replacement, in which values of larger weight are more likely.
 
     Each pair gets the key ``log(random) / weight``; the largest keys stay (Efraimidis and Spirakis,
     2006).
@@ -166,11 +191,11 @@ class Reservoir:
     def __init__(self, size: int, seed: int, device: torch.device | str = "cpu") -> None:
         self.size = size
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._kept = torch.empty(3, 0, dtype=torch.float64, device=device)
+        self._key, self._x, self._y = torch.empty(3, 0, dtype=torch.float64, device=device)
 
     def __len__(self) -> int:
-        """Return how many pairs are kept now."""
-        return self._kept.shape[1]
+        """Return how many pairs the sample holds now."""
+        return len(self._key)
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
         """Add values with their weights."""
@@ -178,9 +203,12 @@ class Reservoir:
             x.numel(), generator=self._generator, device=x.device, dtype=torch.float32
         ).clamp_min(1e-30)
         key, index = (random.log() / weight.flatten()).topk(min(self.size, x.numel()))
-        new = torch.stack([part.double() for part in (key, x.flatten()[index], y.flatten()[index])])
-        both = torch.cat([self._kept, new], dim=1)
-        self._kept = both[:, both[0].topk(min(self.size, both.shape[1])).indices]
+        key = torch.cat([self._key, key.double()])
+        x = torch.cat([self._x, x.flatten()[index].double()])
+        y = torch.cat([self._y, y.flatten()[index].double()])
+        self._key, largest = key.topk(min(self.size, len(key)))
+        self._x = x[largest]
+        self._y = y[largest]
 
     def error(self, name: str, betas: Tensor, center: float, scale: float) -> Tensor:
         """Return ``|y - f| / |y|`` for each beta of one of :data:`FUNCTIONS`."""
@@ -191,8 +219,8 @@ class Reservoir:
 
     def points(self) -> tuple[list[float], list[float]]:
         """Return the sample, sorted by x, as two lists."""
-        _, x, y = self._kept[:, self._kept[1].argsort()].tolist()
-        return x, y
+        order = self._x.argsort()
+        return self._x[order].tolist(), self._y[order].tolist()
 
 
 def core_fit(
@@ -202,27 +230,39 @@ def core_fit(
     scale: float,
     start: float,
 ) -> CoreFit:
-    """Fit the functions to some values, their betas looked for about ``start``, and measure their errors on others."""
-    best = {
-        name: _best_beta(partial(fitted.error, name, center=center, scale=scale), start)
-        for name in FUNCTIONS
-    }
-    errors = {name: float(held_out.error(name, beta, center, scale)) for name, beta in best.items()}
-    return CoreFit(scale, center, {name: float(beta) for name, beta in best.items()}, errors)
+    """Fit the functions to some values, and measure their errors on others.
+
+    Their betas are searched around ``start``.
+    """
+    betas = {}
+    errors = {}
+    for name in FUNCTIONS:
+        error_of = partial(fitted.error, name, center=center, scale=scale)
+        beta = _best_beta(error_of, start)
+        betas[name] = float(beta)
+        errors[name] = float(held_out.error(name, beta, center, scale))
+    return CoreFit(scale, center, betas, errors)
 
 
 def _best_beta(error: Callable[[Tensor], Tensor], start: float) -> Tensor:
-    """Return the beta of least error: a grid of twelve decades about ``start``, then four finer ones."""
-    low, high, count = math.log10(start) - 4, math.log10(start) + 8, 97
+    """Return the beta of least error, (1,): a grid around ``start``, then four finer ones.
+
+    The first grid reaches four decades below the start and eight above.
+    """
+    low = math.log10(start) - 4
+    high = math.log10(start) + 8
+    count = 97
     for _ in range(5):
         grid = torch.linspace(low, high, count, dtype=torch.float64, device="cpu")
         best = int(error(10**grid).argmin())
-        low, high, count = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, count - 1)]), 17
+        low = float(grid[max(best - 1, 0)])
+        high = float(grid[min(best + 1, count - 1)])
+        count = 17
     return 10 ** grid[best, None]
 
 
 class SiteStats:
-    """The running statistics of one norm's inputs in the original model, with a sample of so many points."""
+    """The running statistics of one norm's inputs in the original model, with sampled points."""
 
     def __init__(self, site: NormSite, seed: int, points: int) -> None:
         if points < 1:
@@ -231,54 +271,66 @@ class SiteStats:
         self.tokens = 0
         channels = math.prod(site.normalized_shape)
         self.scale = math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1))
-        self._seed, self._points = seed, points
+        self._seed = seed
+        self._points = points
         self._sizes = SizeStats(site)
-        self._peak = self._core_peak = 0.0
-        self._log_sum = self._log_square_sum = 0.0
+        self._peak = 0.0
+        self._core_peak = 0.0
+        self._log_sum = 0.0
+        self._log_square_sum = 0.0
 
-    def see(self, x: Tensor, batch: Any, share: float) -> Tensor:
+    def see(self, x: Tensor, batch: Batch, share: float) -> Tensor:
         """Add an input of the norm, and return its tokens (tokens, C) without padding.
 
-        The functions are fitted on so large a share of them, and measured on the others; 1 adds to
-        nothing else.
+        The functions are fitted on the first ``share`` of them, and measured on the others. With a
+        share of 1 the tokens are used for nothing else.
         """
         tokens = self.tokens_of(x, batch)
         if not len(tokens):
             return tokens
-        split, size = int(len(tokens) * share), max(1, _CHUNK // tokens.shape[1])
+        split = int(len(tokens) * share)
         if not hasattr(self, "sample"):
-            self._start(tokens[: split or None])
+            self._start(tokens[:split] if split else tokens)
         places = token_places(self.site, x, batch)
-        places = torch.full((len(tokens), 2), -1, device="cpu") if places is None else places
-        for kept, part in ((self.fitted, slice(split)), (self.held_out, slice(split, None))):
-            for some, known in zip(
-                *(torch.split(each[part], size) for each in (tokens, places)), strict=True
-            ):
-                if len(some):
-                    self._add(some, known, kept, share)
+        if places is None:
+            places = torch.full((len(tokens), 2), -1, device="cpu")
+        self._add_part(tokens[:split], places[:split], self.fitted, share)
+        self._add_part(tokens[split:], places[split:], self.held_out, share)
         return tokens
 
-    def tokens_of(self, x: Tensor, batch: Any) -> Tensor:
-        """Return the tokens of x, (tokens, C), without padding, after a look at them."""
+    def tokens_of(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the tokens of x, (tokens, C), without padding; DataError if one is not finite."""
         tokens = site_tokens(self.site, x, token_masks(batch))
         require_finite(self.site.path, tokens)
         return tokens
 
     def _start(self, x: Tensor) -> None:
-        """Lay the bins by the first tokens; these decide no more than how fine they are."""
+        """Place the bins by the first tokens, which only decide how fine they are."""
         origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
         unit = float(normalized(self.site, x)[0].double().log().mean().exp())
-        self.fitted, self.held_out = (Histogram(origin, unit, x.device) for _ in range(2))
+        self.fitted = Histogram(origin, unit, x.device)
+        self.held_out = Histogram(origin, unit, x.device)
         self.sample = Reservoir(self._points, self._seed, x.device)
         self._sigmas = torch.zeros(
             2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device
         )
 
-    def _add(self, x: Tensor, places: Tensor, kept: Histogram, share: float) -> None:
-        sigma, y, deviation = normalized(self.site, x)
-        kept.add(x, y)
-        if share == 1:
+    def _add_part(self, tokens: Tensor, places: Tensor, histogram: Histogram, share: float) -> None:
+        """Add the tokens of one of the two histograms, in chunks that bound the memory."""
+        if not len(tokens):
             return
+        size = max(1, _CHUNK // tokens.shape[1])
+        for x, x_places in zip(torch.split(tokens, size), torch.split(places, size), strict=True):
+            sigma, y, deviation = normalized(self.site, x)
+            histogram.add(x, y)
+            if share < 1:
+                self._add_figures(x, sigma, y, deviation, x_places)
+                if histogram is self.held_out:
+                    self.sample.add(x, y, 1 + (x - histogram.origin).abs() / histogram.unit)
+
+    def _add_figures(
+        self, x: Tensor, sigma: Tensor, y: Tensor, deviation: Tensor, places: Tensor
+    ) -> None:
         self._sizes.add(x, sigma, y, places)
         self.tokens += len(sigma)
         log_sigma = sigma.double().log()
@@ -290,19 +342,20 @@ class SiteStats:
         )
         self._peak = max(self._peak, float(deviation.abs().max()))
         self._core_peak = max(self._core_peak, float(y.abs().max()))
-        if kept is self.held_out:
-            self.sample.add(x, y, 1 + (x - kept.origin).abs() / kept.unit)
 
     def fit(self) -> CoreFit:
-        """Fit the functions and measure their errors; where one of the two has no tokens, on those of the other."""
-        fitted, held_out = self.fitted or self.held_out, self.held_out or self.fitted
+        """Fit the functions and measure their errors; both on all tokens if one half has none."""
+        fitted = self.fitted or self.held_out
+        held_out = self.held_out or self.fitted
         center = fitted.mean() if self.site.kind == "layernorm" else 0.0
         return core_fit(fitted, held_out, center, self.scale, (self.scale * fitted.unit) ** 2)
 
     def figures(self) -> dict[str, Any]:
         """Return the fields of :class:`dynorm.report.records.MeasuredSite`."""
-        mean = self._log_sum / self.tokens
-        typical = math.exp(mean)
+        log_mean = self._log_sum / self.tokens
+        log_variance = max(self._log_square_sum / self.tokens - log_mean * log_mean, 0.0)
+        typical = math.exp(log_mean)
+        x, y = self.sample.points()
         return {
             "path": self.site.path,
             "kind": self.site.kind,
@@ -310,41 +363,45 @@ class SiteStats:
             "tokens": self.tokens,
             "outlier": self._core_peak,
             "outlier_site": self._peak / typical,
-            "sigma_spread": math.sqrt(max(self._log_square_sum / self.tokens - mean * mean, 0.0)),
+            "sigma_spread": math.sqrt(log_variance),
             "sigma_range": self._quantile(0.99) / self._quantile(0.01),
             "sizes": self._sizes.report(self._quantile(0.5)),
-            "picture": Picture(
-                *self.sample.points(), self.held_out.bins(_BARS, _LEAST_VALUES), typical
-            ),
+            "picture": Picture(x, y, self.held_out.bins(_BARS, _LEAST_VALUES), typical),
         }
 
     def _quantile(self, q: float) -> float:
-        """Return the sigma that the part q of the tokens stay below."""
+        """Return a quantile of the tokens' sigma."""
         below = int((self._sigmas.cumsum(0).double() / self.tokens < q).sum())
         return math.pow(2, (below + 0.5) / _SIGMAS_PER_OCTAVE - _OCTAVES)
 
 
-def parted(batches: Iterable[Any], fit_on: Iterable[Any] | None) -> Iterator[tuple[Any, float]]:
-    """Yield each batch with the share of its tokens to fit functions on: of ``fit_on`` all, else half of the others."""
-    for batch in () if fit_on is None else iterate(fit_on, "fit_on"):
-        yield batch, 1.0
+def batches_with_shares(
+    batches: Iterable[Batch], fit_on: Iterable[Batch] | None
+) -> Iterator[tuple[Batch, float]]:
+    """Yield each batch with the share of its tokens to fit functions on.
+
+    It is 1 for the batches of ``fit_on`` and 0 for the others; without ``fit_on`` it is a half.
+    """
+    if fit_on is not None:
+        for batch in iterate(fit_on, "fit_on"):
+            yield batch, 1.0
     for batch in batches:
         yield batch, 0.5 if fit_on is None else 0.0
 
 
-def reached(sites: Iterable[Stats], what: str) -> list[Stats]:
-    """Return the sites that tokens have reached, in call order; DataError where there is none."""
-    found = sorted((site for site in sites if site.tokens), key=lambda site: site.site.order)
-    if not found:
+def reached_sites(sites: Iterable[Stats], what: str) -> list[Stats]:
+    """Return the sites that a batch reached, in call order; DataError if there is none."""
+    reached = [site for site in sites if site.tokens]
+    if not reached:
         raise DataError(
             f"the batches must reach at least one {what}, but reached none: give batches that use "
             "them"
         )
-    return found
+    return sorted(reached, key=lambda site: site.site.order)
 
 
 def normalized(site: NormSite, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the size that a norm divides each token (tokens, C) by, its core, and the deviations."""
+    """Return the size by which a norm divides each token (tokens, C), its core, and deviations."""
     deviation = token_deviation(x, site.kind)
     sigma = (token_moment(x, site.kind) + site.eps).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
     return sigma, deviation / sigma[:, None], deviation
