@@ -16,6 +16,8 @@ from dynorm.errors import DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
 
+# The input of a model: a tensor, the arguments of a call, or its named arguments.
+Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 # Common names of two-dimensional masks: those whose ones are tokens, and those whose ones are
 # padding.
 _TOKENS = ("attention_mask", "decoder_attention_mask")

@@ -56,7 +56,7 @@ class Reader:
 
 
 def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
-    """Run a model once to find its linear layers, and the point-wise layers whose outputs they read.
+    """Run a model once to find its linear layers and the point-wise layers that they read.
 
     A linear layer is an ``nn.Linear`` or a ``Conv1D`` of transformers. It reads a point-wise layer
     when its input is the very tensor that the point-wise layer returned. If it reads anything else,
