@@ -222,9 +222,9 @@ class _Plan:
     reader: Reader
     # Multiplied into the columns of the weight: one per channel, or 1.
     step: Tensor
-    # Of the input, once it is divided by the step.
+    # The scale of the input after its division by the step.
     scale: Tensor
-    # None if symmetric.
+    # The zero point of the input; None if symmetric.
     zero: Tensor | None
 
 
@@ -334,7 +334,7 @@ def _foldable(model: nn.Module, plans: Sequence[_Plan]) -> set[str | None]:
         if all(
             plan.reader.alone
             and linears.issuperset(plan.reader.peers)
-            # A linear layer with a range of its own may have other steps.
+            # A linear layer with its own range may have other steps.
             and torch.equal(plan.step, step)
             for plan in readers
         ):
