@@ -21,7 +21,6 @@ NOT_YET = {
     "fit/calibrate.py",
     "fit/site_fit.py",
     "fit/witnesses.py",
-    "hub/quantizer.py",
     "jobs/checkpoint.py",
     "jobs/images.py",
     "jobs/inputs.py",

@@ -515,7 +515,7 @@ def test_a_refused_call_leaves_the_model_alone() -> None:
     wrong = [*readers, Reader("nowhere", "one", 2, False)]
     assert_refused_unchanged(model, wrong, dynorm.ModelError, "readers must be of this model")
     wrong = [*readers, Reader("a", "b", 2, False)]
-    assert_refused_unchanged(model, wrong, dynorm.ModelError, "call find_readers anew")
+    assert_refused_unchanged(model, wrong, dynorm.ModelError, "find_readers again")
     linear = Net(layer_of(dynorm.DyISRU), layer_of(dynorm.LinearControl)).eval()
     assert_refused_unchanged(
         linear, find_readers(linear, x), dynorm.ArgumentError, "LinearControl has no bound"

@@ -123,7 +123,7 @@ def test_it_is_saved_and_moved_with_its_model() -> None:
             r"no witnesses, got \(0, 1\): .* keep the layer",
         ),
         (nn.LayerNorm(C), (WHOLE, WHOLE), "a point-wise layer of dynorm, got LayerNorm"),
-        (dynorm.AnnealedDyISRU(C), (WHOLE, WHOLE), "must stand at t = 1"),
+        (dynorm.AnnealedDyISRU(C), (WHOLE, WHOLE), "must be at t = 1"),
         (dynorm.LinearControl(C), (WHOLE,), "LinearControl has no bound"),
         (
             dynorm.DyISRU(C),

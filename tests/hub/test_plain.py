@@ -266,7 +266,7 @@ PLAIN_DAMAGES: Damages = {
         lambda d: edit_config(d, layers__1__config__normalized_shape=[2**40]),
         "layer 1: .* 268,435,456 parameters",
     ),
-    "repeated": (repeat_layer, "layer 1: .* but 1 stands in another entry too"),
+    "repeated": (repeat_layer, "layer 1: .* but 1 is in another entry too"),
     "nested": (
         lambda d: (d / "dynorm.json").write_text("[" * 200_000),
         "dynorm.json must be JSON, but max",

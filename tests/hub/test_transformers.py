@@ -606,7 +606,7 @@ def test_witnesses_of_a_transformers_model_that_do_not_fit_are_refused(
 
 def test_other_mistakes_with_transformers_directories(tmp_path: Path) -> None:
     save(bert(), tmp_path / "m")
-    with pytest.raises(ArgumentError, match="no model must be given"):
+    with pytest.raises(ArgumentError, match="do not pass a model"):
         load(tmp_path / "m", build())
     edit_config(tmp_path / "m", **{f"{LAYER}__paths": ["encoder.norm"]})
     with pytest.raises(ModelError, match=r"a norm at 'encoder\.norm'"):

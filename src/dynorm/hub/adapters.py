@@ -19,17 +19,17 @@ from dynorm.replace.converted import dynorm_layers
 
 PEFT_MODEL = "peft.peft_model"
 
-# Beside an adapter's own files, where its base was converted.
+# Written next to an adapter's own files if its base was converted.
 NOTE = "dynorm_base.json"
 _PEFT_CONFIG = "adapter_config.json"
 _CONSTANTS = {name for layer in LAYERS.values() for name in layer.constants}
 
 
 def check_adapters(peft_model: ModuleType) -> None:
-    """Let peft note in an adapter's folder that its base was converted, and look for the note when it loads one.
+    """Let peft record in an adapter's folder that its base was converted, and check it on load.
 
-    An adapter that holds layers where the model has norms is refused: peft would drop their
-    constants. One of other weights only, as of LoRA, loads with a warning.
+    An adapter that holds layers where the model has norms is refused, because peft would drop their
+    constants. An adapter of other weights only, such as LoRA's, loads with a warning.
     """
     kind = peft_model.PeftModel
     save_pretrained = getattr(kind.save_pretrained, "_without_dynorm", kind.save_pretrained)
@@ -41,12 +41,12 @@ def check_adapters(peft_model: ModuleType) -> None:
         folder = Path(args[0] if args else kwargs["save_directory"])
         count = len(dynorm_layers(self))
         for name in self.peft_config:
-            own = folder if name == "default" else folder / name
-            if count and (own / _PEFT_CONFIG).is_file():
-                write_text(own / NOTE, json.dumps({"layers": count}) + "\n")
+            adapter = folder if name == "default" else folder / name
+            if count and (adapter / _PEFT_CONFIG).is_file():
+                write_text(adapter / NOTE, json.dumps({"layers": count}) + "\n")
             else:
-                # Of an adapter that was saved there before.
-                (own / NOTE).unlink(missing_ok=True)
+                # An earlier adapter in this folder may have left one.
+                (adapter / NOTE).unlink(missing_ok=True)
         return result
 
     @wraps(load_adapter)
@@ -66,10 +66,11 @@ def check_adapters(peft_model: ModuleType) -> None:
 def _warn_of_other_base(model: nn.Module, note: Path) -> None:
     if not note.is_file():
         return
-    wanted, present = read_json(note).get("layers"), len(dynorm_layers(model))
-    if isinstance(wanted, int) and present < wanted:
+    trained = read_json(note).get("layers")
+    present = len(dynorm_layers(model))
+    if isinstance(trained, int) and present < trained:
         warnings.warn(
-            f"the adapter was trained on a converted model with {wanted} point-wise layers, but "
+            f"the adapter was trained on a converted model with {trained} point-wise layers, but "
             f"this one has {present}: load it on the converted base, or its outputs differ",
             UserWarning,
             stacklevel=3,

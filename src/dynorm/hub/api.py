@@ -24,12 +24,13 @@ QUANTIZERS = "transformers.quantizers.auto"
 
 
 def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Save a converted model: weights, point-wise layers and where they stand; never a pickle.
+    """Save a converted model: its weights, and its point-wise layers with their paths; no pickle.
 
     A transformers model is written as ``save_pretrained`` writes it, with its layers named in
     config.json. Once dynorm is imported, any ``from_pretrained`` loads it, with another head too.
     Any other model is written as ``model.safetensors`` and ``dynorm.json``. The directory appears
-    whole or not at all: if the process is killed or the disk is full, the old one stands as it was.
+    complete or not at all: if the process is killed or the disk is full, the old one stays as it
+    was.
     Wrappers of the model or its parts, such as ``checkpoint_wrapper`` and ``torch.compile``, are
     left out: the directory loads into the model without them, or with others.
     Shared tensors stay shared. Buffers that are not persistent are not saved, nor are the original
@@ -38,13 +39,13 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     Args:
         model: a model with point-wise layers; it is not changed.
         directory: where to; its parent must exist.
-        overwrite: replace a saved model that is there. Other files beside it, as a tokenizer's, are
-            kept.
+        overwrite: replace a saved model that is there. Other files in the directory, such as a
+            tokenizer's, are kept.
 
     Raises:
-        ArgumentError: ``model`` is no module.
+        ArgumentError: ``model`` is not a module.
         ModelError: it has no point-wise layer, is wrapped in FSDP, sharded or on the meta device,
-            is quantized too, or holds state that is no tensor.
+            is quantized too, or holds state that is not a tensor.
         StorageError: the directory exists, or cannot be written.
 
     Warns:
@@ -74,16 +75,16 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Load what :func:`save` wrote, in eval mode: the tensors are those of the saved model, bit for bit.
+    """Load a directory of :func:`save`, in eval mode, with bit-equal tensors.
 
-    The outputs are too, if both models have their tensors where torch puts them. A model that came
-    from transformers' ``from_pretrained`` has not, and torch may round its products with a single
-    vector differently.
+    The outputs are bit-equal too if the tensors of both models are aligned as torch aligns them.
+    Those of a model from transformers' ``from_pretrained`` are not, and torch may round its
+    products with a single vector differently.
 
-    A transformers model needs nothing else, and comes in the class that config.json names, on the
-    CPU. For any other one, build the model as it was before its conversion and pass it: its norms
-    are replaced, and its tensors filled, in the dtypes that were saved and on the device where they
-    are. No code is imported that a file names.
+    A transformers model is loaded on the CPU, in the class that config.json names, from the
+    directory only. For any other model, build it as it was before its conversion and pass it: its
+    norms are replaced, and its tensors filled, in the saved dtypes and on their device. Files
+    cannot make dynorm import code.
 
     Args:
         directory: a local directory.
@@ -95,9 +96,9 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
         The model; for a plain torch model, the one that was passed.
 
     Raises:
-        ArgumentError: a model is needed, or one is given where config.json names it.
-        ModelError: the model is of another class than the saved one, or has no module where a layer
-            stands.
+        ArgumentError: a model is needed, or one is passed although config.json names the class.
+        ModelError: the model is of another class than the saved one, or has no module at the path
+            of a layer.
         StorageError: a file is missing, truncated or malformed, or the tensors are not those of the
             model: the message names the missing, unexpected or misshapen ones. A model that was
             passed is as it was.
@@ -118,7 +119,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
     folder = Path(directory)
     if not folder.is_dir():
         raise StorageError(
-            f"{folder} must be a directory, but is none: for a name on a hub, use from_pretrained"
+            f"{folder} must be a directory, but is not: for a name on a hub, use from_pretrained"
         )
     before = folder.stat()
     try:
@@ -141,26 +142,28 @@ def _read(folder: Path, model: nn.Module | None) -> nn.Module:
         )
     if model is not None:
         raise ArgumentError(
-            f"no model must be given for {folder}: its {_TRANSFORMERS_CONFIG} names the class"
+            f"do not pass a model for {folder}: its {_TRANSFORMERS_CONFIG} already names the class"
         )
     loaded: nn.Module = _with_transformers().read_transformers(folder)
     return loaded
 
 
 def register_quantizer(auto: ModuleType) -> None:
-    """Make transformers know dynorm's quantization method; called when its list of methods is there."""
-    # Another version of transformers is refused with its models, below.
+    """Register dynorm's quantization method; called when transformers' list of them is imported."""
+    # `register_with_transformers` refuses other versions.
     if int(sys.modules["transformers"].__version__.split(".")[0]) >= 5:
         importlib.import_module("dynorm.hub.quantizer").register(auto)
 
 
 def register_with_transformers(modeling: ModuleType) -> None:
-    """Make ``from_pretrained`` and ``save_pretrained`` know converted models; called when transformers is there."""
+    """Make ``from_pretrained`` and ``save_pretrained`` know converted models.
+
+    It is called when transformers is imported.
+    """
     try:
-        # The module registers itself when it is imported, for its own import may be the first of
-        # transformers.
+        # The module registers itself on import, which may be the first import of transformers.
         _with_transformers()
-    # Importing transformers must go on, whatever another version of it lacks.
+    # Any error of another version of transformers must not end its import.
     except Exception as error:
         warnings.warn(
             "dynorm is unknown to this transformers, so from_pretrained will not load converted "

@@ -1,4 +1,4 @@
-"""The part of a saved model that its class does not know: the layers, added biases and untied tensors."""
+"""The changes to a saved model's class: the layers, added biases and untied tensors."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from dynorm.replace.specs import LayerSpec, specs_of
 from dynorm.wrappers import plain_modules
 
 FORMAT_VERSION = 1
-# Elements of all layers together: no model has as many, and a damaged size must not fill the
+# Elements of all layers together. No model has this number, and a damaged size must not fill the
 # memory.
 _MOST_ELEMENTS = 1 << 28
 
@@ -33,15 +33,14 @@ class Contents:
 
 
 def contents_of(model: nn.Module) -> Contents:
-    """Return the contents of a model that is to be saved, or raise ModelError where a load could not build it again."""
+    """Return the contents of a model to save; ModelError if a load could not build it again."""
     changed = is_changed(model)
     changes = Contents(biases=added_biases(model), untied=untied(model), layers=specs_of(model))
     layers = dynorm_layers(model)
     if not (layers or changed):
         raise ModelError(
             "the model must have point-wise layers, but has none: call dynorm.convert_(model, "
-            "sites). (One whose fold "
-            "changed only values is of its own class: save it with that class's own means.)"
+            "sites). (If a fold changed only values, save the model as its class is saved.)"
         )
     if "" in layers:
         raise ModelError(
@@ -51,28 +50,29 @@ def contents_of(model: nn.Module) -> Contents:
         if type(layer) not in NAMES:
             raise ModelError(
                 f"the layer {path!r} must be one of dynorm's ({', '.join(LAYERS)}), but is a "
-                f"{type(layer).__name__}: "
-                "save such a model with torch's own means"
+                f"{type(layer).__name__}: save such a model with torch.save"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__module__.startswith("torchao."):
             raise ModelError(
-                f"the model must be converted or quantized to be saved, but {name!r} is a "
-                f"{type(parameter).__name__}: "
-                "save it before quantizing, and quantize what was loaded"
+                f"a model to save must not be quantized, but {name!r} is a "
+                f"{type(parameter).__name__}: save it before quantizing, and quantize the loaded "
+                "model"
             )
     return changes
 
 
 def read_layers(values: object, where: str, *, allow_none: bool = False) -> list[LayerSpec]:
-    """Read specs, each kind built once on the meta device to see that it can be; StorageError where one cannot."""
+    """Read specs and check that each can be built; StorageError if one cannot."""
     if not isinstance(values, (list, tuple)) or not (values or allow_none):
         raise StorageError(
             f"the layers in {where} must be a list with at least one entry, got {values!s:.80}"
         )
     specs: list[LayerSpec] = []
     seen: set[str] = set()
-    elements, sizes = 0, dict[str, int]()
+    elements = 0
+    # The elements of a layer, by its spec without the paths: most layers of a model have the same.
+    sizes: dict[str, int] = {}
     for i, entry in enumerate(values):
         try:
             if not isinstance(entry, Mapping) or not is_list_of_str(entry.get("paths")):
@@ -81,20 +81,19 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
                 raise ArgumentError("a layer needs at least one path")
             if again := seen.intersection(entry["paths"]):
                 raise ArgumentError(
-                    f"a layer needs paths of its own, but {listed(again)} stands in another entry "
-                    "too"
+                    f"a path must be in one entry only, but {listed(again)} is in another entry too"
                 )
             seen.update(entry["paths"])
             spec = LayerSpec.from_dict(entry)
-            # Few layers of a model differ in more than their paths.
-            if (kind := repr((spec.layer, spec.config))) not in sizes:
+            kind = repr((spec.layer, spec.config))
+            if kind not in sizes:
                 sizes[kind] = sum(p.numel() for p in spec.build("meta", None).parameters())
             elements += sizes[kind]
             if elements > _MOST_ELEMENTS:
                 raise ArgumentError(
                     f"the layers may have {_MOST_ELEMENTS:,} parameters together, got {elements:,}"
                 )
-        # A config may hold anything: whatever a constructor says of it is the reason.
+        # A config may hold anything, so a constructor may raise any of these.
         except (ArgumentError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise StorageError(f"{where}, layer {i}: {error}") from error
         specs.append(spec)
@@ -102,12 +101,12 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, or raise StorageError where there is none in the file."""
+    """Read a JSON object, or raise StorageError if the file does not hold one."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StorageError(f"{path} must be readable, but {error}") from error
-    # Of a file that is nested too deep.
+    # A file that is nested too deep raises RecursionError.
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} must be JSON, but {error}") from error
     if not isinstance(values, dict):
@@ -116,24 +115,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_version(values: Mapping[str, Any], where: str) -> None:
-    """Refuse a file that was written in a format that is not known here."""
+    """Refuse a file in a format that this version does not know."""
     version = values.get("format_version")
     if version != FORMAT_VERSION:
-        written = (
-            f", written by dynorm {values['dynorm_version']}" if "dynorm_version" in values else ""
-        )
+        written = ""
+        if "dynorm_version" in values:
+            written = f", written by dynorm {values['dynorm_version']}"
         raise StorageError(
             f"the format_version of {where} must be {FORMAT_VERSION}, got {version!r}{written}"
         )
 
 
 def checksum(values: object) -> str:
-    """Return the sha256 of values that JSON knows, whatever the order of their keys."""
+    """Return the sha256 of values as JSON; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def require_checksum(values: Mapping[str, Any], where: str) -> None:
-    """Refuse a JSON object that was changed since, by its own checksum: those of earlier versions hold none."""
+    """Refuse a JSON object that does not match the checksum in it."""
+    # Objects of earlier versions hold none.
     rest = {key: value for key, value in values.items() if key != "sha256"}
     if values.get("sha256") not in (None, checksum(rest)):
         raise StorageError(
@@ -142,7 +142,7 @@ def require_checksum(values: Mapping[str, Any], where: str) -> None:
 
 
 def weights_entry(path: Path) -> dict[str, Any]:
-    """Return the size and checksum by which a load knows the weights as its own."""
+    """Return the size and checksum by which a load recognises a file of weights."""
     with path.open("rb") as file:
         return {
             "size": path.stat().st_size,
@@ -157,15 +157,15 @@ def require_weights(path: Path, expected: object, where: object) -> None:
             f"the weights in {where} must have a size and a sha256, got {expected!r}"
         )
     try:
-        found = weights_entry(path)
+        actual = weights_entry(path)
     except OSError as error:
         raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
-    if found["size"] != expected["size"]:
+    if actual["size"] != expected["size"]:
         raise StorageError(
-            f"{path} must have {expected['size']} bytes, got {found['size']}: it is truncated, or "
-            "not its own"
+            f"{path} must have {expected['size']} bytes, got {actual['size']}: it is truncated, or "
+            "of another model"
         )
-    if found["sha256"] != expected["sha256"]:
+    if actual["sha256"] != expected["sha256"]:
         raise StorageError(
             f"{path} must have the sha256 that {where} names, but has not: it was changed since"
         )
@@ -174,7 +174,7 @@ def require_weights(path: Path, expected: object, where: object) -> None:
 def require_witnesses(
     model: nn.Module, tensors: Mapping[str, Tensor], where: object, config: str
 ) -> None:
-    """Refuse tensors that name other witnesses than the layers' configs do; meta tensors name none."""
+    """Refuse tensors that name other witnesses than the layers' configs; meta tensors pass."""
     for path, layer in plain_modules(model).items():
         if not isinstance(layer, PointwiseNorm):
             continue
@@ -186,11 +186,10 @@ def require_witnesses(
         ):
             raise StorageError(
                 f"{name!r} in {where} must be the channels that {config} names, "
-                f"{list(layer.witness_channels)}, "
-                f"got {tensors[name].tolist()}"
+                f"{list(layer.witness_channels)}, got {tensors[name].tolist()}"
             )
 
 
 def is_list_of_str(value: object) -> TypeGuard[list[str]]:
-    """Tell whether a value is a list of strings."""
+    """Return whether a value is a list of strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -1,4 +1,4 @@
-"""Weight decay: transformers leaves norms out of it, and must leave out the layers that replace them."""
+"""Weight decay: transformers excludes norms, and must exclude the layers that replace them."""
 
 from collections.abc import Iterable
 from functools import wraps
@@ -13,16 +13,17 @@ from dynorm.layers.rmsnorm import RMSNorm
 PARAMETER_NAMES = "transformers.trainer_pt_utils"
 NORM_CLASSES = "transformers.pytorch_utils"
 
-# The layers of a converted model, and the norms that a fold leaves.
+# The layers of a converted model, and the norms that remain after a fold.
 _OURS = (PointwiseNorm, RMSNorm)
 
 
 def leave_out_of_decay(utilities: ModuleType) -> None:
-    """Let ``get_parameter_names`` leave out the layers wherever it leaves out norms.
+    """Let ``get_parameter_names`` leave out the layers when it leaves out norms.
 
-    The Trainer names the class LayerNorm, and looks for parts of names such as "layernorm".
-    ``ln_1`` has none of them, so that the class alone decides. The function calls itself for each
-    child by its name in this module: so callers that imported it earlier get this version too.
+    The Trainer passes the class LayerNorm and parts of names such as "layernorm". A name such as
+    ``ln_1`` has none of these parts, so only the class decides. The function looks up its own name
+    in this module to call itself for each child, so callers that imported it earlier get this
+    version too.
     """
     replaced = utilities.get_parameter_names
     names_of = getattr(replaced, "_without_dynorm", replaced)

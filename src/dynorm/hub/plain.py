@@ -1,4 +1,4 @@
-"""Plain torch models: ``model.safetensors`` beside ``dynorm.json``, loaded into a model that the caller built."""
+"""Plain torch models: ``model.safetensors`` and ``dynorm.json``, loaded into the caller's model."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 
 
 def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> None:
-    """Write a model into an empty directory; ModelError where it has a tensor that safetensors cannot hold."""
+    """Write a model into an empty directory; ModelError if safetensors cannot hold a tensor."""
     from dynorm._version import __version__
 
     tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
@@ -43,13 +43,14 @@ def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> N
 
 
 def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
-    """Load a directory that :func:`write_plain` wrote into ``model``, which an error leaves as it was."""
+    """Load a directory of :func:`write_plain` into ``model``; an error leaves that as it was."""
     where = str(folder / CONFIG)
     values = contents.read_json(folder / CONFIG)
     contents.require_version(values, where)
     contents.require_checksum(values, where)
     model, inside = _require_class(model, values.get("model_class"), folder)
-    biases, untied = values.get("biases", []), values.get("untied", [])
+    biases = values.get("biases", [])
+    untied = values.get("untied", [])
     for key, names in (("biases", biases), ("untied", untied)):
         if not contents.is_list_of_str(names):
             raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
@@ -77,54 +78,53 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
     """Return the tensors to write, each once, and the other names of those that have several."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    kept: dict[object, str] = {}
+    first_name: dict[object, str] = {}
     storages = set()
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             raise ModelError(
                 f"the model's state must be dense tensors, but {name!r} is a "
-                f"{type(tensor).__name__}: "
-                "it could only be pickled, which dynorm does not do"
+                f"{type(tensor).__name__}: it could only be pickled, which dynorm does not do"
             )
-        # Empty tensors have no place in memory to know them by.
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        key = place if tensor.numel() else id(tensor)
-        if (first := kept.setdefault(key, name)) != name:
-            aliases[name] = first
+        # Tensors are the same if they are in the same memory. Empty ones are in none.
+        key: object = id(tensor)
+        if tensor.numel():
+            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key in first_name:
+            aliases[name] = first_name[key]
             continue
-        storage = tensor.untyped_storage()
+        first_name[key] = name
         # safetensors refuses views, even of memory that nothing else uses.
-        whole = (
-            storage.nbytes() == tensor.numel() * tensor.element_size()
-            and storage.data_ptr() not in storages
-        )
+        storage = tensor.untyped_storage()
+        is_view = storage.nbytes() != tensor.numel() * tensor.element_size()
+        value = tensor.detach()
+        if is_view or storage.data_ptr() in storages:
+            value = value.clone()
         storages.add(storage.data_ptr())
-        tensors[name] = (
-            tensor.detach().contiguous() if whole else tensor.detach().clone().contiguous()
-        )
+        tensors[name] = value.contiguous()
     return tensors, aliases
 
 
 def _require_class(
     model: nn.Module | None, saved: object, folder: Path
 ) -> tuple[nn.Module, nn.Module]:
-    """Return the model, and the one inside of its wrappers, which must be of the class that was saved."""
+    """Return the model, and the one inside its wrappers, which must be of the saved class."""
     if not isinstance(saved, str) or ":" not in saved:
         raise StorageError(
             f"the model_class in {folder / CONFIG} must be 'module:class', got {saved!r}"
         )
     if model is None:
         raise ArgumentError(
-            f"a model must be given to load {folder} into, for dynorm imports no code that a file "
-            "names: build a "
-            f"{saved.replace(':', '.')} as it was before its conversion, and call "
+            f"{folder} must be loaded into a model, because dynorm imports no code that a file "
+            f"names: build a {saved.replace(':', '.')} as it was before its conversion, and call "
             "dynorm.load(directory, model)"
         )
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     inside = unwrapped(model)
     module, name = saved.split(":", 1)
-    own_module, own_name = type(inside).__module__, type(inside).__qualname__
+    own_module = type(inside).__module__
+    own_name = type(inside).__qualname__
     # A class may be saved by the script that defines it and be imported from there later.
     if name != own_name or (module != own_module and "__main__" not in (module, own_module)):
         raise ModelError(
@@ -135,8 +135,9 @@ def _require_class(
 
 
 def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors under all their names; one of several names comes as the same object."""
-    path, aliases = folder / WEIGHTS, values.get("aliases")
+    """Return the tensors by all their names; the names of one tensor have the same object."""
+    path = folder / WEIGHTS
+    aliases = values.get("aliases")
     if not isinstance(aliases, dict):
         raise StorageError(f"the aliases in {folder / CONFIG} must be an object, got {aliases!r}")
     contents.require_weights(path, values.get("weights"), folder / CONFIG)
@@ -153,32 +154,31 @@ def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    own = plain_state(model, model.state_dict(keep_vars=True))
-    for names, what in (
-        (own.keys() - tensors.keys(), "lacks"),
-        (tensors.keys() - own.keys(), "has beyond them"),
-    ):
+    expected = plain_state(model, model.state_dict(keep_vars=True))
+    missing = expected.keys() - tensors.keys()
+    unexpected = tensors.keys() - expected.keys()
+    for names, what in ((missing, "lacks"), (unexpected, "has beyond them")):
         if names:
             raise StorageError(
                 f"{folder / WEIGHTS} must hold the tensors of {type(model).__name__}, "
                 f"but {what} {listed(names)}"
             )
-    first: dict[int, str] = {}
-    for name, tensor in own.items():
-        found, place = tensors[name], f"{name!r} in {folder / WEIGHTS}"
-        if tensor.shape != found.shape:
+    first_name: dict[int, str] = {}
+    for name, tensor in expected.items():
+        saved = tensors[name]
+        place = f"{name!r} in {folder / WEIGHTS}"
+        if tensor.shape != saved.shape:
             raise StorageError(
                 f"{place} must have the model's shape {tuple(tensor.shape)}, got "
-                f"{tuple(found.shape)}"
+                f"{tuple(saved.shape)}"
             )
-        if tensor.is_floating_point() and not found.is_floating_point():
-            raise StorageError(f"{place} must be of a dtype like {tensor.dtype}, got {found.dtype}")
-        other = first.setdefault(id(tensor), name)
-        if found is not tensors[other]:
+        if tensor.is_floating_point() and not saved.is_floating_point():
+            raise StorageError(f"{place} must be of a dtype like {tensor.dtype}, got {saved.dtype}")
+        other = first_name.setdefault(id(tensor), name)
+        if saved is not tensors[other]:
             raise ModelError(
                 f"{other!r} and {name!r} must be two tensors as in the saved model, but "
-                f"{type(model).__name__} "
-                "shares them: untie them before loading"
+                f"{type(model).__name__} shares them: untie them before loading"
             )
     contents.require_witnesses(model, tensors, folder / WEIGHTS, CONFIG)
     for path, module in model.named_modules():
@@ -187,36 +187,35 @@ def _require_same_tensors(model: nn.Module, tensors: Mapping[str, Tensor], folde
             if buffer is not None and buffer.is_meta:
                 raise ModelError(
                     f"the buffer {'.'.join(filter(None, (path, name)))!r} must hold values, but is "
-                    "on the meta "
-                    "device and in no checkpoint: build the model on a real device"
+                    "on the meta device and in no checkpoint: build the model on a real device"
                 )
 
 
 def _fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the model the tensors, with their dtypes and sharing; its parameters stay the objects they are."""
-    own: dict[tuple[int, type], Tensor] = {}
+    """Give the model the tensors, with their dtypes and sharing; parameters stay the same objects.
+
+    A meta tensor, or one made in inference mode, is replaced.
+    """
+    targets: dict[tuple[int, type], Tensor] = {}
     modules = plain_modules(model, remove_duplicate=False)
     for name, tensor in plain_state(model, model.state_dict(keep_vars=True)).items():
         source = tensors[name]
         key = (id(source), type(tensor))
-        if key not in own:
-            own[key] = tensor
+        if key not in targets:
+            target = tensor
+            # Neither can be written into, and the second cannot be trained.
             if tensor.is_meta or tensor.is_inference():
-                # A meta tensor gets its place on the CPU. One that was made in inference mode
-                # cannot be written into, nor trained.
                 device = "cpu" if tensor.is_meta else tensor.device
-                real = torch.empty_like(tensor, device=device)
-                own[key] = (
-                    nn.Parameter(real, tensor.requires_grad)
-                    if isinstance(tensor, nn.Parameter)
-                    else real
-                )
-            own[key].data = own[key].data.to(source.dtype)
-        if own[key] is not tensor:
+                target = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    target = nn.Parameter(target, tensor.requires_grad)
+            target.data = target.data.to(source.dtype)
+            targets[key] = target
+        if targets[key] is not tensor:
             path, _, leaf = name.rpartition(".")
-            setattr(modules[path], leaf, own[key])
-    # With the metadata of state_dict, without which modules take the tensors for those of an old
-    # version.
+            setattr(modules[path], leaf, targets[key])
+    # Update the model's own state_dict, because it has the versions of its modules: without them
+    # modules take the tensors for those of an old version.
     state = model.state_dict()
     state.update({name: tensors[plain_name(model, name)] for name in state})
     model.load_state_dict(state)

@@ -1,4 +1,7 @@
-"""A quantization method to transformers: it puts the layers that config.json names into a model before weights load."""
+"""The layers that config.json names, put into a model before transformers loads the weights.
+
+To transformers this is a quantization method.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -21,27 +24,31 @@ from dynorm.replace.specs import LayerSpec, apply_specs_
 from dynorm.wrappers import plain_modules, without_wrappers
 
 METHOD = "dynorm"
-# Key and value in config.json that transformers alone takes for a bad file name, which its error
-# quotes.
+# Key and value in config.json. Without dynorm, transformers takes the value for a file name, and
+# quotes it in its error.
 BARRIER = "transformers_weights"
-ADVICE = "import dynorm before you load this model: its norms are replaced by layers that only dynorm (pip) knows"
-# Of torch's own allocations on the CPU, in bytes.
+ADVICE = (
+    "import dynorm before you load this model: its norms are replaced by layers that only dynorm "
+    "(pip) knows"
+)
+# The alignment of torch's own allocations on the CPU, in bytes.
 _ALIGNMENT = 64
 _AFFINE = ("weight", "bias")
-# Whether the call of from_pretrained that is running was given a dtype.
+# Whether the running call of from_pretrained has a dtype argument.
 DTYPE_GIVEN: ContextVar[bool] = ContextVar("DTYPE_GIVEN", default=False)
 
 
 class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The ``quantization_config`` of a config.json: which point-wise layers stand where.
+    """The ``quantization_config`` of a config.json: the point-wise layers and their paths.
 
-    A path is relative to the base model, so that any head may be put on it, or ``outside`` of it.
+    A path is relative to the base model, which may then have any head. The paths of layers in the
+    head are under ``outside``.
     """
 
     def __init__(
         self,
-        # One dict per layer: that of its spec, with ``outside``, and ``dtypes`` of parameters that
-        # are not the model's.
+        # One dict per layer: that of its spec, with ``outside``, and with the ``dtypes`` of
+        # parameters that differ from the model's.
         layers: Any = (),
         model_dtype: str | None = None,
         format_version: int | None = None,  # of this dict
@@ -49,8 +56,8 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         biases: Any = (),  # paths of linear layers that were given a bias
         biases_outside: Any = (),
         weights: Any = None,  # size and checksum of each file of weights, to know them by
-        layers_sha256: str | None = None,  # of the lists above; made where there is none
-        # By path of a module that is no layer: the dtypes of its tensors that are not the model's.
+        layers_sha256: str | None = None,  # of the lists above; computed if None
+        # By path of any other module: the dtypes of its tensors that differ from the model's.
         dtypes: Any = None,
         dtypes_outside: Any = None,
         # Ignored, such as the keys that transformers adds.
@@ -61,8 +68,9 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.dynorm_version = dynorm_version
         self.model_dtype = model_dtype
         self.layers = layers
-        self.biases, self.biases_outside = (
-            list(b) if isinstance(b, tuple) else b for b in (biases, biases_outside)
+        self.biases = list(biases) if isinstance(biases, tuple) else biases
+        self.biases_outside = (
+            list(biases_outside) if isinstance(biases_outside, tuple) else biases_outside
         )
         if not (
             contents.is_list_of_str(self.biases) and contents.is_list_of_str(self.biases_outside)
@@ -70,10 +78,10 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise StorageError(
                 f"the biases in the quantization_config must be paths, got {biases!s:.80}"
             )
-        self.dtypes, self.dtypes_outside = dtypes or {}, dtypes_outside or {}
+        self.dtypes = dtypes or {}
+        self.dtypes_outside = dtypes_outside or {}
         for by_path in (self.dtypes, self.dtypes_outside):
-            known = isinstance(by_path, dict) and all(map(_are_dtypes, by_path.values()))
-            if not known:
+            if not isinstance(by_path, dict) or not all(map(_are_dtypes, by_path.values())):
                 raise StorageError(
                     "the dtypes in the quantization_config must name dtypes of tensors by path, "
                     f"got {by_path!s:.80}"
@@ -92,29 +100,30 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
 
     def specs(self) -> list[tuple[LayerSpec, list[str], dict[str, str]]]:
-        """Return each layer's spec, its paths outside of the base model, and its parameters' own dtypes."""
+        """Return each layer's spec, its paths outside of the base model, and its own dtypes."""
         where = "the quantization_config"
         specs = contents.read_layers(
             self.layers, where, allow_none=bool(self.biases or self.biases_outside)
         )
-        found = []
+        layers = []
         for spec, entry in zip(specs, self.layers, strict=True):
-            outside, dtypes = entry.get("outside", []), entry.get("dtypes", {})
+            outside = entry.get("outside", [])
+            dtypes = entry.get("dtypes", {})
             if not contents.is_list_of_str(outside) or not _are_dtypes(dtypes):
                 raise StorageError(
                     f"{where}: outside must be a list, dtypes name dtypes; got {outside!r}, "
                     f"{dtypes!r}"
                 )
             # Earlier versions saved the names of wrappers too.
-            found.append((spec, [without_wrappers(path) for path in outside], dtypes))
-        return found
+            layers.append((spec, [without_wrappers(path) for path in outside], dtypes))
+        return layers
 
 
 class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
-    """The quantizer that puts the layers into a model while ``from_pretrained`` builds it on the meta device."""
+    """Put the layers into a model that ``from_pretrained`` has built on the meta device."""
 
-    # Without it transformers would quantize an unconverted model on the fly; now it says that this
-    # cannot be done.
+    # Otherwise transformers would try to quantize an unconverted model on the fly; so it raises an
+    # error.
     requires_calibration = True
     # The layers are ordinary parameters of plain torch, which train without adapters.
     is_trainable = is_qat_trainable = is_compileable = True
@@ -124,7 +133,10 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Take the line off the config that keeps transformers alone from loading it: the first hook that sees it."""
+        """Remove the key that keeps transformers without dynorm from loading the config.
+
+        This is the first hook that gets the config.
+        """
         vars(config).pop(BARRIER, None)
         return config
 
@@ -138,32 +150,29 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         for file in map(Path, checkpoint_files or ()):
             if isinstance(config.weights, Mapping) and file.name in config.weights:
                 contents.require_weights(file, config.weights[file.name], "the quantization_config")
-        layers = [
-            (spec, _places(model, spec.paths, outside), dtypes)
-            for spec, outside, dtypes in config.specs()
-        ]
-        found = [
-            (replace(spec, paths=tuple(paths)), dtypes) for spec, paths, dtypes in layers if paths
-        ]
-        if config.layers and not found:
+        specs = []
+        # Paths in this model, and the dtypes of their tensors that differ from the model's.
+        casts: list[tuple[str, Mapping[str, str]]] = []
+        for spec, outside, dtypes in config.specs():
+            paths = _places(model, spec.paths, outside)
+            if paths:
+                specs.append(replace(spec, paths=tuple(paths)))
+                casts.append((paths[0], dtypes))
+        if config.layers and not specs:
             saved = ", ".join(_architectures(model.config, checkpoint_files)) or "unknown"
             raise ModelError(
                 f"the saved layers must have a place in {type(model).__name__}, but none has: load "
-                "the class that was "
-                f"saved ({saved}), its base model, or another head on that"
+                f"the class that was saved ({saved}), its base model, or another head on that"
             )
-        specs = [spec for spec, _ in found]
         apply_specs_(model, specs)
-        # Where the caller asks for a dtype, or the model gets another one than its own, all follow.
+        # If the caller asks for a dtype, or the model gets another one than it had, it is for all.
         if not DTYPE_GIVEN.get() and _dtype(config.model_dtype) == model.dtype:
-            for spec, dtypes in found:
-                _cast_(model.get_submodule(spec.paths[0]), dtypes)
             for path, dtypes in config.dtypes.items():
-                for place in _places(model, [path], []):
-                    _cast_(model.get_submodule(place), dtypes)
+                casts += [(place, dtypes) for place in _places(model, [path], [])]
             for path, dtypes in config.dtypes_outside.items():
-                for place in _places(model, [], [path]):
-                    _cast_(model.get_submodule(place), dtypes)
+                casts += [(place, dtypes) for place in _places(model, [], [path])]
+            for path, dtypes in casts:
+                _cast_(model.get_submodule(path), dtypes)
         for path in _places(model, config.biases, config.biases_outside):
             give_bias_(model, path)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -179,18 +188,18 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
             for name in _AFFINE:
                 vars(layer).pop(name, None)
         _require_loaded(model, self._shapes)
-        # transformers leaves tensors in the mapped file, at any address, where a product with a
-        # vector is rounded otherwise: move them to where torch would have put them.
+        # transformers leaves tensors in the mapped file, at any address, and the address decides
+        # how a product with a vector is rounded. Copies are aligned as torch aligns them.
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
                 tensor.data = tensor.data.clone()
-        # From here on nothing is special about the model: no `.half()` that raises, no Trainer that
-        # wants adapters.
+        # The model is an ordinary one now. Otherwise `.half()` would raise an error, and the
+        # Trainer would ask for adapters.
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False
         # The model may change before it is written again.
         self.quantization_config.weights = None
-        # A dict, as in a file: transformers cannot load again with a config that holds the object.
+        # A dict, because transformers cannot load again with a config that holds the object.
         model.config.quantization_config = self.quantization_config.to_dict()
         for module in model.modules():
             # transformers marks the config of each part that is a model.
@@ -201,7 +210,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def register(auto: Any) -> None:
-    """Enter the method into transformers' lists, again after a reload of dynorm."""
+    """Add the method to transformers' lists; a reload of dynorm replaces it."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
     auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
     auto.register_quantization_config(METHOD)(DynormConfig)
@@ -209,76 +218,78 @@ def register(auto: Any) -> None:
 
 
 def _cast_(module: nn.Module, dtypes: Mapping[str, str]) -> None:
-    """Give a module's own tensors the dtypes that are named; the weights are then read in these."""
+    """Cast the named tensors of a module, so that the weights are read in these dtypes."""
     for name, dtype in dtypes.items():
         tensor = {**module._buffers, **module._parameters}.get(name)
-        # Another head may lack it.
+        # Another head may not have it.
         if tensor is not None:
             tensor.data = tensor.data.to(_dtype(dtype))
 
 
 def base_prefix(model: Any) -> str:
-    """Return the prefix of the base model's paths: ``"bert."`` in a model with a head, ``""`` in a base model."""
+    """Return the prefix of the base model's paths: ``""``, or such as ``"bert."`` below a head."""
     return "" if model.base_model is model else f"{model.base_model_prefix}."
 
 
 def aliases_of(model: nn.Module, specs: list[LayerSpec]) -> dict[str, str]:
-    """Map the further names of parameters, where a layer has several paths, to the first name of each."""
+    """Map all but the first name of each parameter of layers with several paths to the first."""
     modules = plain_modules(model, remove_duplicate=False)
-    return {
-        f"{alias}.{name}": f"{spec.paths[0]}.{name}"
-        for spec in specs
-        for name, _ in modules[spec.paths[0]].named_parameters()
-        for alias in spec.paths[1:]
-    }
+    aliases = {}
+    for spec in specs:
+        first = spec.paths[0]
+        for name, _ in modules[first].named_parameters():
+            for path in spec.paths[1:]:
+                aliases[f"{path}.{name}"] = f"{first}.{name}"
+    return aliases
 
 
 def _places(model: Any, paths: Iterable[str], outside: Iterable[str]) -> list[str]:
-    """Return saved paths as they are in this model, which may have another head, or none."""
+    """Return the paths in this model, which may have another head or none, for saved paths."""
     prefix = base_prefix(model)
     if type(model).__name__ in (getattr(model.config, "architectures", None) or []):
-        return [*(prefix + path for path in paths), *outside]
+        return [prefix + path for path in paths] + list(outside)
     known = {path for path, _ in model.named_modules(remove_duplicate=False)}
     renamed = _renaming(model)
-    found = []
+    places = []
     for path in paths:
-        # Some base models are known to their heads by the prefix that others give to their base.
-        choices = ((prefix, path), ("", path.removeprefix(f"{model.base_model_prefix}.")))
-        places = [start + rest for start, rest in choices if start + rest.split(".")[0] in known]
-        # The text model of a larger one renames the tensors of the checkpoint, and so their places.
-        if not places:
-            places = [place for place in [renamed(prefix + path)] if place in known]
-        # Nowhere in a model that lacks the whole branch, as a decoder.
-        found += places[:1]
-    # A base model has nothing outside of itself, even under the same name.
-    return found + [path for path in outside if prefix and path in known]
+        # Some base models have a part with the name that others give to the base model.
+        without_base = path.removeprefix(f"{model.base_model_prefix}.")
+        if prefix + path.split(".")[0] in known:
+            places.append(prefix + path)
+        elif without_base.split(".")[0] in known:
+            places.append(without_base)
+        # The text model of a larger one renames the tensors of the checkpoint, and so the modules.
+        # A model may also lack the branch, such as a decoder.
+        elif (in_part := renamed(prefix + path)) in known:
+            places.append(in_part)
+    # A base model has no module outside of itself, even if one has the same name.
+    if prefix:
+        places += [path for path in outside if path in known]
+    return places
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
-    """Return how this model's class renames the modules of a checkpoint, by its tensors' names."""
+    """Return the function by which this model's class renames the modules of a checkpoint."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
     # The first versions of transformers 5 have no such classes that are built from a part.
     except ImportError:
         return lambda path: path
-    renamings = [
-        renaming
-        for renaming in get_model_conversion_mapping(model, add_legacy=False)
-        if isinstance(renaming, WeightRenaming)
-    ]
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
 
     def renamed(path: str) -> str:
         name = f"{path}.weight"
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
+        for conversion in conversions:
+            if isinstance(conversion, WeightRenaming):
+                name, _ = conversion.rename_source_key(name)
         return name.removesuffix(".weight")
 
     return renamed
 
 
 def _architectures(config: Any, checkpoint_files: Iterable[str] | None) -> list[str]:
-    """Return the classes that a config names; that of a part may leave it to the file."""
+    """Return the classes that a config names; the config of a part may leave them to the file."""
     if config.architectures:
         return list(config.architectures)
     for folder in {Path(file).parent for file in checkpoint_files or ()}:
@@ -289,7 +300,7 @@ def _architectures(config: Any, checkpoint_files: Iterable[str] | None) -> list[
 
 
 def _stand_in_(model: nn.Module) -> None:
-    """Give layers without a weight or bias an empty one, for as long as the model is being loaded.
+    """Give layers without a weight or bias an empty one while the model is loaded.
 
     A model may initialise the weight of a norm without checking that there is one: Falcon-Mamba
     does.
@@ -300,34 +311,32 @@ def _stand_in_(model: nn.Module) -> None:
                 empty = torch.empty(0, dtype=torch.float32, device="cpu")
                 # The mark of a tensor that transformers must not initialise.
                 empty._is_hf_initialized = True  # type: ignore[attr-defined]
-                # Before the parameter that is None, and not in the state dict.
+                # Read before the parameter that is None, and not in the state dict.
                 vars(layer)[name] = empty
 
 
 def _require_loaded(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
-    # Not every transformers 5 compares them where there is a quantizer.
+    # Not every transformers 5 compares the shapes if there is a quantizer.
     for name, tensor in model.state_dict().items():
         shape = shapes.get(name, tensor.shape)
         if tensor.shape != shape:
             raise StorageError(
                 "the tensors in the checkpoint must be the model's, but have in another shape "
-                f"{name}: "
-                f"{tuple(tensor.shape)} instead of {tuple(shape)}"
+                f"{name}: {tuple(tensor.shape)} instead of {tuple(shape)}"
             )
-    # transformers marks the tensors that it read. Those that it had to invent, and only warns of,
-    # are not marked.
-    missing = [
-        f"{path}.{name}"
-        for path, layer in model.named_modules()
-        if isinstance(layer, (PointwiseNorm, RMSNorm))
-        for name, tensor in layer.state_dict(keep_vars=True).items()
-        if not tensor.is_meta and not getattr(tensor, "_is_hf_initialized", False)
-    ]
+    missing = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, (PointwiseNorm, RMSNorm)):
+            continue
+        for name, tensor in layer.state_dict(keep_vars=True).items():
+            # transformers marks the tensors that it read. It only warns of those that it had to
+            # initialise.
+            if not tensor.is_meta and not getattr(tensor, "_is_hf_initialized", False):
+                missing.append(f"{path}.{name}")
     if missing:
         raise StorageError(
             "the parameters of the point-wise layers must be in the checkpoint, in their shape, "
-            "but it lacks "
-            f"{listed(missing)}"
+            f"but it lacks {listed(missing)}"
         )
     contents.require_witnesses(model, model.state_dict(), "the checkpoint", "config.json")
 
@@ -338,5 +347,6 @@ def _are_dtypes(dtypes: object) -> bool:
 
 
 def _dtype(name: object) -> torch.dtype | None:
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    return found if isinstance(found, torch.dtype) else None
+    """Return the dtype of torch with this name, or None."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,8 +1,8 @@
-"""transformers models: config.json names the layers, and ``from_pretrained`` puts them in again.
+"""transformers models: config.json names the layers, and ``from_pretrained`` builds them again.
 
-To transformers, dynorm is a quantization method: the one extension point that changes modules
-before the weights are loaded. Afterwards the model is an ordinary one, which may be cast, trained
-and saved as any other.
+To transformers, dynorm is a quantization method, because that is its only extension point that
+changes modules before the weights are loaded. The loaded model is an ordinary one, which may be
+cast, trained and saved like any other.
 """
 
 import inspect
@@ -47,17 +47,17 @@ def register() -> None:
     """Make ``from_pretrained`` read, and ``save_pretrained`` write, converted models."""
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ImportError(f"transformers must be 5.0 or newer, got {transformers.__version__}")
-    # A reload of dynorm registers anew.
+    # A reload of dynorm registers its new classes.
     quantizer.register(auto)
-    # transformers has no hook for this, and without the layers' names a load would put norms in
-    # their place.
+    # transformers has no hook for this, and without the layers' names a load would build norms
+    # instead.
     save_pretrained = getattr(
         PreTrainedModel.save_pretrained, "_without_dynorm", PreTrainedModel.save_pretrained
     )
 
     @wraps(save_pretrained)
     def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Looked up each time: it makes no difference what was converted, restored or loaded before.
+        # Looked up at each call, because models may be converted or restored in between.
         changes = contents.contents_of(self) if is_changed(self) else None
         if changes is None:
             with described(self, changes):
@@ -68,7 +68,7 @@ def register() -> None:
             require_gathered(self)
         with described(self, changes):
             if has_wrappers(self):
-                # The class that loads it knows no wrappers.
+                # The class that loads it has no wrappers.
                 tensors = self.state_dict() if tensors is None else tensors
                 bound.arguments["state_dict"] = plain_state(self, tensors)
             written = save_pretrained(*bound.args, **bound.kwargs)
@@ -86,7 +86,8 @@ def register() -> None:
     ) -> Any:
         if args and kwargs.get("config") is None:
             config = _config_of_part(cls, args[0])
-            kwargs |= {} if config is None else {"config": config}
+            if config is not None:
+                kwargs["config"] = config
         asked = [kwargs.get(name) for name in ("dtype", "torch_dtype")]
         token = DTYPE_GIVEN.set(any(dtype not in (None, "auto") for dtype in asked))
         try:
@@ -121,38 +122,40 @@ def _config_of_part(cls: Any, folder: Any) -> Any:
 
 
 def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
-    """Refuse a norm that took the place of a layer: the config was another folder's, and does not name the layers."""
+    """Refuse a model with norms where the checkpoint has layers: its config does not name them."""
     constants = {name for layer in LAYERS.values() for name in layer.constants}
-    places = {
-        place for place, _, name in (key.rpartition(".") for key in unexpected) if name in constants
-    }
-    norms = [
-        f".{path}"
-        for path, m in model.named_modules()
-        if places and "norm" in type(m).__name__.lower()
-    ]
-    # A head has a prefix that its base has not.
-    lost = [
-        p for p in places if any(f".{p}".endswith(norm) or norm.endswith(f".{p}") for norm in norms)
-    ]
+    layers = set()
+    for key in unexpected:
+        path, _, name = key.rpartition(".")
+        if name in constants:
+            layers.add(path)
+    if not layers:
+        return
+    lost = set()
+    for path, module in model.named_modules():
+        if "norm" not in type(module).__name__.lower():
+            continue
+        for layer in layers:
+            # A model with a head has a prefix before the paths of its base model.
+            if f".{layer}".endswith(f".{path}") or f".{path}".endswith(f".{layer}"):
+                lost.add(layer)
     if lost:
         raise StorageError(
             "the config must name the point-wise layers of the checkpoint, but it leaves norms at "
-            f"{listed(lost)}: load without config=, or with the config next to the "
-            "weights; a class that takes only a part of that config, from a hub, by "
-            "AutoModelForCausalLM"
+            f"{listed(lost)}: load without config=, or with the config next to the weights; from a "
+            "hub, load a class that takes only a part of that config by AutoModelForCausalLM"
         )
 
 
 @contextmanager
 def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
-    """Let the model's config name its contents, for as long as it is written."""
+    """Let the model's config name its contents while the model is written."""
     config = getattr(model.config, "quantization_config", None)
-    method = (
-        config.get("quant_method")
-        if isinstance(config, Mapping)
-        else getattr(config, "quant_method", None)
-    )
+    if isinstance(config, Mapping):
+        method = config.get("quant_method")
+    else:
+        method = getattr(config, "quant_method", None)
+    # transformers has an enum of its methods.
     method = getattr(method, "value", method)
     if method not in (None, METHOD):
         if any(replaced_by(layer) is not None for layer in dynorm_layers(model).values()):
@@ -161,36 +164,35 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
                 "names one; save it before quantizing, and quantize what you load"
             )
         changes = None
-    modules = plain_modules(model, remove_duplicate=False)
-    shared = (
-        [modules[spec.paths[0]] for spec in changes.layers if spec.paths[1:]] if changes else []
-    )
     with ExitStack() as stack:
         stack.enter_context(_put_back(model.config, "quantization_config"))
         stack.enter_context(_put_back(model.config, "to_json_file"))
         stack.enter_context(_put_back(model, "_tied_weights_keys"))
-        for layer in shared:
-            # Under each name: transformers ties parameters only.
-            hook: Any = layer.register_state_dict_post_hook
-            stack.callback(hook(_copy_buffers).remove)
         if changes is not None:
-            # A dict, as in a file: transformers cannot load with a config that holds the object.
+            modules = plain_modules(model, remove_duplicate=False)
+            for spec in changes.layers:
+                if len(spec.paths) > 1:
+                    # transformers ties parameters only, so each path gets a copy of the buffers.
+                    hook: Any = modules[spec.paths[0]].register_state_dict_post_hook
+                    stack.callback(hook(_copy_buffers).remove)
+            # A dict, because transformers cannot load with a config that holds the object.
             model.config.quantization_config = _config_of(model, changes).to_dict()
             vars(model.config)["to_json_file"] = partial(_write_with_barrier, model.config)
             # transformers writes a tensor of two names only if the model declares one of them to be
             # tied.
-            aliases = {
-                f"^{re.escape(a)}$": name for a, name in aliases_of(model, changes.layers).items()
-            }
-            if aliases:
-                model._tied_weights_keys = dict(model._tied_weights_keys or {}) | aliases
+            tied = {}
+            for alias, name in aliases_of(model, changes.layers).items():
+                tied[f"^{re.escape(alias)}$"] = name
+            if tied:
+                model._tied_weights_keys = dict(model._tied_weights_keys or {}) | tied
         elif method == METHOD:
             del model.config.quantization_config
         yield
 
 
 def _write_with_barrier(config: Any, path: str, **options: Any) -> None:
-    """Write config.json so that it loads with dynorm only; transformers takes the key off just before it writes."""
+    """Write config.json with the key that keeps transformers without dynorm from loading it."""
+    # transformers removes the key from the config just before it calls this function.
     with _put_back(config, "to_json_file"), _put_back(config, BARRIER):
         del vars(config)["to_json_file"]
         vars(config)[BARRIER] = ADVICE
@@ -198,7 +200,7 @@ def _write_with_barrier(config: Any, path: str, **options: Any) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Note the checksums of the weights and of all else in config.json, where this process wrote them."""
+    """Add checksums of the weights and of the config to config.json, if this process wrote it."""
     files = _weight_files(folder)
     if not (files and (folder / CONFIG).is_file()):
         return
@@ -214,7 +216,7 @@ def _copy_buffers(layer: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 def read_transformers(folder: Path) -> nn.Module:
-    """Load a directory into the class that its config.json names, or raise as :func:`dynorm.load` does."""
+    """Load a directory into the class that its config.json names; errors as :func:`dynorm.load`."""
     config = contents.read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
@@ -231,10 +233,9 @@ def read_transformers(folder: Path) -> nn.Module:
     if not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
         raise ModelError(
             "the class of the model must be one of transformers' to be found by its name, but "
-            f"{names[0]} is not: "
-            f"call {names[0]}.from_pretrained({str(folder)!r})"
+            f"{names[0]} is not: call {names[0]}.from_pretrained({str(folder)!r})"
         )
-    # The checksum stands in a part of what it is of.
+    # The checksum covers the config without the checksum itself.
     parts = {name: part for name, part in quantization.items() if name != "sha256"}
     sealed = config | {"quantization_config": parts, "sha256": quantization.get("sha256")}
     contents.require_checksum(sealed, f"{folder / CONFIG} (which from_pretrained takes as it is)")
@@ -249,13 +250,13 @@ def read_transformers(folder: Path) -> nn.Module:
         "mismatched": "have in another shape",
     }
     for kind, what in kinds.items():
-        found = [
-            name if isinstance(name, str) else name[0] for name in info.get(f"{kind}_keys") or ()
-        ]
-        if found:
+        keys = info.get(f"{kind}_keys")
+        if keys:
+            # Mismatched ones come with their shapes.
+            names = [key if isinstance(key, str) else key[0] for key in keys]
             raise StorageError(
                 f"the weights in {folder} must be the tensors of {cls.__name__}, but {what} "
-                f"{listed(found)}"
+                f"{listed(names)}"
             )
     assert isinstance(model, nn.Module)
     return model
@@ -280,66 +281,66 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
             "outside": outside,
             "dtypes": _other_dtypes(layer, model.dtype),
         }
-        entries.append(
-            {
-                key: value
-                for key, value in entry.items()
-                if value or key in ("layer", "paths", "config")
-            }
-        )
+        for key in entry.keys() - {"layer", "paths", "config"}:
+            if not entry[key]:
+                del entry[key]
+        entries.append(entry)
     dtypes: dict[str, dict[str, str]] = {}
     for path, module in modules.items():
         if path and not is_ours(module):
             dtypes[path] = _other_dtypes(module, model.dtype)
     inside, outside = split([path for path, names in dtypes.items() if names])
-    versions = contents.FORMAT_VERSION, __version__
+    biases, biases_outside = split(changes.biases)
     return DynormConfig(
-        entries,
-        str(model.dtype).removeprefix("torch."),
-        *versions,
-        *split(changes.biases),
+        layers=entries,
+        model_dtype=str(model.dtype).removeprefix("torch."),
+        format_version=contents.FORMAT_VERSION,
+        dynorm_version=__version__,
+        biases=biases,
+        biases_outside=biases_outside,
         dtypes={path: dtypes[prefix + path] for path in inside},
         dtypes_outside={path: dtypes[path] for path in outside},
     )
 
 
 def _other_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, str]:
-    """Return the dtypes of a module's own tensors of floating point that a load would not give them, by name.
+    """Return the dtypes of a module's own floating point tensors that a load would change, by name.
 
-    It gives ``dtype`` to those in the checkpoint. The others are computed, mostly in float32.
+    A load gives ``dtype`` to those in the checkpoint. The others are computed, mostly in float32.
     """
-    expected = {name: (tensor, dtype) for name, tensor in module._parameters.items()}
-    for name, buffer in module._buffers.items():
+    dtypes: dict[str, str] = {}
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         is_computed = name in module._non_persistent_buffers_set
-        expected[name] = (buffer, torch.float32 if is_computed else dtype)  # type: ignore[assignment]
-    found: dict[str, str] = {}
-    for name, (tensor, usual) in expected.items():
+        usual = torch.float32 if is_computed else dtype
         if tensor is not None and tensor.is_floating_point() and tensor.dtype != usual:
-            found[name] = str(tensor.dtype).removeprefix("torch.")
-    return found
+            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+    return dtypes
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model, in order; none where there are none."""
-    found = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if found is None or found.suffix != ".json":
-        return [found] if found else []
-    shards = contents.read_json(found).get("weight_map")
+    """Return the safetensors files of a model, in order; an empty list if there are none."""
+    single = folder / _WEIGHTS[0]
+    index = folder / _WEIGHTS[1]
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    shards = contents.read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not contents.is_list_of_str(list(shards.values())):
         raise StorageError(
-            f"the weight_map in {found} must name a file per tensor, got {json.dumps(shards):.80}"
+            f"the weight_map in {index} must name a file per tensor, got {json.dumps(shards):.80}"
         )
     return sorted({folder / Path(name).name for name in shards.values()})
 
 
 def require_whole_weights(folder: Path) -> None:
-    """Refuse a folder whose safetensors files are not all there and whole, by their headers."""
+    """Refuse a folder if a safetensors file is missing or, by its header, cut."""
     files = _weight_files(folder)
     if not files:
         raise StorageError(f"{folder} must hold {_WEIGHTS[0]}, but does not")
     for file in files:
         try:
-            # Reads the header, which says how long the file must be.
+            # Reads the header, which has the length of the file.
             with safe_open(file, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
@@ -350,7 +351,7 @@ def require_whole_weights(folder: Path) -> None:
 
 @contextmanager
 def _put_back(holder: Any, name: str) -> Iterator[None]:
-    """Let an instance's attribute be changed, and put it back in the end, or take it off where there was none."""
+    """Restore an instance's attribute at the end; delete it if there was none."""
     before = {name: vars(holder)[name]} if name in vars(holder) else {}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Point-wise layers on sharded tensors: a style for plans, and no communication."""
+"""Point-wise layers on sharded tensors: a style for the plans of ``parallelize_module``."""
 
 from dynorm.parallel.shards import on_shards
 from dynorm.parallel.style import PointwiseParallel, reduce_gradients_, require_equal_ranks

@@ -1,13 +1,12 @@
-"""A point-wise layer on a DTensor: its function on each rank's own shard, by whatever computes it on a plain tensor.
+"""A point-wise layer on a DTensor: each rank computes the function of its own shard.
 
-The function looks at one element at a time, so any sharding of x will do and y is sharded alike.
-What has one value per channel follows the channels, and its gradient is whole on each rank.
-Everything else is replicated; where x is sharded each rank has its own part of that gradient, and
-the whole is their sum: DTensor's ``Partial``.
+The function reads one element at a time, so x may be sharded in any way, and y is sharded like x.
+Parameters with one value per channel are sharded with the channels, and each rank computes the full
+gradient of its shard. All other parameters are replicated. If x is sharded, each rank computes one
+part of their gradients, which are the sums over the ranks: DTensor's ``Partial``.
 
-A layer with witnesses looks at these few channels too. Where the channels are sharded, one
-all-reduce of a number per witness and token brings them to every rank, and another one takes their
-gradients back.
+A layer with witnesses reads these few channels too. If the channels are sharded, one all-reduce of
+a number per witness and token sends them to every rank, and another one sends their gradients back.
 """
 
 import math
@@ -23,31 +22,35 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 
 
 def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
-    r"""Return a layer's function of a DTensor; without witnesses there is no communication in the forward pass.
+    r"""Return a layer's function of a DTensor, without communication unless there are witnesses.
 
-    .. math:: y_r = \mathrm{weight}_r \cdot \mathrm{scale} \cdot f(x_r - \mathrm{center}) + \mathrm{bias}_r
+    .. math::
+        y_r = \mathrm{weight}_r \cdot \mathrm{scale} \cdot f(x_r - \mathrm{center})
+            + \mathrm{bias}_r
 
-    on rank r, with the scale of all channels (:math:`\sqrt C` with the global C). What is sharded
-    with x, and what is sent for witnesses, is as for :class:`PointwiseParallel`; their values are
-    sent in float32 (or float64). The fused kernels serve, as they would for a plain tensor.
+    on rank r, with the scale of all channels (:math:`\sqrt C` with the global C). The parameters
+    are sharded, and witnesses are sent, as for :class:`PointwiseParallel`; the values of witnesses
+    are sent in float32 (or float64). The fused kernels are used as for a plain tensor.
 
     Args:
         layer: a point-wise layer whose parameters are DTensors on the mesh of x.
-        x: sharded over batch, sequence, channels, or not at all, in any dimension of its mesh; a
-            ``Partial`` one is reduced first, which communicates.
+        x: sharded over batch, sequence, channels, or not at all, in any dimension of its mesh. A
+            ``Partial`` input is reduced first, which communicates.
 
     Returns:
         y, of the shape, dtype and placements of x.
 
     Raises:
-        ArgumentError: a parameter is no DTensor on the mesh of x, a placement is unknown, or
+        ArgumentError: a parameter is not a DTensor on the mesh of x, a placement is unknown, or
             channels are sharded unevenly.
-        ModelError: the layer is annealed and not at its end, and the channels are sharded: it needs
-            statistics of them.
+        ModelError: the layer is annealed to t < 1 and the channels are sharded: it needs their
+            statistics.
 
     Example:
-        >>> from torch.distributed.tensor import distribute_module, distribute_tensor, init_device_mesh
-        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> from torch.distributed.tensor import distribute_module, distribute_tensor
+        >>> from torch.distributed.tensor import init_device_mesh
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1,))
         >>> layer = distribute_module(dynorm.DyISRU(8), mesh)
         >>> x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
@@ -56,65 +59,64 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
         >>> torch.distributed.destroy_process_group()
 
     Reference:
-        Eq. 15: no sum over channels stands in it. ``torch.distributed.tensor``'s ``Shard``,
-        ``Replicate``, ``Partial``.
+        Eq. 15, which has no sum over channels. ``Shard``, ``Replicate`` and ``Partial`` of
+        ``torch.distributed.tensor``.
     """
-    x = _whole_values(x)
-    axes = tuple(d % x.ndim for d in ((layer.dim,) if isinstance(layer.dim, int) else layer.dim))
-    shape, held = (
-        list(layer.normalized_shape),
-        torch.arange(layer.channels, device="cpu").reshape(layer.normalized_shape),
-    )
+    x = _reduced(x)
+    mesh = x.device_mesh
+    dims = (layer.dim,) if isinstance(layer.dim, int) else layer.dim
+    axes = tuple(d % x.ndim for d in dims)
+    # The numbers of this rank's channels, cut once for each dimension of the mesh that shards them.
+    channels = torch.arange(layer.channels, device="cpu").reshape(layer.normalized_shape)
     groups = []
-    for position, each in enumerate(x.placements):
-        if isinstance(each, Shard) and each.dim in axes:
+    for position, placement in enumerate(x.placements):
+        if isinstance(placement, Shard) and placement.dim in axes:
             require_pointwise(layer)
-            axis = axes.index(each.dim)
-            shape[axis] = share(shape[axis], x.device_mesh.size(position))
-            held = held.narrow(
-                axis, shape[axis] * x.device_mesh.get_local_rank(position), shape[axis]
-            )
-            groups.append(x.device_mesh.get_group(position))
-    own = {
-        name: None if p is None else _local(name, p, layer, x, axes)
-        for name, p in layer._parameters.items()
-    }
-    twin = _twin(layer, tuple(shape), own)
+            axis = axes.index(placement.dim)
+            size = share(channels.shape[axis], mesh.size(position))
+            channels = channels.narrow(axis, size * mesh.get_local_rank(position), size)
+            groups.append(mesh.get_group(position))
+    parameters: dict[str, Tensor | None] = {}
+    for name, parameter in layer._parameters.items():
+        if parameter is None:
+            parameters[name] = None
+        else:
+            parameters[name] = _local(name, parameter, layer, x, axes)
+    twin = _twin(layer, tuple(channels.shape), parameters)
     if layer.witness_channels and groups:
-        y = _with_witnesses(twin, x.to_local(), held.flatten().tolist(), groups).contiguous()
+        y = _with_witnesses(twin, x.to_local(), channels.flatten().tolist(), groups)
     else:
-        y = twin.pointwise(x.to_local()).contiguous()
-    # Said rather than asked of the other ranks: y has the whole shape of x, and is contiguous.
+        y = twin.pointwise(x.to_local())
+    # Pass shape and stride explicitly, so that DTensor does not communicate to infer them.
     strides = [math.prod(max(size, 1) for size in x.shape[d + 1 :]) for d in range(x.ndim)]
     return DTensor.from_local(
-        y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=tuple(strides)
+        y.contiguous(), mesh, x.placements, run_check=False, shape=x.shape, stride=tuple(strides)
     )
 
 
 def require_pointwise(layer: PointwiseNorm) -> None:
-    """Check that a layer looks at one channel at a time: none that is annealed and not at its end."""
+    """Check that a layer reads one channel at a time, so is not annealed to t < 1."""
     if isinstance(layer, AnnealedNorm) and layer.position < 1:
         raise ModelError(
             f"a layer whose channels are sharded must be point-wise, but {type(layer).__name__} is "
-            "a norm until t = 1, "
-            f"and stands at t = {layer.position:g}: shard the sequence instead, or call "
-            "dynorm.finalize_ first"
+            f"a norm until t = 1, and is at t = {layer.position:g}: shard the sequence instead, or "
+            "call dynorm.finalize_ first"
         )
 
 
 def share(size: int, ranks: int) -> int:
-    """Return one rank's part of the channels, which the ranks must divide."""
+    """Return the number of channels of one rank; all ranks must have the same number."""
     if size % ranks:
         raise ArgumentError(
             f"the number of channels must be divisible by the ranks that share them, got {size} "
-            f"for {ranks} ranks: "
-            "shard the sequence, or use another number of ranks"
+            f"for {ranks} ranks: shard the sequence, or use another number of ranks"
         )
     return size // ranks
 
 
 def is_channelwise(name: str, parameter: Tensor, layer: PointwiseNorm) -> bool:
-    """Tell whether a parameter has one value per channel; gains have one per witness, however many these are."""
+    """Return whether a parameter has one value per channel."""
+    # The gains have one value per witness, and there may be as many witnesses as channels.
     return tuple(parameter.shape) == layer.normalized_shape and name != "log_gain"
 
 
@@ -123,7 +125,8 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, total = group, x.clone()
+        ctx.group = group
+        total = x.clone()
         torch.distributed.all_reduce(total, group=group)
         return total
 
@@ -132,92 +135,106 @@ class _Summed(torch.autograd.Function):
         return _Summed.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
-def _with_witnesses(twin: PointwiseNorm, x: Tensor, held: list[int], groups: list[Any]) -> Tensor:
-    """Return the function on the channels ``held`` here, by witnesses that may lie elsewhere.
+def _with_witnesses(
+    twin: PointwiseNorm, x: Tensor, channels: list[int], groups: list[Any]
+) -> Tensor:
+    """Return the function of this rank's channels, with witnesses from any rank.
 
-    Those stand behind the channels as further ones, which have no output. A witness that is held
-    here is read in its place, so that DyISRU leaves it out of its own sum.
+    The witnesses are appended to the channels, and cut from the result. A witness among this rank's
+    channels is read there, so that the sum of DyISRU for that channel omits it.
     """
     dims = (twin.dim,) if isinstance(twin.dim, int) else twin.dim
-    last, count = tuple(range(-len(dims), 0)), len(held)
+    last = tuple(range(-len(dims), 0))
     u = upcast(x).movedim(dims, last).flatten(-len(dims))
     if twin.center is not None:
         u = u - upcast(twin.center).flatten()
-    places = [held.index(k) if k in held else None for k in twin.witness_channels]
-    # A function of u on every rank: one that holds no witness must come to the sum of the gradients
-    # too.
-    nothing = u[..., 0].masked_fill(torch.ones_like(u[..., 0], dtype=torch.bool), 0.0)
-    sent = torch.stack([nothing if p is None else u[..., p] for p in places], -1)
+    # Zeros that depend on u: a rank without witnesses must take part in the sum of the gradients.
+    zeros = u[..., 0].masked_fill(torch.ones_like(u[..., 0], dtype=torch.bool), 0.0)
+    parts = []
+    # For each witness, where to read it among the channels and the appended witnesses.
+    positions = []
+    for number, witness in enumerate(twin.witness_channels):
+        if witness in channels:
+            position = channels.index(witness)
+            parts.append(u[..., position])
+        else:
+            position = len(channels) + number
+            parts.append(zeros)
+        positions.append(position)
+    # Each witness is on one rank only, so the sum is its value.
+    witnesses = torch.stack(parts, -1)
     for group in groups:
-        sent = _Summed.apply(sent, group)  # type: ignore[no-untyped-call]
+        witnesses = _Summed.apply(witnesses, group)  # type: ignore[no-untyped-call]
 
-    def padded(p: Tensor | None) -> Any:
-        if p is None or tuple(p.shape) != twin.normalized_shape:
-            return p
-        return torch.cat([p.flatten(), p.new_ones(len(places))])
+    def padded(parameter: Tensor | None) -> Any:
+        if parameter is None or tuple(parameter.shape) != twin.normalized_shape:
+            return parameter
+        return torch.cat([parameter.flatten(), parameter.new_ones(len(positions))])
 
-    constant, shift = (*(getattr(twin, name) for name in twin.constants), None)[:2]
+    first_constant = getattr(twin, twin.constants[0])
+    second_constant = getattr(twin, twin.constants[1]) if len(twin.constants) > 1 else None
+    center = None  # It has been subtracted.
     parameters = (
-        padded(constant),
-        padded(shift),
-        None,
+        padded(first_constant),
+        padded(second_constant),
+        center,
         padded(twin.factor()),
         padded(twin.bias),
         twin.log_gain,
     )
-    index = torch.tensor(
-        [count + j if p is None else p for j, p in enumerate(places)], device=x.device
-    )
-    y = twin.form(twin.scale).definition(torch.cat([u, sent], -1), parameters, -1, index)
-    y = y[..., :count].reshape(*y.shape[:-1], *twin.normalized_shape)
+    index = torch.tensor(positions, device=x.device)
+    form = twin.form(twin.scale)
+    y = form.definition(torch.cat([u, witnesses], -1), parameters, -1, index)
+    y = y[..., : len(channels)].reshape(*y.shape[:-1], *twin.normalized_shape)
     return y.movedim(last, dims).to(x.dtype)
 
 
-def _whole_values(x: DTensor) -> DTensor:
-    """Make the sums that x still waits for: f of a sum is not the sum of f."""
-    odd = [
-        each
-        for each in x.placements
-        if type(each) is not Shard and not (each.is_replicate() or each.is_partial())
-    ]
-    if odd:
-        raise ArgumentError(
-            f"x must be placed by Shard, Replicate or Partial, got {odd[0]}: redistribute it first"
-        )
-    if not any(each.is_partial() for each in x.placements):
+def _reduced(x: DTensor) -> DTensor:
+    """Sum over the ranks where x is ``Partial``: f of a sum is not the sum of f."""
+    placements: list[Placement] = []
+    for placement in x.placements:
+        if placement.is_partial():
+            placements.append(Replicate())
+        elif type(placement) is Shard or placement.is_replicate():
+            placements.append(placement)
+        else:
+            raise ArgumentError(
+                f"x must be placed by Shard, Replicate or Partial, got {placement}: redistribute "
+                "it first"
+            )
+    if tuple(placements) == x.placements:
         return x
-    return x.redistribute(
-        placements=[Replicate() if each.is_partial() else each for each in x.placements]
-    )
+    return x.redistribute(placements=placements)
 
 
 def _local(
     name: str, parameter: Tensor, layer: PointwiseNorm, x: DTensor, axes: tuple[int, ...]
 ) -> Tensor:
-    """Return this rank's part of a parameter; its gradient finds the way back."""
+    """Return this rank's part of a parameter; backward gives the DTensor its gradient."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh != x.device_mesh:
-        got = (
-            f"a DTensor on {parameter.device_mesh}"
-            if isinstance(parameter, DTensor)
-            else "a plain tensor"
-        )
+        got = "a plain tensor"
+        if isinstance(parameter, DTensor):
+            got = f"a DTensor on {parameter.device_mesh}"
         raise ArgumentError(
             "the parameters of a layer must be DTensors on the mesh of its input, "
-            f"{x.device_mesh}, but {name!r} is "
-            f"{got}: name the layer in the plan of parallelize_module, with "
-            "dynorm.parallel.PointwiseParallel"
+            f"{x.device_mesh}, but {name!r} is {got}: name the layer in the plan of "
+            "parallelize_module, with dynorm.parallel.PointwiseParallel"
         )
     value: list[Placement] = []
     gradient: list[Placement] = []
     channelwise = is_channelwise(name, parameter, layer)
-    for each in x.placements:
-        if channelwise and isinstance(each, Shard) and each.dim in axes:
-            value.append(Shard(axes.index(each.dim)))
-            gradient.append(value[-1])
+    for placement in x.placements:
+        if not isinstance(placement, Shard):
+            value.append(Replicate())
+            gradient.append(Replicate())
+        elif channelwise and placement.dim in axes:
+            shard = Shard(axes.index(placement.dim))
+            value.append(shard)
+            gradient.append(shard)
         else:
             value.append(Replicate())
-            # Of a parameter that is whole, each shard of x gives a part of the gradient.
-            gradient.append(Partial() if isinstance(each, Shard) else Replicate())
+            # Each shard of x contributes to the gradient of a replicated parameter.
+            gradient.append(Partial())
     if parameter.placements != tuple(value):
         parameter = parameter.redistribute(placements=value)
     local: Tensor = parameter.to_local(grad_placements=gradient)
@@ -225,19 +242,19 @@ def _local(
 
 
 def _twin(
-    layer: PointwiseNorm, shape: tuple[int, ...], own: dict[str, Tensor | None]
+    layer: PointwiseNorm, shape: tuple[int, ...], parameters: dict[str, Tensor | None]
 ) -> PointwiseNorm:
-    """Return the layer with other parameters, of the channels of one rank; the scale stays that of all channels."""
+    """Return the layer for one rank's channels; the scale stays that of all channels."""
     twin: PointwiseNorm = layer.__class__.__new__(layer.__class__)
     values: dict[str, Any] = {
         "normalized_shape": shape,
         "channels": math.prod(shape),
-        "_parameters": own,
+        "_parameters": parameters,
     }
     if layer.witnesses is not None:
         index = torch.tensor(layer.witness_channels, device=layer.witnesses.device)
         values["_buffers"] = layer._buffers | {"witnesses": index}
     twin.__dict__.update(layer.__dict__, **values)
-    # What the style has put there would come back here.
+    # PointwiseParallel sets this attribute, and it would call `on_shards` again.
     twin.__dict__.pop("pointwise", None)
     return twin

@@ -1,7 +1,7 @@
-"""``PointwiseParallel``: a point-wise layer in a plan of ``parallelize_module``, beside torch's own styles.
+"""``PointwiseParallel``: a style for point-wise layers in a plan of ``parallelize_module``.
 
-Parameters of which every rank has a copy must be equal at the start, and their gradients are summed
-over the ranks.
+Replicated parameters must be equal on all ranks at the start, and their gradients are summed over
+the ranks.
 """
 
 from functools import partial
@@ -31,35 +31,38 @@ from dynorm.replace.converted import dynorm_layers
 
 
 class PointwiseParallel(ParallelStyle):
-    """Shard a point-wise layer as its input is: over channels, sequence or batch, with no collective of its own.
+    """Shard a point-wise layer like its input: over channels, sequence or batch.
 
-    A layer with witnesses whose channels are sharded has one all-reduce each way, of a number per
-    witness and token.
+    The layer then needs no collective, except that a layer with witnesses whose channels are
+    sharded has one all-reduce each way, of a number per witness and token.
 
-    With the channels sharded, ``weight``, ``bias`` and constants of one value per channel are
-    sharded too; constants of one value for all are replicated, and their gradients are sums over
+    If the channels are sharded, so are ``weight``, ``bias`` and constants with one value per
+    channel. Constants with one value for all channels are replicated; their gradients are sums over
     the ranks, left as ``Partial`` (see :func:`reduce_gradients_`). The scale stays that of all
-    channels. The fused kernels compute each rank's shard; under ``torch.compile`` the definition is
-    traced as ever.
+    channels. The fused kernels compute each rank's shard; ``torch.compile`` traces the definition,
+    as it does without shards.
 
     Args:
-        input_layouts: how the input is sharded: a plain tensor is taken to be this rank's shard of
-            it, a DTensor is redistributed to it where it is not. ``Shard(-1)``, the channels, by
-            default.
-        output_layouts: how the output shall be; as the input when None. ``Replicate()`` gathers
-            once for several ``ColwiseParallel`` that take the same input.
+        input_layouts: the placement of the input, ``Shard(-1)``, the channels, by default. A plain
+            tensor is taken to be this rank's shard; a DTensor with another placement is
+            redistributed.
+        output_layouts: the placement of the output; None for that of the input. ``Replicate()``
+            gathers once for several ``ColwiseParallel`` that take the same input.
         use_local_output: return this rank's shard as a plain tensor.
 
     Raises:
-        ArgumentError: when it is applied: to a mesh of several dimensions, or the ranks do not
-            divide the channels.
-        ModelError: when it is applied, on every rank: the module is no point-wise layer, is sharded
-            already, is annealed where the channels are sharded, or another rank's constants differ.
+        ArgumentError: ``input_layouts`` is ``Partial``. When it is applied: the mesh has several
+            dimensions, or the channels are not divisible by the ranks.
+        ModelError: when it is applied, on every rank: the module is not a point-wise layer, is
+            sharded already, is annealed to t < 1 and its channels are sharded, or another rank's
+            constants differ.
 
     Example:
         >>> from torch.distributed.tensor import init_device_mesh
-        >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> plan = {
         ...     "0": PointwiseParallel(output_layouts=Replicate()),
         ...     "1": ColwiseParallel(),
@@ -74,9 +77,9 @@ class PointwiseParallel(ParallelStyle):
         >>> torch.distributed.destroy_process_group()
 
     Reference:
-        Beside ``torch.distributed.tensor.parallel.SequenceParallel``, which shards the sequence and
-        replicates all parameters: a norm with statistics cannot have its channels sharded without a
-        reduction per token.
+        ``torch.distributed.tensor.parallel.SequenceParallel`` shards the sequence and replicates
+        all parameters, because the statistics of a norm with sharded channels need a reduction per
+        token.
     """
 
     def __init__(
@@ -114,28 +117,29 @@ class PointwiseParallel(ParallelStyle):
             partial(_prepare_output, self.output_layouts, self.use_local_output),
         )
         if module.witness_channels:
-            # The same everywhere: a plain tensor, where distribute_module makes DTensors of all
-            # buffers.
+            # Every rank has the same numbers, so they stay a plain tensor; distribute_module makes
+            # all buffers DTensors.
             module.register_buffer(
                 "witnesses", torch.tensor(module.witness_channels, device=device_mesh.device_type)
             )
-        # Its norm is whole and cannot come back.
+        # The norm that it replaced is not sharded, so it cannot be restored.
         module.__dict__.pop("replaced", None)
-        # On the instance: the class is what saving and folding know the layer by.
+        # On the instance, because saving and folding recognise the layer by its class.
         module.__dict__["pointwise"] = partial(_pointwise, module)
         return module
 
     def _check(self, module: nn.Module, mesh: DeviceMesh) -> int | None:
-        """Return the axis of ``normalized_shape`` that is sharded, if one is."""
+        """Return the axis of ``normalized_shape`` that is sharded, or None."""
         if not isinstance(module, PointwiseNorm):
             raise ModelError(
-                f"PointwiseParallel must stand at a point-wise layer, got {type(module).__name__}: "
-                "convert the model "
-                "first, or use SequenceParallel for a norm"
+                "PointwiseParallel must be applied to a point-wise layer, got "
+                f"{type(module).__name__}: convert the model first, or use SequenceParallel for a "
+                "norm"
             )
         if mesh.ndim != 1:
             raise ArgumentError(
-                f"the mesh must have one dimension, got {mesh.ndim}: pass mesh['tp'], say"
+                f"the mesh must have one dimension, got {mesh.ndim}: pass one of them, as in "
+                "mesh['tp']"
             )
         if any(isinstance(p, DTensor) for p in module.parameters()):
             raise ModelError(
@@ -153,63 +157,70 @@ class PointwiseParallel(ParallelStyle):
 def _shard_parameters(
     name: str, module: nn.Module, mesh: DeviceMesh, *, axis: int | None, source: int | None
 ) -> None:
-    # distribute_module comes by every submodule; a parametrization would be one.
+    # distribute_module calls this for every submodule, such as a parametrization.
     if not isinstance(module, PointwiseNorm):
         return
     for key, p in list(module._parameters.items()):
         if p is None:
             continue
-        placement = (
-            Shard(axis) if axis is not None and is_channelwise(key, p, module) else Replicate()
-        )
-        whole = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=source)
-        module.register_parameter(key, nn.Parameter(whole, requires_grad=p.requires_grad))
+        placement: Placement = Replicate()
+        if axis is not None and is_channelwise(key, p, module):
+            placement = Shard(axis)
+        value = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=source)
+        module.register_parameter(key, nn.Parameter(value, requires_grad=p.requires_grad))
+
+
+def _placed(x: DTensor, layout: Placement) -> DTensor:
+    """Return a tensor with a placement, redistributed if it has another one."""
+    if isinstance(layout, Shard):
+        # The placements of a tensor count its dimensions from the front.
+        layout = Shard(layout.dim % x.ndim)
+    if x.placements == (layout,):
+        return x
+    return x.redistribute(placements=(layout,))
 
 
 def _prepare_input(layout: Placement, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
     x = inputs[0]
-    if not isinstance(x, DTensor):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"x must be a tensor or a DTensor, got {type(x).__name__}")
-        return (DTensor.from_local(x, mesh, [layout], run_check=False), *inputs[1:])
-    wanted = (Shard(layout.dim % x.ndim),) if isinstance(layout, Shard) else (layout,)
-    return (x if x.placements == wanted else x.redistribute(placements=wanted), *inputs[1:])
+    if isinstance(x, DTensor):
+        return (_placed(x, layout), *inputs[1:])
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"x must be a tensor or a DTensor, got {type(x).__name__}")
+    return (DTensor.from_local(x, mesh, [layout], run_check=False), *inputs[1:])
 
 
 def _prepare_output(
-    layout: Placement, local: bool, module: nn.Module, y: Any, mesh: DeviceMesh
+    layout: Placement, local: bool, module: nn.Module, y: DTensor, mesh: DeviceMesh
 ) -> Any:
-    wanted = (Shard(layout.dim % y.ndim),) if isinstance(layout, Shard) else (layout,)
-    y = y if y.placements == wanted else y.redistribute(placements=wanted)
+    y = _placed(y, layout)
     return y.to_local() if local else y
 
 
 def _pointwise(layer: PointwiseNorm, x: Tensor) -> Tensor:
-    """Return the function of the layer: on shards, or the definition where the compiler must see it."""
+    """Return the layer's function of x: on shards, or by the definition for ``torch.compile``."""
     if isinstance(x, DTensor) and not torch.compiler.is_compiling():
         return on_shards(layer, x)
     if isinstance(x, DTensor) and layer.witness_channels:
-        # The definition would send whole activations for a few channels: the graph breaks here
-        # instead.
+        # The definition would gather all channels to read a few; a graph break costs less.
         uncompiled: Any = torch.compiler.disable(on_shards)  # type: ignore[no-untyped-call]
         return cast("Tensor", uncompiled(layer, x))
     return type(layer).pointwise(layer, x)
 
 
 def require_equal_ranks(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Check that every rank has the same point-wise layers, with the same constants, weights and biases.
+    """Check that every rank has the same point-wise layers, with equal constants and parameters.
 
-    Ranks that were converted or calibrated apart differ without a sign: each computes with its own
-    constants. Call it on every rank; 8 bytes are exchanged. :class:`PointwiseParallel` calls it for
-    each layer that it shards.
+    Nothing else reports that ranks were converted or calibrated separately: each computes with its
+    own constants. Call this function on every rank; 8 bytes are exchanged.
+    :class:`PointwiseParallel` makes the same check for each layer that it shards.
 
     Args:
-        model: before it is sharded or wrapped; on the meta device only paths and shapes are
-            compared.
+        model: the model, before it is sharded or wrapped; on the meta device only paths and shapes
+            are compared.
         group: the processes; the default group when None.
 
     Raises:
-        ModelError: on every rank, if one differs; the message names the ranks.
+        ModelError: on every rank, if a rank differs; the message names the ranks.
 
     Example:
         >>> require_equal_ranks(nn.Sequential(dynorm.DyISRU(8)))  # one process, nothing to compare
@@ -222,26 +233,29 @@ def require_equal_ranks(model: nn.Module, group: ProcessGroup | None = None) -> 
 
 @torch.no_grad()
 def reduce_gradients_(model: nn.Module) -> int:
-    """Sum the gradients of the point-wise layers' replicated parameters over the ranks, in place, all at once.
+    """Sum the gradients of the replicated parameters of all point-wise layers over the ranks.
 
-    After the backward pass they are ``Partial``: each rank has what its own shard contributed. An
-    optimizer makes the sum of each one by itself, every time that it reads it. Call this between
-    ``backward`` and the optimizer (and before clipping), after the last batch of an accumulation,
-    and there is one all-reduce of a few numbers for all layers.
+    Call it between ``backward`` and the optimizer (and before clipping), after the last batch of an
+    accumulation: there is then one all-reduce of a few numbers for all layers. After the backward
+    pass these gradients are ``Partial``: each rank has the contribution of its shard. Without
+    this call the optimizer sums each of them separately, every time that it reads it. The gradients
+    are replaced in place.
 
     Args:
-        model: with layers that :class:`PointwiseParallel` sharded.
+        model: a model with layers that :class:`PointwiseParallel` sharded.
 
     Returns:
-        How many all-reduces there were: one for each dtype, device and dimension of a mesh that had
-        sums to make.
+        The number of all-reduces: one for each dtype, device and dimension of a mesh that has
+        gradients to sum.
 
     Example:
         >>> reduce_gradients_(nn.Sequential(dynorm.DyISRU(8)))  # nothing is sharded
         0
     """
+    # Shared parameters once.
     parameters = {p: None for layer in dynorm_layers(model).values() for p in layer.parameters()}
-    waiting: dict[tuple[DeviceMesh, int, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    # The parameters whose gradients one all-reduce can sum.
+    groups: dict[tuple[DeviceMesh, int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for p in parameters:
         gradient = p.grad
         if not isinstance(gradient, DTensor):
@@ -249,19 +263,24 @@ def reduce_gradients_(model: nn.Module) -> int:
         for position, placement in enumerate(gradient.placements):
             if isinstance(placement, Partial):
                 key = (gradient.device_mesh, position, gradient.dtype, gradient.device)
-                waiting.setdefault(key, []).append(p)
-    for (mesh, position, *_), members in waiting.items():
-        # Looked at anew: a gradient may be partial in several dimensions of the mesh, and one is
-        # done at a time.
-        before: list[Any] = [p.grad for p in members]
-        flat = torch.cat([gradient.to_local().reshape(-1) for gradient in before])
+                groups.setdefault(key, []).append(p)
+    for (mesh, position, *_), members in groups.items():
+        # Read again: if a gradient is partial in several dimensions of the mesh, the sum over one
+        # of them has replaced it.
+        gradients = [cast("DTensor", p.grad) for p in members]
+        parts = [gradient.to_local() for gradient in gradients]
+        flat = torch.cat([local.reshape(-1) for local in parts])
         torch.distributed.all_reduce(flat, group=mesh.get_group(position))
-        parts = torch.split(flat, [gradient.to_local().numel() for gradient in before])
-        for p, part, gradient in zip(members, parts, before, strict=True):
-            placements = [
-                Replicate() if k == position else each for k, each in enumerate(gradient.placements)
-            ]
-            local = part.reshape(gradient.to_local().shape)
-            sizes = {"shape": gradient.shape, "stride": gradient.stride()}
-            p.grad = DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
-    return len(waiting)
+        sums = torch.split(flat, [local.numel() for local in parts])
+        for p, gradient, total in zip(members, gradients, sums, strict=True):
+            placements = list(gradient.placements)
+            placements[position] = Replicate()
+            p.grad = DTensor.from_local(
+                total.reshape(gradient.to_local().shape),
+                mesh,
+                placements,
+                run_check=False,
+                shape=gradient.shape,
+                stride=gradient.stride(),
+            )
+    return len(groups)

@@ -1,7 +1,8 @@
-"""Static int8 scales: the bound of a point-wise layer is known from its parameters, its actual range from some data.
+"""Static int8 scales for the linear layers that read a point-wise layer's output.
 
-:func:`find_readers` says which linear layers read a point-wise layer's output; :func:`quantize_` gives them torchao's
-static int8 quantization with scales from :func:`output_range` or :func:`observed_ranges`.
+The parameters of a point-wise layer give a bound of its output (:func:`output_range`); some data
+give its actual range (:func:`observed_ranges`). :func:`find_readers` finds the linear layers, and
+:func:`quantize_` gives them torchao's static int8 quantization with scales from these ranges.
 :class:`Int8Table` is a point-wise layer as 256 numbers. Only :func:`quantize_` imports torchao.
 """
 

@@ -1,4 +1,4 @@
-"""The range of a point-wise layer's output, from its parameters alone or on some batches, and the int8 scale for it."""
+"""The range of a point-wise layer's output, by its parameters or on batches, and its int8 scale."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import check_positive, upcast
-from dynorm.batches import call, iterate, require_finite, site_tokens, token_masks
+from dynorm.batches import Batch, call, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import AnnealedNorm, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
@@ -39,14 +39,14 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
 
     .. math:: b - |\mathrm{scale}\, w| \le y \le b + |\mathrm{scale}\, w|
 
-    With ``sigmas`` k, of inputs at most k standard deviations from the centre: where beta is C
-    times the variance of the site, as theory sets it, these are inputs of
-    :math:`|x - c| \le k \sqrt{\beta / C}`, and DyISRU gives at most
-    :math:`\mathrm{scale}\, z / \sqrt{1 + z^2}, z = k / \sqrt{C}`. Whatever lies beyond is clipped by
-    the quantizer.
-    ``calibrate_`` and training move beta away from that, up to a thousandfold where a straight line
-    fits best. With witnesses beta is the token's own, and so is the deviation; the bound for any
-    input is the same as without.
+    With ``sigmas`` k, the range is that of inputs at most k standard deviations from the centre.
+    The quantizer clips the others. If beta is C times the variance of the site, as theory sets it,
+    these inputs have :math:`|x - c| \le k \sqrt{\beta / C}`, and DyISRU gives at most
+    :math:`\mathrm{scale}\, z / \sqrt{1 + z^2}, z = k / \sqrt{C}`.
+
+    ``calibrate_`` and training move beta away from that value, up to a thousandfold if a straight
+    line fits best. With witnesses each token has its own beta and its own deviation; the bound for
+    any input stays the same.
 
     Args:
         layer: a DyISRU, DyT or Derf, or, with ``sigmas``, a LinearControl; an annealed one at t =
@@ -57,7 +57,7 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         Two tensors of ``normalized_shape``, in at least float32.
 
     Raises:
-        ArgumentError: ``layer`` is no point-wise layer, has no bound, or is annealed to t < 1;
+        ArgumentError: ``layer`` is not a point-wise layer, has no bound, or is annealed to t < 1;
             ``sigmas`` is not positive.
 
     Example:
@@ -82,12 +82,15 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
         else:
             weight = upcast(factor)
         bias = torch.zeros_like(weight) if layer.bias is None else upcast(layer.bias)
-        edges = [layer.scale * weight * edge + bias for edge in _edges(layer, sigmas)]
-        return torch.minimum(*edges), torch.maximum(*edges)
+        least, largest = _edges(layer, sigmas)
+        first = layer.scale * weight * least + bias
+        second = layer.scale * weight * largest + bias
+        # A channel with a negative factor has them in reverse order.
+        return torch.minimum(first, second), torch.maximum(first, second)
 
 
 def require_function(layer: nn.Module) -> None:
-    """Check that a module is a point-wise layer, and not on its way from a norm."""
+    """Check that a module is a point-wise layer, and not one that is still annealed from a norm."""
     if not isinstance(layer, PointwiseNorm):
         raise ArgumentError(
             f"layer must be a point-wise layer of dynorm, got {type(layer).__name__}: pass a "
@@ -95,82 +98,87 @@ def require_function(layer: nn.Module) -> None:
         )
     if isinstance(layer, AnnealedNorm) and layer.position < 1:
         raise ArgumentError(
-            f"an annealed layer must stand at t = 1, but is at {layer.position:g}: call finalize_ "
+            f"an annealed layer must be at t = 1, but is at {layer.position:g}: call finalize_ "
             "first"
         )
 
 
 def observed_ranges(
-    model: nn.Module, batches: Iterable[Any], *, inputs_of: Iterable[str] | None = None
+    model: nn.Module, batches: Iterable[Batch], *, inputs_of: Iterable[str] | None = None
 ) -> dict[str, Range]:
-    """Return the least and largest value that each channel of each point-wise layer gave, for :func:`quantize_`.
+    """Run a model to find the least and largest output of each channel of its point-wise layers.
 
-    The model runs in eval mode and is left as it was. Padding is left out, as in ``calibrate_``. A
-    layer that no batch reaches is left out.
+    The result is an argument of :func:`quantize_`. The model runs in eval mode and is left as it
+    was. Padding is not counted, as in ``calibrate_``. A layer that no batch reaches has no entry.
 
     Args:
         model: a converted model.
         batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``.
-        inputs_of: paths of linear or point-wise layers; the ranges are those of their inputs then.
+        inputs_of: paths of linear or point-wise layers, to measure the ranges of their inputs
+            instead.
 
     Returns:
-        By the layer's path, two tensors of shape (C,) in at least float32.
+        For each layer's path, two tensors of shape (C,) in at least float32.
 
     Raises:
         ModelError: the model has no point-wise layer, or none at a path of ``inputs_of``, or is
             wrapped or compiled.
-        DataError: a batch is of the wrong kind, the model cannot run it, a layer gives what is not
-            finite, or no layer is reached at all.
+        DataError: a batch is of the wrong kind, the model cannot run it, a layer returns NaN or
+            inf, or no layer is reached at all.
 
     Example:
         >>> model = nn.Sequential(dynorm.DyISRU(4), nn.Linear(4, 4))
-        >>> low, high = observed_ranges(model, [torch.zeros(1, 4), torch.tensor([[1.0, -1.0, 100.0, 0.0]])])["0"]
+        >>> batches = [torch.zeros(1, 4), torch.tensor([[1.0, -1.0, 100.0, 0.0]])]
+        >>> low, high = observed_ranges(model, batches)["0"]
         >>> high.round(decimals=2)
         tensor([0.8900, 0.0000, 2.0000, 0.0000])
     """
     require_plain_model(model)
-    watched: dict[nn.Module, str] = {layer: path for path, layer in require_layers(model).items()}
+    paths: dict[nn.Module, str] = {layer: path for path, layer in require_layers(model).items()}
     if inputs_of is not None:
         try:
-            watched = {model.get_submodule(path): path for path in inputs_of}
+            paths = {model.get_submodule(path): path for path in inputs_of}
         except AttributeError as error:
             raise ModelError(f"inputs_of must name modules of the model, but: {error}") from error
-    found: dict[str, Range] = {}
+    ranges: dict[str, Range] = {}
+    # Those of the present batch.
+    masks: list[Tensor] = []
+
+    def widen(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        path = paths[layer]
+        value = output if inputs_of is None else (*args, *kwargs.values())[0]
+        site = layer if isinstance(layer, PointwiseNorm) else NormSite(path)
+        tokens = site_tokens(site, value, masks)
+        require_finite(path, tokens)
+        if not len(tokens):
+            return
+        low, high = tokens.aminmax(dim=0)
+        if path in ranges:
+            low = low.minimum(ranges[path][0])
+            high = high.maximum(ranges[path][1])
+        ranges[path] = (low, high)
+
     for batch in iterate(batches):
         masks = token_masks(batch)
-
-        def widen(
-            layer: nn.Module, args: Any, kwargs: Any, output: Tensor, masks: list[Tensor] = masks
-        ) -> None:
-            value = output if inputs_of is None else (*args, *kwargs.values())[0]
-            site = layer if isinstance(layer, PointwiseNorm) else NormSite(watched[layer])
-            tokens, path = upcast(site_tokens(site, value, masks)), watched[layer]
-            require_finite(path, tokens)
-            if len(tokens):
-                low, high = tokens.aminmax(dim=0)
-                before = found.get(path, (low, high))
-                found[path] = low.minimum(before[0]), high.maximum(before[1])
-
-        with (
-            undisturbed(model, batch, evaluate=True),
-            hooked(watched, widen, with_kwargs=True),
-        ):
+        with undisturbed(model, batch, evaluate=True), hooked(paths, widen, with_kwargs=True):
             call(model, batch)
-    if not found:
+    if not ranges:
         raise DataError(
             "the batches must reach at least one of the layers, but reached none: give others"
         )
-    return found
+    return ranges
 
 
 def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the scale and the zero point of int8 that cover a range: ``q = round(y / scale) + zero_point``.
+    """Return the scale and the zero point with which int8 covers a range.
+
+    The code of a value y is ``q = round(y / scale) + zero_point``.
 
     Args:
         low: least values.
         high: largest values, of the same shape.
-        symmetric: zero point 0 and steps of ``max(|low|, |high|) / 127``; else of ``(high - low) /
-            255``, the range widened to hold 0, which is then exact.
+        symmetric: zero point 0 and steps of ``max(|low|, |high|) / 127``. Otherwise the range is
+            widened to hold 0, which is then exact, and the steps are ``(high - low) / 255``.
 
     Returns:
         Scales in the dtype of ``low`` and zero points in int8, of its shape.
@@ -182,30 +190,31 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
         >>> static_scale(torch.tensor(-1.0), torch.tensor(4.1), symmetric=False)
         (tensor(0.0200), tensor(-78, dtype=torch.int8))
     """
-    if low.shape != high.shape or not bool(
-        ((low <= high) & low.isfinite() & high.isfinite()).all()
-    ):
+    if low.shape != high.shape or not ((low <= high) & low.isfinite() & high.isfinite()).all():
         raise ArgumentError(
-            "low must not exceed high, both finite and of one shape: pass the result of "
+            "low must not exceed high, both finite and of the same shape: pass the result of "
             "output_range"
         )
     least = torch.finfo(torch.float32).eps
     if symmetric:
         scale = (torch.maximum(low.abs(), high.abs()) / 127).clamp(min=least)
         return scale, torch.zeros_like(scale, dtype=torch.int8)
-    low, high = low.clamp(max=0), high.clamp(min=0)
+    low = low.clamp(max=0)
+    high = high.clamp(min=0)
     scale = ((high - low) / 255).clamp(min=least)
-    return scale, (-128 - (low / scale).round()).clamp(-128, 127).to(torch.int8)
+    zero = (-128 - (low / scale).round()).clamp(-128, 127)
+    return scale, zero.to(torch.int8)
 
 
 def _edges(layer: PointwiseNorm, sigmas: float | None) -> tuple[float | Tensor, float | Tensor]:
-    """Return the least and the largest value of the function itself, before scale, weight and bias."""
+    """Return the least and largest value of the function, before scale, weight and bias."""
+    # The largest input, in units of sqrt(beta).
     z = math.inf if sigmas is None else sigmas / math.sqrt(layer.channels)
     if isinstance(layer, Derf):
         shift = upcast(layer.shift)
-        # The slope that beta() stands for.
-        reach = math.sqrt(math.pi) / 2 * z
-        return torch.erf(shift - reach), torch.erf(shift + reach)
+        # Without a shift erf(alpha x) has the slope 1 / sqrt(beta) at 0.
+        argument = math.sqrt(math.pi) / 2 * z
+        return torch.erf(shift - argument), torch.erf(shift + argument)
     if isinstance(layer, DyISRU):
         edge = z / math.hypot(1, z) if math.isfinite(z) else 1.0
     elif isinstance(layer, DyT):

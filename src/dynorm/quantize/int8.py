@@ -1,8 +1,8 @@
-"""Linear layers that read point-wise layers, and torchao's static int8 for them, with scales that those know."""
+"""Static int8 of torchao for linear layers, with scales from the point-wise layers they read."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from dynorm.quantize.bounds import Range, output_range, static_scale
 from dynorm.replace.converted import require_layers
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Questions about a tensor that say nothing of its values.
+# Functions that return a property of a tensor and never its values.
 _HARMLESS = {
     "__get__",
     "size",
@@ -38,13 +38,13 @@ class Reader:
 
     Args:
         linear: the path of the linear layer.
-        layer: the path of the point-wise layer; None where it reads none.
-        ndim: how many dimensions its input has; 0 where that varies.
-        alone: only such linear layers read it, so that scales per channel can be folded into them
-            and the layer.
-        refused: why no point-wise layer tells the linear layer's scale; None if one does.
-        peers: the paths of all linear layers that read it, this one among them; a fold needs them
-            all.
+        layer: the path of the point-wise layer; None if it does not read one.
+        ndim: the number of dimensions of its input; 0 if that varies.
+        alone: only linear layers read the point-wise layer, so that scales per channel can be
+            folded into them and into the layer.
+        refused: why a point-wise layer cannot give the linear layer its scale; None if one can.
+        peers: the paths of all linear layers that read the point-wise layer, including this one; a
+            fold needs them all.
     """
 
     linear: str
@@ -56,11 +56,11 @@ class Reader:
 
 
 def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
-    """Find the linear layers of a model, and which read a point-wise layer's output, by running the model once.
+    """Run a model once to find its linear layers and the point-wise layers that they read.
 
     A linear layer is an ``nn.Linear`` or a ``Conv1D`` of transformers. It reads a point-wise layer
-    when the very tensor that one returned is the other's input. Where it reads something else, or
-    tensors of several numbers of dimensions, :attr:`Reader.refused` says so.
+    when its input is the very tensor that the point-wise layer returned. If it reads anything else,
+    or tensors with different numbers of dimensions, :attr:`Reader.refused` gives the reason.
 
     Args:
         model: a converted model in eval mode.
@@ -94,34 +94,35 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
         with torch.no_grad(), watch:
             args, kwargs = copied_tensors((args, kwargs))
             result = model(*args, **kwargs)
-    watch.others |= watch.sources(list(result.values()) if isinstance(result, Mapping) else result)
-    reads = {path: [*watch.reads[path]] for path in linears.values() if path in watch.reads}
-    if not any(layer is not None for read in reads.values() for layer, _ in read):
+    # Whoever called the model reads its result.
+    watch.read_elsewhere |= watch.sources(
+        list(result.values()) if isinstance(result, Mapping) else result
+    )
+    inputs = {path: watch.inputs[path] for path in linears.values() if path in watch.inputs}
+    if all(read.layer is None for read in inputs.values()):
         raise ModelError(
             "a linear layer must read a point-wise layer's output, but none does: convert more "
             "norms"
         )
-    refused = {path: _refusal(read) for path, read in reads.items()}
-    # A layer that a refused one reads cannot be changed either.
-    watch.others |= {
-        layer
-        for path, read in reads.items()
-        if refused[path]
-        for layer, _ in read
-        if layer is not None
-    }
-    found = []
-    for path, read in reads.items():
-        layer = next((layer for layer, _ in read if layer is not None), None)
-        ndims = {ndim for _, ndim in read}
-        peers = tuple(
-            peer for peer, others in reads.items() if layer is not None and layer in dict(others)
+    linears_of: dict[str | None, list[str]] = {}
+    for path, read in inputs.items():
+        for source in read.sources:
+            linears_of.setdefault(source, []).append(path)
+            # A refused linear layer stays as it is, so the layers that it reads must too.
+            if read.refusal is not None and source is not None:
+                watch.read_elsewhere.add(source)
+    readers = []
+    for path, read in inputs.items():
+        reader = Reader(
+            linear=path,
+            layer=read.layer,
+            ndim=read.ndims[0] if len(read.ndims) == 1 else 0,
+            alone=read.layer is not None and read.layer not in watch.read_elsewhere,
+            refused=read.refusal,
+            peers=() if read.layer is None else tuple(linears_of[read.layer]),
         )
-        alone = layer is not None and layer not in watch.others
-        found.append(
-            Reader(path, layer, ndims.pop() if len(ndims) == 1 else 0, alone, refused[path], peers)
-        )
-    return found
+        readers.append(reader)
+    return readers
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -129,68 +130,102 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Tell whether a module is GPT-2's linear layer, whose weight lies the other way."""
-    return (type(module).__module__, type(module).__name__) == (
-        "transformers.pytorch_utils",
-        "Conv1D",
-    )
+    """Return whether a module is GPT-2's linear layer, whose weight is transposed."""
+    kind = type(module)
+    return kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
+
+
+@dataclass
+class _Inputs:
+    """The inputs that one linear layer has had, each property once and in order."""
+
+    # Paths of the point-wise layers that returned them; None for a tensor from elsewhere.
+    sources: list[str | None] = field(default_factory=list)
+    ndims: list[int] = field(default_factory=list)
+
+    def add(self, source: str | None, ndim: int) -> None:
+        if source not in self.sources:
+            self.sources.append(source)
+        if ndim not in self.ndims:
+            self.ndims.append(ndim)
+
+    @property
+    def layer(self) -> str | None:
+        """The first point-wise layer that is read."""
+        return next((source for source in self.sources if source is not None), None)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why one static scale does not suit all the inputs; None if it does."""
+        if self.sources == [None]:
+            return "it reads no point-wise layer"
+        if None in self.sources:
+            return "it reads other tensors too"
+        if len(self.sources) > 1:
+            return f"it reads several layers: {', '.join(map(str, self.sources))}"
+        if len(self.ndims) > 1:
+            return f"it reads tensors of {' and '.join(map(str, sorted(self.ndims)))} dimensions"
+        return None
 
 
 class _Watch(TorchFunctionMode):
-    """Which linear layers, and what else, read the tensors that point-wise layers have returned."""
+    """Record which linear layers, and what else, read the tensors that point-wise layers return."""
 
     def __init__(self, layers: Mapping[nn.Module, str], linears: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.layers, self.linears = layers, linears
-        # Tensors are kept alive, so that an id stays theirs.
+        self.layers = layers
+        self.linears = linears
+        # By id. The tensors are kept alive, so that no other tensor gets the same id.
         self.outputs: dict[int, tuple[Tensor, str]] = {}
-        # For each linear layer: the point-wise layers it reads, if any, and the numbers of
-        # dimensions, in order.
-        self.reads: dict[str, dict[tuple[str | None, int], None]] = {}
-        self.others: set[str] = set()
-        self.entered: Tensor | None = None  # what the linear layer that runs now has been given
+        self.inputs: dict[str, _Inputs] = {}
+        # Point-wise layers whose output is read by anything but a linear layer.
+        self.read_elsewhere: set[str] = set()
+        # The input of the linear layer that is running.
+        self.entered: Tensor | None = None
 
     def source(self, value: Any) -> str | None:
         """Return the path of the point-wise layer that returned this very tensor."""
-        return self.outputs[id(value)][1] if id(value) in self.outputs else None
+        if id(value) not in self.outputs:
+            return None
+        return self.outputs[id(value)][1]
 
     def sources(self, values: Any) -> set[str]:
         """Return the paths of the point-wise layers that returned any of these."""
-        return {path for leaf in tree_leaves(values) if (path := self.source(leaf)) is not None}
+        paths = {self.source(leaf) for leaf in tree_leaves(values)}
+        return {path for path in paths if path is not None}
 
     def returned(self, layer: nn.Module, args: Any, output: Tensor) -> None:
         self.outputs[id(output)] = (output, self.layers[layer])
 
     def enters(self, linear: nn.Module, args: Any, kwargs: Any) -> None:
-        self.entered = x = (*args, *kwargs.values())[0]
-        self.reads.setdefault(self.linears[linear], {})[self.source(x), x.ndim] = None
+        x = (*args, *kwargs.values())[0]
+        self.entered = x
+        self.inputs.setdefault(self.linears[linear], _Inputs()).add(self.source(x), x.ndim)
 
     def leaves(self, linear: nn.Module, args: Any, output: Tensor) -> None:
         self.entered = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # But for the input of a linear layer, which its hook has noted.
-        taken = args[1:] if args and args[0] is self.entered else args
+        read = args
+        # The input of a linear layer has been recorded by its hook.
+        if args and args[0] is self.entered:
+            read = args[1:]
         if getattr(func, "__name__", "") not in _HARMLESS:
-            self.others |= self.sources((taken, kwargs))
+            self.read_elsewhere |= self.sources((read, kwargs))
         return func(*args, **(kwargs or {}))
 
 
-def _refusal(read: list[tuple[str | None, int]]) -> str | None:
-    """Say why one static scale does not serve all that a linear layer reads; None if it does."""
-    sources, ndims = (
-        list(dict.fromkeys(layer for layer, _ in read)),
-        sorted({ndim for _, ndim in read}),
-    )
-    if sources == [None]:
-        return "it reads no point-wise layer"
-    if None in sources:
-        return "it reads other tensors too"
-    if len(sources) > 1:
-        return f"it reads several layers: {', '.join(map(str, sources))}"
-    if len(ndims) > 1:
-        return f"it reads tensors of {' and '.join(map(str, ndims))} dimensions"
-    return None
+@dataclass(frozen=True)
+class _Plan:
+    """The quantization of one linear layer."""
+
+    reader: Reader
+    # Multiplied into the columns of the weight: one per channel, or 1.
+    step: Tensor
+    # The scale of the input after its division by the step.
+    scale: Tensor
+    # The zero point of the input; None if symmetric.
+    zero: Tensor | None
 
 
 def quantize_(
@@ -202,25 +237,27 @@ def quantize_(
     per_channel: bool | float = False,
     ranges: Mapping[str, Range] | None = None,
 ) -> list[Reader]:
-    """Give linear layers torchao's static int8 quantization, with scales that the layers before them know.
+    """Give linear layers torchao's static int8 quantization, with scales from the layers they read.
 
     Weights become int8 with one scale per row. Activations become int8 with one scale, or one per
-    channel, which is multiplied into the columns of the weight, and divided out of the point-wise
-    layer's own weight and bias, or, where something that is not among ``readers`` reads its output
-    too, of the linear layer's input. A ``Conv1D`` becomes the ``nn.Linear`` that it equals.
+    channel. Scales per channel are multiplied into the columns of the weight, and divided out of
+    the point-wise layer's own weight and bias. If anything that is not among ``readers`` reads the
+    layer's output too, they are divided out of the linear layer's input instead. A ``Conv1D``
+    becomes the ``nn.Linear`` that it equals.
 
     Args:
         model: the converted model, changed in place.
-        readers: the result of :func:`find_readers`, or some of it. Refused ones are left alone,
-            unless ``ranges`` has the linear layer's own path.
-        sigmas: clip beyond so many standard deviations, as for :func:`output_range`; None for the
+        readers: the result of :func:`find_readers`, or some of it. Refused ones are left as they
+            are, unless ``ranges`` has the linear layer's own path.
+        sigmas: clip beyond this many standard deviations, as for :func:`output_range`; None for the
             bound itself.
         symmetric: as for :func:`static_scale`.
         per_channel: a scale for each channel; symmetric only. A number from 0 to 1 raises these
             scales to that power, so that weights and activations share the differences between
             channels. True is 1.
-        ranges: least and largest values that were seen, by path of the linear layer or else of the
-            point-wise layer that it reads, instead of the bound; see :func:`observed_ranges`.
+        ranges: least and largest values that were seen, used instead of the bound; by path of the
+            linear layer, or else of the point-wise layer that it reads. See
+            :func:`observed_ranges`.
 
     Returns:
         The readers that are now quantized.
@@ -239,12 +276,13 @@ def quantize_(
         raise ArgumentError(
             "scales per channel must be symmetric: one zero point serves all channels of a product"
         )
-    clear = [
-        r
-        for r in dict.fromkeys(readers)
-        if r.refused is None or (r.ndim and r.linear in (ranges or ()))
-    ]
-    if not clear:
+    quantized = []
+    # Each reader once.
+    for reader in dict.fromkeys(readers):
+        has_own_range = bool(reader.ndim) and ranges is not None and reader.linear in ranges
+        if reader.refused is None or has_own_range:
+            quantized.append(reader)
+    if not quantized:
         raise ModelError(
             "there must be a linear layer to quantize, got none: pass the result of find_readers"
         )
@@ -252,63 +290,74 @@ def quantize_(
     from torchao.quantization import FqnToConfig
     from torchao.quantization import quantize_ as torchao_quantize_
 
-    # All that can fail comes before the first change.
-    seen = {reader: _range(model, reader, sigmas, ranges, bool(per_channel)) for reader in clear}
-    if not per_channel:
-        seen = {reader: (low.min(), high.max()) for reader, (low, high) in seen.items()}
-    scales = {reader: static_scale(*each, symmetric=symmetric) for reader, each in seen.items()}
-    for reader in clear:
+    # Everything that can fail comes before the first change.
+    plans = []
+    for reader in quantized:
+        low, high = _range(model, reader, sigmas, ranges, bool(per_channel))
+        if not per_channel:
+            low = low.min()
+            high = high.max()
+        scale, zero = static_scale(low, high, symmetric=symmetric)
+        # The power 0, without scales per channel, makes it 1.
+        step = scale ** float(per_channel)
+        # Inputs are divided by their steps, so one scale, the largest, covers all channels.
+        remaining = (scale / step).max()
+        plans.append(_Plan(reader, step, remaining, None if symmetric else zero))
+
+    for reader in quantized:
         _replace_conv1d_(model, reader.linear)
-    steps = {reader: scale**per_channel for reader, (scale, _) in scales.items() if per_channel}
-    folded = _foldable(model, steps)
-    _multiply_scales_in_(model, steps, folded)
-    # What arrives is in steps already, which the channel of the widest range has most of.
-    ends = {
-        reader: ((scale / steps.get(reader, 1)).max(), zero)
-        for reader, (scale, zero) in scales.items()
-    }
-    configs = {
-        r.linear: _config(scale, None if symmetric else zero, r.ndim)
-        for r, (scale, zero) in ends.items()
-    }
+    folded: set[str | None] = set()
+    if per_channel:
+        folded = _foldable(model, plans)
+        _multiply_steps_in_(model, plans, folded)
+    configs = {plan.reader.linear: _config(plan) for plan in plans}
     torchao_quantize_(model, FqnToConfig(configs), filter_fn=None)
-    for reader, step in steps.items():
-        if reader.layer not in folded:
-            linear: Any = model.get_submodule(reader.linear)
-            linear.weight.act_pre_scale = (1 / step).to(linear.weight.dtype)
-    return clear
+    if per_channel:
+        for plan in plans:
+            if plan.reader.layer not in folded:
+                weight: Any = model.get_submodule(plan.reader.linear).weight
+                weight.act_pre_scale = (1 / plan.step).to(weight.dtype)
+    return quantized
 
 
-def _foldable(model: nn.Module, steps: Mapping[Reader, Tensor]) -> set[str | None]:
-    """Return the layers whose own output may change, because every reader changes with it, and by the same steps."""
-    found = set()
-    for reader, step in steps.items():
-        peers = {other.linear: each for other, each in steps.items() if other.layer == reader.layer}
-        complete = reader.alone and peers.keys() >= {*reader.peers, reader.linear}
-        if complete and all(torch.equal(step, each) for each in peers.values()):
-            found |= (
-                {reader.layer}
-                if model.get_submodule(str(reader.layer)).weight is not None
-                else set()
-            )
-    return found
+def _foldable(model: nn.Module, plans: Sequence[_Plan]) -> set[str | None]:
+    """Return the layers that can be divided by steps: all that read one expect the same steps."""
+    plans_of: dict[str | None, list[_Plan]] = {}
+    for plan in plans:
+        plans_of.setdefault(plan.reader.layer, []).append(plan)
+    foldable: set[str | None] = set()
+    for path, readers in plans_of.items():
+        if path is None or model.get_submodule(path).weight is None:
+            continue
+        linears = {plan.reader.linear for plan in readers}
+        step = readers[0].step
+        if all(
+            plan.reader.alone
+            and linears.issuperset(plan.reader.peers)
+            # A linear layer with its own range may have other steps.
+            and torch.equal(plan.step, step)
+            for plan in readers
+        ):
+            foldable.add(path)
+    return foldable
 
 
 @torch.no_grad()
 def _replace_conv1d_(model: nn.Module, path: str) -> None:
-    """Put the ``nn.Linear`` that equals a ``Conv1D`` in its place, wherever the model holds it."""
+    """Replace a ``Conv1D`` by the ``nn.Linear`` that equals it, at every path that has it."""
     module: Any = model.get_submodule(path)
-    if _is_conv1d(module):
-        linear = nn.Linear(1, 1, device=module.weight.device).train(module.training)
-        linear.in_features, linear.out_features = module.weight.shape
-        linear.weight, linear.bias = nn.Parameter(module.weight.T.contiguous()), module.bias
-        for place in [
-            name for name, each in model.named_modules(remove_duplicate=False) if each is module
-        ]:
-            model.set_submodule(place, linear)
+    if not _is_conv1d(module):
+        return
+    linear = nn.Linear(1, 1, device=module.weight.device).train(module.training)
+    linear.in_features, linear.out_features = module.weight.shape
+    linear.weight = nn.Parameter(module.weight.T.contiguous())
+    linear.bias = module.bias
+    for name, other in list(model.named_modules(remove_duplicate=False)):
+        if other is module:
+            model.set_submodule(name, linear)
 
 
-def _config(scale: Tensor, zero: Tensor | None, ndim: int) -> Any:
+def _config(plan: _Plan) -> Any:
     from torchao.quantization import (
         Int8StaticActivationInt8WeightConfig,
         MappingType,
@@ -316,13 +365,14 @@ def _config(scale: Tensor, zero: Tensor | None, ndim: int) -> Any:
         PerTensor,
     )
 
-    shape = (1,) * ndim
+    shape = (1,) * plan.reader.ndim
+    zero = plan.zero
     return Int8StaticActivationInt8WeightConfig(
-        act_quant_scale=scale.float().reshape(shape),
+        act_quant_scale=plan.scale.float().reshape(shape),
         act_quant_zero_point=None if zero is None else zero.reshape(shape),
         granularity=[PerTensor(), PerRow()],
         act_mapping_type=MappingType.SYMMETRIC if zero is None else MappingType.ASYMMETRIC,
-        # It would change settings of the whole process.
+        # True would change settings of the whole process.
         set_inductor_config=False,
     )
 
@@ -334,8 +384,7 @@ def _range(
     ranges: Mapping[str, Range] | None,
     per_channel: bool,
 ) -> Range:
-    """Return the range of a linear layer's input, having checked the two layers."""
-    own = ranges is not None and reader.linear in ranges
+    """Check a linear layer and the layer that it reads, and return the range of its input."""
     try:
         linear = model.get_submodule(reader.linear)
         layer = None if reader.layer is None else model.get_submodule(reader.layer)
@@ -343,10 +392,12 @@ def _range(
         raise ModelError(
             f"readers must be of this model, but: {error}: call find_readers on it"
         ) from error
-    if not _is_linear(linear) or not (isinstance(layer, PointwiseNorm) or (own and layer is None)):
+    has_own_range = ranges is not None and reader.linear in ranges
+    has_range = isinstance(layer, PointwiseNorm) or (layer is None and has_own_range)
+    if not _is_linear(linear) or not has_range:
         raise ModelError(
             f"{reader.linear} must be an nn.Linear that reads a point-wise layer: call "
-            "find_readers anew"
+            "find_readers again"
         )
     if type(linear.weight) is not nn.Parameter:
         raise ModelError(
@@ -358,18 +409,17 @@ def _range(
             f"{reader.linear} must be in float32, bfloat16 or float16 for torchao, got "
             f"{linear.weight.dtype}: cast it"
         )
-    if per_channel and layer is not None and (len(layer.normalized_shape) > 1 or layer.dim != -1):
+    if per_channel and isinstance(layer, PointwiseNorm) and layer.dim != -1:
         raise ArgumentError(
             f"{reader.layer} must have channels last for one scale per channel, got dim {layer.dim}"
         )
     if ranges is None:
-        assert layer is not None
+        assert isinstance(layer, PointwiseNorm)
         return output_range(layer, sigmas=sigmas)
-    if not own and reader.layer not in ranges:
-        raise ArgumentError(
-            f"ranges must hold the layer {reader.layer}, got {', '.join(ranges) or 'none'}"
-        )
-    low, high = ranges[reader.linear if own else str(reader.layer)]
+    path = reader.linear if has_own_range else str(reader.layer)
+    if path not in ranges:
+        raise ArgumentError(f"ranges must hold the layer {path}, got {', '.join(ranges) or 'none'}")
+    low, high = ranges[path]
     channels = linear.weight.shape[0 if _is_conv1d(linear) else 1]
     if low.shape not in ((), (channels,)):
         raise ArgumentError(
@@ -380,24 +430,22 @@ def _range(
 
 
 @torch.no_grad()
-def _multiply_scales_in_(
-    model: nn.Module, scales: Mapping[Reader, Tensor], folded: set[str | None]
-) -> None:
-    """Multiply the scales into the linear layers that read them, and out of the layer where nothing else reads it."""
-    for reader, scale in scales.items():
-        linear: Any = model.get_submodule(reader.linear)
-        linear.weight = nn.Parameter(
-            linear.weight * scale.to(linear.weight.dtype), requires_grad=False
-        )
-    for path, scale in {
-        reader.layer: scale for reader, scale in scales.items() if reader.layer in folded
-    }.items():
-        layer: Any = model.get_submodule(str(path))
+def _multiply_steps_in_(model: nn.Module, plans: Sequence[_Plan], folded: set[str | None]) -> None:
+    """Multiply the steps into the linear layers, and divide the folded layers by them."""
+    step_of: dict[str, Tensor] = {}
+    for plan in plans:
+        linear: Any = model.get_submodule(plan.reader.linear)
+        weight = linear.weight * plan.step.to(linear.weight.dtype)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if plan.reader.layer in folded:
+            step_of[str(plan.reader.layer)] = plan.step
+    for path, step in step_of.items():
+        layer: Any = model.get_submodule(path)
         if layer.weight_offset:
-            # The quotient may be far from 1, where an offset of 1 would cost digits.
+            # The quotient may be far from 1, and an offset of 1 would then cost digits.
             factor = layer.factor()
             layer.weight_offset = 0.0
             layer.set_factor_(factor)
         for parameter in (layer.weight, layer.bias):
             if parameter is not None:
-                parameter.div_(scale.to(parameter.dtype))
+                parameter.div_(step.to(parameter.dtype))

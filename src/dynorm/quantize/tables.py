@@ -1,4 +1,4 @@
-"""A point-wise layer as a table: a function of one int8 number is 256 int8 numbers."""
+"""A point-wise layer as a table: a function from int8 to int8 has 256 values."""
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ class Int8Table(nn.Module):
 
     It equals the layer between a dequantization and a quantization, bit for bit. A floating point
     input is quantized first and the result dequantized, so that ``model.set_submodule(path,
-    table)`` puts it in the layer's place. Where all channels agree in their parameters and ranges,
-    the table has 256 bytes, else 256 for each channel; :func:`dynorm.fold_` takes weight and bias
-    out of a layer.
+    table)`` replaces the layer by the table. If all channels have the same parameters and ranges,
+    the table has 256 bytes, otherwise 256 for each channel; :func:`dynorm.fold_` removes weight and
+    bias from a layer.
 
     Args:
         layer: a point-wise layer without witnesses, which would make an output depend on several
@@ -33,8 +33,8 @@ class Int8Table(nn.Module):
         input and output are those of the layer.
 
     Raises:
-        ArgumentError: ``layer`` is none of dynorm's, has witnesses, is annealed to t < 1, or has no
-            bound where ``outputs`` is None; a range is empty, not finite, or of another number of
+        ArgumentError: ``layer`` is not one of dynorm's, has witnesses, is annealed to t < 1, or has
+            no bound and ``outputs`` is None; a range is empty, not finite, or of another number of
             channels.
 
     Example:
@@ -65,46 +65,43 @@ class Int8Table(nn.Module):
         require_function(layer)
         if layer.witness_channels:
             raise ArgumentError(
-                f"layer must have no witnesses, got {layer.witness_channels}: no table of one "
-                "number holds a function "
-                "of several; keep the layer, or convert with witnesses=0"
+                f"layer must have no witnesses, got {layer.witness_channels}: a table holds a "
+                "function of one number; keep the layer, or convert with witnesses=0"
             )
         self.shape = shape = layer.normalized_shape
         self.dims = (layer.dim,) if isinstance(layer.dim, int) else layer.dim
         self.last = tuple(range(-len(shape), 0))
         if outputs is None:
             low, high = output_range(layer)
-            outputs = low.min(), high.max()
+            outputs = (low.min(), high.max())
         for name, (low, high) in (("input", inputs), ("output", outputs)):
             if low.shape not in ((), shape):
                 raise ArgumentError(
                     f"a range must be two numbers or of {shape}, got {tuple(low.shape)}"
                 )
-            scale, zero = static_scale(
-                low.detach().float().cpu(), high.detach().float().cpu(), symmetric=symmetric
-            )
+            low = low.detach().float().cpu()
+            high = high.detach().float().cpu()
+            scale, zero = static_scale(low, high, symmetric=symmetric)
             self.register_buffer(f"{name}_scale", scale)
             self.register_buffer(f"{name}_zero", zero)
-        # Axes between, for a layer may count its own from the front.
-        codes = torch.arange(-128.0, 128.0, device="cpu").reshape(
-            256, *[1] * max(map(abs, self.dims)), *[1] * len(shape)
-        )
-        x = ((codes - self.input_zero) * self.input_scale).expand(
-            *codes.shape[: -len(shape)], *shape
-        )
+        # The axes of 1 leave room for layers whose dims count from the front.
+        room = [1] * max(abs(d) for d in self.dims)
+        codes = torch.arange(-128.0, 128.0, device="cpu").reshape(256, *room, *[1] * len(shape))
+        x = ((codes - self.input_zero) * self.input_scale).expand(256, *room, *shape)
         device = next(layer.parameters()).device
         with torch.no_grad():
-            y = (
-                layer(x.movedim(self.last, self.dims).to(device))
-                .movedim(self.dims, self.last)
-                .cpu()
-            )
+            y = layer(x.movedim(self.last, self.dims).to(device))
+        y = y.movedim(self.dims, self.last).cpu()
+        # One row for each channel.
         table = _quantize(y, self.output_scale, self.output_zero).reshape(256, -1).T.contiguous()
-        table = table[:1] if bool((table == table[:1]).all()) else table
+        channels = shape
+        if (table == table[:1]).all():
+            table = table[:1]
+            channels = ()
         self.register_buffer("table", table.flatten())
-        # Where an entry for 0 stands, for each channel.
+        # The index of the entry for code 0, for each row.
         first = 128 + 256 * torch.arange(len(table), device="cpu")
-        self.register_buffer("first", first.reshape(shape if len(table) > 1 else ()))
+        self.register_buffer("first", first.reshape(channels))
         self.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,16 +116,14 @@ class Int8Table(nn.Module):
             raise ArgumentError(
                 f"x must have {self.shape} at dim {self.dims}, got {sizes}: give the layer's input"
             )
-        codes = x.movedim(self.dims, self.last)
+        x_last = x.movedim(self.dims, self.last)
         if x.dtype == torch.int8:
-            return self.table[codes.long() + self.first].movedim(self.last, self.dims)
+            return self.table[x_last.long() + self.first].movedim(self.last, self.dims)
         check_floating("x", x, "give int8, or convert it")
-        codes = self.table[_quantize(codes, self.input_scale, self.input_zero).long() + self.first]
-        return (
-            ((codes - self.output_zero.float()) * self.output_scale)
-            .movedim(self.last, self.dims)
-            .to(x.dtype)
-        )
+        codes = _quantize(x_last, self.input_scale, self.input_zero)
+        y_codes = self.table[codes.long() + self.first]
+        y = (y_codes - self.output_zero.float()) * self.output_scale
+        return y.movedim(self.last, self.dims).to(x.dtype)
 
 
 def _quantize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
