@@ -18,12 +18,11 @@ from torch.testing import assert_close
 
 import dynorm
 from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
-from dynorm.kernels import DYT as DYT_NUMBER
 from dynorm.kernels import _cpu, _dispatch, backend
-from dynorm.kernels._form import Form
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
-FORM = Form(DYT_NUMBER, False, 1.0, 4, 1)
+FORM = Form(FunctionCode.DYT, False, 1.0, 4, 1)
 needs_kernels = pytest.mark.skipif(
     _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
 )
@@ -167,18 +166,19 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
         x: Any = x,
         constant: Any = one,
         weight: Any = weight,
-        needed: Any = (True,) * 7,
+        needed: Any = (True,) * 8,
     ) -> Any:
         with torch.no_grad():
-            return _cpu.serve_gradients(FORM, grad, (x, constant, None, None, weight, None), needed)
+            inputs = (x, *Parameters(constant, weight=weight))
+            return _cpu.serve_gradients(FORM, grad, inputs, needed)
 
     found = serve()
-    want = _cpu.gradients(FORM, grad, x, (one, None, None, weight, None), (True,) * 6)
+    want = _cpu.gradients(FORM, grad, x, Parameters(one, weight=weight), (True,) * 7)
     assert found[0] is None
     for a, b in zip(found[1:], want, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
-    only = serve(needed=(False, False, True, True, False, False, False))
-    assert [g is not None for g in only] == [False, False, True, False, False, False, False]
+    only = serve(needed=(False, False, True, True, False, False, False, False))
+    assert [g is not None for g in only] == [False, False, True, False, False, False, False, False]
     assert torch.equal(only[2], found[2])
     refused: list[Any] = [
         grad.t(), grad[:, :2], grad.double(), grad[:1].expand(3, 4), grad.to("meta"), grad.as_subclass(Wrapped),
@@ -189,9 +189,7 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     assert serve(weight=torch.ones(1)) is None
     assert serve(constant=torch.ones(2)) is None
     with torch.enable_grad():
-        assert (
-            _cpu.serve_gradients(FORM, grad, (x, one, None, None, None, None), (True,) * 7) is None
-        )
+        assert _cpu.serve_gradients(FORM, grad, (x, *Parameters(one)), (True,) * 8) is None
     with forward_ad.dual_level():
         assert serve() is None
     with pytest.raises(TypeError):
@@ -200,7 +198,7 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     text: Any = "4"
     with torch.no_grad(), pytest.raises(TypeError):
         _cpu.serve_gradients(
-            FORM._replace(channels=text), grad, (x, one, None, None, weight, None), (True,) * 7
+            FORM._replace(channels=text), grad, (x, *Parameters(one, weight=weight)), (True,) * 8
         )
 
 
@@ -254,7 +252,9 @@ def test_what_the_exchange_leaves_to_the_slow_way() -> None:
     def serve(
         x: Any, constant: Any = one, center: Any = None, weight: Any = weight, shape: Any = (4,)
     ) -> Any:
-        return _cpu.serve(x, (constant, None, center, weight, None), DYT_NUMBER, False, 1.0, shape)
+        return _cpu.serve(
+            x, Parameters(constant, None, center, weight), FunctionCode.DYT, False, 1.0, shape
+        )
 
     assert isinstance(serve(x), Tensor)
     assert serve(x.clone().requires_grad_()) is True

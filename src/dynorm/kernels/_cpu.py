@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +33,8 @@ from dynorm.kernels._form import Form, Parameters
 # As in csrc/types.h.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _PER_CHANNEL = 4
+# The parameters that every call has; log_gain comes after them, and only with witnesses.
+_ALWAYS = Parameters._fields.index("log_gain")
 _log = logging.getLogger("dynorm")
 
 
@@ -49,105 +50,125 @@ def most_witnesses() -> int:
 
 
 def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
-    """Return y, of x's dtype; in ``out``, contiguous and of x's shape and dtype, where it is given."""
+    """Return y, of x's dtype; in ``out``, contiguous and of x's shape and dtype, if it is given."""
     y = torch.empty_like(x) if out is None else out
-    _native().forward(*_problem(form, x, parameters[:5]), y.data_ptr(), *_told(form, parameters))
+    arguments = [*_problem(form, x, parameters), y.data_ptr()]
+    if form.witnesses:
+        arguments += [form.witnesses, *_numbers(parameters.log_gain)]
+    _native().forward(*arguments)
     return y
 
 
 def gradients(
     form: Form, grad: Tensor, x: Tensor, parameters: Parameters, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of x and of the parameters, each of its own dtype and shape; None where not needed.
+    """Return the gradients of x and of the parameters, each of its own dtype and shape.
 
-    ``grad``, that of y, is contiguous, of x's shape and dtype; ``needed`` speaks of x and of each
-    parameter.
+    A gradient that is not needed is None. ``grad``, that of y, is contiguous, of x's shape and
+    dtype; ``needed`` has a value for x and for each parameter.
     """
-    found = [
-        torch.empty_like(t) if t is not None and need else None
-        for t, need in zip((x, *parameters), needed, strict=True)
-    ]
-    numbers = [_numbers(gradient) for gradient in found]
+    results: list[Tensor | None] = []
+    for tensor, need in zip((x, *parameters), needed, strict=True):
+        if need and tensor is not None:
+            results.append(torch.empty_like(tensor))
+        else:
+            results.append(None)
+    grad_x, *of_parameters = results
     # The bias has no part in any gradient, so that it need not be read.
-    given = (
-        *_problem(form, x, (*parameters[:4], None)),
-        grad.data_ptr(),
-        numbers[0][0],
-        *chain(*numbers[1:6]),
-    )
-    _native().backward(*given, *_told(form, parameters), *chain(*numbers[6:]))
-    return found
+    arguments = _problem(form, x, parameters._replace(bias=None))
+    arguments += [grad.data_ptr(), 0 if grad_x is None else grad_x.data_ptr()]
+    for gradient in of_parameters[:_ALWAYS]:
+        arguments += _numbers(gradient)
+    if form.witnesses:
+        arguments += [form.witnesses, *_numbers(parameters.log_gain)]
+        arguments += _numbers(of_parameters[_ALWAYS])
+    _native().backward(*arguments)
+    return results
 
 
 def serve(
     x: Tensor,
-    parameters: Parameters,
+    parameters: Sequence[Tensor | None],
     function: int,
     logarithmic: bool,
     scale: float,
     shape: tuple[int, ...],
     witnesses: tuple[int, ...] = (),
 ) -> Tensor | Literal[True] | None:
-    """Return y, or True where a gradient is wanted; None where these tensors do not fit, or something watches.
+    """Return y, or True if a gradient is wanted; None if the kernels cannot take this call.
 
-    C++ checks all of that: a small input's arithmetic takes less time than to ask ten things of its
-    tensors in Python. ``shape`` has the sizes of the last axes of x; the rest is as in
-    :class:`Form`. A torch without a DLPack exchange interface gives None too.
+    They cannot take tensors that do not fit, or a call that something watches. C++ checks all of
+    that, because asking ten things of tensors in Python takes longer than the arithmetic of a small
+    input. ``parameters`` are in the order of :class:`Parameters`, ``shape`` has the sizes of the
+    last axes of x; the rest is as in :class:`Form`. A torch without a DLPack exchange interface
+    gives None too.
     """
-    if (native := _native()) is None:
+    native = _native()
+    if native is None:
         return None
-    told = (witnesses, parameters[5]) if len(parameters) > 5 else ()
-    y: Tensor | Literal[True] | None = native.serve(
-        x, *parameters[:5], function, logarithmic, scale, shape, *told
-    )
+    constant, shift, center, weight, bias, log_gain = parameters
+    # Not collected in lists first: this is called for every layer.
+    y: Tensor | Literal[True] | None
+    if witnesses:
+        y = native.serve(
+            *(x, constant, shift, center, weight, bias, function, logarithmic, scale, shape),
+            *(witnesses, log_gain),
+        )
+    else:
+        y = native.serve(
+            x, constant, shift, center, weight, bias, function, logarithmic, scale, shape
+        )
     return y
 
 
 def serve_gradients(
     form: Form, grad: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...] | None:
-    """Return what autograd's backward does: None for the form, and the gradients as :func:`gradients` has them.
+    """Return what autograd's backward does: None for the form, and the gradients.
 
-    ``inputs`` are x, its channels last, and the parameters; ``needed`` speaks of the form too. As
-    of :func:`serve`, there is None alone where the tensors do not fit, or a gradient of the
-    gradient is wanted.
+    ``inputs`` are x, its channels last, and the parameters; ``needed`` has a value for the form, x
+    and each parameter. The result is None if the tensors do not fit, as in :func:`serve`, or if a
+    gradient of the gradient is wanted.
     """
-    if (native := _native()) is None:
+    native = _native()
+    if native is None:
         return None
-    told = (form.witnesses,) if form.witnesses else ()
-    found: tuple[Tensor | None, ...] | None = native.serve_gradients(
-        grad, inputs, needed, *form[:4], *told
-    )
-    return found
+    results: tuple[Tensor | None, ...] | None
+    if form.witnesses:
+        results = native.serve_gradients(grad, inputs, needed, *form[:4], form.witnesses)
+        return results
+    # Without witnesses the C++ side knows no log_gain.
+    results = native.serve_gradients(grad, inputs[:-1], needed[:-1], *form[:4])
+    if results is None:
+        return None
+    return (*results, None)
 
 
-def _problem(form: Form, x: Tensor, parameters: Sequence[Tensor | None]) -> list[Any]:
+def _problem(form: Form, x: Tensor, parameters: Parameters) -> list[Any]:
     """Return a call as the C++ side takes it (``read_problem`` in csrc/module.cpp)."""
-    function, logarithmic, scale, channels, inner, _ = form
-    sizes = (x.numel(), channels, inner)
-    return [
-        function,
-        logarithmic,
+    arguments: list[Any] = [
+        form.function,
+        form.logarithmic,
         DTYPES[x.dtype],
-        *sizes,
-        scale,
+        x.numel(),
+        form.channels,
+        form.inner,
+        form.scale,
         x.data_ptr(),
-        *chain(*map(_numbers, parameters)),
     ]
-
-
-def _told(form: Form, parameters: Parameters) -> tuple[Any, ...]:
-    """Return the witnesses as the C++ side takes them, after all else; nothing where there are none."""
-    return (form.witnesses, *_numbers(parameters[5])) if len(parameters) > 5 else ()
+    for parameter in parameters[:_ALWAYS]:
+        arguments += _numbers(parameter)
+    return arguments
 
 
 def _numbers(parameter: Tensor | None) -> tuple[int, int]:
-    """Return a parameter as the C++ side takes it: its address, and a code for its dtype and size."""
+    """Return a parameter as the C++ side takes it: its address, and a code for dtype and size."""
     if parameter is None:
         return 0, 0
-    return parameter.data_ptr(), DTYPES[parameter.dtype] | (
-        _PER_CHANNEL if parameter.numel() > 1 else 0
-    )
+    code = DTYPES[parameter.dtype]
+    if parameter.numel() > 1:
+        code |= _PER_CHANNEL
+    return parameter.data_ptr(), code
 
 
 @lru_cache(maxsize=1)

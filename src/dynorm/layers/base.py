@@ -66,10 +66,11 @@ class PointwiseNorm(nn.Module):
     """
 
     _dynorm_layer: ClassVar[bool] = True
-    kernel: ClassVar[int]
-    constant_from: ClassVar[
-        Callable[..., Tensor]
-    ]  # the first constant, for a slope of 1 / sqrt(beta) at 0
+    kernel: ClassVar[kernels.FunctionCode]
+    # Whether the first constant is kept as its logarithm.
+    logarithmic: ClassVar[bool] = False
+    # Maps beta to the first constant that gives f the slope 1 / sqrt(beta) at 0.
+    constant_from: ClassVar[Callable[..., Tensor]]
     constants: ClassVar[tuple[str, ...]] = ()
     # The constructor's arguments that a subclass adds, each also an attribute.
     own_arguments: ClassVar[tuple[str, ...]] = ()
@@ -172,44 +173,44 @@ class PointwiseNorm(nn.Module):
         """
         if not isinstance(x, Tensor):
             return self._forward_symbol(x)
-        # nn.TransformerEncoder nests a padded batch in eval mode; the jagged layout broadcasts as
-        # any other tensor.
-        if x.is_nested and x.layout == torch.strided:
-            if max(self._dims) >= 0:
-                raise ArgumentError(
-                    f"dim must be negative for a nested tensor, got {self.dim}: count it from the "
-                    "end"
-                )
-            return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
-        if x.is_nested and self.witness_channels:
-            jagged: Any = x
-            return torch.nested.nested_tensor_from_jagged(
-                self.forward(jagged.values()), jagged.offsets()
-            )
+        # The jagged layout without witnesses broadcasts as any other tensor.
+        if x.is_nested and (x.layout == torch.strided or self.witness_channels):
+            return self._forward_nested(x)
         if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
             sizes = tuple(x.shape[d] for d in self._dims if -x.ndim <= d < x.ndim)
             if sizes != self.normalized_shape:
                 raise ArgumentError(
                     f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got "
-                    f"{sizes} in shape "
-                    f"{tuple(x.shape)}: pass the dim that holds the channels"
+                    f"{sizes} in shape {tuple(x.shape)}: pass the dim that holds the channels"
                 )
         returned = x.dtype if self.output_dtype is None else self.returned_dtype(x.dtype)
         if returned == x.dtype:
             y = self.pointwise(x)
         else:
             y = self.pointwise(x.to(torch.promote_types(x.dtype, returned))).to(returned)
-        # As nn.LayerNorm's: what follows may ask for a view.
-        return y.contiguous() if self.dim == -1 or self._dims[-1] == -1 else y
+        # Contiguous as the output of nn.LayerNorm: the next operation may ask for a view.
+        return y.contiguous() if self._dims[-1] == -1 else y
+
+    def _forward_nested(self, x: Tensor) -> Tensor:
+        """Apply the function to a nested tensor: nn.TransformerEncoder nests padded batches in eval mode."""
+        if x.layout != torch.strided:
+            jagged: Any = x
+            values = self.forward(jagged.values())
+            return torch.nested.nested_tensor_from_jagged(values, jagged.offsets())
+        if max(self._dims) >= 0:
+            raise ArgumentError(
+                f"dim must be negative for a nested tensor, got {self.dim}: count it from the end"
+            )
+        return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
 
     def returned_dtype(self, given: torch.dtype) -> torch.dtype:
         """Return the dtype of the output for an input of dtype ``given``, with the weight's present dtype."""
         if self.output_dtype is None:
             return given
-        own = self._parameters
+        stored = self._parameters
         for name in ("weight", "bias", self.constants[0]):
-            # As in `pointwise`: attributes of a module take longer.
-            tensor = own[name] if name in own else getattr(self, name)
+            # As in `_kernel_parameters`: attributes of a module take longer.
+            tensor = stored[name] if name in stored else getattr(self, name)
             if tensor is not None:
                 return self.output_dtype(given, tensor.dtype)
         raise AssertionError("a layer has a constant")
@@ -232,49 +233,61 @@ class PointwiseNorm(nn.Module):
         self.weight.copy_(value.reshape(self.weight.shape))
 
     def pointwise(self, x: Tensor) -> Tensor:
-        """Return the function of ``x``, whose sizes have been checked: by a fused kernel, or by its definition."""
-        own, first, others = self._parameters, self.constants[0], self.constants[1:]
-        try:
-            # A tenth of the time of attributes, which nn.Module looks up in three dictionaries.
-            constant, center, weight, bias = own[first], own["center"], own["weight"], own["bias"]
-            shift, gain = own[others[0]] if others else None, own["log_gain"]
-        except KeyError:
-            # A parametrization keeps a parameter elsewhere.
-            constant, center, weight, bias = (
-                getattr(self, first),
-                self.center,
-                self.weight,
-                self.bias,
-            )
-            shift, gain = getattr(self, others[0]) if others else None, self.log_gain
-        assert constant is not None
-        factor = self.factor() if self.weight_offset else weight
-        parameters: kernels.Parameters = (constant, shift, center, factor, bias)
-        if self.witness_channels:
-            parameters = (constant, shift, center, factor, bias, gain)
-        given = (
+        """Return the function of ``x``, whose sizes have been checked, by a kernel if one serves."""
+        parameters = self._kernel_parameters()
+        y = kernels.pointwise(
+            self.kernel,
+            x,
+            parameters,
             self.scale,
             self.normalized_shape,
             self.dim,
-            first == "log_beta",
+            self.logarithmic,
             self.witness_channels,
         )
-        y = kernels.pointwise(self.kernel, x, parameters, *given)
-        return (
-            self.form(self.scale).definition(x, parameters, self.dim, self.witnesses)
-            if y is None
-            else y
-        )
+        if y is None:
+            return self.form(self.scale).definition(x, parameters, self.dim, self.witnesses)
+        return y
+
+    def _kernel_parameters(self) -> kernels.Parameters:
+        """Return the parameters in the order of the kernels.
+
+        They are read from the dictionary of nn.Module, at a tenth of the time of its attributes:
+        this runs at every call, and a kernel is done in a few microseconds.
+        """
+        stored: Any = self._parameters
+        constants = self.constants
+        has_shift = len(constants) > 1
+        try:
+            constant = stored[constants[0]]
+            shift = stored[constants[1]] if has_shift else None
+            center = stored["center"]
+            weight = stored["weight"]
+            bias = stored["bias"]
+            log_gain = stored["log_gain"]
+        except KeyError:
+            # A parametrization keeps a parameter elsewhere.
+            constant = getattr(self, constants[0])
+            shift = getattr(self, constants[1]) if has_shift else None
+            center = self.center
+            weight = self.weight
+            bias = self.bias
+            log_gain = self.log_gain
+        if self.weight_offset:
+            weight = self.factor()
+        return kernels.Parameters(constant, shift, center, weight, bias, log_gain)
 
     @classmethod
     def form(cls, scale: float) -> kernels.Form:
-        """Return what its definition needs besides tensors and their axes."""
-        return kernels.Form(cls.kernel, cls.constants[0] == "log_beta", scale, channels=1, inner=1)
+        """Return everything that the definition needs except tensors and their axes."""
+        return kernels.Form(cls.kernel, cls.logarithmic, scale, channels=1, inner=1)
 
     @classmethod
     def curve(cls, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:
-        """Return ``scale * f(x - center)``, with the constant that gives f the slope ``1 / sqrt(beta)`` at 0."""
-        parameters: Any = (cls.constant_from(beta), None, center, None, None)
+        """Return ``scale * f(x - center)``, with slope ``scale / sqrt(beta)`` at the centre."""
+        # The definition, unlike the kernels, takes a number as the centre.
+        number: Any = center
+        parameters = kernels.Parameters(cls.constant_from(beta), center=number)
         return cls.form(scale).definition(x, parameters)
 
     def config(self) -> dict[str, Any]:
@@ -487,6 +500,7 @@ class LogBetaNorm(PointwiseNorm):
 
     constants = ("log_beta",)
     own_arguments = ("beta_init",)
+    logarithmic = True
     log_beta: nn.Parameter
 
     def __init__(

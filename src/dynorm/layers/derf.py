@@ -38,7 +38,7 @@ class Derf(AlphaNorm):
         M. Chen et al., "Stronger Normalization-Free Transformers", arXiv 2512.10938.
     """
 
-    kernel = kernels.DERF
+    kernel = kernels.FunctionCode.DERF
     constant_from = staticmethod(theory.derf_alpha)
     constants = ("alpha", "shift")
     own_arguments = ("alpha_init", "shift_init")

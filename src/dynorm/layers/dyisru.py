@@ -48,4 +48,4 @@ class DyISRU(LogBetaNorm):
         Activation Functions", arXiv 2503.21708, eq. 13 and 15.
     """
 
-    kernel = kernels.DYISRU
+    kernel = kernels.FunctionCode.DYISRU

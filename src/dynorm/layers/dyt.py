@@ -30,5 +30,5 @@ class DyT(AlphaNorm):
         4 and 11.
     """
 
-    kernel = kernels.DYT
+    kernel = kernels.FunctionCode.DYT
     constant_from = staticmethod(theory.scaled_dyt_alpha)

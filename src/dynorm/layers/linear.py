@@ -22,4 +22,4 @@ class LinearControl(LogBetaNorm):
         tensor([   0.,    2.,  100., -100.])
     """
 
-    kernel = kernels.LINEAR
+    kernel = kernels.FunctionCode.LINEAR

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, ModelError
+from dynorm.kernels import Parameters
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 
 
@@ -157,13 +158,12 @@ def _with_witnesses(twin: PointwiseNorm, x: Tensor, held: list[int], groups: lis
         return torch.cat([p.flatten(), p.new_ones(len(places))])
 
     constant, shift = (*(getattr(twin, name) for name in twin.constants), None)[:2]
-    parameters = (
+    parameters = Parameters(
         padded(constant),
         padded(shift),
-        None,
-        padded(twin.factor()),
-        padded(twin.bias),
-        twin.log_gain,
+        weight=padded(twin.factor()),
+        bias=padded(twin.bias),
+        log_gain=twin.log_gain,
     )
     index = torch.tensor(
         [count + j if p is None else p for j, p in enumerate(places)], device=x.device
