@@ -31,8 +31,6 @@ NOT_YET = {
     "jobs/job.py",
     "jobs/speech.py",
     "jobs/texts.py",
-    "layers/rmsnorm.py",
-    "layers/saturation.py",
     "outputs.py",
     "replace/convert.py",
     "report/conversion.py",
