@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,6 +244,45 @@ def test_zeros_without_memory_and_hidden_signs(
     hidden: Any = torch._neg_view(-constant)
     layer._parameters[name] = hidden
     assert_close(layer(x).detach(), want)
+
+
+def test_the_numbers_of_functions_are_those_of_the_kernels() -> None:
+    source = Path(_dispatch.__file__).with_name("csrc").joinpath("types.h").read_text()
+    listed = re.search(r"enum Function \{ (.*?), kNamed,", source)
+    assert listed is not None
+    names = [name.strip().removeprefix("k").upper() for name in listed[1].split(",")]
+    names[0] = names[0].removesuffix(" = 0")
+    assert {code.name: code.value for code in FunctionCode} == {
+        name: number for number, name in enumerate(names)
+    }
+
+
+def test_a_gradient_is_wanted_if_any_tensor_requires_it_and_autograd_records() -> None:
+    x, one, trained = torch.ones(3, 4), torch.ones(1), torch.ones(4, requires_grad=True)
+    assert not _dispatch.wants_gradient(x, Parameters(one))
+    assert _dispatch.wants_gradient(x.clone().requires_grad_(), Parameters(one))
+    assert _dispatch.wants_gradient(x, Parameters(one, bias=trained))
+    assert _dispatch.wants_gradient(x, Parameters(one, log_gain=trained))
+    with torch.no_grad():
+        assert not _dispatch.wants_gradient(x, Parameters(one, bias=trained))
+
+
+def test_which_sizes_the_kernels_take_for_each_parameter() -> None:
+    x, one, four, two = torch.ones(3, 4), torch.ones(1), torch.ones(4), torch.ones(2)
+
+    def fits(witnesses: int = 0, **parameters: Tensor) -> bool:
+        return _dispatch.fits(x, Parameters(**{"constant": one} | parameters), (4,), witnesses)
+
+    assert fits()
+    assert fits(constant=four, shift=four, center=one, weight=four, bias=four)
+    assert fits(witnesses=2, log_gain=two)
+    assert not fits(constant=two)
+    assert not fits(weight=one)
+    assert not fits(bias=two)
+    assert not fits(witnesses=2, log_gain=one)
+    assert not fits(witnesses=2, log_gain=four)
+    with pytest.raises(ArgumentError, match="one device"):
+        fits(weight=four.to("meta"))
 
 
 @needs_kernels

@@ -1,4 +1,4 @@
-"""The family on a CPU: plain functions over raw tensors that call the C++ kernels; no autograd inside.
+"""The family on a CPU: functions over raw tensors that call the C++ kernels, without autograd.
 
 ``y = weight * scale * f(x - center) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant
 + u^2)``, 1 DyT ``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x
@@ -6,10 +6,10 @@ is contiguous and seen as (outer, channels, inner). With witnesses each row has 
 ``constant + T`` for DyISRU, and for the others ``constant / sqrt(1 + ratio constant^2 T)``, where T
 is the sum of ``exp(log_gain_k) u_k^2`` over them.
 
-The sums of the parameters' gradients are taken in pieces that depend on the shape alone: in float32
-for at most 128 rows (4096 elements of a run) and in float64 beyond; a piece's sums are rounded to
-float32 once (not for float64 x), and added in float64, in order. They are the same for any number
-of threads.
+The sums of the parameters' gradients are taken in pieces that depend only on the shape: in float32
+for at most 128 rows (4096 elements of a run) and in float64 beyond. The sums of a piece are rounded
+to float32 once (not for float64 x), and added in float64, in order. So they are the same for any
+number of threads.
 """
 
 import ctypes
@@ -39,13 +39,13 @@ _log = logging.getLogger("dynorm")
 
 
 def name() -> str:
-    """Return the instruction set that runs: "cpu-avx512", "cpu-avx2" or "cpu-portable"; "torch" without kernels."""
+    """Return the instruction set, as "cpu-avx512"; "torch" if the kernels are not built."""
     native = _native()
     return "torch" if native is None else str(native.name())
 
 
 def most_witnesses() -> int:
-    """Return how many witnesses the kernels take: 0 where they are not built, or were before there were witnesses."""
+    """Return how many witnesses the kernels take: 0 if they are not built, or an old build."""
     return getattr(_native(), "MOST_WITNESSES", 0)
 
 
@@ -173,7 +173,7 @@ def _numbers(parameter: Tensor | None) -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def _native() -> Any:
-    """Return the C++ module, told where torch's threads are; None where it has not been built."""
+    """Return the C++ module, connected to torch's threads; None if it has not been built."""
     # Another build, such as one with sanitizers.
     elsewhere = os.environ.get("DYNORM_NATIVE")
     path = Path(elsewhere) if elsewhere else Path(__file__).with_name("_native.abi3.so")
@@ -191,28 +191,30 @@ def _native() -> Any:
     native.set_parallel_for(_parallel_for())
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is not None:
-        known = (
+        native.set_torch(
+            exchange,
             Tensor,
             Parameter,
             torch.empty_like,
             torch.is_grad_enabled,
             "requires_grad",
             Tensor.is_neg,
+            WATCHERS,
+            forward_ad,
+            "_current_level",
         )
-        native.set_torch(exchange, *known, WATCHERS, forward_ad, "_current_level")
     return native
 
 
 def _parallel_for() -> int:
-    """Return the address of ``torch_parallel_for``, torch's own pool in its C interface; 0 where it is not found."""
-    library = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(
-        sys.platform, "libtorch_cpu.so"
-    )
+    """Return the address of ``torch_parallel_for``, torch's thread pool in C; 0 if not found."""
+    libraries = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}
+    library = libraries.get(sys.platform, "libtorch_cpu.so")
     path = Path(torch.__file__).parent / "lib" / library
     try:
-        # It is loaded already, so this only finds it.
-        found = ctypes.CDLL(str(path)).torch_parallel_for
+        # The library is loaded already, so this only looks it up.
+        function = ctypes.CDLL(str(path)).torch_parallel_for
     except (OSError, AttributeError):
         _log.warning("this torch has no torch_parallel_for: the CPU kernels use one thread")
         return 0
-    return ctypes.cast(found, ctypes.c_void_p).value or 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -71,7 +71,7 @@ class Form(NamedTuple):
     ) -> Tensor:
         """Return y by the definition, with the channels at ``dim``.
 
-        ``witnesses`` replaces the form's own positions.
+        The witnesses are given by their positions, a tensor; those of the form are not read.
         """
         stored, shift, center, weight, bias, log_gain = parameters
         constants = [self.constant(stored)]

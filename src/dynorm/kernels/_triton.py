@@ -245,7 +245,7 @@ def _channels(witnesses: tuple[int, ...], device: torch.device) -> Tensor | None
 
 
 def _backward_tiles(outer: int, channels: int, inner: int) -> tuple[int, int, int, int]:
-    """Return the rows and columns of a tile, how many tiles lie side by side, and the steps of each.
+    """Return the rows and columns of a tile, the tiles side by side, and the steps of each.
 
     They are not tuned by timing: the order of the sums depends on them, and has to be the same in
     every process.

@@ -172,7 +172,7 @@ class AnnealedNorm(PointwiseNorm):
         return plain(x, weight, self.bias, self.norm_eps, self.dim)
 
     def _with_constants(self, y: Tensor) -> Tensor:
-        """Add 0 times the constants in training: DistributedDataParallel waits for all gradients."""
+        """Give the constants a gradient of 0 in training: DistributedDataParallel waits for it."""
         if not (self.training and torch.is_grad_enabled()):
             return y
         zeros: list[Tensor] = []
