@@ -526,7 +526,7 @@ def _affine(
     bias: Tensor | None,
     axes: tuple[int, ...],
 ) -> Tensor:
-    """Return ``weight * scale * f + bias``, leaving out what is None."""
+    """Return ``weight * scale * f + bias``, leaving out parts that are None."""
     factor = None if scale is None else constant("scale", scale, f, axes)
     weight, bias = parameter("weight", weight, f, axes), parameter("bias", bias, f, axes)
     if weight is not None:

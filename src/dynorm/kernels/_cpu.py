@@ -62,7 +62,7 @@ def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = 
 def gradients(
     form: Form, grad: Tensor, x: Tensor, parameters: Parameters, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of x and of the parameters, each of its own dtype and shape.
+    """Return the gradients of x and of the parameters, each like its tensor.
 
     A gradient that is not needed is None. ``grad``, that of y, is contiguous, of x's shape and
     dtype; ``needed`` has a value for x and for each parameter.

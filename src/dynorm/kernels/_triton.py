@@ -72,8 +72,8 @@ def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = 
     inputs = parameters._replace(constant=form.constant(parameters.constant))
     witnesses = _channels(form.witnesses, x.device)
     in_place = y.data_ptr() == x.data_ptr()
-    # Programs of other columns read the witnesses of a row too, and must not see what this one has
-    # written.
+    # Programs of other columns read the witnesses of a row too, and must not see the output of this
+    # one.
     source = x
     if form.witnesses and in_place:
         source = x.clone()
@@ -213,7 +213,7 @@ def backward(
 def gradients(
     form: Form, grad: Tensor, x: Tensor, parameters: Parameters, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of x and of the parameters, each of its own dtype and shape.
+    """Return the gradients of x and of the parameters, each like its tensor.
 
     A gradient that is not needed is None.
     """

@@ -102,7 +102,7 @@ def of_rows(
 ):
     """Compute the constants of some rows, and the factor in those of functions of a slope.
 
-    T is the sum of ``g_k u_k**2`` over the witnesses; DyISRU leaves a witness out of its own T.
+    T is the sum of ``g_k u_k**2`` over the witnesses; for DyISRU a witness is not part of its T.
     """
     total, root = tl.zeros([1, 1], COMPUTE), 1.0
     for i in tl.static_range(WITNESSES):

@@ -57,7 +57,7 @@ class AnnealedNorm(PointwiseNorm):
 
     Reference:
         Closed forms 2 to 4: with constants from the rest of the token DyISRU is the norm, so the
-        two ends differ in the constants alone.
+        two ends differ only in the constants.
     """
 
     target: ClassVar[type[PointwiseNorm]]
