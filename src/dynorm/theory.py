@@ -7,9 +7,9 @@ approximation of it. Equation numbers are those of arXiv 2503.21708. All functio
 
 ``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and
 ``eps`` the number, not negative, that the norm adds to its variance or mean of squares. Results
-have the shape and dtype of ``x``. The leave-one-out functions need at least two channels, run in O(C), and stay
-accurate if one channel dominates. A ``beta`` argument is a positive float or a tensor of any shape;
-the result is of the same kind.
+have the shape and dtype of ``x``. The leave-one-out functions need at least two channels, run in
+O(C), and stay accurate if one channel dominates. A ``beta`` argument is a positive float or a
+tensor of any shape; the result is of the same kind.
 """
 
 import math
