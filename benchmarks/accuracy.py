@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dynorm.files import write_text
 from dynorm.kernels import _cpu
-from dynorm.kernels._form import DERF, DYISRU, DYT, Form
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 RESULT = Path(__file__).parent / "results" / "accuracy.json"
 # Small enough for the cache.
@@ -29,10 +29,10 @@ CHUNK = 2**16
 INFINITY = 0x7F800000
 # Name: the function's number, its constant, and the exact value in float64.
 CASES: dict[str, tuple[int, float, Callable[[Tensor], Tensor]]] = {
-    "dyisru, beta 1": (DYISRU, 1.0, lambda z: z / (1 + z * z).sqrt()),
-    "dyisru, beta 384": (DYISRU, 384.0, lambda z: z / (384 + z * z).sqrt()),
-    "tanh": (DYT, 1.0, torch.tanh),
-    "erf": (DERF, 1.0, torch.special.erf),
+    "dyisru, beta 1": (FunctionCode.DYISRU, 1.0, lambda z: z / (1 + z * z).sqrt()),
+    "dyisru, beta 384": (FunctionCode.DYISRU, 384.0, lambda z: z / (384 + z * z).sqrt()),
+    "tanh": (FunctionCode.DYT, 1.0, torch.tanh),
+    "erf": (FunctionCode.DERF, 1.0, torch.special.erf),
 }
 
 
@@ -59,10 +59,8 @@ def sweep(
     name: str, function: int, constant: float, exact: Callable[[Tensor], Tensor], stride: int
 ) -> dict[str, Any]:
     """Return the largest error, where it is, and how many of the values are correctly rounded."""
-    form, parameters = (
-        Form(function, False, 1.0, 1, 1),
-        (torch.tensor([constant]), None, None, None, None),
-    )
+    form = Form(function, False, 1.0, 1, 1)
+    parameters = Parameters(torch.tensor([constant]))
     worst, place, right, count = 0.0, 0.0, 0, 0
     # Positive floats with infinity; the negative ones must give the same with the other sign.
     for start in track(

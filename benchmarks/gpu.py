@@ -29,7 +29,7 @@ import dynorm
 from dynorm import files, functional
 from dynorm.kernels import _triton
 from dynorm.kernels._dispatch import plain
-from dynorm.kernels._form import DERF, FUNCTIONS, Form
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 ROUNDS = 5
@@ -76,7 +76,7 @@ def check_family(device: str) -> None:
         (torch.bfloat16, 2**-8),
         (torch.float16, 2**-11),
     ):
-        for function in range(len(FUNCTIONS)):
+        for function in FunctionCode:
             # Channels last, wide and odd; channels first.
             for shape, dim in (((257, 1024), -1), ((33, 517), -1), ((3, 40, 77), 1)):
                 _check_one(function, shape, dim, dtype, tolerance, device)
@@ -95,13 +95,15 @@ def _check_one(
     constant, shift, center, weight, bias = (
         torch.rand(channels, device=device) + 0.5 for _ in range(5)
     )
-    parameters = (constant, shift if function == DERF else None, center, weight, bias)
+    parameters = Parameters(constant, None, center, weight, bias)
+    if function == FunctionCode.DERF:
+        parameters = parameters._replace(shift=shift)
     form = Form(function, False, 1.5, channels, inner)
     y = _triton.forward(form, x, parameters)
     grad_x, sums = _triton.backward(form, grad, x, parameters)
     _, again = _triton.backward(form, grad, x, parameters)
     twin = [None if t is None else t.double().requires_grad_() for t in (x, *parameters)]
-    expected = plain(form, twin[0], tuple(twin[1:]))
+    expected = plain(form, twin[0], Parameters(*twin[1:]))
     expected.backward(grad.double())
     assert grad_x is not None
     assert sums is not None
@@ -135,7 +137,8 @@ def check_product(device: str) -> None:
             )
             weight = torch.rand(n, device=device)
             y, h = gemm_add_forward(
-                Form(0, False, 1.5, n, 1), a, b, residual, None, (one, None, None, weight, None)
+                Form(FunctionCode.DYISRU, False, 1.5, n, 1),
+                *(a, b, residual, None, Parameters(one, weight=weight)),
             )
             total = a.double() @ b.double() + residual.double()
             assert_close(h.double(), total, rtol=tolerance, atol=tolerance * k**0.5)
@@ -168,9 +171,10 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
     }
     forward: dict[str, Contender] = {"copy": lambda: y.copy_(leaf)}
     both: dict[str, Contender] = {}
-    for number, name in enumerate(FUNCTIONS):
+    for function in FunctionCode:
+        name = function.name.lower()
         forward[f"{name} kernel, output given"], both[f"{name} kernel"] = kernel_calls(
-            number, leaf, grad, (constant.detach(), weight.detach(), bias.detach()), y
+            function, leaf, grad, (constant.detach(), weight.detach(), bias.detach()), y
         )
     for name, module in modules.items():
         forward[name] = without_gradient(module, leaf)
@@ -193,7 +197,9 @@ def kernel_calls(
 ) -> tuple[Contender, Contender]:
     """Return a call of the forward kernel, and one of forward and backward."""
     constant, weight, bias = parameters
-    given = (constant, torch.zeros_like(constant) if function == DERF else None, None, weight, bias)
+    given = Parameters(constant, weight=weight, bias=bias)
+    if function == FunctionCode.DERF:
+        given = given._replace(shift=torch.zeros_like(constant))
     form = Form(function, False, 1.0, x.shape[-1], 1)
 
     def both() -> Any:
@@ -243,7 +249,8 @@ def measure_product(rows: int, width: int, device: str) -> dict[str, Any]:
         torch.full((1,), float(width), device=device),
         torch.ones(width, device=device, dtype=dtype),
     )
-    form, parameters = Form(0, False, width**0.5, width, 1), (constant, None, None, weight, None)
+    form = Form(FunctionCode.DYISRU, False, width**0.5, width, 1)
+    parameters = Parameters(constant, weight=weight)
 
     def normed() -> Tensor:
         return F.layer_norm(torch.addmm(residual, a, b), (width,), weight)

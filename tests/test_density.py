@@ -28,8 +28,6 @@ NOT_YET = {
     "jobs/job.py",
     "jobs/speech.py",
     "jobs/texts.py",
-    "layers/rmsnorm.py",
-    "layers/saturation.py",
 }
 ARITHMETIC = (ast.Mult, ast.Add, ast.Sub)
 COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp)

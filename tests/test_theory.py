@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -130,11 +130,13 @@ def test_norms_are_dyisru(channels: int, eps: float) -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), eps=st.floats(1e-3, 10))
+@example(values=[999999.7] * 13, eps=1e-3)
 def test_norms_are_dyisru_for_any_token(values: list[float], eps: float) -> None:
     x = torch.tensor(values, dtype=torch.float64)
-    assert_close(
-        theory.layer_norm_as_dyisru(x, eps), F.layer_norm(x, eps=eps), rtol=1e-9, atol=1e-9
-    )
+    # A mean is rounded in proportion to its size, and LayerNorm divides that by at least sqrt(eps).
+    atol = 4 * torch.finfo(x.dtype).eps * max(1.0, float(x.abs().max())) / eps**0.5
+    layer_norm = F.layer_norm(x, eps=eps)
+    assert_close(theory.layer_norm_as_dyisru(x, eps), layer_norm, rtol=1e-9, atol=atol)
     assert_close(theory.rms_norm_as_dyisru(x, eps), F.rms_norm(x, eps=eps), rtol=1e-12, atol=1e-14)
     assert (theory.leave_one_out_variance(x) >= 0).all()
 

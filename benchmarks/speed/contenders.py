@@ -41,10 +41,10 @@ _LAYERS = {
 }
 # The kernel's number, and which of the case's parameters is its constant.
 _KERNELS = {
-    "dyisru": (kernels.DYISRU, "log_beta"),
-    "dyt": (kernels.DYT, "alpha"),
-    "derf": (kernels.DERF, "alpha"),
-    "linear": (kernels.LINEAR, "log_beta"),
+    "dyisru": (kernels.FunctionCode.DYISRU, "log_beta"),
+    "dyt": (kernels.FunctionCode.DYT, "alpha"),
+    "derf": (kernels.FunctionCode.DERF, "alpha"),
+    "linear": (kernels.FunctionCode.LINEAR, "log_beta"),
 }
 
 
@@ -226,7 +226,10 @@ def _kernel_arguments(case: Case, function: str) -> tuple[Form, Parameters]:
     number, name = _KERNELS[function]
     p, logarithmic = case.parameters, name == "log_beta"
     form = Form(number, logarithmic, case.channels**0.5 if logarithmic else 1.0, case.channels, 1)
-    return form, (p[name], p["shift"] if function == "derf" else None, None, p["weight"], p["bias"])
+    parameters = Parameters(p[name], weight=p["weight"], bias=p["bias"])
+    if function == "derf":
+        parameters = parameters._replace(shift=p["shift"])
+    return form, parameters
 
 
 def _kernel_backward(case: Case, function: str) -> Callable[[], dict[str, Tensor]]:
@@ -234,7 +237,7 @@ def _kernel_backward(case: Case, function: str) -> Callable[[], dict[str, Tensor
     form, parameters = _kernel_arguments(case, function)
     inputs = (case.x, *parameters)
     needed = tuple(t is not None for t in inputs)
-    roles = ("x", _KERNELS[function][1], "shift", "center", "weight", "bias")
+    roles = ("x", _KERNELS[function][1], "shift", "center", "weight", "bias", "log_gain")
 
     def call() -> dict[str, Tensor]:
         # As autograd does: by the C++ side's own checks, where this torch lets it look at tensors.

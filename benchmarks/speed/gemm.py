@@ -90,7 +90,7 @@ def gemm_add_forward(
     """
     _check(a, b, residual)
     (m, k), n = a.shape, b.shape[1]
-    given = (form.constant(parameters[0]), *parameters[1:])
+    given = (form.constant(parameters.constant), *parameters[1:5])
     check_parameters(a, n, given)
     check_parameters(a, n, (None, None, None, gemm_bias))
     h, y = torch.empty_like(residual), torch.empty_like(residual)
@@ -103,7 +103,7 @@ def gemm_add_forward(
         torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
     )
     options = {
-        "FUNCTION": form.function,
+        "FUNCTION": int(form.function),
         **per_channel(given),
         "DESCRIPTORS": described,
         "B_BY_COLUMNS": by_columns,

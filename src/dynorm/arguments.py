@@ -1,4 +1,4 @@
-"""Checks of arguments, one wording each, for the functions and the layers; nothing waits for a device."""
+"""Checks of arguments, each worded once; none waits for a device."""
 
 import math
 import operator
@@ -15,8 +15,8 @@ Axes = int | tuple[int, ...]
 Constant = float | Tensor
 Shape = int | Sequence[int]
 
-# What to ask for whether something watches operations one by one: functorch's transforms, modes,
-# torch.jit.trace. Each gives None, 0 or False when it does not.
+# Calls that show whether something watches operations one by one: functorch's transforms, modes,
+# torch.jit.trace. Each returns None, 0 or False if not.
 WATCHERS: tuple[Callable[[], object], ...] = (
     torch._C._functorch.peek_interpreter_stack,
     torch._C._len_torch_dispatch_stack,
@@ -29,7 +29,7 @@ _ZERO_MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 
 
 def watched() -> bool:
-    """Return whether torch.compile, a transform of torch.func, a mode or a tracer watches operations one by one."""
+    """Return whether torch.compile, a torch.func transform, a mode or a tracer is active."""
     return torch.compiler.is_compiling() or any(bool(watching()) for watching in WATCHERS)
 
 
@@ -41,7 +41,7 @@ def check_positive(name: str, value: float) -> float:
 
 
 def check_not_negative(name: str, value: float) -> float:
-    """Return ``value``, or raise ArgumentError when it is no number, negative, infinite or NaN."""
+    """Return ``value``, or raise ArgumentError if it is negative, not finite or not a number."""
     if isinstance(value, bool) or not (hasattr(value, "__float__") and 0 <= value < math.inf):
         raise ArgumentError(
             f"{name} must be finite and not negative, got {value!r}: give 0 or a small number"
@@ -50,14 +50,17 @@ def check_not_negative(name: str, value: float) -> float:
 
 
 def check_share(name: str, value: float) -> float:
-    """Return ``value``, or raise ArgumentError when it is no number from 0 to 1; NumPy's numbers will do."""
+    """Return ``value``, or raise ArgumentError if it is not a number from 0 to 1.
+
+    NumPy's numbers are accepted.
+    """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ArgumentError(f"{name} must be a number from 0 to 1, got {value!r}")
     return float(value)
 
 
 def check_count(name: str, value: int, least: int = 1) -> int:
-    """Return ``value``, or raise ArgumentError when it is no integer, or less than ``least``."""
+    """Return ``value``, or raise ArgumentError if it is not an integer, at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{name} must be an integer, at least {least}, got {value!r}")
     return int(value)
@@ -108,7 +111,7 @@ def check_dim(dim: Shape, shape: tuple[int, ...]) -> Axes:
 
 
 def _integers(name: str, value: Shape) -> tuple[int, ...]:
-    """Return one integer or several as a tuple; NumPy's integers will do, booleans and floats will not."""
+    """Return one integer or several as a tuple; NumPy's are accepted, booleans and floats not."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
     if not values or any(isinstance(v, bool) or not hasattr(v, "__index__") for v in values):
         raise ArgumentError(f"{name} must be an int or a non-empty sequence of ints, got {value!r}")
@@ -154,13 +157,12 @@ def constant(
     if not isinstance(value, Tensor):
         # Both comparisons are False for NaN.
         if not (0 if positive else -math.inf) < value < math.inf:
-            raise ArgumentError(
-                f"{name} must be {'positive and ' if positive else ''}finite, got {value}: give "
-                "another value"
-            )
+            domain = "positive and finite" if positive else "finite"
+            raise ArgumentError(f"{name} must be {domain}, got {value}: give another value")
         return value
     check_floating(name, value)
-    shape, normalized = tuple(value.shape), tuple(z.shape[axis] for axis in axes)
+    shape = tuple(value.shape)
+    normalized = tuple(z.shape[axis] for axis in axes)
     if shape == normalized:
         return along(value, z, axes).to(z.dtype)
     # Under torch.compile, "1 in (1, m)" is False when m is symbolic.
@@ -170,9 +172,8 @@ def constant(
     if not broadcast and shape not in ((), (1,)):
         raise ArgumentError(
             f"{name} must be a float or a tensor of shape (1,), {normalized} or one that "
-            "broadcasts against "
-            f"x of shape {tuple(z.shape)}, got {shape}: reshape it, or pass the dim along which it "
-            "lies"
+            f"broadcasts against x of shape {tuple(z.shape)}, got {shape}: reshape it, or pass the "
+            "dim along which it lies"
         )
     return value.to(z.dtype)
 
@@ -198,7 +199,7 @@ def along(value: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int, ...]:
-    """Return the positions of witness channels, different and within the channels; a number N means the first N."""
+    """Return the positions of witness channels, checked; a number N means the first N."""
     if isinstance(witnesses, Integral) and not isinstance(witnesses, bool):
         count = int(witnesses)
         if not 0 <= count <= channels:
@@ -206,24 +207,26 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
                 f"the number of witnesses must be from 0 to the {channels} channels, got {count}"
             )
         return tuple(range(count))
+    positions: list[int] = []
     try:
-        # True is an index to Python.
-        given: list[Any] = [
-            None if isinstance(k, bool) else k for k in cast("Sequence[int]", witnesses)
-        ]
-        found = tuple(operator.index(k) for k in given)
+        for k in cast("Sequence[Any]", witnesses):
+            # Python takes True for an index.
+            if isinstance(k, bool):
+                raise TypeError(f"{k} is not a position")
+            positions.append(operator.index(k))
     except TypeError as error:
         raise ArgumentError(
             "witnesses must be a number of channels, or their positions, integers, got "
             f"{witnesses!r}"
         ) from error
-    outside = [k for k in found if not 0 <= k < channels]
-    if outside or len(set(found)) < len(found):
+    outside = [k for k in positions if not 0 <= k < channels]
+    if outside or len(set(positions)) < len(positions):
         problem = f"{outside[0]} is out of range" if outside else "one is named twice"
         raise ArgumentError(
-            f"witnesses must be different channels from 0 to {channels - 1}, but {problem}: {found}"
+            f"witnesses must be different channels from 0 to {channels - 1}, but {problem}: "
+            f"{tuple(positions)}"
         )
-    return found
+    return tuple(positions)
 
 
 def check_told(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
@@ -235,11 +238,10 @@ def check_told(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
     ):
         raise ArgumentError(
             f"witnesses must be an integer tensor (K,) with K at most the {channels} channels of "
-            "x, got "
-            f"{witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of channels, "
-            "each once"
+            f"x, got {witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of "
+            "channels, each once"
         )
-    # Their values cost nothing to look at on the CPU; a tracer or a transform has none.
+    # Reading the values is free on the CPU; under a tracer or a transform there are none.
     if type(witnesses) is Tensor and witnesses.is_cpu and not watched():
         check_witnesses(witnesses.tolist(), channels)
     if gain is not None:

@@ -1,4 +1,4 @@
-"""The rule by which a norm chooses the dtype of its output, and the rules that fit what one returns."""
+"""The rule by which a norm chooses the dtype of its output, and the search for it."""
 
 from collections.abc import Mapping
 from typing import TypeGuard
@@ -8,7 +8,7 @@ import torch
 from dynorm.errors import ArgumentError
 
 INPUT, WEIGHT = "input", "weight"
-# From the simplest on. A norm may cast to float32 inside and never back.
+# The simplest first. A norm may cast to float32 inside and never back.
 _RULES = (
     INPUT,
     WEIGHT,
@@ -23,7 +23,7 @@ Returned = Mapping[tuple[torch.dtype, torch.dtype], torch.dtype]
 
 
 def is_floating_dtype(value: object) -> TypeGuard[torch.dtype]:
-    """Tell whether a value is a real floating point dtype."""
+    """Return whether a value is a real floating point dtype."""
     return isinstance(value, torch.dtype) and value.is_floating_point
 
 
@@ -31,7 +31,7 @@ class DtypeRule:
     """A dtype that is promoted from those of the input and the weight, and from fixed ones.
 
     Args:
-        text: the parts, joined by "+": "input", "weight", or names of torch's floating point dtypes.
+        text: the parts, joined by "+": "input", "weight", or names of torch's floating dtypes.
 
     Raises:
         ArgumentError: a part is none of these.
@@ -55,7 +55,7 @@ class DtypeRule:
                     f"several of them joined by '+', got {text}"
                 )
             self._parts.append(known)
-        #: Whether it is the dtype of all, where input and weight have one dtype.
+        #: Whether the output has the dtype of input and weight if these are the same.
         self.follows_model = all(isinstance(part, str) for part in self._parts)
 
     def __call__(self, given: torch.dtype, weight: torch.dtype) -> torch.dtype:
@@ -79,7 +79,7 @@ class DtypeRule:
     __repr__ = __str__
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether another rule has the same parts, in the same order."""
+        """Return whether another rule has the same parts, in the same order."""
         return isinstance(other, DtypeRule) and self._text == other._text
 
     def __hash__(self) -> int:

@@ -1,4 +1,4 @@
-"""The errors of dynorm: one family, each message saying what must hold, what came, and what to do."""
+"""The errors of dynorm: a message names the requirement, the value that came, and the remedy."""
 
 import importlib
 from collections.abc import Collection, Iterator
@@ -23,15 +23,15 @@ class ArgumentError(DynormError, ValueError):
 
 
 class ModelError(DynormError):
-    """A model is not in the state that the call needs: no norms, converted already, compiled, wrapped, on meta."""
+    """A model is in the wrong state for the call: without norms, converted, compiled, on meta."""
 
 
 class DataError(DynormError):
-    """Batches, texts or activations cannot be used: none at all, of the wrong kind, or not finite."""
+    """Batches, texts or activations cannot be used: none, of the wrong kind, or not finite."""
 
 
 class CalibrationWarning(UserWarning):
-    """The call went on, but left something as it was: constants that no batch reached, or a layer."""
+    """The call left something unchanged: constants that no batch reached, or a layer."""
 
 
 class StorageError(DynormError, OSError):
@@ -41,8 +41,7 @@ class StorageError(DynormError, OSError):
 def require_library(name: str, purpose: str, extra: str) -> None:
     """Check that an optional library can be imported, before the work that needs it.
 
-    The ArgumentError says for what it is needed (``purpose``), and which ``extra`` of dynorm
-    installs it.
+    The ArgumentError names the ``purpose`` and the ``extra`` of dynorm that installs the library.
     """
     try:
         importlib.import_module(name)
@@ -54,16 +53,19 @@ def require_library(name: str, purpose: str, extra: str) -> None:
 
 @contextmanager
 def readable(wanted: str) -> Iterator[None]:
-    """Raise StorageError, with what is ``wanted``, for whatever the files make transformers raise inside."""
+    """Raise StorageError, with the text ``wanted``, for any error of transformers inside."""
     try:
         yield
     except DynormError:
         raise
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-        raise StorageError(f"{wanted}, but {found:.500}") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise StorageError(f"{wanted}, but {cause:.500}") from error
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first five names for a message, and how many more there are: "a, b, c, d, e and 2 more"."""
-    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """Return the first five names and the number of the others: "a, b, c, d, e and 2 more"."""
+    text = ", ".join(sorted(names)[:5])
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text

@@ -2,10 +2,10 @@
 
 A new function f takes one row here, and the parts that the row names: its formula in
 ``functional.py``, its layer in a file of ``layers/`` (and in ``annealed.py``), and its kernel, a
-functor in ``kernels/csrc/functions.h`` and a branch in ``_triton_functions.py``, under its place in
-``FUNCTIONS`` of ``_form.py``, the same as in ``csrc/types.h``. docs/architecture.md lists the few
-other places that tell the functions apart. Converting, saved folders and the titles and colours of
-reports read this table.
+functor in ``kernels/csrc/functions.h`` and a branch in ``_triton_functions.py``. Its number is in
+``FunctionCode`` of ``_form.py``, and the same in ``csrc/types.h``. docs/architecture.md lists the
+few other places that distinguish the functions. Converting, saved folders and the titles and
+colours of reports read this table.
 """
 
 from dataclasses import dataclass
@@ -47,14 +47,15 @@ LAYERS: dict[str, type[layers.PointwiseNorm]] = {row.name: row.layer for row in 
 """The layers by the name that ``convert_`` takes and that saved folders hold."""
 
 AUTO = "auto"
-"""What ``convert_`` takes where ``calibrate_`` is to choose the layer."""
+"""The name that ``convert_`` takes if ``calibrate_`` is to choose the layer."""
 
 NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}  # the names by layer
 
 
 def layer_class(name: str | type) -> type[layers.PointwiseNorm]:
-    """Return the layer of a name, or the layer itself; that of "auto" is DyISRU, until another one is chosen."""
-    name = NAMES.get(name, str(name)) if isinstance(name, type) else name
+    """Return the layer of a name, or the layer itself; for "auto" DyISRU, until one is chosen."""
+    if isinstance(name, type):
+        name = NAMES.get(name, str(name))
     known = LAYERS | {AUTO: layers.DyISRU}
     if not isinstance(name, str) or name not in known:
         raise ArgumentError(f"the layer must be one of {', '.join(known)}, got {name!r}")

@@ -1,29 +1,29 @@
-r"""The mathematics as pure functions: the norms, and the point-wise functions that take their place.
+r"""The mathematics as pure functions: the norms, and the point-wise functions that replace them.
 
 Everything else in dynorm is tested against this file. All functions compute in at least float32.
 They raise :class:`dynorm.ArgumentError` when an argument is outside its domain. C is the number of
 normalised elements, the product of ``x.shape[d]`` over ``dim``. Shared arguments are explained
-once: for the statistics at :func:`rms`, for the norms at :func:`layer_norm`, for the point-wise
+once: those of the statistics at :func:`rms`, of the norms at :func:`layer_norm`, of the point-wise
 functions at :func:`dyisru_general`.
 
 A constant of a point-wise function (``alpha``, ``beta``, ``shift``, ``slope``, ``scale``,
 ``center``) is a float or a floating point tensor: of shape (1,), of the normalised shape
 ``[x.shape[d] for d in dim]``, or with as many dimensions as ``x`` and broadcast against it, as one
 constant per token is. ``weight`` and ``bias`` have the normalised shape. The values of tensors are
-looked at only where that is free, so that nothing waits for a device.
+validated only on the CPU, to avoid waiting for a device.
 
 Every point-wise function is put together in the same way, from ``u = x - center``:
 
 .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot f(u) + \mathrm{bias}
 
-With witness channels, a few named channels K, beta is no longer the same for all tokens:
+With witness channels, a few chosen channels K, beta depends on the token:
 
 .. math:: \beta_i(x) = \beta + \sum_{k \in K, k \neq i} g_k u_k^2
 
-DyISRU takes it for its beta; in the other functions k = i stays in the sum, and beta stands for the
-slope at 0, :math:`1 / \sqrt{\beta}`. K empty is the function of one channel, bit for bit. For
-DyISRU with K all channels, g = 1, :math:`\beta = C \varepsilon`, center 0 and scale
-:math:`\sqrt{C}` it is RMSNorm, exactly. RMSNorm over some channels is pRMSNorm (arXiv 1910.07467).
+DyISRU uses this value as its beta. The other functions keep the term k = i in the sum, and use
+:math:`1 / \sqrt{\beta}` as their slope at 0. With K empty they are the functions of one channel,
+bit for bit. DyISRU with all channels in K, g = 1, :math:`\beta = C \varepsilon`, center 0 and scale
+:math:`\sqrt{C}` is RMSNorm, exactly. RMSNorm over some channels is pRMSNorm (arXiv 1910.07467).
 
 Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is centring, then RMSNorm,
 then the bias".
@@ -104,7 +104,7 @@ def rms(x: Tensor, dim: Axes = -1, eps: float = 0.0, keepdim: bool = False) -> T
 
 
 def center(x: Tensor, dim: Axes = -1) -> Tensor:
-    r"""Subtract the mean (eq. 1; c(x) of the note); the shape and dtype stay, the mean over ``dim`` becomes 0.
+    r"""Subtract the mean over ``dim`` (eq. 1; c(x) of the note); the shape and dtype stay.
 
     .. math:: c(x) = x - \mu = x \left(I - \tfrac{1}{C} 1^\top 1\right)
 
@@ -119,12 +119,12 @@ def center(x: Tensor, dim: Axes = -1) -> Tensor:
 def centering_matrix(
     channels: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor:
-    r"""Return the matrix that centres a row vector (the note); it can be folded into the linear map before it.
+    r"""Return the matrix that centres a row vector (the note).
 
     .. math:: I - \tfrac{1}{C} 1^\top 1
 
-    It is a symmetric projection of shape (C, C), with C at least 1, and of torch's default dtype
-    and device where these are None.
+    It can be folded into the linear map before it. It is a symmetric projection of shape (C, C),
+    with C at least 1, and of torch's default dtype and device if these are None.
 
     Example:
         >>> centering_matrix(2)
@@ -177,8 +177,8 @@ def rms_norm(
 ) -> Tensor:
     r"""Return RMSNorm: LayerNorm without centring (the note).
 
-    .. math:: \mathrm{RMSNorm}(x) = \frac{x}{\sqrt{\mathrm{MS}(x) + \varepsilon}} \odot \mathrm{weight}
-        + \mathrm{bias}
+    .. math:: \mathrm{RMSNorm}(x) = \frac{x}{\sqrt{\mathrm{MS}(x) + \varepsilon}}
+        \odot \mathrm{weight} + \mathrm{bias}
 
     Arguments, shape and dtype are those of :func:`layer_norm`; ``eps`` is added to the mean of
     squares.
@@ -192,7 +192,7 @@ def rms_norm(
 
 
 def isru(x: Tensor, alpha: Constant, *, dim: Axes = -1) -> Tensor:
-    r"""Return the Inverse Square Root Unit: slope 1 at 0, bounded by :math:`1 / \sqrt\alpha` (eq. 30-32).
+    r"""Return the Inverse Square Root Unit (eq. 30-32), bounded by :math:`1 / \sqrt\alpha`.
 
     .. math:: f(x) = \frac{x}{\sqrt{1 + \alpha x^2}} = \frac{\sqrt\beta x}{\sqrt{\beta + x^2}},
         \quad \beta = 1 / \alpha
@@ -223,7 +223,8 @@ def dyt(
 ) -> Tensor:
     r"""Return the Dynamic Tanh (eq. 4; "Transformers without Normalization", arXiv 2503.10622).
 
-    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \tanh(\alpha (x - \mathrm{center})) + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \tanh(\alpha (x - \mathrm{center}))
+        + \mathrm{bias}
 
     The constant ``alpha`` is the slope at 0. The other arguments, shape and dtype are those of
     :func:`dyisru_general`.
@@ -248,7 +249,8 @@ def scaled_dyt(
 ) -> Tensor:
     r"""Return the Dynamic Tanh with the bound of LayerNorm (eq. 11, Theorem 2).
 
-    .. math:: y = \mathrm{weight} \cdot \sqrt{C - 1} \tanh(\alpha (x - \mathrm{center})) + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \sqrt{C - 1} \tanh(\alpha (x - \mathrm{center}))
+        + \mathrm{bias}
 
     Arguments, shape and dtype are those of :func:`dyt`.
 
@@ -271,11 +273,13 @@ def dyisru(
     witnesses: Tensor | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    r"""Return the Dynamic Inverse Square Root Unit, first called Elementwise Layer Normalization (ELN; eq. 15).
+    r"""Return the Dynamic Inverse Square Root Unit (eq. 15).
 
-    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \frac{x}{\sqrt{\beta + x^2}} + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \frac{x}{\sqrt{\beta + x^2}}
+        + \mathrm{bias}
 
-    Arguments, shape and dtype are those of :func:`dyisru_general`; the centre is 0.
+    It was first called Elementwise Layer Normalization (ELN). Arguments, shape and dtype are those
+    of :func:`dyisru_general`; the centre is 0.
 
     Example:
         >>> dyisru(torch.tensor([-torch.inf, 0.0, 1.0, 1e30, 3.0]), 3.0)
@@ -298,7 +302,7 @@ def dyisru_general(
     witnesses: Tensor | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    r"""Return DyISRU around a given centre, which takes the place of the paper's mean (eq. 13, Theorem 3).
+    r"""Return DyISRU around a given centre, where the paper has the mean (eq. 13, Theorem 3).
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot
         \frac{x - \mathrm{center}}{\sqrt{\beta + (x - \mathrm{center})^2}} + \mathrm{bias}
@@ -310,11 +314,11 @@ def dyisru_general(
             constant, or None for 0.
         weight: Factor of shape ``[x.shape[d] for d in dim]``, or None for 1.
         bias: Offset of the same shape, or None for 0.
-        scale: Bound of the function before ``weight``, of a linear map a factor; a constant, or
-            None for :math:`\sqrt{C - 1}`.
+        scale: Bound of the function before ``weight``, or a factor of the linear map; a constant,
+            or None for :math:`\sqrt{C - 1}`.
         dim: The normalised dimension, or several; C is their product.
         witnesses: Integer tensor (K,): the positions in the normalised shape of the channels that
-            tell a token's size, each once; None for none.
+            show a token's size, each once; None for none.
         gain: Positive tensor (K,): the weight of each witness's square, or None for 1.
 
     Returns:
@@ -344,11 +348,12 @@ def derf(
     witnesses: Tensor | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    r"""Return the Dynamic error function ("Stronger Normalization-Free Transformers", arXiv 2512.10938).
+    r"""Return the Dynamic error function (arXiv 2512.10938).
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot
         \mathrm{erf}(\alpha (x - \mathrm{center}) + \mathrm{shift}) + \mathrm{bias}
 
+    It is the function of "Stronger Normalization-Free Transformers".
     ``alpha`` and ``shift`` are constants. The other arguments, shape and dtype are those of
     :func:`dyisru_general`.
 
@@ -378,11 +383,12 @@ def linear(
     witnesses: Tensor | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    r"""Return the control of every study: a constant slope and no bound; LayerNorm with constant statistics (eq. 3).
+    r"""Return a linear map, the control of studies: LayerNorm with constant statistics (eq. 3).
 
-    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \mathrm{slope} \cdot (x - \mathrm{center}) + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \mathrm{slope}
+        \cdot (x - \mathrm{center}) + \mathrm{bias}
 
-    ``slope`` is a constant. The other arguments, shape and dtype are those of
+    It has no bound; ``slope`` is a constant. The other arguments, shape and dtype are those of
     :func:`dyisru_general`.
 
     Example:
@@ -412,8 +418,8 @@ def _soft_sign_of_token(u: Tensor, beta: Constant, told: "_Told") -> Tensor:
     """Return ``u / sqrt(beta + sum + u**2)``, where the witnesses give the sum."""
     total, largest = told
     # Each number is divided by the largest of those that it is added to, before it is squared. No
-    # square then leaves any dtype, not even float16, to which other tools convert a whole graph.
-    # The result does not depend on the units, so they have no part in the gradient.
+    # square then overflows, not even in float16, to which other tools convert a whole graph.
+    # The result does not depend on the units, so they need no gradient.
     unit = _at_least(largest, _root(beta))
     constant = beta / unit / unit + total * (largest / unit).square()
     size = torch.maximum(u.detach().abs(), unit)
@@ -435,7 +441,7 @@ def _at_least(size: Tensor, least: Constant) -> Tensor:
 _SMALLEST_UNIT = 2.0**-14
 
 _ToldBy = tuple[Tensor | None, Tensor | None]  # witnesses and their gains
-# Of each token ``sum_k g_k (u_k / largest)**2``, and the size of its largest witness.
+# For each token ``sum_k g_k (u_k / largest)**2``, and the size of its largest witness.
 _Told = tuple[Tensor, Tensor]
 
 
@@ -448,9 +454,9 @@ def _sloped(
     *,
     ratio: float = 1.0,
 ) -> tuple[Tensor, Constant]:
-    """Return u and the slope for beta(x), whose product is that of ``z - center`` and the token's slope.
+    """Return two factors of the token's slope times ``z - center``, which no square overflows.
 
-    ``ratio`` is ``1 / (beta * slope**2)``.
+    Without witnesses they are u and the slope. ``ratio`` is ``1 / (beta * slope**2)``.
     """
     u, told = _shifted(z, center, axes, told_by)
     if told is None:
@@ -464,7 +470,7 @@ def _sloped(
     unit = _at_least(largest, width)
     steep = slope * unit
     size = steep.detach().abs().clamp_min(1)
-    # As a factor, so that the slope's sign stays and 0 is no division by 0.
+    # As a factor, so that the slope keeps its sign and a slope of 0 is not a divisor.
     factor = steep / size
     square = (1 / size).square() + ratio * (factor * (largest / unit)).square() * total
     return u / unit, factor * torch.rsqrt(square)
@@ -478,10 +484,10 @@ def _shifted(
     *,
     leave_one_out: bool = False,
 ) -> tuple[Tensor, _Told | None]:
-    """Return u, which is ``z - center``, and what the witnesses tell; None where there are none.
+    """Return u, that is ``z - center``, and the sum and the largest of the witnesses, if any.
 
-    With ``leave_one_out`` a witness is not in its own sum. Sums of the others, rather than a
-    difference: a witness is often larger than all of them together.
+    With ``leave_one_out`` a witness is not in its own sum. The others are added, instead of
+    subtracting it from a total, because a witness is often larger than all of them together.
     """
     witnesses, gain = told_by
     u = z if center is None else z - constant("center", center, z, axes)
@@ -496,21 +502,21 @@ def _shifted(
     u = _clamped(u)
     last = tuple(range(-len(axes), 0))
     chosen = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses)
-    # One by one, so that not even here is there a reduction.
+    # One by one, so that there is no reduction, not even over the witnesses.
     largest = reduce(torch.maximum, chosen.detach().abs().unbind(-1))
     largest = largest.clamp_min(_SMALLEST_UNIT)
     terms = (chosen / largest[..., None]).square()
     terms = terms if gain is None else terms * gain.to(u.dtype)
     one_per_token = [1 if axis in axes else n for axis, n in enumerate(z.shape)]
-    each = [term.reshape(one_per_token) for term in terms.unbind(-1)]
+    squares = [term.reshape(one_per_token) for term in terms.unbind(-1)]
     if leave_one_out:
         position = torch.arange(channels, device=z.device).reshape([z.shape[axis] for axis in axes])
         position = along(position, z, axes)
-        each = [
+        squares = [
             torch.where(position == k, 0, term)
-            for k, term in zip(witnesses.unbind(), each, strict=True)
+            for k, term in zip(witnesses.unbind(), squares, strict=True)
         ]
-    return u, (reduce(torch.add, each), largest.reshape(one_per_token))
+    return u, (reduce(torch.add, squares), largest.reshape(one_per_token))
 
 
 def _affine(
@@ -520,7 +526,7 @@ def _affine(
     bias: Tensor | None,
     axes: tuple[int, ...],
 ) -> Tensor:
-    """Return ``weight * scale * f + bias``, leaving out what is None."""
+    """Return ``weight * scale * f + bias``, leaving out parts that are None."""
     factor = None if scale is None else constant("scale", scale, f, axes)
     weight, bias = parameter("weight", weight, f, axes), parameter("bias", bias, f, axes)
     if weight is not None:

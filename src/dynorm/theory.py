@@ -6,10 +6,10 @@ approximation of it. Equation numbers are those of arXiv 2503.21708. All functio
 :class:`dynorm.ArgumentError` when an argument is outside its domain.
 
 ``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and
-``eps`` what the norm adds to its variance or mean of squares, not negative. Results have the shape
-and dtype of ``x``. To leave one channel out takes at least two, and O(C); one huge channel costs no
-digits, at itself or elsewhere. A ``beta`` that is given is a positive float, or a tensor of any
-shape; the result is alike.
+``eps`` the number, not negative, that the norm adds to its variance or mean of squares. Results
+have the shape and dtype of ``x``. The leave-one-out functions need at least two channels, run in
+O(C), and stay accurate if one channel dominates. A ``beta`` argument is a positive float or a
+tensor of any shape; the result is of the same kind.
 """
 
 import math
@@ -52,8 +52,7 @@ def layer_norm_slope_factor(x: Tensor, dim: Axes = -1, keepdim: bool = False) ->
 
     .. math:: F(x) = \frac{1}{C \sigma}
 
-    The result has the shape of ``x`` without ``dim``, or with size 1 there where ``keepdim`` says
-    so.
+    The result has the shape of ``x`` without ``dim``, or with size 1 there if ``keepdim`` is set.
 
     Example:
         >>> layer_norm_slope_factor(torch.tensor([-2.0, 2.0]))
@@ -64,7 +63,7 @@ def layer_norm_slope_factor(x: Tensor, dim: Axes = -1, keepdim: bool = False) ->
 
 
 def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
-    r"""Return how each channel of LayerNorm answers to its own input: the Jacobian's diagonal (eq. 5, Theorem 1).
+    r"""Return the diagonal of LayerNorm's Jacobian (eq. 5, Theorem 1).
 
     .. math:: \frac{dy_i}{dx_i} = F(x) (C - 1 - y_i^2)
 
@@ -79,7 +78,7 @@ def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
 
 
 def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
-    r"""Return the beta of each channel that makes DyISRU around the mean equal to LayerNorm (eq. 14, Theorem 4).
+    r"""Return each channel's beta that makes DyISRU around the mean LayerNorm (eq. 14, Theorem 4).
 
     .. math:: \beta_i = (C - 1) \sigma_{\neq i}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_i,
         \quad \sigma_{\neq i}^2 = \frac{1}{C - 1} \sum_{k \neq i} (x_k - \mu)^2
@@ -97,9 +96,11 @@ def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
 
 
 def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
-    r"""Return the mean of the other channels, for each channel: the centre of :func:`layer_norm_as_dyisru`.
+    r"""Return for each channel the mean of the others.
 
     .. math:: m_i = \frac{1}{C - 1} \sum_{k \neq i} x_k
+
+    It is the centre of :func:`layer_norm_as_dyisru`.
 
     Example:
         >>> leave_one_out_mean(torch.tensor([0.0, 1.0, 3.0]))
@@ -111,7 +112,7 @@ def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
 
 
 def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
-    r"""Return the biased variance of the other channels around their own mean, for each channel (eq. 14).
+    r"""Return for each channel the biased variance of the others about their mean (eq. 14).
 
     .. math:: v_i = \frac{1}{C - 1} \sum_{k \neq i} (x_k - m_i)^2
 
@@ -131,7 +132,7 @@ def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
 
 
 def leave_one_out_beta(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
-    r"""Return the beta of each channel that makes DyISRU around :func:`leave_one_out_mean` equal to LayerNorm.
+    r"""Return each channel's beta that makes DyISRU LayerNorm around :func:`leave_one_out_mean`.
 
     .. math:: b_i = C v_i + \frac{C^2}{C - 1} \varepsilon
 
@@ -152,9 +153,11 @@ def leave_one_out_beta(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
 
 
 def leave_one_out_square_sum(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
-    r"""Return the beta of each channel that makes DyISRU equal to RMSNorm: the others' square sum (eq. 14, no centre).
+    r"""Return each channel's beta that makes DyISRU RMSNorm (eq. 14 without a centre).
 
     .. math:: s_i = \sum_{k \neq i} x_k^2 + C \varepsilon
+
+    It is the square sum of the other channels.
 
     Example:
         >>> leave_one_out_square_sum(torch.tensor([1.0, 2.0, 3.0]))
@@ -170,11 +173,12 @@ def leave_one_out_square_sum(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Ten
 
 
 def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
-    r"""Evaluate LayerNorm as a DyISRU whose centre and beta leave out the channel that they act on (eq. 13 and 14).
+    r"""Evaluate LayerNorm as a DyISRU with a centre and beta per channel (eq. 13 and 14).
 
     .. math:: \mathrm{LN}(x)_i = \sqrt{C - 1} \frac{x_i - m_i}{\sqrt{b_i + (x_i - m_i)^2}}
 
-    The result is LayerNorm without weight and bias, to rounding.
+    Centre and beta leave out the channel that they act on. The result is LayerNorm without weight
+    and bias, to rounding.
 
     Example:
         >>> layer_norm_as_dyisru(torch.tensor([1.0, 2.0, 6.0]))
@@ -202,9 +206,10 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
 
 
 def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
-    r"""Evaluate RMSNorm as a DyISRU with every channel as a witness of gain 1: one end of the witnesses' sum.
+    r"""Evaluate RMSNorm as a DyISRU with every channel as a witness of gain 1.
 
-    .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C} \frac{x_i}{\sqrt{C \varepsilon + \sum_{k \neq i} x_k^2 + x_i^2}}
+    .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C}
+        \frac{x_i}{\sqrt{C \varepsilon + \sum_{k \neq i} x_k^2 + x_i^2}}
 
     The result is that of :func:`rms_norm_as_dyisru`; the work grows with the square of C.
 
@@ -216,10 +221,8 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor
     check_not_negative("eps", eps)
     channels = count(z, axes)
     # A tensor: a float must be positive, but beta is 0 without eps.
-    beta, every = (
-        torch.full((1,), eps * channels, dtype=z.dtype, device=z.device),
-        torch.arange(channels, device=z.device),
-    )
+    beta = torch.full((1,), eps * channels, dtype=z.dtype, device=z.device)
+    every = torch.arange(channels, device=z.device)
     return dyisru(z, beta, scale=math.sqrt(channels), dim=dim, witnesses=every).to(x.dtype)
 
 
@@ -228,7 +231,8 @@ def witness_derivative(
 ) -> Tensor:
     r"""Return the Jacobian of DyISRU with witnesses: a diagonal, and one column per witness.
 
-    .. math:: \frac{\partial y_i}{\partial x_i} = \mathrm{scale} \frac{\beta_i(x)}{(\beta_i(x) + x_i^2)^{3/2}}, \quad
+    .. math:: \frac{\partial y_i}{\partial x_i} = \mathrm{scale}
+        \frac{\beta_i(x)}{(\beta_i(x) + x_i^2)^{3/2}}, \quad
         \frac{\partial y_i}{\partial x_k} = -\mathrm{scale} \frac{g_k x_i x_k}{(\beta_i(x) +
         x_i^2)^{3/2}}, \quad k \in K, k \neq i
 
@@ -260,7 +264,8 @@ def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
 
     This is eq. 14 for many channels of like size. With the scale sqrt(C) the slope at 0 is 1 /
     sigma. The variance is that of a site's activations, or their mean of squares where the norm
-    does not centre: a float that is not negative, or a tensor of any shape; the result is alike.
+    does not centre: a float that is not negative, or a tensor of any shape; the result is of the
+    same kind.
 
     Example:
         >>> closed_form_beta(0.25, 384)
@@ -276,7 +281,7 @@ def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
 
 
 def closed_form_gain(channels: int, count: int, share: float) -> float:
-    r"""Return the gain to start from, with which K witnesses of typical size carry a share p of the token's sum.
+    r"""Return the gain to start from, so that K typical witnesses carry a share p of the sum.
 
     .. math:: g_0 = \frac{p\,C}{K}, \quad \beta_0 = (1 - p)\, C \sigma^2
 
@@ -299,7 +304,7 @@ def closed_form_gain(channels: int, count: int, share: float) -> float:
 
 
 def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:
-    r"""Return the alpha that gives scaled DyT the slope at 0 of a DyISRU of the same scale (eq. 11 and 15).
+    r"""Return the alpha that gives scaled DyT the slope of DyISRU at 0 (eq. 11 and 15).
 
     .. math:: \alpha = \frac{1}{\sqrt\beta}
 
@@ -311,7 +316,7 @@ def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:
 
 
 def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
-    r"""Return the alpha that gives Derf the slope at 0 of a DyISRU of the same scale (eq. 15).
+    r"""Return the alpha that gives Derf the slope of a DyISRU of the same scale at 0 (eq. 15).
 
     .. math:: \alpha = \frac{\sqrt\pi}{2 \sqrt\beta}
 
@@ -323,7 +328,7 @@ def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
 
 
 def linear_slope(beta: FloatOrTensor, scale: float) -> FloatOrTensor:
-    r"""Return the slope at 0 of a DyISRU with that ``scale``, which the linear control keeps everywhere (eq. 15).
+    r"""Return the slope of the linear control: that of a DyISRU of this ``scale`` at 0 (eq. 15).
 
     .. math:: \mathrm{slope} = \frac{\mathrm{scale}}{\sqrt\beta}
 
@@ -347,13 +352,13 @@ class _Rest(NamedTuple):
 def _without_outlier(z: Tensor, axes: tuple[int, ...]) -> _Rest:
     """Return the statistics of each token without its outlier.
 
-    Sums over all channels lose the small ones beside a huge one, and what subtraction leaves is
+    Sums over all channels lose the small ones next to a huge one, and subtracting that leaves only
     noise.
     """
     channels = _count_at_least_two(z, axes)
     outlier = _is_largest(center(z, axes).abs(), axes)
     mean = _sum_without(outlier, z, axes) / (channels - 1)
-    # A second pass takes out the rounding of a mean that is large beside the deviations.
+    # A second pass removes the rounding of a mean that is large compared to the deviations.
     drift = _sum_without(outlier, z - mean, axes) / (channels - 1)
     deviation = z - mean - drift
     square_sum = _sum_without(outlier, deviation * deviation, axes)
@@ -377,7 +382,7 @@ def _sum_without(mask: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _count_at_least_two(z: Tensor, axes: tuple[int, ...]) -> int:
-    """Return C, refusing tokens of which nothing remains when one channel is left out."""
+    """Return C, refusing tokens of one channel, of which nothing would remain."""
     channels = count(z, axes)
     if channels < 2:
         raise ArgumentError(
@@ -389,12 +394,19 @@ def _count_at_least_two(z: Tensor, axes: tuple[int, ...]) -> int:
 
 
 def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
-    """Return each value's beta with which DyISRU would be the norm of tokens (tokens, C) (closed forms 2 and 3)."""
-    return (leave_one_out_beta if kind == "layernorm" else leave_one_out_square_sum)(x, eps=eps)
+    """Return each value's beta that makes DyISRU the norm of tokens (tokens, C).
+
+    These are the closed forms 2 and 3.
+    """
+    if kind == "layernorm":
+        return leave_one_out_beta(x, eps=eps)
+    return leave_one_out_square_sum(x, eps=eps)
 
 
 def token_deviation(x: Tensor, kind: str) -> Tensor:
-    r"""Return what the norm of a kind divides, of tokens (..., C): :math:`x - \mu` of a LayerNorm, else x.
+    r"""Return the numerator of a norm of tokens (..., C).
+
+    It is :math:`x - \mu` for a LayerNorm, x for an RMSNorm.
 
     Example:
         >>> token_deviation(torch.tensor([1.0, 2.0, 6.0]), "layernorm")
@@ -406,7 +418,7 @@ def token_deviation(x: Tensor, kind: str) -> Tensor:
 
 
 def token_moment(x: Tensor, kind: str, keepdim: bool = False) -> Tensor:
-    r"""Return the mean square of each token x (..., C) about the centre of the norm of a kind.
+    r"""Return the mean square of each token (..., C), about its mean for a LayerNorm.
 
     .. math:: \frac{1}{C} \sum_k (x_k - \mu)^2 \quad \text{of a LayerNorm,} \qquad
         \frac{1}{C} \sum_k x_k^2 \quad \text{of an RMSNorm}

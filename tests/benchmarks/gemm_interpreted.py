@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch.testing import assert_close
 
 from benchmarks.speed.gemm import gemm_add_forward
 from dynorm.errors import ArgumentError
-from dynorm.kernels._form import Form
+from dynorm.kernels._form import Form, Parameters
 from tests.kernels.triton_interpreted import (
     DTYPES,
     DYISRU,
@@ -26,7 +24,7 @@ from tests.kernels.triton_interpreted import (
     sample,
 )  # fmt: skip
 
-BARE: Any = (torch.ones(1), None, None, None, None)
+BARE = Parameters(torch.ones(1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -99,5 +97,5 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ArgumentError, match="a parameter must be contiguous"):
             gemm_add_forward(
-                Form(DYT, False, 1.0, 6, 1), a, b, residual, gemm_bias, (constant, *BARE[1:])
+                Form(DYT, False, 1.0, 6, 1), a, b, residual, gemm_bias, Parameters(constant)
             )

@@ -28,14 +28,15 @@ def make(
     constants = channels if per_channel else 1
     constant = randn(constants).abs() + 0.3
     if not everything:
-        return constant, None, None, None, None
-    return constant, 0.3 * randn(constants), randn(constants), randn(channels), randn(channels)
+        return Parameters(constant)
+    shift, center = 0.3 * randn(constants), randn(constants)
+    return Parameters(constant, shift, center, randn(channels), randn(channels))
 
 
 def compare(form: Form, x: Tensor, parameters: Parameters, tolerance: float) -> None:
     """Value and all gradients against the definition in float64; outputs begin as NaN, so that none is left out."""
     wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, *parameters)]
-    want = plain(form, wide[0], tuple(wide[1:]))
+    want = plain(form, wide[0], Parameters(*wide[1:]))
     out = torch.full_like(x, NAN)
     y = _cpu.forward(form, x, parameters, out)
     assert y is out

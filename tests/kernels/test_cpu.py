@@ -13,13 +13,15 @@ from torch.testing import assert_close
 
 from dynorm.kernels import _cpu
 from dynorm.kernels._dispatch import plain
-from dynorm.kernels._form import DERF, DYISRU, DYT, FUNCTIONS, LINEAR, Form, Parameters
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 from tests.kernels.definition import INF, NAN, TOLERANCES, compare, make
 
 pytestmark = pytest.mark.skipif(
     _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
 )
-NUMBERS = range(len(FUNCTIONS))
+DYISRU, DYT, DERF, LINEAR = FunctionCode
+NUMBERS = list(FunctionCode)
+FUNCTIONS = [code.name.lower() for code in FunctionCode]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -61,7 +63,7 @@ def test_logarithmic_constants(instructions: str, function: int, per_channel: bo
         compare(
             form,
             torch.randn(50, 48) * float(constant.mean().exp() ** 0.5),
-            (constant, *parameters[1:]),
+            parameters._replace(constant=constant),
             1e-5,
         )
 
@@ -98,7 +100,7 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
     x = torch.tensor(edges * 7, dtype=torch.float64).to(dtype)[:83]
     grad = torch.ones_like(x)
     for constant in (1.0, 3.0, 1e-3):
-        parameters: Any = (torch.tensor([constant], dtype=dtype), None, None, None, None)
+        parameters: Any = Parameters(torch.tensor([constant], dtype=dtype))
         leaf = x.clone().requires_grad_()
         want = plain(Form(function, False, 2.0, 1, 1), leaf, parameters)
         y = _cpu.forward(Form(function, False, 2.0, 1, 1), x, parameters)
@@ -108,7 +110,7 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
         assert torch.equal(y[zero].signbit(), want[zero].signbit())
         (slope,) = torch.autograd.grad(want, leaf, grad)
         got = _cpu.gradients(
-            Form(function, False, 2.0, 1, 1), grad, x, parameters, (True,) + (False,) * 5
+            Form(function, False, 2.0, 1, 1), grad, x, parameters, (True,) + (False,) * 6
         )[0]
         # The clamp in DyISRU's definition takes the gradient of a NaN for 0; here it stays NaN.
         slope = torch.where(x.isnan(), slope if function == LINEAR else NAN, slope)
@@ -131,12 +133,12 @@ def test_gradients_at_infinity_are_their_limits(
         only = grad.clone()
         only[3] = only[36] = 0
         parameters = make(channels, dtype, per_channel=True, everything=True)
-        parameters = (torch.full((channels,), constant).to(dtype), *parameters[1:])
+        parameters = parameters._replace(constant=torch.full((channels,), constant).to(dtype))
         want = _cpu.gradients(
-            Form(function, False, 1.5, channels, 1), only, alone, parameters, (True,) * 6
+            Form(function, False, 1.5, channels, 1), only, alone, parameters, (True,) * 7
         )
         got = _cpu.gradients(
-            Form(function, False, 1.5, channels, 1), grad, x, parameters, (True,) * 6
+            Form(function, False, 1.5, channels, 1), grad, x, parameters, (True,) * 7
         )
         assert got[0] is not None
         assert torch.equal(got[0][[3, 36]], torch.zeros(2, channels, dtype=dtype))
@@ -145,7 +147,7 @@ def test_gradients_at_infinity_are_their_limits(
             assert a is not None
             assert b is not None
             assert_close(a, b, rtol=0, atol=0)
-        assert all(g is not None and bool(g.isfinite().all()) for g in got[4:])
+        assert all(g is not None and bool(g.isfinite().all()) for g in got[4:6])
 
 
 @pytest.mark.parametrize("huge", [5e18, -1.7e19, 3e38, -INF, NAN])
@@ -191,10 +193,10 @@ def test_huge_ones_among_rows_that_are_computed_side_by_side(
     bounded = with_them.clamp(-1e30, 1e30)
     compare(Form(DYISRU, False, 1.0, 272, 1), bounded, parameters, 1e-5)
     limits = _cpu.gradients(
-        Form(DYISRU, False, 1.0, 272, 1), grad, bounded, parameters, (True,) * 6
+        Form(DYISRU, False, 1.0, 272, 1), grad, bounded, parameters, (True,) * 7
     )
     found = _cpu.gradients(
-        Form(DYISRU, False, 1.0, 272, 1), grad, with_them, parameters, (True,) * 6
+        Form(DYISRU, False, 1.0, 272, 1), grad, with_them, parameters, (True,) * 7
     )
     for got, want in zip(found, limits, strict=True):
         assert_close(got, want, rtol=1e-6, atol=1e-6)
@@ -209,7 +211,7 @@ def test_slopes_of_large_constants(instructions: str, exponent: int, size: float
     constant = torch.tensor([beta])
     exact = grad.double() * beta / (beta + x.double() ** 2) ** 1.5
     found = _cpu.gradients(
-        Form(DYISRU, False, 1.0, 48, 1), grad, x, (constant, None, None, None, None), (True,) * 6
+        Form(DYISRU, False, 1.0, 48, 1), grad, x, Parameters(constant), (True,) * 7
     )
     assert found[0] is not None
     assert_close(found[0].double(), exact, rtol=1e-5, atol=float(exact.abs().max()) * 1e-6)
@@ -227,9 +229,10 @@ def test_what_is_wanted_changes_no_other(
     def run(needed: tuple[bool, ...]) -> list[Tensor | None]:
         return _cpu.gradients(Form(function, False, 1.3, *shape[1:]), grad, x, parameters, needed)
 
-    whole = run((True,) * 6)
-    for needed in itertools.product((False, True), repeat=6):
-        for got, want, need in zip(run(needed), whole, needed, strict=True):
+    everything = run((True,) * 7)
+    for six in itertools.product((False, True), repeat=6):
+        needed = (*six, False)  # without witnesses there is no log_gain
+        for got, want, need in zip(run(needed), everything, needed, strict=True):
             assert (got is not None) == need
             if got is not None:
                 assert want is not None
@@ -240,9 +243,9 @@ def test_what_is_wanted_changes_no_other(
 def test_a_shift_that_has_no_part_gets_zero(function: int) -> None:
     grad = torch.randn(4, 8)
     grad[1, 2] = INF
-    parameters = (torch.ones(1), torch.zeros(1), None, torch.ones(8), None)
+    parameters = Parameters(torch.ones(1), torch.zeros(1), weight=torch.ones(8))
     found = _cpu.gradients(
-        Form(function, False, 1.0, 8, 1), grad, torch.randn(4, 8), parameters, (True,) * 6
+        Form(function, False, 1.0, 8, 1), grad, torch.randn(4, 8), parameters, (True,) * 7
     )
     assert found[2] is not None
     assert torch.equal(found[2], torch.zeros(1))
@@ -251,7 +254,7 @@ def test_a_shift_that_has_no_part_gets_zero(function: int) -> None:
 
 def _gradient(grad: Tensor, x: Tensor, parameters: Parameters) -> Tensor:
     found = _cpu.gradients(
-        Form(DYISRU, False, 1.0, x.shape[1], 1), grad, x, parameters, (True,) * 6
+        Form(DYISRU, False, 1.0, x.shape[1], 1), grad, x, parameters, (True,) * 7
     )[0]
     assert found is not None
     return found
@@ -263,9 +266,12 @@ def test_empty(function: int, shape: tuple[int, ...]) -> None:
     parameters = make(8, torch.float32, per_channel=True, everything=True)
     x = torch.empty(shape)
     assert _cpu.forward(Form(function, False, 1.0, 8, 1), x, parameters).shape == shape
-    found = _cpu.gradients(Form(function, False, 1.0, 8, 1), x, x, parameters, (True,) * 6)
-    for got, want in zip(found, (torch.zeros(shape), *(torch.zeros(8),) * 5), strict=True):
-        assert_close(got, want)
+    found = _cpu.gradients(Form(function, False, 1.0, 8, 1), x, x, parameters, (True,) * 7)
+    for got, want in zip(found, (torch.zeros(shape), *(torch.zeros(8),) * 5, None), strict=True):
+        if want is None:
+            assert got is None
+        else:
+            assert_close(got, want)
 
 
 def sixteen_bit(dtype: torch.dtype) -> Tensor:
@@ -280,7 +286,7 @@ def test_sixteen_bits_are_read_and_rounded_as_torch_does(
     one = torch.ones(1)
     x = sixteen_bit(dtype)
     assert_close(
-        _cpu.forward(Form(LINEAR, False, 1.0, 1, 1), x, (one, None, None, None, None)),
+        _cpu.forward(Form(LINEAR, False, 1.0, 1, 1), x, Parameters(one)),
         x,
         rtol=0,
         atol=0,
@@ -289,9 +295,7 @@ def test_sixteen_bits_are_read_and_rounded_as_torch_does(
     # A product with thirds needs rounding, upwards and downwards, to denormals, and past the
     # largest number.
     for factor in (1 / 3, 1.0009765625, 1.00390625, 1.5):
-        y = _cpu.forward(
-            Form(LINEAR, False, 1.0, 1, 1), x, (torch.tensor([factor]), None, None, None, None)
-        )
+        y = _cpu.forward(Form(LINEAR, False, 1.0, 1, 1), x, Parameters(torch.tensor([factor])))
         assert_close(
             y, (x.float() * torch.tensor(factor)).to(dtype), rtol=0, atol=0, equal_nan=True
         )
@@ -355,7 +359,7 @@ def test_accuracy(instructions: str, function: int, constant: float) -> None:
         DYT: z.tanh,
         DERF: lambda: torch.special.erf(z),
     }
-    y = _cpu.forward(Form(function, False, 1.0, 1, 1), x, (c, torch.zeros(1), None, None, None))
+    y = _cpu.forward(Form(function, False, 1.0, 1, 1), x, Parameters(c, torch.zeros(1)))
     # Without a fused multiply-add tanh and erf lose another third of a unit.
     limit = 1.01 if function == DYISRU else 2.0 if instructions != "cpu-portable" else 2.5
     assert ulps(y, exact[function]()) <= limit
@@ -372,13 +376,11 @@ def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_chann
     x, grad = torch.randn(shape), torch.randn(shape)
 
     def run() -> list[Tensor]:
-        y = _cpu.forward(Form(function, False, 1.0, *shape[1:]), x, parameters)
-        return [
-            y,
-            *_cpu.gradients(
-                Form(function, False, 1.0, *shape[1:]), grad, x, parameters, (True,) * 6
-            ),
-        ]  # type: ignore
+        form = Form(function, False, 1.0, *shape[1:])
+        y = _cpu.forward(form, x, parameters)
+        *gradients, of_gains = _cpu.gradients(form, grad, x, parameters, (True,) * 7)
+        assert of_gains is None
+        return [y, *gradients]  # type: ignore
 
     before = torch.get_num_threads()
     results = []
@@ -395,9 +397,9 @@ def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_chann
 def test_sums_are_as_exact_as_float64_ones() -> None:
     # A million equal numbers in float32 would be off by parts in a thousand.
     x, grad = torch.ones(1_000_000, 3), torch.full((1_000_000, 3), 0.1)
-    parameters = (torch.ones(1), None, None, None, torch.zeros(3))
+    parameters = Parameters(torch.ones(1), bias=torch.zeros(3))
     found = _cpu.gradients(
-        Form(LINEAR, False, 1.0, 3, 1), grad, x, parameters, (False,) * 5 + (True,)
+        Form(LINEAR, False, 1.0, 3, 1), grad, x, parameters, (False,) * 5 + (True, False)
     )
     assert_close(found[5], torch.full((3,), 1e5), rtol=1e-6, atol=0)
 
@@ -433,7 +435,7 @@ def test_more_than_two_to_the_31_elements() -> None:
         pytest.skip("not enough memory for 4 GiB")
     assert x.numel() > 2**31
     x[-1] = 3
-    parameters: Any = (torch.full((1,), 0.5), None, None, None, None)
+    parameters: Any = Parameters(torch.full((1,), 0.5))
     y = _cpu.forward(Form(LINEAR, False, 1.0, channels, 1), x, parameters, x)
     assert torch.equal(y[-2:, 0], torch.tensor([0.5, 1.5], dtype=torch.bfloat16))
     assert torch.equal(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,11 @@ from torch.testing import assert_close
 
 import dynorm
 from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
-from dynorm.kernels import DYT as DYT_NUMBER
 from dynorm.kernels import _cpu, _dispatch, backend
-from dynorm.kernels._form import Form
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
-FORM = Form(DYT_NUMBER, False, 1.0, 4, 1)
+FORM = Form(FunctionCode.DYT, False, 1.0, 4, 1)
 needs_kernels = pytest.mark.skipif(
     _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
 )
@@ -167,18 +168,19 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
         x: Any = x,
         constant: Any = one,
         weight: Any = weight,
-        needed: Any = (True,) * 7,
+        needed: Any = (True,) * 8,
     ) -> Any:
         with torch.no_grad():
-            return _cpu.serve_gradients(FORM, grad, (x, constant, None, None, weight, None), needed)
+            inputs = (x, *Parameters(constant, weight=weight))
+            return _cpu.serve_gradients(FORM, grad, inputs, needed)
 
     found = serve()
-    want = _cpu.gradients(FORM, grad, x, (one, None, None, weight, None), (True,) * 6)
+    want = _cpu.gradients(FORM, grad, x, Parameters(one, weight=weight), (True,) * 7)
     assert found[0] is None
     for a, b in zip(found[1:], want, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
-    only = serve(needed=(False, False, True, True, False, False, False))
-    assert [g is not None for g in only] == [False, False, True, False, False, False, False]
+    only = serve(needed=(False, False, True, True, False, False, False, False))
+    assert [g is not None for g in only] == [False, False, True, False, False, False, False, False]
     assert torch.equal(only[2], found[2])
     refused: list[Any] = [
         grad.t(), grad[:, :2], grad.double(), grad[:1].expand(3, 4), grad.to("meta"), grad.as_subclass(Wrapped),
@@ -189,9 +191,7 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     assert serve(weight=torch.ones(1)) is None
     assert serve(constant=torch.ones(2)) is None
     with torch.enable_grad():
-        assert (
-            _cpu.serve_gradients(FORM, grad, (x, one, None, None, None, None), (True,) * 7) is None
-        )
+        assert _cpu.serve_gradients(FORM, grad, (x, *Parameters(one)), (True,) * 8) is None
     with forward_ad.dual_level():
         assert serve() is None
     with pytest.raises(TypeError):
@@ -200,7 +200,7 @@ def test_what_gradients_the_exchange_leaves_to_the_slow_way() -> None:
     text: Any = "4"
     with torch.no_grad(), pytest.raises(TypeError):
         _cpu.serve_gradients(
-            FORM._replace(channels=text), grad, (x, one, None, None, weight, None), (True,) * 7
+            FORM._replace(channels=text), grad, (x, *Parameters(one, weight=weight)), (True,) * 8
         )
 
 
@@ -246,6 +246,45 @@ def test_zeros_without_memory_and_hidden_signs(
     assert_close(layer(x).detach(), want)
 
 
+def test_the_numbers_of_functions_are_those_of_the_kernels() -> None:
+    source = Path(_dispatch.__file__).with_name("csrc").joinpath("types.h").read_text()
+    listed = re.search(r"enum Function \{ (.*?), kNamed,", source)
+    assert listed is not None
+    names = [name.strip().removeprefix("k").upper() for name in listed[1].split(",")]
+    names[0] = names[0].removesuffix(" = 0")
+    assert {code.name: code.value for code in FunctionCode} == {
+        name: number for number, name in enumerate(names)
+    }
+
+
+def test_a_gradient_is_wanted_if_any_tensor_requires_it_and_autograd_records() -> None:
+    x, one, trained = torch.ones(3, 4), torch.ones(1), torch.ones(4, requires_grad=True)
+    assert not _dispatch.wants_gradient(x, Parameters(one))
+    assert _dispatch.wants_gradient(x.clone().requires_grad_(), Parameters(one))
+    assert _dispatch.wants_gradient(x, Parameters(one, bias=trained))
+    assert _dispatch.wants_gradient(x, Parameters(one, log_gain=trained))
+    with torch.no_grad():
+        assert not _dispatch.wants_gradient(x, Parameters(one, bias=trained))
+
+
+def test_which_sizes_the_kernels_take_for_each_parameter() -> None:
+    x, one, four, two = torch.ones(3, 4), torch.ones(1), torch.ones(4), torch.ones(2)
+
+    def fits(witnesses: int = 0, **parameters: Tensor) -> bool:
+        return _dispatch.fits(x, Parameters(**{"constant": one} | parameters), (4,), witnesses)
+
+    assert fits()
+    assert fits(constant=four, shift=four, center=one, weight=four, bias=four)
+    assert fits(witnesses=2, log_gain=two)
+    assert not fits(constant=two)
+    assert not fits(weight=one)
+    assert not fits(bias=two)
+    assert not fits(witnesses=2, log_gain=one)
+    assert not fits(witnesses=2, log_gain=four)
+    with pytest.raises(ArgumentError, match="one device"):
+        fits(weight=four.to("meta"))
+
+
 @needs_kernels
 def test_what_the_exchange_leaves_to_the_slow_way() -> None:
     weight, x = torch.ones(4), torch.randn(3, 4)
@@ -254,7 +293,9 @@ def test_what_the_exchange_leaves_to_the_slow_way() -> None:
     def serve(
         x: Any, constant: Any = one, center: Any = None, weight: Any = weight, shape: Any = (4,)
     ) -> Any:
-        return _cpu.serve(x, (constant, None, center, weight, None), DYT_NUMBER, False, 1.0, shape)
+        return _cpu.serve(
+            x, Parameters(constant, None, center, weight), FunctionCode.DYT, False, 1.0, shape
+        )
 
     assert isinstance(serve(x), Tensor)
     assert serve(x.clone().requires_grad_()) is True

@@ -11,13 +11,15 @@ from torch.testing import assert_close
 
 from dynorm.kernels import _cpu
 from dynorm.kernels._dispatch import plain
-from dynorm.kernels._form import DERF, DYISRU, DYT, FUNCTIONS, LINEAR, Form, Parameters
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 from tests.kernels.definition import INF, NAN, TOLERANCES, compare, make
 
 pytestmark = pytest.mark.skipif(
     _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
 )
-NUMBERS = range(len(FUNCTIONS))
+DYISRU, DYT, DERF, LINEAR = FunctionCode
+NUMBERS = list(FunctionCode)
+FUNCTIONS = [code.name.lower() for code in FunctionCode]
 # In one vector, in several, in the last that is not whole; with first and last channel; out of
 # order.
 WITNESSES = [
@@ -31,7 +33,8 @@ WITNESSES += [(1, (0,)), (3, (0, 1, 2)), (40, tuple(range(39, 23, -1)))]
 
 
 def with_gains(parameters: Parameters, count: int) -> Parameters:
-    return (*parameters[:5], (0.5 * torch.randn(count)).to(parameters[0].dtype))
+    log_gain = (0.5 * torch.randn(count)).to(parameters.constant.dtype)
+    return parameters._replace(log_gain=log_gain)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -57,7 +60,7 @@ def test_logarithmic_constants(instructions: str, function: int, per_channel: bo
     for log_beta in (parameters[0], parameters[0] - 60, parameters[0] + 75):
         form = Form(function, True, 3.0, 48, 1, (7, 40))
         x = torch.randn(50, 48) * max(1.0, float(log_beta.mean().exp() ** 0.5))
-        compare(form, x, (log_beta, *parameters[1:]), 1e-5)  # type: ignore[arg-type]
+        compare(form, x, parameters._replace(constant=log_beta), 1e-5)
 
 
 @pytest.mark.parametrize("parameter_dtype", TOLERANCES, ids=lambda d: f"parameters {d}")
@@ -80,7 +83,7 @@ def test_a_massive_witness(instructions: str, function: int, massive: tuple[int,
     wide: list[Tensor | None] = [
         None if t is None else t.double().requires_grad_() for t in (x, *parameters)
     ]
-    want = plain(form, wide[0], tuple(wide[1:]))  # type: ignore[arg-type]
+    want = plain(form, wide[0], Parameters(*wide[1:]))  # type: ignore[arg-type]
     assert_close(_cpu.forward(form, x, parameters).double(), want, rtol=1e-5, atol=1e-6)
     grad = torch.randn(37, 100)
     found = _cpu.gradients(form, grad, x, parameters, (True,) * 7)
@@ -108,7 +111,7 @@ def test_edges_are_the_definition_s(
     grad = torch.randn(x.shape).to(dtype)
     # Larger ones make the definition's sum overflow.
     constant, weight = 0.3 * torch.rand(20).to(dtype) + 0.5, torch.randn(20).to(dtype)
-    parameters = (constant, None, None, weight, None, torch.zeros(2, dtype=dtype))
+    parameters = Parameters(constant, weight=weight, log_gain=torch.zeros(2, dtype=dtype))
     form = Form(function, False, 2.0, 20, 1, (2, 18))
     leaf = x.clone().requires_grad_()
     want = plain(form, leaf, parameters)
@@ -227,9 +230,9 @@ def test_no_rows(function: int) -> None:
 def test_without_gains_they_are_one() -> None:
     x, five = torch.randn(6, 20), make(20, torch.float32, per_channel=False, everything=True)
     form = Form(DYISRU, False, 1.0, 20, 1, (3, 4))
-    one = _cpu.forward(form, x, (*five[:5], torch.zeros(2)))
-    assert torch.equal(_cpu.forward(form, x, (*five[:5], None)), one)
-    found = _cpu.gradients(form, x, x, (*five[:5], None), (True,) * 7)
+    one = _cpu.forward(form, x, five._replace(log_gain=torch.zeros(2)))
+    assert torch.equal(_cpu.forward(form, x, five), one)
+    found = _cpu.gradients(form, x, x, five, (True,) * 7)
     assert found[6] is None
 
 
@@ -239,4 +242,4 @@ def test_witnesses_that_do_not_fit_are_refused_before_memory_is_touched(
 ) -> None:
     form = Form(DYISRU, False, 1.0, 8, 1, witnesses)
     with pytest.raises(ValueError, match="sizes"):
-        _cpu.forward(form, torch.zeros(2, 8), (torch.ones(1), None, None, None, None, None))
+        _cpu.forward(form, torch.zeros(2, 8), Parameters(torch.ones(1)))

@@ -17,10 +17,9 @@ from dynorm import functional
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _triton
 from dynorm.kernels._dispatch import plain
-from dynorm.kernels._form import Form
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 
-DYISRU, DYT, DERF, LINEAR = range(4)
-FUNCTIONS = (DYISRU, DYT, DERF, LINEAR)
+FUNCTIONS = DYISRU, DYT, DERF, LINEAR = tuple(FunctionCode)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Relative and absolute; the interpreter cuts bfloat16 off where a GPU rounds, and so is off by up
 # to an ulp.
@@ -97,7 +96,7 @@ def form_of(function: int, x: Tensor, dim: int, scale: float) -> Form:
 
 
 def given(p: Parts) -> Any:
-    return tuple(p.values())
+    return Parameters(**p)  # type: ignore[arg-type]
 
 
 def check_sums(sums: Tensor | None, p: Parts, dtype: torch.dtype) -> None:
@@ -211,7 +210,7 @@ def test_float32_is_exact_to_an_ulp_or_two(
     x = torch.from_numpy(np.concatenate([sizes_, -sizes_])).float()
     constant = torch.tensor([1.5])
     with np.errstate(over="ignore"):
-        y = _triton.forward(Form(function, False, 1.0, 1, 1), x, (constant, None, None, None, None))
+        y = _triton.forward(Form(function, False, 1.0, 1, 1), x, Parameters(constant))
         z = x.double().numpy()
         # The argument of tanh is rounded before tanh sees it, as in the definition.
         z = (1.5 * x).double().numpy() / 1.5 if function == DYT else z
@@ -265,7 +264,7 @@ def test_witnesses_are_the_definition_s(
         leaves: list[Any] = [
             None if t is None else t.double().requires_grad_() for t in (x, *p.values())
         ]
-        expected = plain(form, leaves[0], tuple(leaves[1:]))
+        expected = plain(form, leaves[0], Parameters(*leaves[1:]))
         expected.backward(grad.double())
         assert_close(y.double(), expected.detach(), rtol=2 * rtol, atol=max(atol, rtol))
         for name, got, leaf in zip(("x", *p), found, leaves, strict=True):
@@ -328,7 +327,7 @@ def test_no_element_is_left_out_or_taken_twice(
 ) -> None:
     monkeypatch.setattr(_triton, "_PROGRAMS", programs)
     x, grad = torch.zeros(shape), torch.ones(shape)
-    one = (torch.ones(1), None, None, None, None)
+    one = Parameters(torch.ones(1))
     grad_x, sums = _triton.backward(form_of(LINEAR, x, dim, 1.0), grad, x, one)
     assert grad_x is not None
     assert sums is not None
@@ -406,7 +405,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
             Form(DYT, False, 1.0, 3, 1),
             torch.ones(2),
             torch.ones(3),
-            (torch.ones(1), None, None, None, None),
+            Parameters(torch.ones(1)),
         )
 
 
@@ -420,10 +419,12 @@ def test_gradients_are_those_of_the_parameters_as_stored(function: int, per_chan
     x, grad = sample(7, 33, seed=0), sample(7, 33, seed=9)
     p = parts(function, 33, torch.float64, per_channel=per_channel)
     form = form_of(function, x, -1, 1.7)._replace(logarithmic=True)
-    found = _triton.gradients(form, grad, x, given(p), (True, True, False, True, False, True))
+    found = _triton.gradients(
+        form, grad, x, given(p), (True, True, False, True, False, True, False)
+    )
     leaves = [None if t is None else t.clone().requires_grad_() for t in (x, *given(p))]
-    plain(form, leaves[0], tuple(leaves[1:])).backward(grad)  # type: ignore[arg-type]
-    assert [g is not None for g in found] == [True, True, False, True, False, True]
+    plain(form, leaves[0], Parameters(*leaves[1:])).backward(grad)  # type: ignore[arg-type]
+    assert [g is not None for g in found] == [True, True, False, True, False, True, False]
     for got, leaf in zip(found, leaves, strict=True):
         if got is not None:
             assert leaf is not None

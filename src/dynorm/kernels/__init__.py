@@ -1,14 +1,11 @@
 """Fused kernels for eager mode, which the layers call: C++ on a CPU, Triton on a GPU."""
 
 from dynorm.kernels._dispatch import backend, pointwise, traced
-from dynorm.kernels._form import DERF, DYISRU, DYT, LINEAR, Form, Parameters
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 __all__ = [
-    "DERF",
-    "DYISRU",
-    "DYT",
-    "LINEAR",
     "Form",
+    "FunctionCode",
     "Parameters",
     "backend",
     "pointwise",

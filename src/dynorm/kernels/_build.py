@@ -1,8 +1,9 @@
-"""Build the CPU kernels: ``python src/dynorm/kernels/_build.py``; needs a C++17 compiler and Python's headers.
+"""Build the CPU kernels: ``python src/dynorm/kernels/_build.py``.
 
-The module has Python's limited interface and is called with addresses, so that it depends on no
-version of torch. ``CXX`` names the compiler, ``DYNORM_CXXFLAGS`` adds flags to compile and link
-with; an argument is another place for the module, which ``DYNORM_NATIVE`` then names.
+This needs a C++17 compiler and Python's headers. The module uses Python's limited interface and is
+called with addresses, so that it works with every version of torch. ``CXX`` names the compiler,
+``DYNORM_CXXFLAGS`` adds flags to compile and link with. An argument is another path for the module;
+``DYNORM_NATIVE`` names it when dynorm runs.
 """
 
 import os
@@ -18,15 +19,15 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 TARGET = Path(__file__).parent / "_native.abi3.so"
-# Comparisons with NaN are kept, so no -ffast-math; gcc 12 takes the undefined operand of its own
-# intrinsics for a bug.
+# Without -ffast-math, which drops comparisons with NaN. The two warnings are off because gcc 12
+# reports an undefined operand in its own intrinsics.
 FLAGS = shlex.split(
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-uninitialized "
     "-Wno-maybe-uninitialized "
     "-fno-math-errno -fno-trapping-math -ffp-contract=fast"
 )
-# gcc's alone: steps of vectors that are computed side by side are mixed, so that none waits for its
-# own.
+# Only gcc has these: they interleave the steps of vectors that are computed side by side, so that
+# no step waits for the one before it.
 SCHEDULED = ["-fschedule-insns", "-fsched-pressure"]
 SETS = {
     "kernels_avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -44,26 +45,19 @@ FILES = ("module", "plan", "kernels_portable")
 
 
 def build(target: Path = TARGET) -> Path:
-    """Compile and link, the files side by side, and return the module's path; it appears whole or not at all."""
-    compiler = (
-        os.environ.get("CXX")
-        or shutil.which("g++")
-        or shutil.which("clang++")
-        or shutil.which("c++")
-    )
+    """Compile the files side by side, link them, and return the path of the complete module."""
+    compiler = os.environ.get("CXX")
+    for name in ("g++", "clang++", "c++"):
+        compiler = compiler or shutil.which(name)
     if compiler is None:
         raise RuntimeError(
             "building the kernels needs a C++17 compiler: install g++, or name one in CXX"
         )
     extra = shlex.split(os.environ.get("DYNORM_CXXFLAGS", ""))
-    scheduled = [] if sys.platform == "darwin" or "clang" in compiler else SCHEDULED
-    base = [
-        *shlex.split(compiler),
-        *FLAGS,
-        *scheduled,
-        f"-I{sysconfig.get_paths()['include']}",
-        *extra,
-    ]
+    base = [*shlex.split(compiler), *FLAGS]
+    if sys.platform != "darwin" and "clang" not in compiler:
+        base += SCHEDULED
+    base += [f"-I{sysconfig.get_paths()['include']}", *extra]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as directory:
 
@@ -72,7 +66,9 @@ def build(target: Path = TARGET) -> Path:
             _run([*base, *SETS.get(name, []), "-c", str(SOURCES / f"{name}.cpp"), "-o", built])
             return built
 
-        names = [*FILES, *(SETS if platform.machine().lower() in ("x86_64", "amd64") else ())]
+        names = list(FILES)
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            names += SETS
         with ThreadPoolExecutor() as pool:
             objects = list(pool.map(compile_, names))
         linked = Path(directory, target.name)

@@ -1,4 +1,4 @@
-"""The functions of the family in Triton: DyISRU, tanh, erf and the linear map, with their derivatives.
+"""The functions of the family in Triton, with their derivatives: DyISRU, tanh, erf, linear map.
 
 All are written so that they run on a GPU and in Triton's interpreter, in float32 or float64.
 ``FUNCTION`` is 0 for DyISRU, 1 for DyT, 2 for Derf, 3 for the linear map.
@@ -24,11 +24,11 @@ def parameter(
     COMPUTE: tl.constexpr,
     NONE: tl.constexpr = 0.0,
 ):
-    """Load a parameter for the channels of a tile, or the one number that all of them share; ``NONE`` for None."""
+    """Load a parameter for the channels of a tile, or its one number; ``NONE`` for None."""
     if pointer is None:
         loaded = tl.full([], NONE, COMPUTE)
     elif PER_CHANNEL:
-        # 1 where there is no channel: 0 would be divided by.
+        # 1 outside the channels: 0 would be divided by.
         loaded = tl.load(pointer + channel, inside, other=1.0).to(COMPUTE)
     else:
         loaded = tl.load(pointer).to(COMPUTE)
@@ -37,7 +37,7 @@ def parameter(
 
 @triton.jit
 def value(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr):
-    """Compute ``f(u)``; ``NARROW`` results have at most 16 bits, for which the fast inverse root will do."""
+    """Compute ``f(u)``; for ``NARROW``, at most 16 bits, the fast inverse root is enough."""
     if FUNCTION == 0:
         d = clamped(u)
         if NARROW:
@@ -100,11 +100,11 @@ def of_rows(
     FUNCTION: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Compute the constants of some rows, and what the functions of a slope have multiplied theirs by.
+    """Compute the constants of some rows, and the factor in those of functions of a slope.
 
-    T is the sum of ``g_k u_k**2`` over the witnesses; DyISRU leaves a witness out of its own.
+    T is the sum of ``g_k u_k**2`` over the witnesses; for DyISRU a witness is not part of its T.
     """
-    told, root = tl.zeros([1, 1], COMPUTE), 1.0
+    total, root = tl.zeros([1, 1], COMPUTE), 1.0
     for i in tl.static_range(WITNESSES):
         k = tl.load(witness_ptr + i)
         u = tl.load(x_ptr + row * channels + k, row < rows, other=0.0).to(COMPUTE)
@@ -113,21 +113,21 @@ def of_rows(
         if log_gain_ptr is not None:
             term = term * tl.exp(tl.load(log_gain_ptr + i).to(COMPUTE))
         if FUNCTION == 0:
-            # By where: a product with 0 would make NaN of infinity, a difference lose the others'
-            # digits.
+            # By where: a product with 0 would make NaN of infinity, and a difference would lose the
+            # digits of the others.
             term = tl.where(channel == k, 0.0, term)
-        told = told + term
+        total = total + term
     if FUNCTION == 0:
-        constant = constant + told
+        constant = constant + total
     else:
-        square = 1.0 + (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * told
+        square = 1.0 + (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * total
         root = 1.0 / tl.sqrt(square) if square.dtype == tl.float64 else tl.rsqrt(square)
         constant = constant * root
     return constant, root
 
 
 @triton.jit
-def by_told(by_constant, constant, FUNCTION: tl.constexpr):
+def by_total(by_constant, constant, FUNCTION: tl.constexpr):
     """Compute the derivative by T from that by a row's constant."""
     if FUNCTION != 0:
         half: tl.constexpr = -0.5 * RATIO_OF_DERF if FUNCTION == 2 else -0.5
@@ -151,7 +151,7 @@ def tanh(z, NARROW: tl.constexpr):
     far = 1.0 - 2.0 * decay * inverse
     far = tl.where(z < 0, -far, far)
     if z.dtype == tl.float64:
-        # (1 - decay) to full precision, after Kahan: what exp rounded away, log gives back.
+        # (1 - decay) to full precision, after Kahan: log recovers the digits that exp rounded away.
         logarithm = tl.log(decay)
         grown = tl.where(
             decay == 1.0, 2.0, (decay - 1.0) * 2.0 / tl.where(decay == 1.0, 1.0, logarithm)
@@ -163,8 +163,7 @@ def tanh(z, NARROW: tl.constexpr):
             p = -0.3333333333333333 + s * 0.13333333333333333
         else:
             # The best polynomial to 0.9: within 1.1e-9 of tanh, a fiftieth of float32's rounding.
-            # Beyond, what the GPU's exp2 lacks in digits no longer reaches the second unit of the
-            # result.
+            # Beyond 0.9 the error of the GPU's exp2 stays below two units of the result.
             p = -0.0004554592596832663
             p = p * s + 0.002582665765658021
             p = p * s - 0.008264541625976562
@@ -180,10 +179,10 @@ def tanh(z, NARROW: tl.constexpr):
 
 @triton.jit
 def inverse_root(d, constant):
-    """Compute ``1 / sqrt(constant + d**2)`` in float32 to half an ulp, so that DyISRU is right to one.
+    """Compute ``1 / sqrt(constant + d**2)`` in float32 to half an ulp; DyISRU is then right to one.
 
-    A step of Newton's from the fast inverse root, with what rounding took from the square put back.
-    This takes half as many instructions as the precise square root and division.
+    This is a step of Newton's method from the fast inverse root, with the rounding error of the
+    square added back. It takes half the instructions of the precise square root and division.
     """
     square = tl.fma(d, d, constant)
     product = d * d
@@ -201,7 +200,7 @@ def inverse_root(d, constant):
 
 @triton.jit
 def clamped(u):
-    """Keep u where its square is finite; DyISRU is flat beyond, and NaN stays NaN."""
+    """Clamp u to the range of finite squares; DyISRU is flat beyond, and NaN stays NaN."""
     if u.dtype == tl.float64:
         # Triton makes a float64 clamp into an instruction that does not exist.
         d = tl.where(u > limit(u), limit(u), tl.where(u < -limit(u), -limit(u), u))
@@ -212,7 +211,7 @@ def clamped(u):
 
 @triton.jit
 def limit(u):
-    """Half the root of the largest number, as in ``functional``: 2**63 in float32, 2**511 in float64."""
+    """Return half the root of the largest number: 2**63 in float32, 2**511 in float64."""
     return tl.full(
         [], 6.703903964971298e153 if u.dtype == tl.float64 else 9.223372036854776e18, u.dtype
     )

@@ -1,7 +1,7 @@
 """The family as two Triton kernels, forward and backward; the function is a compile-time choice.
 
-Channels last, a tile is tokens x channels; channels first, it is channels x positions. Either way
-the channel varies along one axis only: parameters are loaded once a tile, and nothing is divided
+With the channels last, a tile is tokens x channels; with channels first, channels x positions. The
+channel then varies along one axis only: parameters are loaded once per tile, and nothing is divided
 per element.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dynorm.kernels._triton_functions import (
-    by_told,
+    by_total,
     clamped,
     derivatives,
     limit,
@@ -116,7 +116,7 @@ def backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Walk ``steps`` tiles of the same channels: the gradient of x, and sums over the tiles for the parameters.
+    """Compute the gradient of x in ``steps`` tiles, and the parameters' sums over them.
 
     A program keeps to its channels, so that parameters are loaded once and sums stay in registers.
 
@@ -159,7 +159,7 @@ def backward_kernel(
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
         u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
-        # Anew from x, for f was not saved.
+        # Computed again from x, because f was not saved.
         if WITNESSES > 0:
             of_row, root = of_rows(
                 *(
@@ -179,9 +179,9 @@ def backward_kernel(
                 clamped(u), of_row, shift, FUNCTION, NARROW
             )
             slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
-            by_row = grad * (gain * by_told(by_constant, of_row, FUNCTION))
+            by_row = grad * (gain * by_total(by_constant, of_row, FUNCTION))
             if FUNCTION == 0:
-                # Their own sums lack themselves: one by one in witness_kernel.
+                # A witness is not in its own sum: witness_kernel does these one by one.
                 for i in tl.static_range(WITNESSES):
                     by_row = tl.where(channel == tl.load(witness_ptr + i), 0.0, by_row)
             by_constant = by_constant * root * root * root
@@ -248,10 +248,11 @@ def witness_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WITNESSES: tl.constexpr,
 ):
-    """Give the witnesses' channels what all others of their token send them by way of T, and the gains their gradients.
+    """Complete the gradients at the witnesses: every channel of a token depends on them through T.
 
-    The sums go to ``partial[chunk, kind, witness]``; the kinds are the gains' logarithms, and what
-    the centres get.
+    The gradient of x at a witness gets the terms of all other channels. The sums go to
+    ``partial[chunk, kind, witness]``; the kinds are the gradient of the gains' logarithms, and the
+    part that is subtracted from the gradient of the centres.
     """
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
@@ -293,7 +294,7 @@ def witness_kernel(
         )
         bounded = clamped(u)
         _, slope, by_constant, _ = derivatives(bounded, of_row, shift, FUNCTION, NARROW)
-        own = grad * (factor * by_told(by_constant, of_row, FUNCTION))
+        by_this_total = grad * (factor * by_total(by_constant, of_row, FUNCTION))
         row, part = tl.zeros([BLOCK_ROWS, 1], COMPUTE), rows_ptr + token
         for _ in range(blocks):
             row += tl.load(part, token < outer, other=0.0)
@@ -301,7 +302,7 @@ def witness_kernel(
         all_others = row + tl.zeros([BLOCK_ROWS, BLOCK_WITNESSES], COMPUTE)
         if FUNCTION == 0:
             for i in tl.static_range(WITNESSES):
-                one = tl.expand_dims(tl.sum(tl.where(place == i, own, 0.0), 1), 1)
+                one = tl.expand_dims(tl.sum(tl.where(place == i, by_this_total, 0.0), 1), 1)
                 all_others = all_others + tl.where(place == i, 0.0, one)
         half = gain * bounded * all_others
         seen = tl.where(tl.abs(u) <= limit(u), 2.0 * half, 0.0)
@@ -332,18 +333,20 @@ def reduce_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Add up one kind of partial sums, always in the same order; a kind that is not wanted is 0."""
+    """Add up one kind of partial sums, always in the same order; a kind without parameter is 0."""
     kind = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channel < channels
     total = tl.zeros([BLOCK_CHUNKS, BLOCK_CHANNELS], sums_ptr.dtype.element_ty)
-    wanted = (
+    # Constant and bias are always summed.
+    present = (
         (kind == 0)
         | ((kind == 1) & WITH_SHIFT)
         | ((kind == 2) & WITH_CENTER)
         | ((kind == 3) & WITH_WEIGHT)
+        | (kind == 4)
     )
-    if wanted | (kind == 4):
+    if present:
         for first in range(0, chunks, BLOCK_CHUNKS):
             chunk = (first + tl.arange(0, BLOCK_CHUNKS)[:, None]).to(tl.int64)
             source = partial_ptr + (chunk * 5 + kind) * channels + channel[None, :]

@@ -1,4 +1,4 @@
-"""Point-wise layers: DyISRU (ELN), DyT, Derf, the linear control, and the annealed layers that lead to them."""
+"""Point-wise layers: DyISRU (ELN), DyT, Derf, the linear control; and their annealed layers."""
 
 from dynorm.layers.annealed import AnnealedNorm
 from dynorm.layers.base import PointwiseNorm

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
-from dynorm.arguments import Shape, check_count, check_not_negative, check_share
+from dynorm.arguments import Shape, check_count, check_not_negative, check_share, upcast
 from dynorm.errors import ArgumentError
 from dynorm.kernels import traced
 from dynorm.layers.base import PointwiseNorm
@@ -21,12 +21,12 @@ Kind = Literal["layernorm", "rmsnorm"]
 
 
 class AnnealedNorm(PointwiseNorm):
-    r"""Base of the annealed layers: a norm at t = 0, a point-wise function at t = 1, a blend of both in between.
+    r"""Base of the annealed layers: a norm at t = 0, a point-wise function at t = 1, else a blend.
 
     .. math:: y = (1 - t)\,\mathrm{norm}(x) + t\,f(x)
 
-    At t = 0 the norm is computed as torch computes it, and the constants of f have no part in it;
-    at t = 1 nothing is reduced over channels. The result is linear in t, and so are its gradients.
+    At t = 0 the norm is computed as in torch, without the constants of f; at t = 1 nothing is
+    reduced over channels. The result is linear in t, and so are its gradients.
     A direct write to the buffer ``t`` takes effect at the next call, or, in a compiled model, when
     :attr:`position` is read next.
 
@@ -57,7 +57,7 @@ class AnnealedNorm(PointwiseNorm):
 
     Reference:
         Closed forms 2 to 4: with constants from the rest of the token DyISRU is the norm, so the
-        two ends differ in the constants alone.
+        two ends differ only in the constants.
     """
 
     target: ClassVar[type[PointwiseNorm]]
@@ -80,7 +80,7 @@ class AnnealedNorm(PointwiseNorm):
         self.norm_eps = check_not_negative("norm_eps", norm_eps)
         self.place = check_count("place", place, 0)
         super().__init__(normalized_shape, *args, **options)
-        # A tensor, so that a step of t compiles nothing anew, and so that a checkpoint knows it.
+        # A tensor, so that a step of t compiles nothing again, and so that checkpoints hold it.
         self.register_buffer("t", torch.zeros(1, dtype=torch.float32, device=options.get("device")))
         self.set_t_(t)
 
@@ -92,7 +92,7 @@ class AnnealedNorm(PointwiseNorm):
 
     @property
     def set_to(self) -> float:
-        """Return the t of the last :meth:`set_t_`; :attr:`position` also follows direct writes to ``t`` since."""
+        """Return the t of the last :meth:`set_t_`; :attr:`position` also follows direct writes."""
         return self._position
 
     def set_t_(self, t: float, *, blend: bool = False) -> None:
@@ -106,9 +106,14 @@ class AnnealedNorm(PointwiseNorm):
         Raises:
             ArgumentError: ``t`` is outside [0, 1].
         """
-        self._position = t = check_share("t", t)
-        # What forward branches on; torch.compile guards it, and there are but three values.
-        self._stage = 1 if blend or 0 < t < 1 else int(2 * t)
+        t = check_share("t", t)
+        self._position = t
+        # The branch of forward: 0 is the norm, 1 the blend, 2 the function. torch.compile guards
+        # it, and compiles for three values at most.
+        if blend or 0 < t < 1:
+            self._stage = 1
+        else:
+            self._stage = 2 if t else 0
         if not self.t.is_meta:
             self.t.fill_(t)
         self._seen = _written(self.t)
@@ -121,13 +126,13 @@ class AnnealedNorm(PointwiseNorm):
             return super().pointwise(x)
         if self._stage == 0:
             return self._with_constants(self._norm(x))
-        # Blended in at least float32: two roundings to bfloat16 would be seen.
-        z = x if x.dtype == torch.float64 else x.float()
-        norm = self._norm(z, like=z is x)
+        # Blended in at least float32: two roundings to bfloat16 would be visible.
+        z = upcast(x)
+        norm = self._norm(z, is_input=z is x)
         return torch.lerp(norm, super().pointwise(z), self.t.to(z.dtype)).to(x.dtype)
 
     def end(self) -> PointwiseNorm:
-        """Return the point-wise layer at t = 1, which holds this one's own parameters."""
+        """Return the point-wise layer at t = 1, with the same parameters, not copies."""
         layer = self.target(**super().config(), device="meta")
         for name, parameter in self._parameters.items():
             layer.register_parameter(name, parameter)
@@ -135,53 +140,61 @@ class AnnealedNorm(PointwiseNorm):
         return layer.train(self.training)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
-        own = {
+        """Return the constructor's arguments, except device and dtype, as values for JSON."""
+        return super().config() | {
             "kind": self.kind,
             "norm_eps": self.norm_eps,
             "t": self.position,
             "place": self.place,
         }
-        return super().config() | own
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
         return f"{super().extra_repr()}, kind={self.kind}, t={self.position:g}"
 
-    def _norm(self, x: Tensor, like: bool = True) -> Tensor:
-        """Return the norm, by torch's own kernel where it takes these axes and dtypes; ``like``: x is the input."""
-        trailing = self.dims == tuple(range(-len(self.normalized_shape), 0))
-        # Under autocast torch's norms cast as they do it, and so must ours.
-        own = like and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    def _norm(self, x: Tensor, is_input: bool = True) -> Tensor:
+        """Return the norm, by torch's own kernel if it takes these axes and dtypes.
+
+        ``is_input``: x is the layer's input, not a copy of it in another dtype.
+        """
         weight = self.factor()
-        own = own or all(p is None or p.dtype == x.dtype for p in (weight, self.bias))
-        if trailing and own and self.kind == "layernorm":
-            return layer_norm(x, self.normalized_shape, weight, self.bias, self.norm_eps)
-        if trailing and own and self.bias is None:
-            return rms_norm(x, self.normalized_shape, weight, self.norm_eps)
-        plain = functional.layer_norm if self.kind == "layernorm" else functional.rms_norm
+        is_layer_norm = self.kind == "layernorm"
+        last_axes = self.dims == tuple(range(-len(self.normalized_shape), 0))
+        one_dtype = all(p is None or p.dtype == x.dtype for p in (weight, self.bias))
+        # Under autocast torch's norm has its own rule for the dtype, and this layer follows it.
+        autocast = is_input and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        if last_axes and (one_dtype or autocast):
+            if is_layer_norm:
+                return layer_norm(x, self.normalized_shape, weight, self.bias, self.norm_eps)
+            if self.bias is None:
+                return rms_norm(x, self.normalized_shape, weight, self.norm_eps)
+        plain = functional.layer_norm if is_layer_norm else functional.rms_norm
         return plain(x, weight, self.bias, self.norm_eps, self.dim)
 
     def _with_constants(self, y: Tensor) -> Tensor:
-        """Let the constants have a gradient, 0, in training: DistributedDataParallel waits for one of each."""
+        """Give the constants a gradient of 0 in training: DistributedDataParallel waits for it."""
         if not (self.training and torch.is_grad_enabled()):
             return y
-        # Not a product with 0, which would be NaN for an infinite constant, or one whose sum
-        # overflows.
-        nothing = (
-            p.masked_fill(torch.ones_like(p, dtype=torch.bool), 0.0).sum()
-            for p in self.constant_parameters()
-        )
-        return y + torch.stack(list(nothing)).sum().to(y.dtype)
+        zeros: list[Tensor] = []
+        for parameter in self.constant_parameters():
+            # Not a product with 0: that is NaN if a constant, or their sum, is infinite.
+            everywhere = torch.ones_like(parameter, dtype=torch.bool)
+            zeros.append(parameter.masked_fill(everywhere, 0.0).sum())
+        return y + torch.stack(zeros).sum().to(y.dtype)
 
     def _default_scale(self) -> float:
-        return math.sqrt(self.channels if self.kind == "rmsnorm" else max(self.channels - 1, 1))
+        if self.kind == "rmsnorm":
+            return math.sqrt(self.channels)
+        return math.sqrt(max(self.channels - 1, 1))
 
     def _follow(self) -> None:
         """Follow a direct write to ``t``, as an average over models makes one."""
         t = self.t
-        # A transform, or a mode, brings a t of its own, which may be no number.
-        if t.is_meta or traced(t) or (self._seen[0] is t and self._seen[1] == _written(t)[1]):
+        # A transform or a mode replaces t by a tensor that may have no value.
+        if t.is_meta or traced(t):
+            return
+        tensor, writes = self._seen
+        if tensor is t and writes == _written(t)[1]:
             return
         value = min(max(_read(t), 0.0), 1.0)
         if value != round(self._position, 7):
@@ -191,7 +204,7 @@ class AnnealedNorm(PointwiseNorm):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._follow()
         super()._apply(fn, recurse)
-        # In bfloat16 it would no longer be what was set, and to_empty leaves anything in it.
+        # In bfloat16 it would no longer be the number that was set; to_empty leaves any number.
         if self.t.dtype != torch.float32:
             self.t = torch.full_like(self.t, self._position, dtype=torch.float32)
         elif not self.t.is_meta:
@@ -210,7 +223,7 @@ class AnnealedNorm(PointwiseNorm):
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
         if t is not None and not self.t.is_meta:
-            # With assign=True it is the tensor that was saved, in any dtype.
+            # With assign=True it is the saved tensor itself, in any dtype.
             self.t = self.t.float()
             self.set_t_(_read(self.t))
 
@@ -221,29 +234,31 @@ def _read(t: Tensor) -> float:
 
 
 def _written(t: Tensor) -> tuple[Tensor, int]:
-    """Return the tensor, and how often it was written to."""
-    return t, 0 if t.is_inference() else t._version
+    """Return the tensor, and how often it was written to; 0 in inference mode, which cannot say."""
+    if t.is_inference():
+        return t, 0
+    return t, t._version
 
 
 class AnnealedDyISRU(AnnealedNorm, DyISRU):
-    """From a norm to :class:`DyISRU`; arguments as for it, and as for :class:`AnnealedNorm`."""
+    """From a norm to :class:`DyISRU`, with its arguments and those of :class:`AnnealedNorm`."""
 
     target = DyISRU
 
 
 class AnnealedDyT(AnnealedNorm, DyT):
-    """From a norm to scaled :class:`DyT`; arguments as for it, and as for :class:`AnnealedNorm`."""
+    """From a norm to scaled :class:`DyT`, with its arguments and those of :class:`AnnealedNorm`."""
 
     target = DyT
 
 
 class AnnealedDerf(AnnealedNorm, Derf):
-    """From a norm to scaled :class:`Derf`; arguments as for it, and as for :class:`AnnealedNorm`."""
+    """From a norm to scaled :class:`Derf`; arguments of it and of :class:`AnnealedNorm`."""
 
     target = Derf
 
 
 class AnnealedLinear(AnnealedNorm, LinearControl):
-    """From a norm to :class:`LinearControl`, the control; arguments as for it, and as for :class:`AnnealedNorm`."""
+    """From a norm to :class:`LinearControl`; arguments of it and of :class:`AnnealedNorm`."""
 
     target = LinearControl

@@ -1,4 +1,4 @@
-"""The common parts of the point-wise layers: shapes, the affine map, the learned centre, and their serial form."""
+"""The common parts of the point-wise layers: shapes, affine map, learned centre, serial form."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -36,14 +36,14 @@ class LayerOptions(TypedDict, total=False):
 
 
 class PointwiseNorm(nn.Module):
-    """Base of the layers that replace a norm: ``y = weight * scale * f(x - center) + bias``, element by element.
+    """Base of the layers that replace a norm: ``y = weight * scale * f(x - center) + bias``.
 
-    A subclass names its constants, the one that sets the slope first, and computes the function in
-    :meth:`pointwise`; everything else is here. Parameters are never
-    0-dimensional: a constant has shape ``(1,)``, or ``normalized_shape`` with ``per_channel=True``.
+    The function acts on each element. A subclass names its constants, first the one that sets the
+    slope, and its kernel; everything else is here. Parameters are never 0-dimensional: a constant
+    has shape ``(1,)``, or ``normalized_shape`` with ``per_channel=True``.
 
     With witnesses K the constant of a token is ``beta + sum over k in K of gain_k * (x_k -
-    center_k)^2``: the layer reads these few channels of the token too, and is no longer a function
+    center_k)^2``: the layer also reads these few channels of the token, and is no longer a function
     of one channel. Their gains are learned as ``log_gain``. Without witnesses the layer has
     neither.
 
@@ -56,20 +56,21 @@ class PointwiseNorm(nn.Module):
             "+": "input", "weight" (with a weight), or a dtype such as "float32". "input+weight" is
             the rule of Llama's RMSNorm; None returns the input's.
         weight_offset: added to ``weight``, in at least float32, before it multiplies: 1.0 for a
-            layer that holds w of a norm's factor 1 + w, all of whose digits it then keeps.
+            norm whose factor is 1 + w, of which the layer then holds w with all its digits.
         device: where the parameters live; ``"meta"`` makes none.
 
     Raises:
         ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale``
-            or ``weight_offset`` is not finite, or ``scale`` 0, a witness is out of range or named
-            twice, ``dtype`` is not floating point, or ``output_dtype`` is no such rule.
+            or ``weight_offset`` is not finite, or ``scale`` is 0, a witness is out of range or
+            named twice, ``dtype`` is not floating point, or ``output_dtype`` is not such a rule.
     """
 
     _dynorm_layer: ClassVar[bool] = True
-    kernel: ClassVar[int]
-    constant_from: ClassVar[
-        Callable[..., Tensor]
-    ]  # the first constant, for a slope of 1 / sqrt(beta) at 0
+    kernel: ClassVar[kernels.FunctionCode]
+    # Whether the first constant is kept as its logarithm.
+    logarithmic: ClassVar[bool] = False
+    # Maps beta to the first constant that gives f the slope 1 / sqrt(beta) at 0.
+    constant_from: ClassVar[Callable[..., Tensor]]
     constants: ClassVar[tuple[str, ...]] = ()
     # The constructor's arguments that a subclass adds, each also an attribute.
     own_arguments: ClassVar[tuple[str, ...]] = ()
@@ -118,21 +119,19 @@ class PointwiseNorm(nn.Module):
         self.elementwise_affine = elementwise_affine
         self.per_channel = per_channel
 
-        def empty(shape: tuple[int, ...]) -> nn.Parameter:
+        def empty(shape: tuple[int, ...], exists: bool = True) -> nn.Parameter | None:
+            if not exists:
+                return None
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         constant_shape = self.normalized_shape if per_channel else (1,)
         for name in self.constants:
             self.register_parameter(name, empty(constant_shape))
-        self.register_parameter("center", empty(constant_shape) if center else None)
+        self.register_parameter("center", empty(constant_shape, center))
         channels = check_witnesses(witnesses, self.channels)
-        self._register_witnesses(channels, empty((len(channels),)) if channels else None)
-        self.register_parameter(
-            "weight", empty(self.normalized_shape) if elementwise_affine else None
-        )
-        self.register_parameter(
-            "bias", empty(self.normalized_shape) if elementwise_affine and bias else None
-        )
+        self._register_witnesses(channels, empty((len(channels),), bool(channels)))
+        self.register_parameter("weight", empty(self.normalized_shape, elementwise_affine))
+        self.register_parameter("bias", empty(self.normalized_shape, elementwise_affine and bias))
         self.reset_parameters()
 
     @property
@@ -145,7 +144,7 @@ class PointwiseNorm(nn.Module):
         return math.nan
 
     def reset_parameters(self) -> None:
-        """Set the factor of each channel to 1, bias and centre to 0, and the constants to their defaults."""
+        """Set each channel's factor to 1, bias and centre to 0, the constants to their defaults."""
         with torch.no_grad():
             for name, value in self._initial_constants().items():
                 getattr(self, name).fill_(value)
@@ -159,57 +158,57 @@ class PointwiseNorm(nn.Module):
         """Apply the function to every element of ``x``.
 
         Args:
-            x: any floating dtype, with ``normalized_shape`` at ``dim``; nested tensors too, where
+            x: any floating dtype, with ``normalized_shape`` at ``dim``; nested tensors too, if
                 ``dim`` is negative.
 
         Returns:
             The shape of ``x``, in the dtype of ``x`` or of the rule ``output_dtype``, contiguous
-            where the channels come last; computed in at least float32.
+            if the channels come last; computed in at least float32.
 
         Raises:
-            ArgumentError: ``x`` is no floating point tensor, or its sizes at ``dim`` are not
+            ArgumentError: ``x`` is not a floating point tensor, or its sizes at ``dim`` are not
                 ``normalized_shape``.
         """
         if not isinstance(x, Tensor):
             return self._forward_symbol(x)
-        # nn.TransformerEncoder nests a padded batch in eval mode; the jagged layout broadcasts as
-        # any other tensor.
-        if x.is_nested and x.layout == torch.strided:
-            if max(self.dims) >= 0:
-                raise ArgumentError(
-                    f"dim must be negative for a nested tensor, got {self.dim}: count it from the "
-                    "end"
-                )
-            return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
-        if x.is_nested and self.witness_channels:
-            jagged: Any = x
-            return torch.nested.nested_tensor_from_jagged(
-                self.forward(jagged.values()), jagged.offsets()
-            )
+        # The jagged layout without witnesses broadcasts as any other tensor.
+        if x.is_nested and (x.layout == torch.strided or self.witness_channels):
+            return self._forward_nested(x)
         if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
             sizes = tuple(x.shape[d] for d in self.dims if -x.ndim <= d < x.ndim)
             if sizes != self.normalized_shape:
                 raise ArgumentError(
                     f"x must have normalized_shape {self.normalized_shape} at dim {self.dim}, got "
-                    f"{sizes} in shape "
-                    f"{tuple(x.shape)}: pass the dim that holds the channels"
+                    f"{sizes} in shape {tuple(x.shape)}: pass the dim that holds the channels"
                 )
         returned = x.dtype if self.output_dtype is None else self.returned_dtype(x.dtype)
         if returned == x.dtype:
             y = self.pointwise(x)
         else:
             y = self.pointwise(x.to(torch.promote_types(x.dtype, returned))).to(returned)
-        # As nn.LayerNorm's: what follows may ask for a view.
-        return y.contiguous() if self.dim == -1 or self.dims[-1] == -1 else y
+        # Contiguous as the output of nn.LayerNorm: the next operation may ask for a view.
+        return y.contiguous() if self.dims[-1] == -1 else y
+
+    def _forward_nested(self, x: Tensor) -> Tensor:
+        """Apply the function to a nested tensor, as nn.TransformerEncoder makes in eval mode."""
+        if x.layout != torch.strided:
+            jagged: Any = x
+            values = self.forward(jagged.values())
+            return torch.nested.nested_tensor_from_jagged(values, jagged.offsets())
+        if max(self.dims) >= 0:
+            raise ArgumentError(
+                f"dim must be negative for a nested tensor, got {self.dim}: count it from the end"
+            )
+        return torch.nested.as_nested_tensor([self.forward(part) for part in x.unbind()])
 
     def returned_dtype(self, given: torch.dtype) -> torch.dtype:
-        """Return the dtype of the output for an input of dtype ``given``, with the weight's present dtype."""
+        """Return the dtype of the output for an input of dtype ``given`` and the present weight."""
         if self.output_dtype is None:
             return given
-        own = self._parameters
+        stored = self._parameters
         for name in ("weight", "bias", self.constants[0]):
-            # As in `pointwise`: attributes of a module take longer.
-            tensor = own[name] if name in own else getattr(self, name)
+            # As in `_kernel_parameters`: attributes of a module take longer.
+            tensor = stored[name] if name in stored else getattr(self, name)
             if tensor is not None:
                 return self.output_dtype(given, tensor.dtype)
         raise AssertionError("a layer has a constant")
@@ -217,8 +216,8 @@ class PointwiseNorm(nn.Module):
     def factor(self) -> Tensor | None:
         """Return the factor of each channel, ``weight + weight_offset``; None for 1.
 
-        With an offset it is of at least float32, which holds 1 + w of a bfloat16 w; else it is the
-        parameter.
+        With an offset it has at least float32, which holds 1 + w of a bfloat16 w; otherwise it is
+        the parameter.
         """
         if self.weight is None or not self.weight_offset:
             return self.weight
@@ -228,57 +227,70 @@ class PointwiseNorm(nn.Module):
     def set_factor_(self, factor: Tensor) -> None:
         """Set the weight so that ``factor`` multiplies each channel, in place."""
         assert self.weight is not None
-        value = upcast(factor) - self.weight_offset if self.weight_offset else factor
-        self.weight.copy_(value.reshape(self.weight.shape))
+        if self.weight_offset:
+            factor = upcast(factor) - self.weight_offset
+        self.weight.copy_(factor.reshape(self.weight.shape))
 
     def pointwise(self, x: Tensor) -> Tensor:
-        """Return the function of ``x``, whose sizes have been checked: by a fused kernel, or by its definition."""
-        own, first, others = self._parameters, self.constants[0], self.constants[1:]
-        try:
-            # A tenth of the time of attributes, which nn.Module looks up in three dictionaries.
-            constant, center, weight, bias = own[first], own["center"], own["weight"], own["bias"]
-            shift, gain = own[others[0]] if others else None, own["log_gain"]
-        except KeyError:
-            # A parametrization keeps a parameter elsewhere.
-            constant, center, weight, bias = (
-                getattr(self, first),
-                self.center,
-                self.weight,
-                self.bias,
-            )
-            shift, gain = getattr(self, others[0]) if others else None, self.log_gain
-        assert constant is not None
-        factor = self.factor() if self.weight_offset else weight
-        parameters: kernels.Parameters = (constant, shift, center, factor, bias)
-        if self.witness_channels:
-            parameters = (constant, shift, center, factor, bias, gain)
-        given = (
+        """Return the function of ``x``, whose sizes are checked, by a kernel if one serves."""
+        parameters = self._kernel_parameters()
+        y = kernels.pointwise(
+            self.kernel,
+            x,
+            parameters,
             self.scale,
             self.normalized_shape,
             self.dim,
-            first == "log_beta",
+            self.logarithmic,
             self.witness_channels,
         )
-        y = kernels.pointwise(self.kernel, x, parameters, *given)
-        return (
-            self.form(self.scale).definition(x, parameters, self.dim, self.witnesses)
-            if y is None
-            else y
-        )
+        if y is None:
+            return self.form(self.scale).definition(x, parameters, self.dim, self.witnesses)
+        return y
+
+    def _kernel_parameters(self) -> kernels.Parameters:
+        """Return the parameters in the order of the kernels.
+
+        They are read from the dictionary of nn.Module, at a tenth of the time of its attributes:
+        this runs at every call, and a kernel is done in a few microseconds.
+        """
+        stored: Any = self._parameters
+        constants = self.constants
+        has_shift = len(constants) > 1
+        try:
+            constant = stored[constants[0]]
+            shift = stored[constants[1]] if has_shift else None
+            center = stored["center"]
+            weight = stored["weight"]
+            bias = stored["bias"]
+            log_gain = stored["log_gain"]
+        except KeyError:
+            # A parametrization keeps a parameter elsewhere.
+            constant = getattr(self, constants[0])
+            shift = getattr(self, constants[1]) if has_shift else None
+            center = self.center
+            weight = self.weight
+            bias = self.bias
+            log_gain = self.log_gain
+        if self.weight_offset:
+            weight = self.factor()
+        return kernels.Parameters(constant, shift, center, weight, bias, log_gain)
 
     @classmethod
     def form(cls, scale: float) -> kernels.Form:
-        """Return what its definition needs besides tensors and their axes."""
-        return kernels.Form(cls.kernel, cls.constants[0] == "log_beta", scale, channels=1, inner=1)
+        """Return everything that the definition needs except tensors and their axes."""
+        return kernels.Form(cls.kernel, cls.logarithmic, scale, channels=1, inner=1)
 
     @classmethod
     def curve(cls, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:
-        """Return ``scale * f(x - center)``, with the constant that gives f the slope ``1 / sqrt(beta)`` at 0."""
-        parameters: Any = (cls.constant_from(beta), None, center, None, None)
+        """Return ``scale * f(x - center)``, with slope ``scale / sqrt(beta)`` at the centre."""
+        # The definition, unlike the kernels, takes a number as the centre.
+        number: Any = center
+        parameters = kernels.Parameters(cls.constant_from(beta), center=number)
         return cls.form(scale).definition(x, parameters)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
+        """Return the constructor's arguments, except device and dtype, as values for JSON."""
         config = {
             "normalized_shape": list(self.normalized_shape),
             "elementwise_affine": self.elementwise_affine,
@@ -313,7 +325,9 @@ class PointwiseNorm(nn.Module):
         return ", ".join(parts)
 
     def set_slope_(self, beta: Tensor | float) -> None:
-        """Set the first constant so that ``f`` has slope ``1 / sqrt(beta)`` at 0: one scale for all functions.
+        """Set the first constant so that ``f`` has slope ``1 / sqrt(beta)`` at 0.
+
+        So one number, beta, has the same meaning for all functions.
 
         Args:
             beta: DyISRU's constant, positive; a number or a tensor that broadcasts to the
@@ -325,11 +339,10 @@ class PointwiseNorm(nn.Module):
         """
         require_gathered(self)
         constant: Tensor = getattr(self, self.constants[0])
-        value = (
-            beta
-            if isinstance(beta, Tensor)
-            else torch.tensor(beta, dtype=torch.float64, device="cpu")
-        )
+        if isinstance(beta, Tensor):
+            value = beta
+        else:
+            value = torch.tensor(beta, dtype=torch.float64, device="cpu")
         value = value.to(torch.promote_types(value.dtype, upcast(constant).dtype))
         trailing = zip(reversed(value.shape), reversed(constant.shape), strict=False)
         if value.ndim > constant.ndim or any(n not in (1, m) for n, m in trailing):
@@ -342,7 +355,7 @@ class PointwiseNorm(nn.Module):
         self.fill_slope_(value)
 
     def fill_slope_(self, beta: Tensor) -> None:
-        """Do what :meth:`set_slope_` does without its check, which makes the CPU wait for a GPU."""
+        """Set the slope as :meth:`set_slope_` does, without its check: that waits for a GPU."""
         _store_(getattr(self, self.constants[0]), self.constant_from(beta.detach()))
 
     def fill_gains_(self, gains: Tensor) -> None:
@@ -351,7 +364,7 @@ class PointwiseNorm(nn.Module):
         _store_(self.log_gain, gains.detach().log())
 
     def fill_constants_(self, beta: Tensor, center: Tensor) -> None:
-        """Do what :meth:`fill_slope_` does, set the centre, where there is one, and every other constant to 0."""
+        """Set the slope by ``beta``, the centre if there is one, and every other constant to 0."""
         self.fill_slope_(beta)
         for name in self.constants[1:]:
             getattr(self, name).detach().zero_()
@@ -362,109 +375,108 @@ class PointwiseNorm(nn.Module):
     def set_witnesses_(
         self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None
     ) -> None:
-        """Name the witnesses anew; an empty sequence makes the layer a function of one channel again.
+        """Replace the witnesses; an empty sequence makes the layer a function of one channel again.
 
         ``log_gain`` becomes a new parameter: give it to the optimizer afterwards.
 
         Args:
             witnesses: their positions in ``normalized_shape``; a number N for the first N.
-            gains: the weight of each one's square, 1 by default.
+            gains: the weight of the square of each, 1 by default.
 
         Raises:
-            ArgumentError: a witness is out of range or named twice, or the gains are not as many
-                positive numbers.
+            ArgumentError: a witness is out of range or named twice, or the gains are not positive
+                numbers, one for each witness.
         """
         channels = check_witnesses(witnesses, self.channels)
         if not isinstance(gains, Iterable | None):
             raise ArgumentError(f"gains must be a list, one for each witness, got {gains!r}")
-        values = (
-            [1.0] * len(channels)
-            if gains is None
-            else [check_positive("gains", gain) for gain in gains]
-        )
+        if gains is None:
+            gains = [1.0] * len(channels)
+        values = [check_positive("gains", gain) for gain in gains]
         if len(values) != len(channels):
             raise ArgumentError(
                 f"each witness must have a gain, got {len(values)} gains for {len(channels)} "
                 "witnesses"
             )
-        like = getattr(self, self.constants[0])
-        gain = (
-            torch.tensor(values, dtype=torch.float64, device="cpu")
-            .log()
-            .to(like.device, like.dtype)
-        )
-        self._register_witnesses(
-            channels, nn.Parameter(gain, like.requires_grad) if channels else None
-        )
+        log_gain = None
+        if channels:
+            constant = getattr(self, self.constants[0])
+            logarithms = torch.tensor(values, dtype=torch.float64, device="cpu").log()
+            log_gain = nn.Parameter(
+                logarithms.to(constant.device, constant.dtype), constant.requires_grad
+            )
+        self._register_witnesses(channels, log_gain)
 
     def _register_witnesses(self, channels: tuple[int, ...], log_gain: nn.Parameter | None) -> None:
         self.witness_channels = channels
         self.register_parameter("log_gain", log_gain)
         # In the state dict, so that a checkpoint says which channels its gains belong to.
-        self.register_buffer(
-            "witnesses",
-            None if log_gain is None else torch.tensor(channels, device=log_gain.device),
-        )
+        positions = None
+        if log_gain is not None:
+            positions = torch.tensor(channels, device=log_gain.device)
+        self.register_buffer("witnesses", positions)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # From the meta device, to_empty brings any numbers.
+        # From the meta device to_empty brings arbitrary numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:
-            own = (
-                self.witnesses.to_local() if hasattr(self.witnesses, "to_local") else self.witnesses
-            )
-            own.copy_(torch.tensor(self.witness_channels, device="cpu"))
+            positions = self.witnesses
+            if hasattr(positions, "to_local"):
+                positions = positions.to_local()
+            positions.copy_(torch.tensor(self.witness_channels, device="cpu"))
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        found = state_dict.get(f"{prefix}witnesses")
-        known = isinstance(found, Tensor) and not found.is_meta and self.witness_channels
-        if known and not self.has_witnesses(found):
+        saved = state_dict.get(f"{prefix}witnesses")
+        has_values = isinstance(saved, Tensor) and not saved.is_meta
+        if has_values and self.witness_channels and not self.has_witnesses(saved):
             errors: list[str] = args[-1]
             errors.append(
                 f"{prefix}witnesses must be the layer's, {list(self.witness_channels)}, got "
-                f"{found.tolist()}: build "
-                "the layer with the witnesses of the checkpoint"
+                f"{saved.tolist()}: build the layer with the witnesses of the checkpoint"
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def has_witnesses(self, found: Tensor) -> bool:
-        """Tell whether a tensor, as a checkpoint holds it, names this layer's witnesses."""
-        return found.dtype == torch.int64 and found.tolist() == list(self.witness_channels)
+    def has_witnesses(self, saved: Tensor) -> bool:
+        """Return whether the tensor of a checkpoint names this layer's witnesses."""
+        return saved.dtype == torch.int64 and saved.tolist() == list(self.witness_channels)
 
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
         raise NotImplementedError
 
     def constant_rates(self) -> dict[nn.Parameter, float]:
-        """Return what to multiply the learning rate of each constant by: its size, for one that scales x.
+        """Return the factor of each constant's learning rate: 1, or the size of one that scales x.
 
         A step of log_beta changes beta in proportion; a step of alpha must do so too, or an alpha
         of 0.003 and one of 3 could not share a rate.
         """
-        found = dict.fromkeys(self.constant_parameters(), 1.0)
+        rates = dict.fromkeys(self.constant_parameters(), 1.0)
         for name in self.relative_constants:
             constant: nn.Parameter = getattr(self, name)
             if not constant.is_meta:
-                # Of all of it: where it is sharded, every rank must come to the same rate.
-                found[constant] = float(gathered(constant.detach()).abs().mean())
-        return found
+                # The mean of the full tensor: if it is sharded, all ranks must get the same rate.
+                rates[constant] = float(gathered(constant.detach()).abs().mean())
+        return rates
 
     def constant_parameters(self) -> list[nn.Parameter]:
-        """Return the constants, and the centre and the gains, where there are any: all but weight and bias."""
-        found = [getattr(self, name) for name in self.constants]
-        return found + [p for p in (self.center, self.log_gain) if p is not None]
+        """Return all parameters except weight and bias: the constants, the centre and the gains."""
+        parameters = [getattr(self, name) for name in self.constants]
+        return parameters + [p for p in (self.center, self.log_gain) if p is not None]
 
     def _initial_constants(self) -> dict[str, float]:
-        """Return the first values of the constants: the constructor's arguments, in the same order."""
+        """Return the first values of the constants, from the constructor's arguments."""
         return {
             name: getattr(self, first)
             for name, first in zip(self.constants, self.own_arguments, strict=True)
         }
 
     def _forward_symbol(self, x: Any) -> Any:
-        """Let ``torch.fx.symbolic_trace`` record one call of the layer, as it does for torch's own; refuse all else."""
+        """Record one call of the layer for ``torch.fx.symbolic_trace``, as for torch's own layers.
+
+        Anything but its proxies is refused.
+        """
         if not isinstance(x, torch.fx.Proxy):
             raise ArgumentError(f"x must be a tensor, got {type(x).__name__}")
         tracer: Any = x.tracer
@@ -480,13 +492,15 @@ class PointwiseNorm(nn.Module):
 
 
 class LogBetaNorm(PointwiseNorm):
-    """Base of the layers whose only constant is beta, kept as ``log_beta``: positive by construction, free of scale.
+    """Base of the layers whose only constant is beta, kept as ``log_beta``.
 
-    ``beta_init`` is C by default, and ``scale`` sqrt(C); the rest is as for :class:`PointwiseNorm`.
+    So beta is positive by construction, and a step changes it in proportion. ``beta_init`` is C by
+    default, and ``scale`` sqrt(C); the rest is as for :class:`PointwiseNorm`.
     """
 
     constants = ("log_beta",)
     own_arguments = ("beta_init",)
+    logarithmic = True
     log_beta: nn.Parameter
 
     def __init__(
@@ -504,26 +518,27 @@ class LogBetaNorm(PointwiseNorm):
         """Return ``exp(log_beta)`` in at least float32."""
         return upcast(self.log_beta).exp()
 
-    # Not torch.log itself, whose docstring would stand in the reference.
+    # Not torch.log itself, whose docstring would appear in the reference.
     @staticmethod
     def constant_from(beta: Tensor, /) -> Tensor:
         """Return ``log(beta)``."""
         return beta.log()
 
     def _initial_constants(self) -> dict[str, float]:
-        return {"log_beta": math.log(self.channels if self.beta_init is None else self.beta_init)}
+        beta = self.channels if self.beta_init is None else self.beta_init
+        return {"log_beta": math.log(beta)}
 
     def _default_scale(self) -> float:
         return math.sqrt(self.channels)
 
 
 class AlphaNorm(PointwiseNorm):
-    """Base of the layers whose first constant is alpha, a factor of x; ``alpha_init`` is 0.5 by default."""
+    """Base of the layers whose first constant is alpha, a factor of x, by default 0.5."""
 
     constants: ClassVar[tuple[str, ...]] = ("alpha",)
     own_arguments: ClassVar[tuple[str, ...]] = ("alpha_init",)
     relative_constants = ("alpha",)
-    slope_ratio: ClassVar[float] = 1.0  # of the function's beta to alpha ** -2
+    slope_ratio: ClassVar[float] = 1.0  # beta of the function over alpha ** -2
     alpha: nn.Parameter
 
     def __init__(
@@ -538,16 +553,16 @@ class AlphaNorm(PointwiseNorm):
         super().__init__(normalized_shape, elementwise_affine, bias, **options)
 
     def beta(self) -> Tensor:
-        """Return the DyISRU constant of the same slope at 0, for shift 0: ``slope_ratio * alpha ** -2``."""
+        """Return DyISRU's beta for the same slope at 0 (shift 0): ``slope_ratio * alpha ** -2``."""
         return self.slope_ratio * upcast(self.alpha) ** -2
 
 
 @torch.no_grad()
 def _store_(parameter: Tensor, value: Tensor) -> None:
-    """Write a value that broadcasts to a parameter into it; of a sharded one, this rank's part.
+    """Write a value that broadcasts into a parameter; into a sharded one, this rank's part.
 
-    What its dtype cannot hold becomes the largest number that it can: an infinite alpha would make
-    NaN of 0.
+    A number beyond the dtype's range becomes the largest in it: an infinite alpha would turn an
+    input of 0 into NaN.
     """
     largest = torch.finfo(parameter.dtype).max
     value = value.to(parameter.dtype).clamp(-largest, largest)
@@ -555,12 +570,14 @@ def _store_(parameter: Tensor, value: Tensor) -> None:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         assert isinstance(parameter, DTensor)
-        whole = value.expand(parameter.shape).contiguous()
-        value = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        value = value.expand(parameter.shape).contiguous()
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
     parameter.copy_(value)
 
 
 def gathered(value: Tensor) -> Tensor:
-    """Return all of a tensor, where a rank holds a part of it (a DTensor): a collective then, on every rank."""
-    full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return full
+    """Return the full tensor of a DTensor, by a collective of all ranks; another one as it is."""
+    if hasattr(value, "full_tensor"):
+        full: Tensor = value.full_tensor()
+        return full
+    return value

@@ -16,7 +16,7 @@ class Derf(AlphaNorm):
 
     The published checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
 
-    Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these; ``scale`` is 1 by
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, except these; ``scale`` is 1 by
     default.
 
     Args:
@@ -38,7 +38,7 @@ class Derf(AlphaNorm):
         M. Chen et al., "Stronger Normalization-Free Transformers", arXiv 2512.10938.
     """
 
-    kernel = kernels.DERF
+    kernel = kernels.FunctionCode.DERF
     constant_from = staticmethod(theory.derf_alpha)
     constants = ("alpha", "shift")
     own_arguments = ("alpha_init", "shift_init")
@@ -61,5 +61,8 @@ class Derf(AlphaNorm):
         super().__init__(normalized_shape, alpha_init, elementwise_affine, bias, **options)
 
     def constant_rates(self) -> dict[nn.Parameter, float]:
-        """Return the rates as every layer does; a step of shift moves all outputs by ``scale`` times as much."""
+        """Return the rates as every layer does, with 1 / scale for shift.
+
+        A step of shift moves all outputs by ``scale`` times its size.
+        """
         return {**super().constant_rates(), self.shift: 1 / abs(self.scale)}

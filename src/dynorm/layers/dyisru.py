@@ -5,8 +5,9 @@ from dynorm.layers.base import LogBetaNorm
 
 
 class DyISRU(LogBetaNorm):
-    r"""Dynamic inverse square root unit: ``y = weight * scale * u / sqrt(beta + u^2) + bias``, ``u = x - center``.
+    r"""Dynamic inverse square root unit: ``y = weight * scale * u / sqrt(beta + u^2) + bias``.
 
+    Here ``u = x - center``.
     With beta the sum of squares of the other channels this is RMSNorm, exactly; with leave-one-out
     mean and variance it is LayerNorm. Here beta is learned instead, as ``log_beta``: positive by
     construction.
@@ -23,7 +24,7 @@ class DyISRU(LogBetaNorm):
         scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq.
             15 has sqrt(C - 1), LayerNorm's bound; ``convert_`` sets whichever the replaced norm
             has.
-        witnesses: the positions of the channels that tell a token's scale, or a number N for the
+        witnesses: the positions of the channels that show a token's scale, or a number N for the
             first N: beta becomes ``beta + sum of gain_k * u_k^2`` over the witnesses k other than
             the channel itself. All channels with gain 1 make RMSNorm; none, eq. 15.
         dim: the channel axis, -1 or any other (1 for channels-first).
@@ -48,4 +49,4 @@ class DyISRU(LogBetaNorm):
         Activation Functions", arXiv 2503.21708, eq. 13 and 15.
     """
 
-    kernel = kernels.DYISRU
+    kernel = kernels.FunctionCode.DYISRU

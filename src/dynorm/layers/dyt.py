@@ -1,4 +1,4 @@
-"""DyT, dynamic tanh (arXiv 2503.10622), and scaled DyT (arXiv 2503.21708, eq. 11): one layer, two scales."""
+"""DyT, dynamic tanh (arXiv 2503.10622), and with another scale scaled DyT (2503.21708, eq. 11)."""
 
 from dynorm import kernels, theory
 from dynorm.layers.base import AlphaNorm
@@ -10,7 +10,7 @@ class DyT(AlphaNorm):
     ``scale`` is 1 as published; sqrt(C - 1) makes it scaled DyT, LayerNorm with its slope factor
     F(x) held constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
 
-    Shapes, dtypes and arguments are those of :class:`DyISRU`, but for these.
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, except these.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes.
@@ -30,5 +30,5 @@ class DyT(AlphaNorm):
         4 and 11.
     """
 
-    kernel = kernels.DYT
+    kernel = kernels.FunctionCode.DYT
     constant_from = staticmethod(theory.scaled_dyt_alpha)

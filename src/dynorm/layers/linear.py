@@ -1,4 +1,4 @@
-"""The linear control: DyISRU without its bound, so that a study can tell what the bound is worth."""
+"""The linear control: DyISRU without its bound, so that a study can measure the bound's worth."""
 
 from dynorm import kernels
 from dynorm.layers.base import LogBetaNorm
@@ -7,9 +7,9 @@ from dynorm.layers.base import LogBetaNorm
 class LinearControl(LogBetaNorm):
     r"""A constant slope: ``y = weight * scale * (x - center) / sqrt(beta) + bias``.
 
-    The same constant as DyISRU's and the same slope at 0, but no bound. Where it does as well as
-    DyISRU, the bound is not what helps. Only with witnesses, whose squares must stay finite, does
-    an input farther than 2**63 (float64: 2**511) from the centre count as that far.
+    It has the constant of DyISRU and the same slope at 0, but no bound. If it does as well as
+    DyISRU, the bound does not help. With witnesses, and only then, inputs are clamped to 2**63
+    (float64: 2**511) from the centre, so that their squares stay finite.
 
     Shapes, dtypes and all arguments are those of :class:`DyISRU`.
 
@@ -22,4 +22,4 @@ class LinearControl(LogBetaNorm):
         tensor([   0.,    2.,  100., -100.])
     """
 
-    kernel = kernels.LINEAR
+    kernel = kernels.FunctionCode.LINEAR

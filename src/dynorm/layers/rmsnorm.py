@@ -15,8 +15,9 @@ from dynorm.errors import ArgumentError
 class RMSNorm(nn.Module):
     r"""Root mean square normalization: ``y = weight * x / sqrt(mean(x^2) + eps) + bias``.
 
-    ``nn.RMSNorm`` has no bias, its channels come last, and ``nn.TransformerEncoderLayer`` would
-    read its parameters as those of a LayerNorm; this layer is for all places of a folded model.
+    It replaces a LayerNorm anywhere in a folded model, which ``nn.RMSNorm`` cannot: that has no
+    bias, needs its channels last, and ``nn.TransformerEncoderLayer`` would read its parameters as
+    those of a LayerNorm.
 
     Args:
         normalized_shape: the size C of the channel axis.
@@ -36,7 +37,8 @@ class RMSNorm(nn.Module):
         ArgumentError: a size, ``dim`` or ``norm_eps`` is outside its domain.
 
     Example:
-        >>> RMSNorm(2, norm_eps=0.0, elementwise_affine=False, bias=False)(torch.tensor([3.0, -3.0]))
+        >>> layer = RMSNorm(2, norm_eps=0.0, elementwise_affine=False, bias=False)
+        >>> layer(torch.tensor([3.0, -3.0]))
         tensor([ 1., -1.])
 
     Reference:
@@ -65,15 +67,17 @@ class RMSNorm(nn.Module):
             raise ArgumentError(f"normalized_shape must be one size, got {normalized_shape!r}")
         checked = check_dim(dim, self.normalized_shape)
         assert isinstance(checked, int)
-        self.dim, self.norm_eps = checked, check_not_negative("norm_eps", norm_eps)
+        self.dim = checked
+        self.norm_eps = check_not_negative("norm_eps", norm_eps)
         self.output_dtype = None if output_dtype is None else DtypeRule(output_dtype)
-        for name, has, value in (("weight", elementwise_affine, 1.0), ("bias", bias, 0.0)):
-            full = torch.full(self.normalized_shape, value, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(full) if has else None)
+        weight = torch.ones(self.normalized_shape, device=device, dtype=dtype)
+        offset = torch.zeros(self.normalized_shape, device=device, dtype=dtype)
+        self.register_parameter("weight", nn.Parameter(weight) if elementwise_affine else None)
+        self.register_parameter("bias", nn.Parameter(offset) if bias else None)
 
     @property
     def eps(self) -> float:
-        """Not a number, so that the fused path of ``nn.TransformerEncoderLayer``, a LayerNorm's, is not taken."""
+        """Not a number, which keeps ``nn.TransformerEncoderLayer`` off its fused LayerNorm path."""
         return math.nan
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,10 +86,8 @@ class RMSNorm(nn.Module):
         Raises:
             ArgumentError: ``x`` has another size at ``dim``.
         """
-        if (
-            x.ndim <= (self.dim if self.dim >= 0 else -self.dim - 1)
-            or x.shape[self.dim] != self.normalized_shape[0]
-        ):
+        has_dim = -x.ndim <= self.dim < x.ndim
+        if not has_dim or x.shape[self.dim] != self.normalized_shape[0]:
             raise ArgumentError(
                 f"x must have {self.normalized_shape[0]} channels at dim {self.dim}, got "
                 f"{tuple(x.shape)}"
@@ -96,19 +98,21 @@ class RMSNorm(nn.Module):
             y = functional.rms_norm(wide, self.weight, self.bias, self.norm_eps, self.dim)
             return y.to(returned)
         wide = upcast(x)
-        weight, bias = (None if p is None else p.to(wide.dtype) for p in (self.weight, self.bias))
+        weight = None if self.weight is None else self.weight.to(wide.dtype)
         y = nn.functional.rms_norm(wide, self.normalized_shape, weight, self.norm_eps)
-        return (y if bias is None else y + bias).to(returned)
+        if self.bias is not None:
+            y = y + self.bias.to(wide.dtype)
+        return y.to(returned)
 
     def _returned_dtype(self, given: torch.dtype) -> torch.dtype:
         """Return the dtype of the output; without a weight and a bias, that of the input."""
-        own = self.bias if self.weight is None else self.weight
         if self.output_dtype is None:
             return given
-        return self.output_dtype(given, given if own is None else own.dtype)
+        parameter = self.bias if self.weight is None else self.weight
+        return self.output_dtype(given, given if parameter is None else parameter.dtype)
 
     def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, all but device and dtype, as plain values that JSON knows."""
+        """Return the constructor's arguments, except device and dtype, as values for JSON."""
         config: dict[str, Any] = {
             "normalized_shape": list(self.normalized_shape),
             "norm_eps": self.norm_eps,
@@ -124,4 +128,6 @@ class RMSNorm(nn.Module):
         """Describe the layer as ``print(model)`` shows it."""
         parts = [str(self.normalized_shape[0]), f"norm_eps={self.norm_eps:g}"]
         parts += [f"elementwise_affine={self.weight is not None}", f"bias={self.bias is not None}"]
-        return ", ".join(parts + ([f"dim={self.dim}"] if self.dim != -1 else []))
+        if self.dim != -1:
+            parts.append(f"dim={self.dim}")
+        return ", ".join(parts)

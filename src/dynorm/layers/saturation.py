@@ -4,15 +4,19 @@ from torch import Tensor
 
 from dynorm.layers.base import PointwiseNorm, gathered
 
-# A value is saturated when the function gives more than this share of its bound: beyond 3
-# sqrt(beta) for DyISRU.
+# An output is saturated beyond this share of its bound: for inputs beyond 3 sqrt(beta) of DyISRU.
 SATURATION = 0.95
 
 
 def saturated_share(layer: PointwiseNorm, tokens: Tensor) -> Tensor:
-    """Return the share of a layer's outputs (tokens, C) that lie near its bound; the linear control's is the norm's."""
-    weight, bias = (
-        None if p is None else gathered(p.detach()).flatten() for p in (layer.factor(), layer.bias)
-    )
-    bound = SATURATION * abs(layer.scale) * (1.0 if weight is None else weight.abs())
-    return ((tokens if bias is None else tokens - bias).abs() > bound).float().mean()
+    """Return the share of a layer's outputs (tokens, C) that lie near its bound.
+
+    For the linear control, which has no bound, it is the bound of the norm.
+    """
+    factor, bias = layer.factor(), layer.bias
+    if bias is not None:
+        tokens = tokens - gathered(bias.detach()).flatten()
+    bound: float | Tensor = SATURATION * abs(layer.scale)
+    if factor is not None:
+        bound = bound * gathered(factor.detach()).flatten().abs()
+    return (tokens.abs() > bound).float().mean()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dynorm.arguments import upcast
 from dynorm.errors import ArgumentError, ModelError
+from dynorm.kernels import Parameters
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 
 
@@ -171,16 +172,16 @@ def _with_witnesses(
             return parameter
         return torch.cat([parameter.flatten(), parameter.new_ones(len(positions))])
 
-    first_constant = getattr(twin, twin.constants[0])
-    second_constant = getattr(twin, twin.constants[1]) if len(twin.constants) > 1 else None
-    center = None  # It has been subtracted.
-    parameters = (
-        padded(first_constant),
+    second_constant = None
+    if len(twin.constants) > 1:
+        second_constant = getattr(twin, twin.constants[1])
+    # The center has been subtracted.
+    parameters = Parameters(
+        padded(getattr(twin, twin.constants[0])),
         padded(second_constant),
-        center,
-        padded(twin.factor()),
-        padded(twin.bias),
-        twin.log_gain,
+        weight=padded(twin.factor()),
+        bias=padded(twin.bias),
+        log_gain=twin.log_gain,
     )
     index = torch.tensor(positions, device=x.device)
     form = twin.form(twin.scale)
