@@ -13,6 +13,8 @@ from dynorm.family import layer_class
 from dynorm.fit.site_fit import TOLERANCE
 from dynorm.layers import AnnealedNorm
 
+PointWise = Literal["dyisru", "dyt", "derf", "linear", "auto"]
+"""The layers that a recipe can put in the place of norms."""
 # What a recipe leaves open: for an encoder of texts, one of images, a language model, and a model
 # of audio. The last three's were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
 ENCODER = {
@@ -42,14 +44,14 @@ def suits(language_model: bool, noun: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert a model: the options of ``dynorm convert``, whose meaning stands in ``cli/options.toml``.
+    """How to convert a model: the options of ``dynorm convert``, described in its help.
 
-    None stands for what suits the kind of model: an encoder of texts, or language, images or audio.
-    The command line leaves out ``calibration``, the number of samples that the constants are fitted
-    to, site by site, and ``lean`` of :func:`calibrate_`.
+    None means the default for the kind of model: an encoder of texts, or a model of language,
+    images or audio. Two fields are not on the command line: ``calibration``, the number of samples
+    on which the constants are fitted site by site, and ``lean`` of :func:`calibrate_`.
     """
 
-    to: Literal["dyisru", "dyt", "derf", "linear", "auto"] = "dyisru"
+    to: PointWise = "dyisru"
     steps: int | None = None
     minutes: float | None = None
     refine: int = 50
