@@ -24,7 +24,6 @@ NOT_YET = {
     "fit/site_fit.py",
     "fit/witnesses.py",
     "hub/quantizer.py",
-    "jobs/checkpoint.py",
     "jobs/images.py",
     "jobs/inputs.py",
     "jobs/inspect.py",
