@@ -27,7 +27,6 @@ NOT_YET = {
     "jobs/images.py",
     "jobs/inputs.py",
     "jobs/inspect.py",
-    "jobs/job.py",
     "jobs/speech.py",
     "jobs/texts.py",
     "layers/rmsnorm.py",

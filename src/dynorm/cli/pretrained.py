@@ -11,7 +11,7 @@ from dynorm.cli.application import AsJson, app, quiet_libraries, show, speaker
 from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.job import Given
+from dynorm.jobs.job import JobOptions
 from dynorm.jobs.recipe import PointWise, Recipe
 from dynorm.ranks import joined
 
@@ -204,7 +204,7 @@ def convert(
         if ranks.rank:
             # The first process prints the warnings for all.
             warnings.simplefilter("ignore")
-        given = Given(
+        options = JobOptions(
             texts=texts or (),
             images=images or (),
             audio=audio or (),
@@ -221,7 +221,7 @@ def convert(
             quiet=as_json or not sys.stderr.isatty(),
             say=say,
             track=track,
-            **given,
+            **options,
         )
         if not ranks.rank:
             show(report, as_json)
@@ -261,10 +261,10 @@ def inspect(
         require_writable(html)
     recipe = Recipe(max_length=max_length, only=only or (), skip=skip or (), seed=seed)
     say, track = speaker(quiet=as_json)
-    given = Given(
+    options = JobOptions(
         texts=texts or (), images=images or (), audio=audio or (), name=name, device=device
     )
-    report = inspect_pretrained(model, recipe, samples=samples, say=say, track=track, **given)
+    report = inspect_pretrained(model, recipe, samples=samples, say=say, track=track, **options)
     if html is not None:
         report.to_html(html)
         say(f"wrote {html}")

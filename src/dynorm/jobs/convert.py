@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
-from dynorm.jobs.job import Given, Say, Track, load_job
+from dynorm.jobs.job import JobOptions, Say, Track, load_job
 from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.write import folders_of_modules, require_output, write_model, write_out
 from dynorm.report import ModelReport
@@ -23,7 +23,7 @@ def convert_pretrained(
     quiet: bool = False,
     say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
-    **given: Unpack[Given],
+    **options: Unpack[JobOptions],
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
@@ -47,7 +47,7 @@ def convert_pretrained(
                 )
         require_output(checkpoints, checkpoints, (), overwrite=True)
     folders_of_modules(source)
-    job = load_job(source, recipe, say, track, **given)
+    job = load_job(source, recipe, say, track, **options)
     model, remarks, noun = job.pretrained.model, job.pretrained.remarks, job.inputs.noun
     counts = f"{job.inputs.counts[f'{noun}_to_fit']} to fit on, {len(job.inputs.held_out)} held out"
     for line in (f"{type(model).__name__} from {source}, {noun}: {counts}", *remarks):

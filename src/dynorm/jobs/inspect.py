@@ -9,7 +9,7 @@ from typing import Unpack
 from dynorm.batches import arguments
 from dynorm.errors import ArgumentError
 from dynorm.find import find_norms
-from dynorm.jobs.job import Given, Say, Track, load_job
+from dynorm.jobs.job import JobOptions, Say, Track, load_job
 from dynorm.jobs.recipe import Recipe
 from dynorm.report import InspectionReport, inspect_norms
 from dynorm.site import select_sites
@@ -22,7 +22,7 @@ def inspect_pretrained(
     samples: int = 256,
     say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
-    **given: Unpack[Given],
+    **options: Unpack[JobOptions],
 ) -> InspectionReport:
     """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts, images or audio.
 
@@ -32,7 +32,7 @@ def inspect_pretrained(
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
-    job = load_job(Path(source), replace(recipe, held_out=samples), say, track, **given)
+    job = load_job(Path(source), replace(recipe, held_out=samples), say, track, **options)
     fitted, measured = (
         job.batches(part[:samples]) for part in (job.inputs.fit, job.inputs.held_out)
     )
