@@ -94,7 +94,7 @@ def split_texts(
 
 
 def split_audio(
-    clips: list[Any], held_out: int, seed: int = 0, noun: str = "audio"
+    clips: Sequence[Any], held_out: int, seed: int = 0, noun: str = "audio"
 ) -> tuple[list[Any], list[Any]]:
     """Split audio files. From eight folders on, split by folder: each may be of one speaker."""
     folders: dict[Path, list[Any]] = {}
