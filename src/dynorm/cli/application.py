@@ -125,6 +125,6 @@ def tracked(batches: Sequence[Any], description: str, console: Console) -> Itera
 
 
 def speaker(quiet: bool) -> tuple[Callable[[str], None], Callable[..., Iterator[Any]]]:
-    """Return two functions: one prints a line to standard error, one shows a bar of batches there."""
+    """Return a function that prints a line to standard error, and one that shows a bar there."""
     console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     return partial(console.print, markup=False), partial(tracked, console=console)

@@ -1,4 +1,4 @@
-"""``dynorm convert``, ``dynorm inspect`` and ``dynorm fold``: jobs on a pretrained model's folder."""
+"""``dynorm convert``, ``dynorm inspect`` and ``dynorm fold``: jobs on a pretrained model."""
 
 import sys
 import warnings
