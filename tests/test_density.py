@@ -21,13 +21,6 @@ NOT_YET = {
     "fit/calibrate.py",
     "fit/site_fit.py",
     "fit/witnesses.py",
-    "jobs/checkpoint.py",
-    "jobs/images.py",
-    "jobs/inputs.py",
-    "jobs/inspect.py",
-    "jobs/job.py",
-    "jobs/speech.py",
-    "jobs/texts.py",
 }
 ARITHMETIC = (ast.Mult, ast.Add, ast.Sub)
 COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp)

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all."""
+"""Write files and directories completely, or not at all."""
 
 import ctypes
 import errno
@@ -16,16 +16,16 @@ from safetensors import SafetensorError
 
 from dynorm.errors import DynormError, StorageError
 
-# One of these makes a directory a saved model, which may be replaced.
+# A directory with one of these is a saved model, which may be replaced.
 _MARKERS = ("dynorm.json", "config.json")
-# The files of a saved model; everything else in an old directory is kept.
+# The files of a saved model. All others in an old directory are kept.
 _MODEL_FILES = (
     *_MARKERS,
     "generation_config.json",
     "model*.safetensors",
     "model*.safetensors.index.json",
 )
-# Of Linux's renameat2.
+# Constants of Linux for renameat2.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -36,7 +36,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file in a folder that exists, whole or not at all: after a StorageError an old one stands untouched."""
+    """Write a file in an existing folder. After a StorageError an old file is unchanged."""
     target = Path(path)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     try:
@@ -50,13 +50,13 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
             f"{str(target)!r} cannot be written: {error}; give a path that can be"
         ) from error
     finally:
-        # Not its own exists(), which raises where the name is too long.
+        # Path.exists would raise if the name is too long.
         if os.path.exists(temporary):
             temporary.unlink()
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Make the folder of a file that is to be written, or refuse the path now, before hours of work are lost for it."""
+    """Create the folder of a later output file; refuse now a path that cannot be written."""
     target = Path(path)
     try:
         if "\0" in str(target):
@@ -66,7 +66,7 @@ def require_writable(path: str | os.PathLike[str]) -> None:
         if target.parent.exists() and not target.parent.is_dir():
             raise NotADirectoryError(f"{target.parent} is a file, but a folder is needed there")
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Tried, not asked: to root every folder looks writable, also on a read-only file system.
+        # Create a file to find out: to root, os.access calls every folder writable.
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except (OSError, ValueError) as error:
@@ -80,20 +80,20 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 def replaced_directory(
     directory: str | os.PathLike[str], *, overwrite: bool = False, keep_others: bool = True
 ) -> Iterator[Path]:
-    """Fill a new directory, then put it in its place in one step; after an error the old one stands untouched.
+    """Fill a new directory, and put it in the target's place in one step when the block ends.
 
-    The new directory is made next to the target, flushed to disk, and renamed, or exchanged with
-    the old one. (Linux exchanges in one step. Elsewhere it takes two renames, between which a power
-    cut leaves the old one under another name.) Nothing else is left behind, whatever happens in the
-    block. Only a process that is killed leaves a hidden ``.dynorm-*.tmp`` beside the target, safe
-    to delete.
+    After an error the old directory is unchanged. The new one is made next to the target, flushed
+    to disk, and renamed, or exchanged with the old one. (Linux exchanges in one step. Other systems
+    need two renames; a power cut between them leaves the old directory under another name.)
+    Temporary directories are removed, except if the process is killed: then a hidden
+    ``.dynorm-*.tmp`` remains next to the target and may be deleted.
 
     The target's parent must exist; ``overwrite`` allows a target that is a saved model or empty.
-    ``keep_others`` keeps those of its files that no save writes (a tokenizer's, a report), unless
-    the block writes them. It is False where the block writes all files of the model: another
-    model's must not stay among them. What cannot be done is a StorageError.
+    ``keep_others`` keeps its files that are not written by any save, such as a tokenizer or a
+    report, unless the block writes them. It is False if the block writes all files of the model,
+    so that no files of another model remain. Failures are a StorageError.
     """
-    # A link stays a link: its target is replaced.
+    # Replace the target of a link, not the link.
     target = Path(os.path.realpath(directory))
     require_replaceable(target, overwrite)
     new = target.parent / f".dynorm-{secrets.token_hex(4)}.tmp"
@@ -103,7 +103,7 @@ def replaced_directory(
         _flush(new)
         if target.is_dir():
             if keep_others:
-                _keep_other_files(target, new)
+                _link_other_files(target, new)
             shutil.copymode(target, new)
             _exchange(new, target)
         else:
@@ -137,22 +137,23 @@ def require_replaceable(target: Path, overwrite: bool) -> None:
         )
 
 
-def _keep_other_files(old: Path, new: Path) -> None:
+def _link_other_files(old: Path, new: Path) -> None:
     written = {path.name for path in new.iterdir()}
 
     def skip(folder: str, names: list[str]) -> list[str]:
         if Path(folder) != old:
             return []
-        return [
-            n
-            for n in names
-            if n in written or any(fnmatchcase(n, pattern) for pattern in _MODEL_FILES)
-        ]
+        skipped = []
+        for name in names:
+            is_of_model = any(fnmatchcase(name, pattern) for pattern in _MODEL_FILES)
+            if is_of_model or name in written:
+                skipped.append(name)
+        return skipped
 
     def link(source: str, target: str) -> None:
         try:
             os.link(source, target)
-        # A file system without hard links.
+        # The file system may not have hard links.
         except OSError:
             shutil.copy2(source, target)
 
@@ -167,21 +168,16 @@ def _keep_other_files(old: Path, new: Path) -> None:
 
 
 def _exchange(new: Path, target: Path) -> None:
-    """Swap two directories: in one step where the system and the file system can, else by renames."""
-    rename = (
-        getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        if sys.platform == "linux"
-        else None
-    )
-    if rename is not None:
-        if (
-            rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE)
-            == 0
-        ):
-            return
-        code = ctypes.get_errno()
-        if code not in (errno.ENOSYS, errno.EINVAL):
-            raise OSError(code, os.strerror(code), str(target))
+    """Swap two directories, in one step if the system and the file system can."""
+    if sys.platform == "linux":
+        renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if renameat2 is not None:
+            names = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(target))
+            if renameat2(*names, _RENAME_EXCHANGE) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in (errno.ENOSYS, errno.EINVAL):
+                raise OSError(code, os.strerror(code), str(target))
     old = new.with_suffix(".old")
     target.rename(old)
     try:
@@ -193,8 +189,8 @@ def _exchange(new: Path, target: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    # safetensors makes its files readable by their owner only; the umask, which the folder's mode
-    # shows, decides.
+    # safetensors makes files that only their owner can read. Apply the umask instead, which the
+    # mode of the new folder shows.
     mode = folder.stat().st_mode & 0o666
     for root, _, files in os.walk(folder):
         for name in files:
@@ -205,7 +201,7 @@ def _flush(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    # Elsewhere a directory cannot be opened.
+    # Other systems cannot open a directory.
     if os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY)

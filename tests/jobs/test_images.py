@@ -191,7 +191,7 @@ def test_images_that_cannot_be_read_are_named_and_left_out(
     report = convert_pretrained(vision, tmp_path / "out", QUICK, images=[mixed], say=said.append)
     bad = [str(mixed / name) for name in ("cut.png", "empty.webp", "words.jpg")]
     assert report.meta["images_that_cannot_be_read"] == bad
-    assert f"left out, for they cannot be read: 3 files of images: {', '.join(bad)}" in said
+    assert f"left out 3 files of images that cannot be read: {', '.join(bad)}" in said
     assert report.meta["images_to_fit"] + report.meta["images_held_out"] == 24
 
 

@@ -189,7 +189,7 @@ def test_checkpoints_have_a_place_of_their_own(encoder: Path, texts: Path, tmp_p
         recipe = Recipe(steps=20, max_length=16, held_out=16, checkpoints=str(place))
         with pytest.raises(
             DynormError,
-            match=r"checkpoints must have a folder of their own|into a folder that can be",
+            match=r"checkpoints must have a separate folder|into a folder that can be",
         ):
             convert_pretrained(source, tmp_path / "out", recipe, texts=["nowhere.txt"])
     assert not (tmp_path / "out").exists()

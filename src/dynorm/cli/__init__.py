@@ -1,4 +1,4 @@
-"""The command line: it parses, calls and prints. The order of imports is the order of ``--help``."""
+"""The command line. The order of the imports is the order of the commands in ``--help``."""
 
 # isort: off
 from dynorm.cli.application import app, main

@@ -1,15 +1,12 @@
-"""The application that every command registers with, and the output that they share."""
+"""The application that every command registers with, and the output they share."""
 
-import inspect
 import json
 import logging
 import os
 import re
-import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
-from importlib.resources import files
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -44,84 +41,65 @@ def options(
     """Normalization without statistics: replace LayerNorm and RMSNorm by point-wise functions."""
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a command: its parameters with defaults are options, and the help of all stands in options.toml.
-
-    The fields of a ``recipe`` that have a help there are options too.
-    """
-    known = tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8"))
-    texts = known["shared"] | known[function.__name__]
-    given = dict(inspect.signature(function, eval_str=True).parameters)
-    recipe = given.pop("recipe").annotation if "recipe" in given else object
-    fields = {
-        n: field
-        for n, field in inspect.signature(recipe, eval_str=True).parameters.items()
-        if n in texts
-    }
-
-    @wraps(function)
-    def run(**values: Any) -> None:
-        if fields:
-            values["recipe"] = recipe(**{name: values.pop(name) for name in fields})
-        function(**values)
-
-    options = [_described(option, texts[name]) for name, option in (given | fields).items()]
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    return app.command()(run)
-
-
-def _described(parameter: inspect.Parameter, text: str | dict[str, Any]) -> inspect.Parameter:
-    """Return a parameter as typer takes it, with its help."""
-    more = dict(text) if isinstance(text, dict) else {"help": text}
-    # An option that is off has no second name to put it off.
-    names = more.pop(
-        "names", [f"--{parameter.name.replace('_', '-')}"] if parameter.default is False else []
-    )
-    kind = typer.Argument if parameter.default is parameter.empty else typer.Option
-    hint = list[str] if parameter.annotation == Sequence[str] else parameter.annotation
-    return parameter.replace(annotation=Annotated[hint, kind(*names, **more)])
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
+"""The option ``--json`` that every command has."""
 
 
 def main() -> None:
-    """Run the command line; exit with 0, with 1 if the work failed, 2 for wrong usage, or 130 after Ctrl-C."""
+    """Run the command line.
+
+    The exit status is 0, 1 if the work failed, 2 for wrong usage, or 130 after Ctrl-C.
+    """
     warnings.showwarning = lambda message, *_: typer.echo(f"dynorm: {message}", err=True)
     try:
         app()
     except DynormError as error:
-        typer.echo(f"dynorm: {_by_option(str(error))}", err=True)
+        typer.echo(f"dynorm: {_with_options(str(error))}", err=True)
         raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from error
     except SystemExit as stop:
-        # typer makes this of a Ctrl-C.
+        # typer turns Ctrl-C into this status.
         if stop.code == 130:
             typer.echo("dynorm: stopped; nothing was half-written", err=True)
         raise
 
 
-def _by_option(message: str) -> str:
-    """Return an error's message with the options of the command line in the place of Python's arguments."""
-    commands: Any = typer.main.get_command(app)
-    options = {
-        p.name
-        for c in commands.commands.values()
-        for p in c.params
-        if p.param_type_name == "option"
-    }
-    names = "|".join(sorted(options & set(re.findall(r"\w+", message)), key=len, reverse=True))
-    if not names:
+def _with_options(message: str) -> str:
+    """Return an error's message with Python's arguments written as options: --steps for steps."""
+    group: Any = typer.main.get_command(app)
+    options = set()
+    for command in group.commands.values():
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                options.add(parameter.name)
+    mentioned = options & set(re.findall(r"\w+", message))
+    if not mentioned:
         return message
-    # As the subject of a sentence, in a list of subjects, or as name=value.
-    found = (
-        rf"(?<![\w'.(-])({names})(?:=True)?(?==|,? (?:must|and (?:{names})\b)|, (?:{names})\b|$)"
+    # Longest first, so that no option is taken for another that begins with the same letters.
+    names = "|".join(sorted(mentioned, key=len, reverse=True))
+    argument = re.compile(
+        rf"""
+        (?<![\w'.(-]) ({names}) (?:=True)?
+        (?=
+            =                                      # steps=3
+            | ,?[ ] (?: must | and[ ](?:{names})\b )  # steps must be, lr and accumulate must be
+            | ,[ ] (?:{names})\b                   # lr, accumulate and checkpoints must be
+            | $                                    # pass overwrite=True
+        )
+        """,
+        re.VERBOSE,
     )
-    return re.sub(found, lambda match: "--" + match[1].replace("_", "-"), message)
+    return argument.sub(lambda match: "--" + match[1].replace("_", "-"), message)
 
 
 def quiet_libraries() -> None:
-    """Keep transformers, which must be installed, from the network, and its bars and advice out of our output."""
+    """Keep transformers off the network, and its progress bars and advice out of our output.
+
+    It must be installed.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # torchao, where it is installed, comes with transformers and reports each CUDA library that
-    # does not load.
+    # transformers imports torchao if it is installed, which reports each CUDA library that does
+    # not load.
     for library in ("torch", "torchao"):
         logging.getLogger(library).setLevel(logging.ERROR)
     require_library("transformers.utils", "this command", "transformers")
@@ -133,12 +111,12 @@ def quiet_libraries() -> None:
 
 
 def show(report: Any, as_json: bool) -> None:
-    """Print a report on the standard output, as text or as the JSON of its ``to_dict``."""
+    """Print a report to standard output, as text or as the JSON of its ``to_dict``."""
     typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
 
 
 def tracked(batches: Sequence[Any], description: str, console: Console) -> Iterator[Any]:
-    """Yield the batches under a bar, which ends full also where the last of them ends the work."""
+    """Yield the batches and show a progress bar, which is full when the last batch is yielded."""
     with Progress(*Progress.get_default_columns(), console=console) as progress:
         task = progress.add_task(description, total=len(batches))
         for batch in batches:
@@ -147,6 +125,6 @@ def tracked(batches: Sequence[Any], description: str, console: Console) -> Itera
 
 
 def speaker(quiet: bool) -> tuple[Callable[[str], None], Callable[..., Iterator[Any]]]:
-    """Return a function that prints a line on the standard error, and one that tracks batches there."""
+    """Return a function that prints a line to standard error, and one that shows a bar there."""
     console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     return partial(console.print, markup=False), partial(tracked, console=console)

@@ -5,12 +5,13 @@ import os
 import webbrowser
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 
-from dynorm.cli.application import command
+from dynorm.cli.application import AsJson, app
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import require_writable, write_bytes, write_text
 
@@ -18,15 +19,31 @@ from dynorm.files import require_writable, write_bytes, write_text
 MOST_CHANNELS = 1 << 16
 
 
-@command
+@app.command()
 def paper(
-    out: Path = Path("paper"),
-    figure: list[str] | None = None,
-    seed: int | None = None,
-    channels: int = 100,
-    sigma: float = 2.0,
-    samples: int | None = None,
-    as_json: bool = False,
+    out: Annotated[
+        Path, typer.Option(help="Folder for figures and tables. Created if missing.")
+    ] = Path("paper"),
+    figure: Annotated[
+        list[str] | None,
+        typer.Option(help="Draw only this figure, fig1 to fig5. Default: all. Repeatable."),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Use only the sample with this seed. Default: the paper's seed, 1, and a study "
+            "of many seeds."
+        ),
+    ] = None,
+    channels: Annotated[int, typer.Option(help="Number of channels C, from 3 to 65,536.")] = 100,
+    sigma: Annotated[float, typer.Option(help="Standard deviation of the samples.")] = 2.0,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Samples per setting of the study, with seeds 1, 2, ... Default: 1000."
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Reproduce section 4: outliers, fits, the closed form, and a study over many samples.
 
@@ -38,7 +55,7 @@ def paper(
 
     names = list(figure or FIGURES)
     if not figure and seed is not None:
-        # One sample has no study to draw.
+        # fig5 draws the study, which one sample does not have.
         names.remove("fig5")
     names = list(dict.fromkeys(names))
     check_figures(names, with_study=seed is None)
@@ -81,8 +98,8 @@ def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -
 
     if channels < 3:
         raise ArgumentError(
-            f"channels must be at least 3, got {channels}: LayerNorm of one channel is undefined "
-            "and of two always 1 and -1, which leaves nothing to fit"
+            f"channels must be at least 3, got {channels}: LayerNorm is undefined for one channel "
+            "and always gives 1 and -1 for two, which leaves nothing to fit"
         )
     if channels > MOST_CHANNELS:
         raise ArgumentError(
@@ -91,19 +108,35 @@ def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -
     check_settings(channels, sigma, 0.0, seed or 0)
     if seed is not None and samples is not None:
         raise ArgumentError(
-            "samples is for the study over many, but one seed was given: leave out one of the two"
+            "samples must not come with seed, which asks for one sample: leave out one of the two"
         )
 
 
-@command
+@app.command()
 def prove(
-    out: Path | None = None,
-    only: list[str] | None = None,
-    seed: int = 0,
-    brief: bool = False,
-    as_json: bool = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the proofs to this file, as one HTML page.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prove only statements with this name or glob, such as 'theorem-*'. Repeatable."
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            help="Seed of the random tokens on which the proofs are checked numerically.",
+        ),
+    ] = 0,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Print only the table, without the steps.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Prove the paper's theorems step by step, for every number of channels, and check by numbers.
+    """Prove the paper's theorems step by step for any number of channels; check them numerically.
 
     The exit status is 1 if a statement does not hold.
 
@@ -132,9 +165,15 @@ def prove(
     raise typer.Exit(0 if report.holds else 1)
 
 
-@command
-def explore(out: Path = Path("explore.html"), show: bool = False, as_json: bool = False) -> None:
-    """Write an HTML page that works offline: LayerNorm, DyT, Derf and DyISRU with a movable outlier.
+@app.command()
+def explore(
+    out: Annotated[
+        Path, typer.Option(help="File for the page. An existing file is replaced.")
+    ] = Path("explore.html"),
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write an offline HTML page: LayerNorm, DyT, Derf and DyISRU with an outlier to move.
 
     Example: dynorm explore --out explore.html --open
     """
@@ -147,5 +186,5 @@ def explore(out: Path = Path("explore.html"), show: bool = False, as_json: bool 
         typer.echo(f"Read {page} in a browser.")
     if show and not webbrowser.open(page.as_uri()):
         raise StorageError(
-            f"no browser was found to open {str(page)!r}, which is written: open it yourself"
+            f"a browser must be there to open {str(page)!r}, but none was found: open it yourself"
         )

@@ -1,45 +1,210 @@
-"""``dynorm convert``, ``dynorm inspect`` and ``dynorm fold``: commands that take the folder of a pretrained model."""
+"""``dynorm convert``, ``dynorm inspect`` and ``dynorm fold``: jobs on a pretrained model."""
 
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from dynorm.cli.application import command, quiet_libraries, show, speaker
+import typer
+
+from dynorm.cli.application import AsJson, app, quiet_libraries, show, speaker
 from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.job import Given
-from dynorm.jobs.recipe import Recipe
+from dynorm.jobs.job import JobOptions
+from dynorm.jobs.recipe import PointWise, Recipe
 from dynorm.ranks import joined
 
+# Arguments and options of several commands.
+Model = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of a transformers model with its tokenizer or processor, or a .gguf file."
+    ),
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text file or folder, or the name of a data set if the library datasets is installed. "
+        "Each paragraph is a text; in a file without blank lines, each line. "
+        "Default: the docstrings of Python's standard library. Repeatable."
+    ),
+]
+Images = Annotated[
+    list[str] | None,
+    typer.Option(help="Image file, folder or data set, for a model that takes images. Repeatable."),
+]
+Audio = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Audio file, folder or data set, for a model that takes speech or other sound. "
+        "Repeatable."
+    ),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(help="Name of the model in the report. Default: the name of its folder."),
+]
+Device = Annotated[str, typer.Option(help="Device to compute on: cpu, cuda, ...")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Longest text in tokens; for a language model, the size of the blocks that joined "
+        "texts are cut into. Default: 128, or 256 for a language model."
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(help="Select only norms whose path matches this glob. Repeatable."),
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(help="Leave norms unchanged if their path matches this glob. Repeatable."),
+]
+Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a model that is already in OUT.")
+]
 
-@command
+
+@app.command()
 def convert(
-    model: Path,
-    out: Path,
-    recipe: Recipe,
-    texts: list[str] | None = None,
-    images: list[str] | None = None,
-    audio: list[str] | None = None,
-    name: str | None = None,
-    device: str = "cpu",
-    dtype: str = "float32",
-    keep_original: bool = False,
-    overwrite: bool = False,
-    as_json: bool = False,
+    model: Model,
+    out: Annotated[
+        Path, typer.Argument(help="New folder for model/, report.json and report.html.")
+    ],
+    texts: Texts = None,
+    images: Images = None,
+    audio: Audio = None,
+    name: Name = None,
+    device: Device = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the weights; auto keeps the checkpoint's.")
+    ] = "float32",
+    keep_original: Annotated[
+        bool,
+        typer.Option(
+            "--keep-original", help="Also write the unchanged original model to OUT/original."
+        ),
+    ] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    to: Annotated[
+        PointWise,
+        typer.Option(
+            help="Layer that replaces the norms. auto takes the simplest one that is accurate "
+            "enough (see --tolerance)."
+        ),
+    ] = Recipe.to,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of distillation. Default: no distillation."),
+    ] = Recipe.steps,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Minutes of distillation, instead of --steps."),
+    ] = Recipe.minutes,
+    refine: Annotated[
+        int,
+        typer.Option(help="Steps that train the constants of all layers together."),
+    ] = Recipe.refine,
+    held_out: Annotated[
+        int,
+        typer.Option(
+            help="Number of texts, images or audio files to set aside for measuring. With fewer "
+            "than twice this number, a quarter of them."
+        ),
+    ] = Recipe.held_out,
+    max_length: MaxLength = Recipe.max_length,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Batch size. Default: 32 texts, 4 blocks of a language model, 8 images or 4 "
+            "audio files."
+        ),
+    ] = Recipe.batch,
+    only: Only = None,
+    skip: Skip = None,
+    per_channel: Annotated[
+        bool | None,
+        typer.Option(
+            "--per-channel/--per-layer",
+            help="One constant per channel, or one per layer. Default: per channel for an encoder "
+            "of texts, else per layer.",
+        ),
+    ] = Recipe.per_channel,
+    witnesses: Annotated[
+        int | None,
+        typer.Option(
+            help="Largest number of channels from which each layer may estimate the size of a "
+            "token. With 0 a layer computes each channel from that channel only. "
+            "Default: 4 for an encoder of texts, else 8."
+        ),
+    ] = Recipe.witnesses,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            help="With --to auto: how far the error of a simpler layer may exceed that of the "
+            "best one."
+        ),
+    ] = Recipe.tolerance,
+    seed: Seed = Recipe.seed,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Highest learning rate of the distillation. Default: from the width of the model "
+            "and trial steps on the first batch."
+        ),
+    ] = Recipe.lr,
+    bf16: Annotated[
+        bool,
+        typer.Option(
+            "--bf16",
+            help="Refine and distil in bfloat16, which is up to three times as fast on processors "
+            "that support it.",
+        ),
+    ] = Recipe.bf16,
+    accumulate: Annotated[
+        int,
+        typer.Option(help="Batches per step of distillation, on each process of torchrun."),
+    ] = Recipe.accumulate,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for checkpoints of the distillation. A later run resumes from them."
+        ),
+    ] = Recipe.checkpoints,
 ) -> None:
-    """Replace the norms of a pretrained model, fit their constants to texts, images or audio, measure, save.
+    """Replace the norms of a pretrained model with point-wise layers, fit them, measure, save.
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
     quiet_libraries()
+    recipe = Recipe(
+        to=to,
+        steps=steps,
+        minutes=minutes,
+        refine=refine,
+        held_out=held_out,
+        max_length=max_length,
+        batch=batch,
+        only=only or (),
+        skip=skip or (),
+        per_channel=per_channel,
+        witnesses=witnesses,
+        tolerance=tolerance,
+        seed=seed,
+        lr=lr,
+        bf16=bf16,
+        accumulate=accumulate,
+        checkpoints=checkpoints,
+    )
     with joined(device) as ranks:
         say, track = speaker(quiet=as_json or ranks.rank > 0)
         if ranks.rank:
-            # The first process says what holds for all.
+            # The first process prints the warnings for all.
             warnings.simplefilter("ignore")
-        given = Given(
+        options = JobOptions(
             texts=texts or (),
             images=images or (),
             audio=audio or (),
@@ -47,61 +212,99 @@ def convert(
             device=device,
             dtype=dtype,
         )
-        keep = {"keep_original": keep_original, "overwrite": overwrite}
-        quiet = as_json or not sys.stderr.isatty()
         report = convert_pretrained(
-            model, out, recipe, quiet=quiet, say=say, track=track, **keep, **given
+            model,
+            out,
+            recipe,
+            keep_original=keep_original,
+            overwrite=overwrite,
+            quiet=as_json or not sys.stderr.isatty(),
+            say=say,
+            track=track,
+            **options,
         )
         if not ranks.rank:
             show(report, as_json)
 
 
-@command
+@app.command()
 def inspect(
-    model: Path,
-    recipe: Recipe,
-    texts: list[str] | None = None,
-    images: list[str] | None = None,
-    audio: list[str] | None = None,
-    html: Path | None = None,
-    samples: int = 256,
-    name: str | None = None,
-    device: str = "cpu",
-    as_json: bool = False,
+    model: Model,
+    texts: Texts = None,
+    images: Images = None,
+    audio: Audio = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Also write the result as an HTML page, with a picture of each norm."),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(
+            help="Largest number of texts, images or audio files to fit on; as many again are "
+            "used to measure."
+        ),
+    ] = 256,
+    name: Name = None,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+    max_length: MaxLength = Recipe.max_length,
+    only: Only = None,
+    skip: Skip = None,
+    seed: Seed = Recipe.seed,
 ) -> None:
-    """Find massive activations at the norms of a model, and compare DyT, DyISRU and a line on its outliers.
+    """Find massive activations at a model's norms; compare DyT, DyISRU and a line on the outliers.
 
     Example: dynorm inspect ./all-MiniLM-L6-v2 --html inspection.html
     """
     quiet_libraries()
     if html is not None:
         require_writable(html)
+    recipe = Recipe(max_length=max_length, only=only or (), skip=skip or (), seed=seed)
     say, track = speaker(quiet=as_json)
-    given = Given(
+    options = JobOptions(
         texts=texts or (), images=images or (), audio=audio or (), name=name, device=device
     )
-    report = inspect_pretrained(model, recipe, samples=samples, say=say, track=track, **given)
+    report = inspect_pretrained(model, recipe, samples=samples, say=say, track=track, **options)
     if html is not None:
         report.to_html(html)
         say(f"wrote {html}")
     show(report, as_json)
 
 
-@command
+@app.command()
 def fold(
-    model: Path,
-    out: Path,
-    affine: bool = True,
-    center: bool = True,
-    redundant: float = 0.0,
-    add_bias: bool = False,
-    untie: bool = False,
-    only: list[str] | None = None,
-    skip: list[str] | None = None,
-    overwrite: bool = False,
-    as_json: bool = False,
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
+    out: Annotated[Path, typer.Argument(help="New folder for model/ and report.json.")],
+    affine: Annotated[
+        bool,
+        typer.Option(help="Fold weights and biases of the norms into the layers that read them."),
+    ] = True,
+    center: Annotated[
+        bool,
+        typer.Option(
+            help="Fold the mean of LayerNorm into the layers that write the residual stream."
+        ),
+    ] = True,
+    redundant: Annotated[
+        float,
+        typer.Option(
+            help="Remove norms whose output only other norms read, if this changes the outputs by "
+            "at most this relative error. With 0 they stay."
+        ),
+    ] = 0.0,
+    add_bias: Annotated[
+        bool, typer.Option("--add-bias", help="Add biases to linear layers that need one.")
+    ] = False,
+    untie: Annotated[
+        bool,
+        typer.Option("--untie", help="Separate the head from the embedding if they share weights."),
+    ] = False,
+    only: Only = None,
+    skip: Skip = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Fold the norms of a pretrained model into their neighbours, exactly, check the outputs, and save.
+    """Fold the norms of a pretrained model into their neighbours, exactly, check the outputs, save.
 
     Example: dynorm fold ./gpt2 ./folded --untie
     """
@@ -109,11 +312,13 @@ def fold(
     from dynorm.jobs.fold import fold_pretrained
 
     say, _ = speaker(quiet=as_json)
-    options: dict[str, Any] = {
+    options = {
         "affine": affine,
         "center": center,
         "add_bias": add_bias,
         "untie": untie,
+        "redundant": redundant,
+        "only": only or None,
+        "skip": skip or None,
     }
-    options |= {"redundant": redundant, "only": only or None, "skip": skip or None}
     show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

@@ -1,4 +1,4 @@
-"""Audio to calibrate and test with: the user's files, which are read when a batch needs them."""
+"""Audio to calibrate and test with, read from the user's files when a batch needs them."""
 
 import wave
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dynorm.jobs.sources import read_samples
@@ -16,64 +17,62 @@ from dynorm.jobs.sources import read_samples
 
 @dataclass(frozen=True)
 class Clip:
-    """An audio file, with the samples per second that it holds, and its length in seconds."""
+    """An audio file, with its sample rate in Hz and its length in seconds."""
 
     file: Path
     rate: int
     seconds: float
 
     def read(self, rate: int) -> Tensor:
-        """Return its channels' mean, as ``rate`` samples per second from -1 to 1."""
-        return resampled(_decoded(self.file)[0], self.rate, rate)
+        """Return the mean of its channels at another sample rate, with values from -1 to 1."""
+        samples, _ = _decoded(self.file)
+        return resampled(samples, self.rate, rate)
 
 
-def resampled(samples: Tensor, rate: int, wanted: int) -> Tensor:
-    """Return samples (N,) of ``rate`` per second at the rate ``wanted``, with the frequencies that both can hold."""
-    length = max(1, round(len(samples) * wanted / rate))
+def resampled(samples: Tensor, rate: int, new_rate: int) -> Tensor:
+    """Return samples (N,) at a new rate, with the frequencies that both rates can represent."""
+    length = max(1, round(len(samples) * new_rate / rate))
     if length == len(samples):
         return samples
-    found: Tensor = torch.fft.irfft(torch.fft.rfft(samples), length) * (length / len(samples))
-    return found
+    spectrum = torch.fft.rfft(samples)
+    at_new_rate: Tensor = torch.fft.irfft(spectrum, length) * (length / len(samples))
+    return at_new_rate
 
 
 def find_audio(paths: Iterable[str | Path]) -> tuple[list[Clip], list[str]]:
-    """Find audio as :func:`find_images` does images; without soundfile, .wav files of whole numbers alone are read."""
+    """Find audio like :func:`find_images`; without soundfile, only .wav files of integers."""
 
     def look(file: Path) -> Clip:
         samples, rate = _decoded(file)
         return Clip(file, rate, len(samples) / rate)
 
-    reader = (
-        "soundfile"
-        if find_spec("soundfile")
-        else "Python, which knows WAV alone (install soundfile for others),"
-    )
-    return read_samples(
-        paths, "audio", reader, (".wav", ".flac", ".ogg", ".opus", ".mp3"), look, wave.Error
-    )
+    reader = "Python, which reads only WAV (install soundfile for others),"
+    if find_spec("soundfile"):
+        reader = "soundfile"
+    suffixes = (".wav", ".flac", ".ogg", ".opus", ".mp3")
+    return read_samples(paths, "audio", reader, suffixes, look, wave.Error)
 
 
 def _decoded(file: Path) -> tuple[Tensor, int]:
-    """Return an audio file's mean over its channels, and how many samples make a second."""
+    """Return the mean over the channels of an audio file, and its sample rate."""
     if find_spec("soundfile"):
         values, rate = import_module("soundfile").read(file, dtype="float32", always_2d=True)
     else:
         with wave.open(str(file)) as opened:
-            width, channels, rate = (
-                opened.getsampwidth(),
-                opened.getnchannels(),
-                opened.getframerate(),
-            )
-            size, data = (
-                opened.getnframes() * width * channels,
-                np.frombuffer(opened.readframes(-1), np.uint8),
-            )
+            width = opened.getsampwidth()
+            channels = opened.getnchannels()
+            rate = opened.getframerate()
+            size = opened.getnframes() * width * channels
+            data: NDArray[np.uint8] = np.frombuffer(opened.readframes(-1), np.uint8)
         if data.size < size:
             raise EOFError(f"{size} bytes must follow the header, but {data.size} do")
-        # Each sample becomes the upper bytes of 32 bits; those of one byte count from 128.
-        whole = np.zeros((data.size // width, 4), np.uint8)
-        whole[:, 4 - width :] = data.reshape(-1, width) ^ (128 if width == 1 else 0)
-        values = (whole.view("<i4") / 2.0**31).astype(np.float32).reshape(-1, channels)
+        if width == 1:
+            # Samples of one byte are unsigned, with 128 as zero; all others are signed.
+            data = data ^ np.uint8(128)
+        # Each sample becomes the upper bytes of an integer of 32 bits.
+        integers = np.zeros((data.size // width, 4), np.uint8)
+        integers[:, 4 - width :] = data.reshape(-1, width)
+        values = (integers.view("<i4") / 2.0**31).astype(np.float32).reshape(-1, channels)
     if not (rate and len(values) and np.isfinite(values).all()):
         raise EOFError(f"there must be finite samples in {file}, and a rate")
     return torch.from_numpy(values).mean(1), rate

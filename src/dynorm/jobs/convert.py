@@ -1,4 +1,4 @@
-"""A pretrained model in: converted, calibrated, distilled, measured and saved."""
+"""Convert a pretrained model: calibrate, distil, measure and save it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
-from dynorm.jobs.job import Given, Say, Track, load_job
+from dynorm.jobs.job import JobOptions, Say, Track, load_job
 from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.write import folders_of_modules, require_output, write_model, write_out
 from dynorm.report import ModelReport
@@ -23,17 +23,20 @@ def convert_pretrained(
     quiet: bool = False,
     say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
-    **given: Unpack[Given],
+    **options: Unpack[JobOptions],
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
-    ``model`` (loadable), ``report.json`` and ``report.html`` go there, and ``original``, the model
-    before, where that is to be kept. On several processes of torchrun, each fits to its share of
-    the samples, and the first one writes. ``say`` is called with a line at the start of each stage;
-    ``track`` wraps a stage's batches, to show a bar, and is given them and a description. An error
-    before the writing leaves nothing behind.
+    The folder gets ``model`` (loadable), ``report.json``, ``report.html`` and, with
+    ``keep_original``, the unchanged model as ``original``. On several processes of torchrun, each
+    fits to its share of the samples, and the first one writes. ``say`` is called with a line at the
+    start of each stage; ``track`` is called with the batches of a stage and a description, and
+    returns them, for example with a progress bar. An error before the writing leaves nothing
+    behind.
     """
-    recipe, source, out = recipe or Recipe(), Path(source), Path(out)
+    recipe = recipe or Recipe()
+    source = Path(source)
+    out = Path(out)
     recipe.check()
     require_library("matplotlib", "the report's pictures", "plots")
     names = ("model", "original") if keep_original else ("model",)
@@ -43,15 +46,19 @@ def convert_pretrained(
         for folder in (source, *(out / name for name in names)):
             if checkpoints.resolve().is_relative_to(folder.resolve()):
                 raise ArgumentError(
-                    f"checkpoints must have a folder of their own, but {checkpoints} is in {folder}"
+                    f"checkpoints must have a separate folder, but {checkpoints} is in {folder}"
                 )
         require_output(checkpoints, checkpoints, (), overwrite=True)
     folders_of_modules(source)
-    job = load_job(source, recipe, say, track, **given)
-    model, remarks, noun = job.pretrained.model, job.pretrained.remarks, job.inputs.noun
-    counts = f"{job.inputs.counts[f'{noun}_to_fit']} to fit on, {len(job.inputs.held_out)} held out"
-    for line in (f"{type(model).__name__} from {source}, {noun}: {counts}", *remarks):
-        say(line)
+    job = load_job(source, recipe, say, track, **options)
+    model = job.pretrained.model
+    remarks = job.pretrained.remarks
+    noun = job.inputs.noun
+    to_fit = job.inputs.counts[f"{noun}_to_fit"]
+    held_out = len(job.inputs.held_out)
+    say(f"{type(model).__name__} from {source}, {noun}: {to_fit} to fit on, {held_out} held out")
+    for remark in remarks:
+        say(remark)
     if job.original is None:
         job.original = copy.deepcopy(model)
     job.convert_()

@@ -33,34 +33,34 @@ def convert_model(
     refine: int = 50,
     distill: int = 0,
 ) -> ModelReport:
-    """Replace a model's norms, fit what replaces them, and measure what was lost, in place and in one call.
+    """Replace a model's norms, fit the new layers and measure the loss, in place and in one call.
 
     It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`,
-    :func:`distill_` where steps are given, and :func:`measure`. If one of them fails, the model is as it was before.
+    :func:`distill_` if steps are given, and :func:`measure`. If one of them fails, the model is
+    restored.
 
     Args:
-        model: any module; plain, neither compiled nor wrapped.
+        model: any module that is neither compiled nor wrapped.
         batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``,
-            without labels; padding is left out.
-        to: the layer, as for :func:`convert_`.
-        held_out: batches to measure on; by default every fourth of ``batches``, which the fit then
-            does not see.
+            without labels. Padding is ignored.
+        to: the layer, as in :func:`convert_`.
+        held_out: batches to measure on. None sets every fourth of ``batches`` aside for it.
         only: globs of the paths to convert; None means all.
-        skip: globs of the paths to leave alone.
-        per_channel: one constant per channel instead of one per layer; None takes True, or False
+        skip: globs of the paths to leave unchanged.
+        per_channel: one constant per channel instead of one per layer. None means True, or False
             for a model of transformers that generates text or takes images or audio.
-        witnesses: how many channels each layer may read to tell a token's size; 0 for the pure
-            function. None takes 4, or 8 for a model of these kinds.
-        tolerance: of :func:`calibrate_`, for ``to="auto"``.
-        refine: steps that fit all constants together.
-        distill: steps that train all weights; they need transformers.
+        witnesses: number of channels from which each layer may estimate the size of a token; 0 for
+            the pure function. None means 4, or 8 for the models just named.
+        tolerance: as in :func:`calibrate_`, for ``to="auto"``.
+        refine: steps that train all constants together.
+        distill: steps that train all weights, which needs transformers.
 
     Returns:
         The report on the held-out batches.
 
     Raises:
         ArgumentError: an argument is outside its domain.
-        DataError: there are fewer than two batches, or they are of the wrong kind.
+        DataError: there are fewer than two batches, or the model does not take them.
         ModelError: the model has no norm to replace, or cannot be converted.
 
     Example:
@@ -69,29 +69,33 @@ def convert_model(
         >>> report.output.cosine_mean > 0.9
         True
     """
-    fit, tests = (
-        list(iterate(batches)),
-        [] if held_out is None else list(iterate(held_out, "held_out")),
-    )
-    if held_out is None:
-        apart = set(range(3, len(fit), 4)) or {len(fit) - 1}
-        tests = [batch for k, batch in enumerate(fit) if k in apart]
-        fit = [batch for k, batch in enumerate(fit) if k not in apart]
+    fit = list(iterate(batches))
+    if held_out is not None:
+        tests = list(iterate(held_out, "held_out"))
+    elif len(fit) > 3:
+        tests = fit[3::4]
+        del fit[3::4]
+    else:
+        tests = fit[-1:]
+        del fit[-1:]
     if not fit:
         raise DataError(
             "there must be batches to fit on and others to measure on, got 1: give more, or "
             "held_out="
         )
     noun = KINDS.get(getattr(model, "main_input_name", ""), "texts")
-    kind = suits(noun != "audio" and getattr(model, "can_generate", bool)(), noun)
-    per_channel = kind["per_channel"] if per_channel is None else per_channel
-    witnesses = kind["witnesses"] if witnesses is None else witnesses
+    language_model = noun != "audio" and getattr(model, "can_generate", bool)()
+    defaults = suits(language_model, noun)
+    if per_channel is None:
+        per_channel = defaults["per_channel"]
+    if witnesses is None:
+        witnesses = defaults["witnesses"]
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
     original = copy.deepcopy(model)
     convert_(model, sites, to, only=only, skip=skip, per_channel=per_channel, witnesses=witnesses)
     try:
-        calibrate_(model, fit, lean=kind["lean"], tolerance=tolerance)
+        calibrate_(model, fit, lean=defaults["lean"], tolerance=tolerance)
         if refine:
             refine_(model, fit, steps=refine)
         if distill:

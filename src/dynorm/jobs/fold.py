@@ -1,4 +1,4 @@
-"""A pretrained model in, the same model with its norms folded out."""
+"""Fold the norms of a pretrained model into their neighbours, and save it."""
 
 import inspect
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from dynorm.fold import FoldReport, fold_
 from dynorm.jobs.checkpoint import Checkpoint
 from dynorm.jobs.write import require_output, write_out
 
-# Positions of the example; the graph does not depend on how many.
+# Length of the example; the graph does not depend on it.
 _LENGTH = 16
 
 
@@ -25,18 +25,20 @@ def fold_pretrained(
     overwrite: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> FoldReport:
-    """Fold the transformers model in a folder and save it, with its report, in another; an error writes nothing.
+    """Fold the transformers model in a folder, and save it with its report in another folder.
 
     The arguments are those of ``convert_pretrained``, the ``options`` those of
-    :func:`dynorm.fold_`.
+    :func:`dynorm.fold_`. After an error nothing is written.
     """
     import transformers
 
-    folder, out = Path(folder), Path(out)
+    folder = Path(folder)
+    out = Path(out)
     require_output(folder, out, ("model", "report.json"), overwrite=overwrite)
     checkpoint = Checkpoint(folder, dtype="auto")
     names = checkpoint.config.architectures or [""]
-    model, remarks = checkpoint.model(getattr(transformers, names[0], transformers.AutoModel))
+    model_class = getattr(transformers, names[0], transformers.AutoModel)
+    model, remarks = checkpoint.model(model_class)
     inputs: dict[str, Any] = example_of(model)
     say(f"{type(model).__name__} from {folder}, traced with {', '.join(inputs)}")
     for remark in remarks:
@@ -61,56 +63,47 @@ def fold_pretrained(
 
 
 def example_of(model: Any) -> dict[str, Tensor]:
-    """Return random inputs of a transformers model, by the names that its forward knows."""
-    names, config = set(inspect.signature(model.forward).parameters), model.config
+    """Return random inputs of a transformers model, by the names of its forward's arguments."""
+    names = set(inspect.signature(model.forward).parameters)
+    config = model.config
     generator = torch.Generator(device="cpu").manual_seed(0)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def ids() -> Tensor:
         text = getattr(config, "text_config", config)
-        limits = [
-            getattr(text, name, None)
-            for name in ("max_position_embeddings", "max_target_positions")
-        ]
-        length = min(
-            [_LENGTH, *(limit for limit in limits if isinstance(limit, int) and limit > 0)]
-        )
-        return torch.randint(
-            min(4, text.vocab_size - 1),
-            text.vocab_size,
-            (1, length),
-            generator=generator,
-            device="cpu",
-        )
+        length = _LENGTH
+        for name in ("max_position_embeddings", "max_target_positions"):
+            limit = getattr(text, name, None)
+            if isinstance(limit, int) and limit > 0:
+                length = min(length, limit)
+        # The first ids are often special tokens.
+        first = min(4, text.vocab_size - 1)
+        return torch.randint(first, text.vocab_size, (1, length), generator=generator, device="cpu")
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=generator, dtype=torch.float32, device="cpu").to(
-            dtype
-        )
+        values = torch.randn(1, *shape, generator=generator, dtype=torch.float32, device="cpu")
+        return values.to(dtype)
 
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     if "pixel_values" in names:
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224)
         sides = size if isinstance(size, (list, tuple)) else (size, size)
-        found["pixel_values"] = noise(getattr(vision, "num_channels", 3), *sides)
-    if "input_ids" in names and (
-        getattr(config, "vocab_size", None) or hasattr(config, "text_config")
-    ):
-        found["input_ids"] = ids()
+        inputs["pixel_values"] = noise(getattr(vision, "num_channels", 3), *sides)
+    has_vocabulary = getattr(config, "vocab_size", None) or hasattr(config, "text_config")
+    if "input_ids" in names and has_vocabulary:
+        inputs["input_ids"] = ids()
     if "input_features" in names and hasattr(config, "num_mel_bins"):
-        found["input_features"] = noise(
-            config.num_mel_bins, 2 * getattr(config, "max_source_positions", 64)
-        )
-    if "input_values" in names and not found:
-        found["input_values"] = noise(4000)
+        length = 2 * getattr(config, "max_source_positions", 64)
+        inputs["input_features"] = noise(config.num_mel_bins, length)
+    if "input_values" in names and not inputs:
+        inputs["input_values"] = noise(4000)
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
-        found["decoder_input_ids"] = ids()
-    if not found:
+        inputs["decoder_input_ids"] = ids()
+    if not inputs:
         raise ArgumentError(
             f"an example input must be known for {type(model).__name__}, but its forward takes "
-            "none of input_ids, "
-            "pixel_values, input_features and input_values: call dynorm.fold_(model, *example) in "
-            "Python"
+            "none of input_ids, pixel_values, input_features and input_values: call "
+            "dynorm.fold_(model, *example) in Python"
         )
-    return found
+    return inputs

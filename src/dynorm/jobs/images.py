@@ -1,4 +1,4 @@
-"""Images to calibrate and test with: the user's files, which are read when a batch needs them."""
+"""Images to calibrate and test with, read from the user's files when a batch needs them."""
 
 import random
 from collections.abc import Iterable
@@ -9,19 +9,19 @@ from typing import Any
 from dynorm.errors import require_library
 from dynorm.jobs.sources import read_samples
 
-# The shortest side of a crop, in shorter sides of the image.
+# The smallest side of a crop, relative to the shorter side of the image.
 _SMALLEST = 0.5
 
 
 @dataclass(frozen=True)
 class Crop:
-    """A part of an image file: number 0 is the whole image, each other number a square of it, at random."""
+    """A part of an image file: number 0 is the image itself, others are random squares."""
 
     file: Path
     number: int = 0
 
     def read(self) -> Any:
-        """Return the part as an image of PIL in three colours, turned as the camera says."""
+        """Return the part as an RGB image of PIL, rotated as its EXIF data ask."""
         from PIL import Image
         from transformers.image_utils import load_image
 
@@ -30,16 +30,18 @@ class Crop:
         if not self.number:
             return image
         draw = random.Random(f"{self.file.name} {self.number}")
-        side = draw.uniform(_SMALLEST, 1) * min(image.size)
-        left, top = (draw.uniform(0, length - side) for length in image.size)
+        width, height = image.size
+        side = draw.uniform(_SMALLEST, 1) * min(width, height)
+        left = draw.uniform(0, width - side)
+        top = draw.uniform(0, height - side)
         return image.crop((int(left), int(top), int(left + side) + 1, int(top + side) + 1))
 
 
 def find_images(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
-    """Find images in files and folders, each once; return those that can be read, and the names of the others.
+    """Find images in files and folders; return the readable ones, and the names of the others.
 
-    Of files with the same bytes the first is taken. All are decoded once, for a file may end too
-    early. A path that does not exist, or has no image that can be read, is a DataError.
+    Only the first of files with the same bytes is returned. All are decoded once, to notice
+    truncated files. A path that does not exist or has no readable image is a DataError.
     """
     require_library("PIL.Image", "reading images", "plots")
     from PIL.Image import DecompressionBombError

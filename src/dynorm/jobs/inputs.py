@@ -1,10 +1,9 @@
-"""What a pretrained model is fitted to and measured on: texts, images or audio, as samples and as batches of them."""
+"""The samples that a pretrained model is fitted to and measured on: texts, images or audio."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,30 @@ from dynorm.jobs.checkpoint import Batches, Pretrained, encode, in_batches
 from dynorm.jobs.images import Crop
 from dynorm.jobs.speech import Listener
 
-# Each image is fitted to as a whole, and in so many crops less one.
+# Samples made of each image to fit on: the whole image, and squares of it.
 CROPS = 16
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Samples of a kind to fit on, and others, of other texts or files, to measure on."""
+    """Samples of one kind to fit on, and samples from other texts or files to measure on."""
 
     noun: str  # "texts", "images" or "audio"
     fit: list[Any]
     held_out: list[Any]
-    facts: dict[str, Any]  # where they come from, and what could not be read
-    counts: dict[str, int]  # how much there is to fit on
-    batch: Callable[[Sequence[Any]], dict[str, Tensor]]  # makes one of samples
+    facts: dict[str, Any]  # the sources, and the files that could not be read
+    counts: dict[str, int]  # the number of samples to fit on
+    batch: Callable[[Sequence[Any]], dict[str, Tensor]]  # makes a batch of samples
     label: Callable[[Any], str]  # names a sample for a reader
-    length: Callable[[Any], float]  # samples of about equal length make a batch
+    length: Callable[[Any], float]  # samples of similar length make a batch
 
     def batches(self, samples: Sequence[Any], size: int, seed: int | None = None) -> Batches:
-        """Return samples in batches of a size, shuffled where there is a seed."""
+        """Return samples in batches; with a seed these are shuffled."""
         return in_batches(self.batch, samples, size, seed, self.length)
 
-    def name(self, place: int) -> str:
-        """Return for a reader the held-out sample at a place of the batches that are not shuffled."""
-        return self.label(sorted(self.held_out, key=self.length)[place])
+    def name(self, index: int) -> str:
+        """Return the label of the held-out sample at this index of the batches, not shuffled."""
+        return self.label(sorted(self.held_out, key=self.length)[index])
 
 
 def text_inputs(
@@ -49,47 +48,63 @@ def text_inputs(
     facts: dict[str, Any],
     max_length: int,
 ) -> Inputs:
-    """Return texts as lists of token ids, of at most ``max_length``."""
-    ids, others = (encode(pretrained, texts, max_length) for texts in (fit, held_out))
-    words = partial(pretrained.tokenizer.decode, skip_special_tokens=True)
-    counts = {"texts_to_fit": len(ids), "tokens_to_fit": sum(map(len, ids))}
-    return Inputs("texts", ids, others, facts, counts, pretrained.padded, words, len)
+    """Return texts as lists of at most ``max_length`` token ids."""
+    ids = encode(pretrained, fit, max_length)
+    return Inputs(
+        noun="texts",
+        fit=ids,
+        held_out=encode(pretrained, held_out, max_length),
+        facts=facts,
+        counts={"texts_to_fit": len(ids), "tokens_to_fit": sum(map(len, ids))},
+        batch=pretrained.padded,
+        label=partial(pretrained.tokenizer.decode, skip_special_tokens=True),
+        length=len,
+    )
 
 
 def image_inputs(
     pretrained: Pretrained, fit: list[Path], held_out: list[Path], facts: dict[str, Any]
 ) -> Inputs:
-    """Return images as crops: those that are measured on whole, the others in squares too."""
+    """Return images as crops: held-out images as they are, the others also in random squares."""
 
     def batch(crops: Sequence[Crop]) -> dict[str, Tensor]:
         images = [crop.read() for crop in crops]
         try:
-            return {
-                "pixel_values": pretrained.tokenizer(images, return_tensors="pt")["pixel_values"]
-            }
-        # Of any kind: the processor is the model's own code.
+            processed = pretrained.tokenizer(images, return_tensors="pt")
+            return {"pixel_values": processed["pixel_values"]}
+        # The processor may be the checkpoint's code, and raise anything.
         except Exception as error:
             raise DataError(
                 f"the model's image processor must make one batch of the images, but {error}"
             ) from error
 
-    crops, whole = (
-        [Crop(file, k) for k in range(n) for file in files]
-        for n, files in ((CROPS, fit), (1, held_out))
-    )
-    counts = {"images_to_fit": len(fit), "crops": CROPS}
     return Inputs(
-        "images", crops, whole, facts, counts, batch, lambda crop: crop.file.name, lambda crop: 0
+        noun="images",
+        fit=[Crop(file, number) for number in range(CROPS) for file in fit],
+        held_out=[Crop(file) for file in held_out],
+        facts=facts,
+        counts={"images_to_fit": len(fit), "crops": CROPS},
+        batch=batch,
+        label=lambda crop: crop.file.name,
+        length=lambda crop: 0,
     )
 
 
 def audio_inputs(
     listener: Listener, fit: list[Clip], held_out: list[Clip], facts: dict[str, Any]
 ) -> Inputs:
-    """Return audio files; note how many have another rate than the model takes."""
-    if rates := Counter(clip.rate for clip in fit + held_out if clip.rate != listener.rate):
+    """Return audio files; the facts count those with another sample rate than the model's."""
+    rates = Counter(clip.rate for clip in fit + held_out if clip.rate != listener.rate)
+    if rates:
         facts = facts | {"audio_at_another_rate": dict(rates)}
-    counts = {"audio_to_fit": len(fit)}
-    # The folder may be a speaker's.
-    name, length = (lambda clip: "/".join(clip.file.parts[-2:])), attrgetter("seconds")
-    return Inputs("audio", fit, held_out, facts, counts, listener.batch, name, length)
+    return Inputs(
+        noun="audio",
+        fit=fit,
+        held_out=held_out,
+        facts=facts,
+        counts={"audio_to_fit": len(fit)},
+        batch=listener.batch,
+        # With the name of the folder, which is often that of the speaker.
+        label=lambda clip: "/".join(clip.file.parts[-2:]),
+        length=lambda clip: clip.seconds,
+    )

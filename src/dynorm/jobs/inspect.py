@@ -1,4 +1,4 @@
-"""Inspect the norms of a pretrained model on its own activations, for the command line."""
+"""Inspect the norms of a pretrained model on its activations, for the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Unpack
 from dynorm.batches import arguments
 from dynorm.errors import ArgumentError
 from dynorm.find import find_norms
-from dynorm.jobs.job import Given, Say, Track, load_job
+from dynorm.jobs.job import JobOptions, Say, Track, load_job
 from dynorm.jobs.recipe import Recipe
 from dynorm.report import InspectionReport, inspect_norms
 from dynorm.site import select_sites
@@ -22,29 +22,34 @@ def inspect_pretrained(
     samples: int = 256,
     say: Say = lambda line: None,
     track: Track = lambda batches, description: batches,
-    **given: Unpack[Given],
+    **options: Unpack[JobOptions],
 ) -> InspectionReport:
-    """Inspect the norms of a pretrained model: :func:`dynorm.inspect_norms` on texts, images or audio.
+    """Run :func:`dynorm.inspect_norms` on a pretrained model and texts, images or audio.
 
-    Of these, or of blocks of texts, at most ``samples`` are fitted to, and as many measured on.
+    At most ``samples`` of them (or blocks of texts) are fitted to, and at most ``samples`` others
+    measured on.
     """
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
-    job = load_job(Path(source), replace(recipe, held_out=samples), say, track, **given)
-    fitted, measured = (
-        job.batches(part[:samples]) for part in (job.inputs.fit, job.inputs.held_out)
-    )
-    model, decode = (
-        job.pretrained.model,
-        getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None),
-    )
-    sites = find_norms(model, **arguments(model, fitted[0])[1])
-    sites, seed = select_sites(sites, recipe.only or None, recipe.skip or None), recipe.seed
+    job = load_job(Path(source), replace(recipe, held_out=samples), say, track, **options)
+    model = job.pretrained.model
+    seed = recipe.seed
+    fitted = job.batches(job.inputs.fit[:samples])
+    held_out = job.inputs.held_out[:samples]
+    _, example = arguments(model, fitted[0])
+    sites = find_norms(model, **example)
     meta = job.meta | {"max_length": job.recipe.max_length, "seed": seed}
-    meta[f"{job.inputs.noun}_held_out"] = len(job.inputs.held_out[:samples])
-    fit_on, tests = track(fitted, "fitting"), track(measured, "measuring")
+    meta[f"{job.inputs.noun}_held_out"] = len(held_out)
+    fit_on = track(fitted, "fitting")
+    tests = track(job.batches(held_out), "measuring")
     return inspect_norms(
-        model, tests, sites=sites, fit_on=fit_on, seed=seed, meta=meta, decode=decode
+        model,
+        tests,
+        sites=select_sites(sites, recipe.only or None, recipe.skip or None),
+        fit_on=fit_on,
+        seed=seed,
+        meta=meta,
+        decode=getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None),
     )

@@ -1,4 +1,4 @@
-"""A job on a pretrained model: the model with its samples, and the stages that it goes through."""
+"""A job on a pretrained model: the model, its samples, and the stages of the conversion."""
 
 from __future__ import annotations
 
@@ -42,26 +42,28 @@ from dynorm.train.distill import FEW, distill_
 Paths = Sequence[str | Path]
 Say = Callable[[str], None]
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
-# Held-out blocks that are continued, the tokens of each that are given, and those that are asked
-# for.
-_CONTINUED, _GIVEN, _ASKED = 16, 32, 64
-# Batches of held-out texts that each stage is measured on: few, for a decoder's take half a minute
-# on two cores.
+# How a language model is tried out: the number of held-out blocks, how many tokens of each are the
+# prompt, and how many are generated.
+_PROMPTS = 16
+_PROMPT_TOKENS = 32
+_NEW_TOKENS = 64
+# Batches of held-out samples that a model is compared on after each stage. More would be slow: a
+# decoder takes half a minute for these two on two cores.
 _COMPARED = 2
-# Blocks, or audio files, in a batch of calibration. Witnesses are chosen anew after 1, 2, 4, 8
-# batches: some must be left after that.
+# Blocks, or audio files, in a batch of calibration. Witnesses are chosen again after 1, 2, 4 and 8
+# batches, and batches must be left after that.
 CALIBRATION_BLOCKS = 2
 
 
-class Given(TypedDict, total=False):
-    """What a model is fitted to and measured on, and where it goes."""
+class JobOptions(TypedDict, total=False):
+    """The samples of a job, and how its model is loaded."""
 
     texts: Paths  # files and folders; by default the docstrings of Python's standard library
     images: Paths
     audio: Paths
-    name: str | None  # the model's in the report; by default the folder's
+    name: str | None  # of the model in the report; by default that of its folder
     device: str
-    dtype: str  # of the weights, or "auto" for the checkpoint's own
+    dtype: str  # of the weights, or "auto" for the checkpoint's
 
 
 def load_job(
@@ -73,58 +75,64 @@ def load_job(
     name: str | None = None,
     device: str = "cpu",
     dtype: str = "float32",
-    **given: Paths,
+    **samples: Paths,
 ) -> Job:
-    """Return a model with its samples, and the recipe filled; what costs little is checked first."""
+    """Load a model with its samples, and fill the recipe; cheap checks come first."""
     checkpoint = Checkpoint(source, device, dtype)
     checkpoint.require_modules((*recipe.only, *recipe.skip))
-    noun, whole = checkpoint.require_kind(given), checkpoint.language_model
-    paths, damaged = given.get(noun, ()), list[str]()
-    if noun == "texts":
-        # A language model learns from whole docstrings: of first paragraphs it would hardly see a
-        # second sentence.
-        found: Any = (
-            read_texts(paths, whole=whole) if paths else standard_library_docstrings(whole=whole)
-        )
-    elif recipe.max_length is not None:
+    noun = checkpoint.require_kind(samples)
+    language_model = checkpoint.language_model
+    paths = samples.get(noun, ())
+    readable: Sequence[Any]
+    damaged: list[str] = []
+    if noun != "texts" and recipe.max_length is not None:
         raise ArgumentError(
             f"max_length must be left out for a model of {noun}, got {recipe.max_length}"
         )
+    # A language model learns from whole docstrings: their first paragraphs hardly ever have a
+    # second sentence.
+    if noun == "images":
+        readable, damaged = find_images(paths)
+    elif noun == "audio":
+        readable, damaged = find_audio(paths)
+    elif paths:
+        readable = read_texts(paths, whole=language_model)
     else:
-        found, damaged = find_images(paths) if noun == "images" else find_audio(paths)
+        readable = standard_library_docstrings(whole=language_model)
     facts: dict[str, Any] = {
         noun: [str(path) for path in paths] or "docstrings of the standard library"
     }
     if damaged:
         facts[f"{noun}_that_cannot_be_read"] = damaged
-        say(f"left out, for they cannot be read: {len(damaged)} files of {noun}: {listed(damaged)}")
-    parts = (split_audio if noun == "audio" else split_texts)(
-        found, recipe.held_out, recipe.seed, noun
-    )
-    pretrained, recipe, listener = checkpoint.load(), recipe.filled(whole, noun), None
+        say(f"left out {len(damaged)} files of {noun} that cannot be read: {listed(damaged)}")
+    split = split_audio if noun == "audio" else split_texts
+    fit, held_out = split(readable, recipe.held_out, recipe.seed, noun)
+    pretrained = checkpoint.load()
+    recipe = recipe.filled(language_model, noun)
+    original = None
+    listener = None
     if noun == "audio":
-        listener = Listener(pretrained, copy.deepcopy(pretrained.model))
-        inputs = audio_inputs(listener, *parts, facts)
+        original = copy.deepcopy(pretrained.model)
+        listener = Listener(pretrained, original)
+        inputs = audio_inputs(listener, fit, held_out, facts)
         for rate, count in inputs.facts.get("audio_at_another_rate", {}).items():
             say(
                 f"resampled to {listener.rate:,} Hz, as the model takes it: {count} files of "
                 f"{rate:,} Hz"
             )
     elif noun == "images":
-        inputs = image_inputs(pretrained, *parts, facts)
+        inputs = image_inputs(pretrained, fit, held_out, facts)
     else:
-        recipe = replace(recipe, max_length=pretrained.within_positions(recipe.max_length or 0))
-        inputs = text_inputs(pretrained, *parts, facts, recipe.max_length or 0)
+        max_length = pretrained.within_positions(recipe.max_length or 0)
+        recipe = replace(recipe, max_length=max_length)
+        inputs = text_inputs(pretrained, fit, held_out, facts, max_length)
     name = name or source.absolute().name.removesuffix(".gguf")
-    original = listener and listener.original
-    return Job(
-        pretrained, recipe, inputs, name, say, track, Ranks(), original=original, listener=listener
-    )
+    return Job(pretrained, recipe, inputs, name, say, track, Ranks(), original, listener)
 
 
 @dataclass(frozen=True)
-class _Told(Sequence[Any]):
-    """Batches that move a bar on each time one of them is taken."""
+class _Tracked(Sequence[Any]):
+    """Batches that advance a progress bar whenever one of them is taken."""
 
     batches: Sequence[Any]
     bar: Iterator[Any]
@@ -140,10 +148,10 @@ class _Told(Sequence[Any]):
 
 @dataclass
 class Job:
-    """A pretrained model with samples to fit on, and others held out; its stages note results and times."""
+    """A pretrained model with samples to fit on and held-out ones; records results and times."""
 
     pretrained: Pretrained
-    # A Recipe that is filled: nothing in it is None that suits the kind of model.
+    # A Recipe without None in the fields that depend on the kind of model.
     recipe: Any
     inputs: Inputs
     name: str
@@ -157,57 +165,64 @@ class Job:
 
     @property
     def calibration(self) -> list[Any]:
-        """Samples that the constants are fitted to, site by site."""
+        """The samples on which the constants are fitted, site by site."""
         return self.inputs.fit[: self.recipe.calibration]
 
     def batches(
         self, samples: Sequence[Any], seed: int | None = None, size: int | None = None
     ) -> Batches:
-        """Return batches of samples, of the recipe's size unless another is given."""
+        """Return batches of samples, by default of the recipe's size."""
         return self.inputs.batches(samples, size or self.recipe.batch, seed)
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What a report says about the job: the model, its samples, and the versions of the libraries."""
-        return {
-            "model": self.name,
-            **self.inputs.facts,
-            f"{self.inputs.noun}_held_out": len(self.inputs.held_out),
-            "versions": library_versions(),
-            **({"remarks": list(self.pretrained.remarks)} if self.pretrained.remarks else {}),
-        }
+        """The part of a report about the job: the model, its samples, versions of libraries."""
+        meta: dict[str, Any] = {"model": self.name, **self.inputs.facts}
+        meta[f"{self.inputs.noun}_held_out"] = len(self.inputs.held_out)
+        meta["versions"] = library_versions()
+        if self.pretrained.remarks:
+            meta["remarks"] = list(self.pretrained.remarks)
+        return meta
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Note how long a stage takes, and how far the model is from its original after it."""
+        """Record the time of a stage, and how far the model is from its original after it."""
         started = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - started, 2)
         if name in self.details:
             few = self.batches(self.inputs.held_out[: _COMPARED * self.recipe.batch])
-            self.details[name]["output"] = asdict(
-                compare(self.pretrained.model, self.original, few)
-            )
+            output = compare(self.pretrained.model, self.original, few)
+            self.details[name]["output"] = asdict(output)
 
     def convert_(self) -> None:
-        """Find the norms, replace them, and calibrate what replaces them."""
-        model, recipe = self.pretrained.model, self.recipe
-        size = CALIBRATION_BLOCKS if self.pretrained.language_model or self.listener else None
+        """Find the norms, replace them, and calibrate the new layers."""
+        model = self.pretrained.model
+        recipe = self.recipe
+        size = None
+        if self.pretrained.language_model or self.listener:
+            size = CALIBRATION_BLOCKS
         batches = self.batches(self.calibration, recipe.seed, size)
         with self.stage("find"):
-            sites = find_norms(model, **arguments(model, batches[len(batches) // 2])[1])
+            _, example = arguments(model, batches[len(batches) // 2])
+            sites = find_norms(model, **example)
         if not sites and is_changed(model):
             raise ModelError(
-                f"{self.pretrained.source} must have norms, but those it had are converted "
-                "already: "
+                f"{self.pretrained.source} must have norms, but they are converted already: "
                 "convert the original"
             )
         with self.stage("convert"):
-            options: dict[str, Any] = {"only": recipe.only or None, "skip": recipe.skip or None}
-            options |= {"per_channel": recipe.per_channel, "witnesses": recipe.witnesses}
-            done = convert_(model, sites, recipe.to, **options)
-        self.say(str(done))
-        self.details["refused"] = [site.to_dict() for site in done.refused]
+            converted = convert_(
+                model,
+                sites,
+                recipe.to,
+                only=recipe.only or None,
+                skip=recipe.skip or None,
+                per_channel=recipe.per_channel,
+                witnesses=recipe.witnesses,
+            )
+        self.say(str(converted))
+        self.details["refused"] = [site.to_dict() for site in converted.refused]
         with self.stage("calibrate"):
             tracked = self.track(
                 self.ranks.share(batches), f"calibrating on {len(batches)} batches"
@@ -221,51 +236,54 @@ class Job:
         """Refine all constants together."""
         steps = self.recipe.refine
         with self.stage("refine"):
-            # Other texts than those of the calibration, where there is a batch of them for each
-            # process.
-            first, size = len(self.calibration), self.recipe.batch
-            rest = self.inputs.fit[first : first + steps * size * self.ranks.size]
-            rest = rest if len(rest) > (self.ranks.size - 1) * size else self.inputs.fit
-            batches = self.ranks.share(self.batches(rest, self.recipe.seed))
-            # They are measured before and after the steps.
+            # Samples that calibration has not seen, if there is a batch of them for each process.
+            start = len(self.calibration)
+            size = self.recipe.batch
+            samples = self.inputs.fit[start : start + steps * size * self.ranks.size]
+            if len(samples) <= (self.ranks.size - 1) * size:
+                samples = self.inputs.fit
+            batches = self.ranks.share(self.batches(samples, self.recipe.seed))
+            # Each batch is also measured before and after the steps.
             taken = range(steps + 2 * len(batches))
             bar = iter(self.track(taken, f"refining all constants together, {steps} steps"))
-            self.details["refine"] = refine_(
-                self.pretrained.model, _Told(batches, bar), steps=steps, bf16=self.recipe.bf16
-            ).to_dict()
+            refined = refine_(
+                self.pretrained.model, _Tracked(batches, bar), steps=steps, bf16=self.recipe.bf16
+            )
+            self.details["refine"] = refined.to_dict()
 
     def distill_(self, quiet: bool) -> None:
-        """Train all weights towards the original's outputs."""
+        """Train all weights to reproduce the original's outputs."""
         recipe = self.recipe
-        self.say(
-            "distilling for "
-            f"{f'{recipe.steps} steps' if recipe.steps else f'{recipe.minutes:g} minutes'}"
-        )
+        if recipe.steps:
+            self.say(f"distilling for {recipe.steps} steps")
+        else:
+            self.say(f"distilling for {recipe.minutes:g} minutes")
         if recipe.steps and recipe.steps < FEW:
-            words = f"steps below {FEW} can hardly help, got {recipe.steps}: give more, or none"
-            warnings.warn(words, CalibrationWarning, stacklevel=2)
+            message = f"steps below {FEW} can hardly help, got {recipe.steps}: give more, or none"
+            warnings.warn(message, CalibrationWarning, stacklevel=2)
+        batches = ShuffledBatches(
+            self.inputs.batches, self.ranks.share(self.inputs.fit), recipe.batch, recipe.seed
+        )
         with self.stage("distill"):
-            self.details["distill"] = distill_(
+            distilled = distill_(
                 self.pretrained.model,
-                ShuffledBatches(
-                    self.inputs.batches,
-                    self.ranks.share(self.inputs.fit),
-                    recipe.batch,
-                    recipe.seed,
-                ),
+                batches,
                 teacher=self.original,
                 steps=recipe.steps or None,
                 minutes=recipe.minutes or None,
                 quiet=quiet,
-                **{
-                    name: getattr(recipe, name)
-                    for name in ("lr", "seed", "bf16", "accumulate", "checkpoints")
-                },
-            ).to_dict()
+                lr=recipe.lr,
+                seed=recipe.seed,
+                bf16=recipe.bf16,
+                accumulate=recipe.accumulate,
+                checkpoints=recipe.checkpoints,
+            )
+            self.details["distill"] = distilled.to_dict()
 
     def measure(self) -> ModelReport:
         """Return the report on the held-out samples."""
-        model, seed, held_out = self.pretrained.model, self.recipe.seed, self.inputs.held_out
+        model = self.pretrained.model
+        held_out = self.inputs.held_out
         meta = self.meta | {
             "recipe": asdict(self.recipe),
             **self.inputs.counts,
@@ -273,49 +291,55 @@ class Job:
             "threads": torch.get_num_threads(),
         }
         with self.stage("measure"):
-            tests = self.track(
-                self.batches(held_out), f"measuring on {len(held_out)} held-out {self.inputs.noun}"
-            )
-            fit_on = self.batches(self.calibration)
+            title = f"measuring on {len(held_out)} held-out {self.inputs.noun}"
             report = measure(
-                model, tests, original=self.original, fit_on=fit_on, seed=seed, meta=meta
+                model,
+                self.track(self.batches(held_out), title),
+                original=self.original,
+                fit_on=self.batches(self.calibration),
+                seed=self.recipe.seed,
+                meta=meta,
             )
-        if self.pretrained.language_model or (self.listener and self.listener.tokenizer):
+        if self.pretrained.language_model:
             with self.stage("continue"):
-                made = self.transcripts(self.listener) if self.listener else self.continuations()
-                report = replace(report, continuations=made)
-        report.meta["seconds"], report.meta["stages"] = self.seconds, self.details
+                report = replace(report, continuations=self.continuations())
+        elif self.listener and self.listener.tokenizer:
+            with self.stage("continue"):
+                report = replace(report, continuations=self.transcripts(self.listener))
+        report.meta["seconds"] = self.seconds
+        report.meta["stages"] = self.details
         if report.output.worst is not None:
             report.meta["worst_sample"] = self.inputs.name(report.output.worst)
         return report
 
     def continuations(self) -> list[Continuation]:
-        """Return how the original and the converted model continue the first tokens of held-out blocks."""
-        given = min(_GIVEN, self.recipe.max_length // 2)
-        prompts = [block[:given] for block in self.inputs.held_out[:_CONTINUED]]
-        asked = min(_ASKED, self.recipe.max_length - given)
+        """Continue the first tokens of held-out blocks, with the original and the new model."""
+        max_length = self.recipe.max_length
+        prompt_tokens = min(_PROMPT_TOKENS, max_length // 2)
+        new_tokens = min(_NEW_TOKENS, max_length - prompt_tokens)
+        prompts = [block[:prompt_tokens] for block in self.inputs.held_out[:_PROMPTS]]
+        before = self.pretrained.greedy(self.original, prompts, new_tokens)
+        after = self.pretrained.greedy(self.pretrained.model, prompts, new_tokens)
+        same = (before == after).float().mean(1).tolist()
         decode: Callable[[Any], str] = self.pretrained.tokenizer.decode
-        models = (self.original, self.pretrained.model)
-        before, now = (self.pretrained.greedy(model, prompts, asked) for model in models)
-        same = (before == now).float().mean(1).tolist()
         return [
-            Continuation(decode(prompt), decode(a), decode(b), share)
-            for prompt, a, b, share in zip(prompts, before, now, same, strict=True)
+            Continuation(decode(prompt), decode(before[i]), decode(after[i]), same[i])
+            for i, prompt in enumerate(prompts)
         ]
 
     def transcripts(self, listener: Listener) -> list[Continuation]:
-        """Return what the original and the converted model write down of the held-out audio."""
-        found, batches = list[Continuation](), self.batches(self.inputs.held_out)
+        """Transcribe the held-out audio, with the original and the new model."""
+        transcripts: list[Continuation] = []
+        batches = self.batches(self.inputs.held_out)
         for batch in self.track(batches, f"writing down {len(self.inputs.held_out)} audio files"):
-            written = (
-                listener.write(model, batch) for model in (self.original, self.pretrained.model)
-            )
-            for before, now in zip(*(map(listener.text, ids) for ids in written), strict=True):
-                wrong, words = word_errors(now, before)
+            originals = listener.write(self.original, batch)
+            changed = listener.write(self.pretrained.model, batch)
+            for original_ids, changed_ids in zip(originals, changed, strict=True):
+                before = listener.text(original_ids)
+                after = listener.text(changed_ids)
+                wrong, words = word_errors(after, before)
+                # An empty transcript counts as one word.
                 words = max(words, 1)
-                found.append(
-                    Continuation(
-                        self.inputs.name(len(found)), before, now, 1 - wrong / words, words
-                    )
-                )
-        return found
+                name = self.inputs.name(len(transcripts))
+                transcripts.append(Continuation(name, before, after, 1 - wrong / words, words))
+        return transcripts

@@ -1,4 +1,4 @@
-"""How a model is converted: the options of a conversion, and what suits the kind of model."""
+"""How a model is converted: the options, and their defaults for each kind of model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from dynorm.family import layer_class
 from dynorm.fit.site_fit import TOLERANCE
 from dynorm.layers import AnnealedNorm
 
-# What a recipe leaves open: for an encoder of texts, one of images, a language model, and a model
-# of audio. The last three's were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
+PointWise = Literal["dyisru", "dyt", "derf", "linear", "auto"]
+"""The layers that a recipe can put in the place of norms."""
+# The defaults that depend on the kind of model: an encoder of texts, a model of images, a language
+# model, and a model of audio. The last three were measured on DINOv2-small, SmolLM2-135M and
+# Whisper tiny.en.
 ENCODER = {
     "max_length": 128,
     "batch": 32,
@@ -36,20 +39,22 @@ AUDIO = {"batch": 4, "calibration": 32, "per_channel": False, "lean": 0.0, "witn
 
 
 def suits(language_model: bool, noun: str) -> dict[str, Any]:
-    """Return what a recipe leaves open, for a kind of model; one that generates text may take "images" too."""
-    return LANGUAGE if language_model else {"images": IMAGES, "audio": AUDIO}.get(noun, ENCODER)
+    """Return the defaults for a kind of model; a language model may take "images" as well."""
+    if language_model:
+        return LANGUAGE
+    return {"images": IMAGES, "audio": AUDIO}.get(noun, ENCODER)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert a model: the options of ``dynorm convert``, whose meaning stands in ``cli/options.toml``.
+    """How to convert a model: the options of ``dynorm convert``, described in its help.
 
-    None stands for what suits the kind of model: an encoder of texts, or language, images or audio.
-    The command line leaves out ``calibration``, the number of samples that the constants are fitted
-    to, site by site, and ``lean`` of :func:`calibrate_`.
+    None means the default for the kind of model: an encoder of texts, or a model of language,
+    images or audio. Two fields are not on the command line: ``calibration``, the number of samples
+    on which the constants are fitted site by site, and ``lean`` of :func:`calibrate_`.
     """
 
-    to: Literal["dyisru", "dyt", "derf", "linear", "auto"] = "dyisru"
+    to: PointWise = "dyisru"
     steps: int | None = None
     minutes: float | None = None
     refine: int = 50
@@ -73,7 +78,7 @@ class Recipe:
         """Check every value, or raise ArgumentError."""
         if issubclass(layer_class(self.to), AnnealedNorm):
             raise ArgumentError(
-                f"to must be point-wise, but {self.to!r} is a norm until its path is gone: train "
+                f"to must be point-wise, but {self.to!r} is a norm until its annealing ends: train "
                 "it with AnnealCallback"
             )
         least = {
@@ -84,11 +89,15 @@ class Recipe:
             "batch": 1,
             "witnesses": 0,
             "seed": 0,
+            "calibration": 1,
+            "accumulate": 1,
         }
-        for name, lowest in (least | {"calibration": 1, "accumulate": 1}).items():
-            if (value := getattr(self, name)) is not None and (
-                type(value) is not int or value < lowest
-            ):
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            # Not isinstance, because True is an int.
+            if type(value) is not int or value < lowest:
                 raise ArgumentError(f"{name} must be an integer, at least {lowest}, got {value!r}")
         if self.seed >= 2**32:
             raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
@@ -100,20 +109,20 @@ class Recipe:
         check_not_negative("tolerance", self.tolerance)
         if self.lr is not None:
             check_positive("lr", self.lr)
-        idle = [
-            name
-            for name in ("lr", "accumulate", "checkpoints")
-            if getattr(self, name) != getattr(Recipe, name)
-        ]
-        if idle and not (self.steps or self.minutes):
+        if self.steps or self.minutes:
+            return
+        unused = []
+        for name in ("lr", "accumulate", "checkpoints"):
+            if getattr(self, name) != getattr(Recipe, name):
+                unused.append(name)
+        if unused:
             raise ArgumentError(
-                f"{' and '.join(idle)} must come with steps or minutes: nothing is distilled "
-                "without"
+                f"{' and '.join(unused)} must come with steps or minutes: without them nothing is "
+                "distilled"
             )
 
     def filled(self, language_model: bool, noun: str = "texts") -> Recipe:
-        """Return the recipe with what suits the kind of model in the place of None."""
-        kind = suits(language_model, noun)
-        return replace(
-            self, **{name: value for name, value in kind.items() if getattr(self, name) is None}
-        )
+        """Return the recipe with the defaults for the kind of model in place of None."""
+        defaults = suits(language_model, noun)
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)

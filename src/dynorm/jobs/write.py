@@ -1,4 +1,4 @@
-"""Write a model that was made from a pretrained one: with the other files of its folder, a card and a report."""
+"""Write a changed pretrained model, with the other files of its folder, a card and a report."""
 
 import json
 import os
@@ -16,34 +16,40 @@ from dynorm.report.rendering import rendered
 _ENDINGS = ".safetensors .bin .pt .pth .ckpt .h5 .onnx .onnx_data .xml .msgpack .ot .gguf .tflite"
 WEIGHTS = frozenset(_ENDINGS.split())
 """The endings of files that hold weights."""
-CARD, ORIGINAL = "README.md", "README.original.md"
-# Of the original's metadata, with the lines below each: what holds for the changed model too.
+CARD = "README.md"
+ORIGINAL = "README.original.md"
+# The metadata of the original's card that also hold for the changed model: a key and its lines.
 _KEPT = re.compile(
     r"^(?:license\w*|language|library_name|pipeline_tag|datasets):.*\n(?:[ \t-].*\n)*", re.MULTILINE
 )
 
 
 def require_output(source: Path, out: Path, names: Sequence[str], *, overwrite: bool) -> None:
-    """Refuse before the work an output that could not be written after it, or would replace its own source.
+    """Refuse an output that cannot be written or would replace its source, before any work is done.
 
-    ``names`` are the folders, and the files with an ending, that will be written into ``out``.
+    ``names`` are the folders and files to write into ``out``; only files have a suffix.
     """
-    for place in (out / name for name in names):
-        if source.resolve().is_relative_to(place.resolve()):
+    for name in names:
+        path = out / name
+        is_file = bool(path.suffix)
+        if source.resolve().is_relative_to(path.resolve()):
             raise ArgumentError(
-                f"the output must not replace its own source, but {place} holds {source}"
+                f"the output must not replace its own source, but {path} holds {source}"
             )
-        if place.suffix and place.is_dir():
+        if is_file and path.is_dir():
             raise StorageError(
-                f"{place} must be a file, but is a folder: choose another output folder"
+                f"{path} must be a file, but is a folder: choose another output folder"
             )
-        if place.exists() and not overwrite:
-            raise StorageError(
-                f"{place} exists already: choose another folder, or pass --overwrite"
-            )
-        if place.exists() and not place.suffix:
-            require_replaceable(Path(os.path.realpath(place)), overwrite)
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+        if path.exists():
+            if not overwrite:
+                raise StorageError(
+                    f"{path} exists already: choose another folder, or pass --overwrite"
+                )
+            if not is_file:
+                require_replaceable(Path(os.path.realpath(path)), overwrite)
+    parent = out.absolute()
+    while not parent.exists():
+        parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise StorageError(
             f"the output must go into a folder that can be written, but {parent} cannot"
@@ -53,16 +59,19 @@ def require_output(source: Path, out: Path, names: Sequence[str], *, overwrite: 
 def write_out(
     model: Any, source: Path, out: Path, overwrite: bool, report: Any, **card: Any
 ) -> None:
-    """Write a changed model to ``out/model``, with a card of :func:`write_card`, and its report beside it."""
+    """Write a changed model and its card to ``out/model``, and its report to ``out/report.json``.
+
+    ``card`` has arguments of :func:`write_card`.
+    """
     require_writable(out / "report.json")
     write_model(model, source, out / "model", overwrite, report=report, **card)
     write_text(out / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
 
 
 def write_model(model: Any, source: Path, folder: Path, overwrite: bool, **card: Any) -> None:
-    """Write a model with the other files of its old folder, or the tokenizer of its GGUF file; if changed, a card.
+    """Write a model with the other files of its old folder, or the tokenizer of its GGUF file.
 
-    ``card`` has the arguments of :func:`write_card`; none for a model as it was.
+    ``card`` has arguments of :func:`write_card`; without them no card is written.
     """
     with replaced_directory(folder, overwrite=overwrite, keep_others=False) as new:
         model.save_pretrained(os.fspath(new))
@@ -77,58 +86,64 @@ def write_model(model: Any, source: Path, folder: Path, overwrite: bool, **card:
 
 
 def write_card(folder: Path, template: str, **values: Any) -> None:
-    """Write the card of a model made from another, whose own card is kept under another name.
+    """Write the card of a changed model, and keep the original's card under another name.
 
-    The ``template`` is one of ``dynorm/templates``. It needs the model's name, report, remarks, the
-    class of transformers that loads the model (``loader``), and whether that needs dynorm to be
-    imported (``needs_dynorm``).
+    The ``template`` is in ``dynorm/templates``. Its values are the model's name, report and
+    remarks, the class of transformers that loads it (``loader``), and whether dynorm must be
+    imported for that (``needs_dynorm``).
     """
-    own, before = folder / CARD, folder / ORIGINAL
-    if own.is_file() and not before.exists():
-        own.rename(before)
-    old = before.read_text("utf-8", errors="replace") if before.is_file() else ""
-    found = re.match(r"---\n(.*?\n)---\n", old, re.DOTALL)
-    metadata, original = (
-        "".join(_KEPT.findall(found[1] if found else "")),
-        before.is_file() and ORIGINAL,
-    )
-    text = rendered(template, metadata=metadata, original=original, **values)
-    # Where a part is left out, its blank lines stay.
-    write_text(own, re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n")
+    card = folder / CARD
+    original = folder / ORIGINAL
+    if card.is_file() and not original.exists():
+        card.rename(original)
+    metadata = ""
+    has_original = original.is_file()
+    if has_original:
+        old = original.read_text("utf-8", errors="replace")
+        header = re.match(r"---\n(.*?\n)---\n", old, re.DOTALL)
+        if header:
+            metadata = "".join(_KEPT.findall(header[1]))
+    text = rendered(template, metadata=metadata, original=has_original and ORIGINAL, **values)
+    # Parts that the template leaves out still leave their blank lines.
+    write_text(card, re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n")
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Copy the other files of the model's folder: tokenizer, card, and the modules of sentence-transformers.
+    """Copy the other files of a model's folder, such as the tokenizer and the card.
 
-    Left out are its weights in any format, which are the original's, hidden files, and those of an
-    earlier run.
+    Left out are the original's weights in any format, hidden files, and the files of an earlier
+    run. The modules of sentence-transformers keep their weights.
     """
-    parts, out = folders_of_modules(source), target.parent.absolute()
-    # The source may stand in the output folder, or be it.
-    earlier = out / "model" if source.is_relative_to(out) else out
-    for file in filter(Path.is_file, sorted(source.rglob("*"))):
-        name, there = file.relative_to(source), target / file.relative_to(source)
-        hidden = any(part.startswith(".") for part in name.parent.parts)
-        weights = file.suffix in WEIGHTS or name.name.endswith(".index.json")
-        others = weights and not any(name.is_relative_to(folder) for folder in parts)
-        written = (
-            any(file.is_relative_to(folder) for folder in (earlier, target.absolute()))
-            or there.exists()
-        )
-        if not (hidden or others or written):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, there)
+    modules = folders_of_modules(source)
+    out = target.parent.absolute()
+    # The output folder may be the source, or contain it.
+    earlier_run = out / "model" if source.is_relative_to(out) else out
+    for file in sorted(source.rglob("*")):
+        if not file.is_file():
+            continue
+        name = file.relative_to(source)
+        copy = target / name
+        if any(part.startswith(".") for part in name.parent.parts):
+            continue
+        if file.is_relative_to(earlier_run) or file.is_relative_to(target.absolute()):
+            continue
+        is_weights = file.suffix in WEIGHTS or name.name.endswith(".index.json")
+        if is_weights and not any(map(name.is_relative_to, modules)):
+            continue
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def folders_of_modules(source: Path) -> list[str]:
-    """Return the folders of a sentence-transformers model's other modules, which have weights of their own."""
+    """Return the folders of the modules that sentence-transformers adds to a model."""
     file = source / "modules.json"
     if not file.is_file():
         return []
     try:
-        return [
-            str(entry["path"]) for entry in json.loads(file.read_text("utf-8")) if entry["path"]
-        ]
+        modules = json.loads(file.read_text("utf-8"))
+        # The model itself has an empty path.
+        return [str(module["path"]) for module in modules if module["path"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(
             f"{file} must be a list of modules with their paths, but: {error!r}"
