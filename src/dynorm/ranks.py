@@ -60,31 +60,31 @@ class Ranks:
         self._over = self.size <= 1  # nobody is listening any more: all ranks know that one failed
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """Tell the other ranks of any error that is raised inside, so that they raise as well."""
         try:
             yield
         except Exception:
             if not self._over:
-                self.all_say(FAILED)
+                self.exchange(FAILED)
             raise
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks, in place."""
         if self.size > 1:
-            self._exchange(torch.distributed.all_reduce, values)
+            self._run(torch.distributed.all_reduce, values)
         return values
 
     def share(self, samples: Sequence[Any]) -> Sequence[Any]:
         """Return this rank's part: every so manieth, from the one of its own number."""
         return samples[self.rank :: self.size]
 
-    def all_say(self, word: Word) -> list[Word]:
+    def exchange(self, word: Word) -> list[Word]:
         """Tell the others a word, such as how far this rank is, and return each one's; raise where one has failed."""
         if self._over:
             return [word]
         found: list[Any] = [None] * self.size
-        self._exchange(torch.distributed.all_gather_object, found, word)
+        self._run(torch.distributed.all_gather_object, found, word)
         if FAILED in found:
             self._over = True
             if word != FAILED:
@@ -95,9 +95,9 @@ class Ranks:
                 )
         return found
 
-    def meet(self, path: str = END) -> None:
+    def require_same_place(self, path: str = END) -> None:
         """Wait until every rank has reached the layer at ``path``, or the end of a batch; DataError if one has not."""
-        found = self.all_say(path)
+        found = self.exchange(path)
         if len(set(found)) == 1:
             return
         self._over = True
@@ -137,7 +137,7 @@ class Ranks:
         for value in values:
             # float64 holds each value of the smaller dtypes.
             seen.update(value.detach().double().cpu().contiguous().numpy().tobytes())
-        found = self.all_say(seen.digest())
+        found = self.exchange(seen.digest())
         if odd := [rank for rank, each in enumerate(found) if each != found[0]]:
             self._over = True
             raise ModelError(
@@ -147,7 +147,7 @@ class Ranks:
                 "alike on every rank"
             )
 
-    def _exchange(self, collective: Callable[..., Any], *tensors: Any) -> None:
+    def _run(self, collective: Callable[..., Any], *tensors: Any) -> None:
         try:
             collective(*tensors, group=self._group)
         except BaseException:

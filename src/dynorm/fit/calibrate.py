@@ -218,7 +218,7 @@ def calibrate_(
     check_share("lean", lean)
     check_not_negative("tolerance", tolerance)
     ranks = Ranks()
-    with ranks.together():
+    with ranks.sharing_errors():
         require_plain_model(model)
         layers = require_layers(model, with_norms=True)
         for path, layer in layers.items():
@@ -272,7 +272,7 @@ def _fit_groups(
             group = _Group(model, fits, lean)
             try:
                 group.fill(remaining, used, side_by_side)
-                if set(ranks.all_say(BATCH if group.runs else OVER)) == {OVER}:
+                if set(ranks.exchange(BATCH if group.runs else OVER)) == {OVER}:
                     break
                 group_number += 1
                 used += len(group.runs)
@@ -286,7 +286,7 @@ def _fit_groups(
                 group.fit(ranks, group_number)
             finally:
                 group.close()
-    return sum(ranks.all_say(used))
+    return sum(ranks.exchange(used))
 
 
 class _Run:
@@ -408,11 +408,11 @@ class _Group:
         while True:
             waiting = [run for run in self.runs if run.call is not None]
             if not waiting:
-                ranks.meet()
+                ranks.require_same_place()
                 return
             place = min(self._places[run.call.layer] for run in waiting if run.call)
             layer = list(self._fits)[place]
-            ranks.meet(self._fits[layer].path)
+            ranks.require_same_place(self._fits[layer].path)
             here = [run for run in waiting if run.call and run.call.layer is layer]
             self._fit_layer(self._fits[layer], here, weight)
             for run in here:

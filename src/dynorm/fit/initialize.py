@@ -94,7 +94,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
         )
     ranks = Ranks()
     sigma: dict[str, float] = {}
-    with ranks.together():
+    with ranks.sharing_errors():
         require_plain_model(model)
         layers = require_layers(model)
         for path, layer in layers.items():
@@ -107,7 +107,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
         def set_(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
             path = paths[layer]
             if path not in sigma:
-                ranks.meet(path)
+                ranks.require_same_place(path)
                 sigma[path] = _set_constants_(
                     layer, site_tokens(layer, args[0], masks), path, share, ranks
                 )
@@ -119,7 +119,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
             hooked(paths, set_),
         ):
             call(model, batch)
-            ranks.meet()
+            ranks.require_same_place()
             if not sigma:
                 raise DataError(
                     "the batch must reach at least one point-wise layer, but reached none: give "

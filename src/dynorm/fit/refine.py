@@ -138,7 +138,7 @@ def refine_(
     steps, accumulate = check_count("steps", steps), check_count("accumulate", accumulate)
     check_positive("lr", lr)
     ranks = Ranks()
-    with ranks.together():
+    with ranks.sharing_errors():
         require_plain_model(model)
         found = require_layers(model, with_norms=True)
         require_trainable(model)
@@ -239,7 +239,7 @@ def _mean_error(
             if finite:
                 _require_finite("loss", loss, f"batch {number}")
             losses.append(loss.double())
-    ranks.all_say(BATCH)
+    ranks.exchange(BATCH)
     total = torch.stack(losses).sum()
     total, count = ranks.summed(torch.stack([total, total.new_tensor(len(losses))]))
     return math.sqrt(total / count)
@@ -277,7 +277,7 @@ def _descend(
     sizes = [m.numel() for m in masters]
     for step, some in enumerate(feed):
         found = torch.stack([_gradients(model, parameters, batch, step) for batch in some])
-        ranks.all_say(BATCH)
+        ranks.exchange(BATCH)
         mean = ranks.summed(found.sum(0)) / (len(some) * ranks.size)
         reached, *values = torch.split(mean, [len(masters), *sizes])
         for master, there, value in zip(masters, reached, values, strict=True):

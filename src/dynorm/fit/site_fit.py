@@ -109,7 +109,7 @@ class SiteFit:
         if self._betas is None:
             return
         self._updates += 1
-        counts = self._ranks.all_say(len(x))
+        counts = self._ranks.exchange(len(x))
         if self._scales is not None:
             # The tokens of one process in the order of the ranks.
             self._scales.update(x - self._center, self.tokens + sum(counts[: self._ranks.rank]))

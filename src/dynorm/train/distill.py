@@ -198,7 +198,7 @@ def distill_(
     _check_callbacks(callbacks)
     started, ranks = time.perf_counter(), Ranks()
     # In inference mode nothing has a gradient.
-    with torch.inference_mode(False), ranks.together():
+    with torch.inference_mode(False), ranks.sharing_errors():
         job = _Distillation(model, teacher, loss or output_loss, bf16, ranks)
         if checkpoints is not None:
             job.recipe = _recipe(job, lr)
@@ -215,12 +215,12 @@ def distill_(
         batches = chain(first, batches) if isinstance(batches, Iterator) else batches
         annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
         # A sharded model runs only where all ranks run it.
-        first = first[: min(ranks.all_say(len(first)))]
+        first = first[: min(ranks.exchange(len(first)))]
         before = None if annealed else job.measure(first)
     weights = {name: t.detach().clone() for name, t in model.state_dict().items()}
     if lr is None:
         try:
-            with torch.inference_mode(False), ranks.together():
+            with torch.inference_mode(False), ranks.sharing_errors():
                 # An annealed model is its teacher at first: no step makes its loss smaller.
                 lr = distillation_rate(model) if annealed else job.rate(first, weights)
         finally:
@@ -253,7 +253,7 @@ def distill_(
             model.zero_grad(set_to_none=True)
     done = int(trainer.state.global_step)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    with ranks.together():
+    with ranks.sharing_errors():
         after = None if annealed else job.measure(first)
     kept = before is None or after is None or after <= before  # so NaN is worse
     if not kept:
@@ -262,7 +262,7 @@ def distill_(
             f"{done} steps at a rate of {lr:.2g} made the loss {after:.3f}, which was {before:.3f}"
         )
         _warn(f"{words}: the weights from before are put back; give more steps, or a lower rate")
-    seconds, samples = time.perf_counter() - started, sum(ranks.all_say(job.samples))
+    seconds, samples = time.perf_counter() - started, sum(ranks.exchange(job.samples))
     return DistillationReport(
         done, lr, seconds, samples, losses[-1] if losses else None, before, after, kept
     )
@@ -406,7 +406,7 @@ class _Distillation(nn.Module):
     def measure(self, batches: Sequence[Any]) -> float:
         """Return the mean loss of some batches of every rank in eval mode."""
         self.model.eval()
-        return fmean(self.ranks.all_say(fmean(float(self(batch)) for batch in batches)))
+        return fmean(self.ranks.exchange(fmean(float(self(batch)) for batch in batches)))
 
     def rate(self, batches: Sequence[Any], weights: dict[str, Tensor]) -> float:
         """Return the highest rate, by the first batch on which a step helps: where a token has blown up, none does."""
@@ -421,7 +421,7 @@ class _Distillation(nn.Module):
         self.model.zero_grad()
         self(batch).backward()
         # A rank that has failed is to be seen before the sums.
-        self.ranks.all_say(BATCH)
+        self.ranks.exchange(BATCH)
         signs = {}
         for p in (p for p in self.model.parameters() if p.requires_grad):
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
@@ -485,12 +485,12 @@ def _steps_in(seconds: float, job: _Distillation, batches: Iterable[Any], accumu
         job(batch).backward()
         times.append(time.perf_counter())
         # All ranks take as many, for of a sharded model none runs alone.
-        if any(job.ranks.all_say(times[-1] - begun > _SHARE * seconds)):
+        if any(job.ranks.exchange(times[-1] - begun > _SHARE * seconds)):
             break
     job.model.zero_grad(set_to_none=True)
     step = accumulate * (times[-1] - times[0]) / (len(times) - 1)
     # The optimizer's part and the Trainer's own work come on top of these steps.
-    return min(job.ranks.all_say(max(1, int((seconds - (times[-1] - begun)) / (1.15 * step)))))
+    return min(job.ranks.exchange(max(1, int((seconds - (times[-1] - begun)) / (1.15 * step)))))
 
 
 def rate_factor(step: int, steps: int, gone: float = 0.0) -> float:
@@ -553,7 +553,7 @@ def _arguments(
 def _recipe(job: _Distillation, lr: float | None) -> dict[str, Any]:
     """Return the layers and the rate that was asked for, and the sum of the teacher's weights' sizes."""
     # A rank that has failed is to be seen before the sums.
-    job.ranks.all_say(BATCH)
+    job.ranks.exchange(BATCH)
     sizes = (float(gathered(p.abs().sum(dtype=torch.float64))) for p in job.teacher.parameters())
     return {"layers": str(require_layers(job.model)), "rate": lr, "teacher": f"{sum(sizes):.6g}"}
 
@@ -587,7 +587,7 @@ def _trainer(
     begun = time.perf_counter()
     # A rank that fails inside a sharded model cannot tell the others, who wait for its shards: it
     # goes, and they fail.
-    told: Any = nullcontext if job.sharded else job.ranks.together
+    told: Any = nullcontext if job.sharded else job.ranks.sharing_errors
 
     class Course(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -600,7 +600,7 @@ def _trainer(
             progress.update(self.task, completed=state.global_step, description=words)
             if job.until is not None:
                 job.gone = fmean(
-                    job.ranks.all_say((time.perf_counter() - begun) / max(job.until - begun, 1e-9))
+                    job.ranks.exchange((time.perf_counter() - begun) / max(job.until - begun, 1e-9))
                 )
                 control.should_training_stop |= job.gone > 1
 
@@ -620,7 +620,7 @@ def _trainer(
             model.eval()
             with told():
                 loss: Tensor = model(inputs["batch"])
-            job.ranks.all_say(BATCH)
+            job.ranks.exchange(BATCH)
             job.samples += _largest(inputs["batch"]).shape[0]
             job.last = loss.detach()
             return loss

@@ -114,7 +114,7 @@ class AnnealStart:
                 failed or has other layers; no constant is changed then.
             ModelError: it is over already, finished or cancelled.
         """
-        with self._ranks.together():
+        with self._ranks.sharing_errors():
             if not self._watching:
                 raise ModelError(
                     "an AnnealStart can be finished once, but this one is over: make another"
@@ -126,7 +126,7 @@ class AnnealStart:
         found = {}
         for layer, sums in self._sums.items():
             # A rank that has failed, or has other layers, is noticed before the sums.
-            self._ranks.meet(self._paths[layer])
+            self._ranks.require_same_place(self._paths[layer])
             counts, log_betas, inputs = self._ranks.summed(sums)
             if not bool(sums.isfinite().all() and counts.min() > 0):
                 unused = "none: run a training step inside AnnealStart, or look for a layer that is not used"
@@ -190,7 +190,7 @@ class AnnealStart:
 def require_same_anneal(model: nn.Module) -> None:
     """Check that every rank has the same annealed layers, t and constants; ModelError on every rank if one differs."""
     ranks = Ranks(error=ModelError)
-    with ranks.together():
+    with ranks.sharing_errors():
         layers = annealed_layers(model)
         require_gathered(model)
         constants = {path: layer.constant_parameters() for path, layer in layers.items()}
