@@ -22,7 +22,6 @@ NOT_YET = {
     "find/recover.py",
     "fit/calibrate.py",
     "fit/site_fit.py",
-    "fit/witnesses.py",
     "hub/quantizer.py",
     "jobs/checkpoint.py",
     "jobs/images.py",
