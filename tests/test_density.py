@@ -21,7 +21,6 @@ NOT_YET = {
     "find/probe.py",
     "find/recover.py",
     "fit/calibrate.py",
-    "fit/site_fit.py",
     "hub/quantizer.py",
     "jobs/checkpoint.py",
     "jobs/images.py",

@@ -282,7 +282,7 @@ class TokenScales:
 
     def _chunks(self, u: Tensor) -> Sequence[Tensor]:
         """Return the tokens in pieces, at least one, whose copies in float64 need little memory."""
-        return u.split(max(1, _CHUNK // u.shape[1]))
+        return torch.split(u, max(1, _CHUNK // u.shape[1]))
 
     def choose(self, limit: int) -> Witnesses:
         """Return at most ``limit`` witnesses, added one by one while each lessens the held-out error by 2 %.
