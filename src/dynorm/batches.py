@@ -16,6 +16,8 @@ from dynorm.errors import DataError, ModelError
 from dynorm.layers import PointwiseNorm
 from dynorm.site import NormSite
 
+# The forms of a batch: one argument, several, or arguments by name.
+Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 # Common names of two-dimensional masks: those whose ones are tokens, and those whose ones are
 # padding.
 _TOKENS = ("attention_mask", "decoder_attention_mask")
