@@ -52,6 +52,11 @@ class Witnesses:
     # most 1; of fixed channels none and all. Below 0, they explain less than a constant.
     explained: tuple[float, ...]
 
+    @property
+    def explained_by_all(self) -> float:
+        """How much of the variation all the chosen channels explain."""
+        return self.explained[min(len(self.channels), len(self.explained) - 1)]
+
 
 @dataclass(frozen=True)
 class Gram:
