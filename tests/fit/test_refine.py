@@ -174,11 +174,15 @@ def test_a_site_with_one_token_a_batch() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.norm(x)[:, 0])
 
-    model, batches = Pooled(), [torch.randn(1, 5, C) for _ in range(6)]
-    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
-    dynorm.calibrate_(model, batches)
+    model = Pooled()
+    first = [torch.randn(1, 5, C) for _ in range(6)]
+    dynorm.convert_(model, dynorm.find_norms(model, first[0]))
+    dynorm.calibrate_(model, first)
+    # Other tokens than those of the calibration, which leaves nothing to gain on 6 tokens.
+    batches = [3 * torch.randn(1, 5, C) for _ in range(6)]
     before = error(model, batches)
-    dynorm.refine_(model, batches, steps=30)
+    report = dynorm.refine_(model, batches, steps=30)
+    assert report.kept > 0
     assert error(model, batches) < before < 100
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.errors import ArgumentError, DataError
-from dynorm.fit.witnesses import TokenScales, _error, _solve
+from dynorm.fit.witnesses import Gram, TokenScales
 from dynorm.ranks import Ranks
 
 CHANNELS, WITNESSES = 24, (5, 17)
@@ -92,18 +92,6 @@ def test_parts_of_the_tokens_give_the_sums_of_all() -> None:
     assert parts.choose(0) == whole.choose(0)
 
 
-def test_least_squares_are_scipys() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        columns = np.abs(rng.normal(size=(200, 5)))
-        columns[:, 4] = 1
-        target = columns @ np.array([0.5, -0.3, 0.0, 1.0, 0.2]) + 0.1 * rng.normal(size=200)
-        both = torch.from_numpy(np.column_stack([columns, target]))
-        found = _solve(both.T @ both, torch.arange(4)[None])[0]
-        expected, _ = nnls(columns, target)
-        assert found.numpy() == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize(("tokens", "alike"), [(300, False), (300, True), (30, False)])
 def test_least_squares_of_many_channels_are_as_good_as_scipys(tokens: int, alike: bool) -> None:
     rng = np.random.default_rng(0)
@@ -111,15 +99,31 @@ def test_least_squares_of_many_channels_are_as_good_as_scipys(tokens: int, alike
     columns[:, 49] = columns[:, :48] @ rng.normal(size=48)
     if alike:
         columns[:, 3], columns[:, 7] = columns[:, 2], 0
-    sums = torch.from_numpy(columns.T @ columns)
+    gram = Gram.of(torch.from_numpy(columns.T @ columns))
     rows = torch.from_numpy(np.stack([rng.permutation(48)[:40] for _ in range(16)]))
-    for row, found in zip(rows, _solve(sums, rows), strict=True):
+    for row, found in zip(rows, gram.solve(rows), strict=True):
         expected, _ = nnls(columns[:, [*row, 48]], columns[:, 49])
         assert found.min() >= 0
         assert (expected == 0).sum() > 2
-        assert _error(sums, row, found) == pytest.approx(
-            _error(sums, row, torch.from_numpy(expected)), rel=1e-9
+        assert gram.error(row, found) == pytest.approx(
+            gram.error(row, torch.from_numpy(expected)), rel=1e-9
         )
+
+
+def test_each_channel_of_a_growing_set_is_the_best_that_can_be_added() -> None:
+    rng = np.random.default_rng(0)
+    columns = rng.random((300, 10)) ** 3
+    gram = Gram.of(torch.from_numpy(columns.T @ columns))
+    chosen: list[int] = []
+    for grown in gram.growing_sets(4):
+        residuals = {}
+        for added in set(range(8)) - set(chosen):
+            residuals[added] = nnls(columns[:, [*chosen, added, 8]], columns[:, 9])[1]
+        chosen.append(min(residuals, key=residuals.__getitem__))
+        assert grown.channels.tolist() == chosen
+        expected = nnls(columns[:, [*chosen, 8]], columns[:, 9])[0]
+        assert grown.solution.numpy() == pytest.approx(expected, abs=1e-8)
+    assert len(chosen) == 4
 
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])

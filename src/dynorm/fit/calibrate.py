@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import check_not_negative, check_share
-from dynorm.batches import iterate, require_finite, site_tokens, token_masks
+from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, keeps_state, stopping_at
@@ -36,17 +37,19 @@ Fits = dict[PointwiseNorm, SiteChoice]
 # Best on all-MiniLM-L6-v2 (post-norm), with two witnesses too. On SmolLM2-135M (pre-norm) 0 is best
 # by far.
 _LEAN = 0.7
-# Batches go through the model side by side up to this number of tokens, and of batches: so many
-# inputs of a layer are in memory at a time.
+# Batches go through the model side by side up to this number of tokens, and of batches: the inputs
+# of a layer for all of them are in memory at a time.
 _TOKENS_AT_ONCE = 1 << 15
 _RUNS_AT_ONCE = 64
 # While a pre-norm model is fitted, this part of the tokens leaves each layer in a wrong size, by a
 # factor of exp(sigma n) with this sigma.
-_WRONG_SIZES, _SIZE_ERROR = 0.25, 0.2
+_WRONG_SIZES = 0.25
+_SIZE_ERROR = 0.2
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # With fewer tokens the reported error is too small: on other tokens it is larger by some tenths.
 # Measured with a LayerNorm and an RMSNorm of 64 channels.
-FEW_TOKENS, FEW_WITH_WITNESSES = 64, 256
+FEW_TOKENS = 64
+FEW_WITH_WITNESSES = 256
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,8 @@ class SiteCalibration:
     tokens: int  # that it saw, padding not counted
     beta: float  # its constant, the median of the channels' where there are many
     error: float  # root of the residual over the spread of the target, in the calibration data
-    witnesses: Witnesses | None = (
-        None  # how well they tell a token's scale; None for a layer that has none
-    )
+    # How well a token's size follows from them; None for a layer that may not have any.
+    witnesses: Witnesses | None = None
     layer: str = ""  # its name, such as "dyisru"
     # With ``to="auto"``: the errors on held-out tokens of all layers that it was chosen from, the
     # simplest one first.
@@ -73,7 +75,8 @@ class SiteCalibration:
     @property
     def is_few(self) -> bool:
         """Return whether it saw so few tokens that its error on other tokens will be larger."""
-        return self.tokens < (FEW_TOKENS if self.witnesses is None else FEW_WITH_WITNESSES)
+        least = FEW_TOKENS if self.witnesses is None else FEW_WITH_WITNESSES
+        return self.tokens < least
 
 
 @dataclass(frozen=True)
@@ -107,41 +110,59 @@ class CalibrationReport(Plain):
 
     def __str__(self) -> str:
         """Return the report as a table."""
-        count = len(self.sites)
-        title = f"{count} site{'s' * (count != 1)} calibrated on {self.batches} batch{'es' * (self.batches != 1)}"
-        columns: list[str | Column] = [
-            "site",
-            "tokens",
-            Column("beta", ".4g"),
-            Column("error", ".3f"),
-        ]
-        rows = [[site.path, site.tokens, site.beta, site.error] for site in self.sites]
-        if any(site.witnesses for site in self.sites):
-            columns += ["witnesses", Column("told", ".0%")]
-            for row, site in zip(rows, self.sites, strict=True):
-                found = site.witnesses or Witnesses((), (), site.beta, (0.0,))
-                told = found.explained[min(len(found.channels), len(found.explained) - 1)]
-                row += [" ".join(map(str, found.channels)) or "none", told]
-        if any(site.errors for site in self.sites):
-            names = next(site.errors for site in self.sites if site.errors)
-            group = f"held-out errors; chosen: the first within {self.tolerance:g} of the least"
-            columns = [
-                "site",
-                "layer",
-                *(Column(name.split(" ", 1)[-1], ".3f", group=group) for name in names),
-            ]
-            rows = [[site.path, site.chosen, *map(site.errors.get, names)] for site in self.sites]
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
         notes += [f"{path}: left as it is, its norm is not known" for path in self.left]
         if self.few:
             notes.append(
                 f"few tokens, so that errors on others will be larger: {', '.join(self.few)}"
             )
+        sites = "site" if len(self.sites) == 1 else "sites"
+        batches = "batch" if self.batches == 1 else "batches"
+        title = f"{len(self.sites)} {sites} calibrated on {self.batches} {batches}"
+        columns, rows = self._fits()
+        if any(site.errors for site in self.sites):
+            columns, rows = self._choices()
         return str(Table(columns, rows, notes, title))
+
+    def _fits(self) -> tuple[list[str | Column], list[list[Any]]]:
+        """Return columns and rows of how each layer was fitted."""
+        columns: list[str | Column] = [
+            "site",
+            "tokens",
+            Column("beta", ".4g"),
+            Column("error", ".3f"),
+        ]
+        rows: list[list[Any]] = []
+        for site in self.sites:
+            rows.append([site.path, site.tokens, site.beta, site.error])
+        if any(site.witnesses for site in self.sites):
+            columns += ["witnesses", Column("told", ".0%")]
+            for row, site in zip(rows, self.sites, strict=True):
+                channels = ""
+                explained = 0.0
+                if site.witnesses:
+                    channels = " ".join(map(str, site.witnesses.channels))
+                    explained = site.witnesses.explained_by_all
+                row += [channels or "none", explained]
+        return columns, rows
+
+    def _choices(self) -> tuple[list[str | Column], list[list[Any]]]:
+        """Return columns and rows of the layers that each site's was chosen from."""
+        names: list[str] = []
+        for site in self.sites:
+            names = names or list(site.errors)
+        group = f"held-out errors; chosen: the first within {self.tolerance:g} of the least"
+        columns: list[str | Column] = ["site", "layer"]
+        for name in names:
+            columns.append(Column(name.split(" ", 1)[-1], ".3f", group=group))
+        rows = []
+        for site in self.sites:
+            rows.append([site.path, site.chosen, *map(site.errors.get, names)])
+        return columns, rows
 
 
 def calibrate_(
-    model: nn.Module, batches: Iterable[Any], *, lean: float = _LEAN, tolerance: float = TOLERANCE
+    model: nn.Module, batches: Iterable[Batch], *, lean: float = _LEAN, tolerance: float = TOLERANCE
 ) -> CalibrationReport:
     """Set the constants, witnesses, weight and bias of every point-wise layer from batches of real inputs, in place.
 
@@ -156,7 +177,7 @@ def calibrate_(
     32,768 tokens, plus O(C) per site. A model that keeps something of a batch on its modules runs
     batch after batch: there each batch is fitted to by itself, and added to the sums.
 
-    A layer that :func:`convert_` allowed N witnesses gets at most N, chosen anew at each call, with
+    A layer that :func:`convert_` allowed N witnesses gets at most N, chosen again at each call, with
     their gains and the centre 0 (:class:`dynorm.fit.witnesses.TokenScales`; a matrix of 66 x 66
     more per site). ``log_gain`` is then a new parameter: make the optimizer afterwards. Witnesses
     that were named keep their places and get their gains.
@@ -218,21 +239,23 @@ def calibrate_(
     check_share("lean", lean)
     check_not_negative("tolerance", tolerance)
     ranks = Ranks()
-    with ranks.together():
+    with ranks.sharing_errors():
         require_plain_model(model)
         layers = require_layers(model, with_norms=True)
         for path, layer in layers.items():
             require_trainable(layer, path)
         ranks.require_alike(dynorm_layers(model).items())
-        found = [
-            (path, layer, replaced)
-            for path, layer in layers.items()
-            if (replaced := replaced_by(layer))
-        ]
-        fits = {
-            layer: SiteChoice(layer, norm, ranks, path, careful=lean == 0, tolerance=tolerance)
-            for path, layer, norm in sorted(found, key=lambda each: each[2].site.order)
-        }
+        choices: list[tuple[int, PointwiseNorm, SiteChoice]] = []
+        for path, layer in layers.items():
+            norm = replaced_by(layer)
+            if norm:
+                choice = SiteChoice(
+                    layer, norm, ranks, path, careful=lean == 0, tolerance=tolerance
+                )
+                choices.append((norm.site.order, layer, choice))
+        fits: Fits = {}
+        for _, layer, choice in sorted(choices, key=itemgetter(0)):
+            fits[layer] = choice
         with unchanged_on_error(fits), undisturbed(model, evaluate=True):
             used = _fit_groups(model, fits, batches, ranks, lean)
     swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
@@ -250,14 +273,20 @@ def calibrate_(
 
 
 def _report(choice: SiteChoice) -> SiteCalibration:
-    fit, beta = choice.fit, float(choice.fit.layer.beta().detach().median())
-    errors, name = choice.errors, NAMES.get(type(fit.layer), "")
-    tried = errors if len(errors) > 1 else {}
-    return SiteCalibration(choice.path, fit.tokens, beta, fit.error, fit.witnesses, name, tried)
+    fit = choice.fit
+    return SiteCalibration(
+        path=choice.path,
+        tokens=fit.tokens,
+        beta=float(fit.layer.beta().detach().median()),
+        error=fit.error,
+        witnesses=fit.witnesses,
+        layer=NAMES.get(type(fit.layer), ""),
+        errors=choice.errors if choice.chooses else {},
+    )
 
 
 def _fit_groups(
-    model: nn.Module, fits: Fits, batches: Iterable[Any], ranks: Ranks, lean: float
+    model: nn.Module, fits: Fits, batches: Iterable[Batch], ranks: Ranks, lean: float
 ) -> int:
     """Fit the layers to group after group of batches; return how many batches all ranks had."""
     remaining = iterate(batches)
@@ -272,7 +301,8 @@ def _fit_groups(
             group = _Group(model, fits, lean)
             try:
                 group.fill(remaining, used, side_by_side)
-                if set(ranks.all_say(BATCH if group.runs else OVER)) == {OVER}:
+                anybody_goes_on = BATCH in ranks.exchange(BATCH if group.runs else OVER)
+                if not anybody_goes_on:
                     break
                 group_number += 1
                 used += len(group.runs)
@@ -281,19 +311,20 @@ def _fit_groups(
                 else:
                     # The other ranks wait for this one at each layer: it runs its last batch once
                     # more, and adds nothing to their sums.
+                    assert last_batch is not None
                     group.add(last_batch, used, counts=False)
                 # The later a group, the better the constants that fed it: its tokens count more.
                 group.fit(ranks, group_number)
             finally:
                 group.close()
-    return sum(ranks.all_say(used))
+    return sum(ranks.exchange(used))
 
 
 class _Run:
-    """The run of a batch through the layers, beside the same through the norms if the fit needs it."""
+    """The run of a batch through the layers, and the same through the norms if the fit needs it."""
 
     def __init__(
-        self, model: nn.Module, fits: Fits, batch: Any, number: int, lean: float, *, counts: bool
+        self, model: nn.Module, fits: Fits, batch: Batch, number: int, lean: float, *, counts: bool
     ) -> None:
         self.batch = batch
         self.counts = counts
@@ -338,7 +369,9 @@ class _Run:
         x = site_tokens(layer, self.call.x, self._masks)
         y = site_tokens(layer, self._target(self.call), self._masks)
         require_finite(path, x, y, where=self._where)
-        return (x, y) if self.counts else (x[:0], y[:0])
+        if not self.counts:
+            return x[:0], y[:0]
+        return x, y
 
     def outputs(self, layer: PointwiseNorm) -> Tensor:
         """Return what a candidate for the layer makes of its inputs, (tokens, C)."""
@@ -365,16 +398,16 @@ class _Run:
     def _target(self, call: LayerCall) -> Tensor:
         if self._original is None:
             return call.norm_output
-        kept = self._first_outputs[call.layer]
-        while not kept and self._original.call is not None:
+        outputs = self._first_outputs[call.layer]
+        while not outputs and self._original.call is not None:
             passed = self._original.call
             self._first_outputs[passed.layer].append(passed.norm_output)
             self._original.resume()
         # An expert of a mixture may get other tokens here than in the original.
-        if not kept or kept[0].shape != call.norm_output.shape:
-            kept[:1] = []
+        original = outputs.pop(0) if outputs else None
+        if original is None or original.shape != call.norm_output.shape:
             return call.norm_output
-        return torch.lerp(call.norm_output, kept.pop(0), self._lean)
+        return torch.lerp(call.norm_output, original, self._lean)
 
 
 class _Group:
@@ -387,7 +420,7 @@ class _Group:
         self._lean = lean
         self._places = {layer: place for place, layer in enumerate(fits)}
 
-    def fill(self, batches: Iterator[Any], number: int, side_by_side: bool) -> None:
+    def fill(self, batches: Iterator[Batch], number: int, side_by_side: bool) -> None:
         """Start a run for each batch, until there are enough tokens; ``number`` is the first batch's."""
         tokens = 0
         for batch in batches:
@@ -397,7 +430,7 @@ class _Group:
             if not side_by_side or tokens >= _TOKENS_AT_ONCE or len(self.runs) == _RUNS_AT_ONCE:
                 return
 
-    def add(self, batch: Any, number: int, *, counts: bool) -> _Run:
+    def add(self, batch: Batch, number: int, *, counts: bool) -> _Run:
         """Start one run."""
         run = _Run(self._model, self._fits, batch, number, self._lean, counts=counts)
         self.runs.append(run)
@@ -408,11 +441,11 @@ class _Group:
         while True:
             waiting = [run for run in self.runs if run.call is not None]
             if not waiting:
-                ranks.meet()
+                ranks.require_same_place()
                 return
             place = min(self._places[run.call.layer] for run in waiting if run.call)
             layer = list(self._fits)[place]
-            ranks.meet(self._fits[layer].path)
+            ranks.require_same_place(self._fits[layer].path)
             here = [run for run in waiting if run.call and run.call.layer is layer]
             self._fit_layer(self._fits[layer], here, weight)
             for run in here:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.batches import call, require_batch, site_tokens, token_masks
+from dynorm.batches import Batch, call, require_batch, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError
 from dynorm.fit.site_fit import LEAST
 from dynorm.guard import (
@@ -44,7 +44,7 @@ class InitializationReport(Plain):
         return str(Table(columns, rows, notes, f"{len(rows)} layers initialized from one batch"))
 
 
-def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> InitializationReport:
+def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> InitializationReport:
     r"""Set the constants of point-wise layers for training from the first step, from one batch, in place.
 
     .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
@@ -53,7 +53,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
     centre, the mean of the input if the layer has one. Every function then has the slope
     :math:`1 / \sigma` at 0, as a norm would; with the default scale sqrt(C) that is
     :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
-    Of a layer with K witnesses the sum stays the same, and they carry a share p of it:
+    In a layer with K witnesses the sum stays the same, and they carry a share p of it:
     :math:`\beta = (1 - p) \beta_0` and :math:`g = p \beta_0 / \langle \sum_k (x_k - c)^2 \rangle` for each of them.
     The model is run once. Each layer is set as it is reached, so the next ones see the inputs of
     the new model. Weights and biases stay. Under torch.distributed with an initialized group, call
@@ -94,7 +94,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
         )
     ranks = Ranks()
     sigma: dict[str, float] = {}
-    with ranks.together():
+    with ranks.sharing_errors():
         require_plain_model(model)
         layers = require_layers(model)
         for path, layer in layers.items():
@@ -107,7 +107,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
         def set_(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
             path = paths[layer]
             if path not in sigma:
-                ranks.meet(path)
+                ranks.require_same_place(path)
                 sigma[path] = _set_constants_(
                     layer, site_tokens(layer, args[0], masks), path, share, ranks
                 )
@@ -119,7 +119,7 @@ def init_from_batch_(model: nn.Module, batch: Any, *, share: float = 0.1) -> Ini
             hooked(paths, set_),
         ):
             call(model, batch)
-            ranks.meet()
+            ranks.require_same_place()
             if not sigma:
                 raise DataError(
                     "the batch must reach at least one point-wise layer, but reached none: give "
@@ -135,26 +135,26 @@ def _set_constants_(
     """Set a layer's constants by its input, (tokens, C), and return the input's size."""
     x = x.double()
     sums = ranks.summed(torch.stack([x.new_tensor(x.numel()), x.sum(), x.square().sum()]))
-    count, mean, square = float(sums[0]), float(sums[1] / sums[0]), float(sums[2] / sums[0])
-    variance = square - mean * mean if layer.center is not None else square
+    count = float(sums[0])
+    mean = float(sums[1] / sums[0])
+    square = float(sums[2] / sums[0])
+    center = 0.0
+    if layer.center is not None:
+        center = mean
+    variance = square - center * center
     if not (count > 0 and variance > 0 and layer.scale**2 * variance < float("inf")):
         raise DataError(
             f"a layer's input must be finite and not all the same, but that of {path!r} has mean "
-            f"{mean:g} and mean "
-            f"square {square:g} over {int(count)} values: look for an overflow or an empty batch"
+            f"{mean:g} and mean square {square:g} over {int(count)} values: look for an overflow or an empty batch"
         )
-    beta, center = x.new_tensor([layer.scale**2 * variance, mean])
-    if layer.witness_channels:
-        told = (
-            (x[:, list(layer.witness_channels)] - (mean if layer.center is not None else 0.0))
-            .square()
-            .sum()
-        )
-        # Of witnesses that are always 0 no gain would carry anything.
-        typical = (ranks.summed(told) / (sums[0] / x.shape[1])).clamp_min(
-            LEAST * beta / len(layer.witness_channels)
-        )
-        layer.fill_gains_((share * beta / typical).expand(len(layer.witness_channels)))
+    beta = x.new_tensor(layer.scale**2 * variance)
+    channels = list(layer.witness_channels)
+    if channels:
+        squares = (x[:, channels] - center).square().sum()
+        typical = ranks.summed(squares) / (sums[0] / x.shape[1])
+        # If the witnesses are always 0, no gain would give them their share.
+        typical = typical.clamp_min(LEAST * beta / len(channels))
+        layer.fill_gains_((share * beta / typical).expand(len(channels)))
         beta = (1 - share) * beta
-    layer.fill_constants_(beta, center)
+    layer.fill_constants_(beta, x.new_tensor(mean))
     return float(variance**0.5)

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import check_count, check_positive, upcast
-from dynorm.batches import call, cycled, iterate, site_tokens, token_masks
+from dynorm.batches import Batch, call, cycled, iterate, site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
 from dynorm.guard import (
     autocast,
@@ -32,7 +31,7 @@ from dynorm.replace.converted import (
 from dynorm.replace.original import Outputs, norm_outputs, recorded
 from dynorm.table import Plain, Table
 
-# A list of batches is measured this far, or as far as the steps use it.
+# The error is measured on this number of a list's batches, or on as many as the steps use.
 _MEASURED = 32
 # The parts of the way from the old constants to the new ones that are tried, the largest first.
 _PARTS = (1.0, 0.5, 0.25, 0.125)
@@ -72,7 +71,7 @@ class RefinementReport(Plain):
 
 def refine_(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
     steps: int,
     lr: float = 3e-3,
@@ -81,20 +80,19 @@ def refine_(
 ) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.
 
-    :func:`calibrate_` fits one site at a time and cannot know the cost of an error further on. Here all sites are
-    fitted at once: the loss is the mean over the sites of ``|f(x) - y|^2 / |y - mean y|^2``, where
-    y is the norm's output in the original model. Each batch is one step of Adam on the point-wise
-    layers' parameters alone. No other weight moves and no label is needed, so this is still
-    calibration. Each step costs a forward pass of the original and a forward and backward pass of
-    the converted model.
+    :func:`calibrate_` fits one site at a time and cannot know the cost of an error further on. Here
+    all sites are fitted at once: the loss is the mean over the sites of
+    ``|f(x) - y|^2 / |y - mean y|^2``, where y is the norm's output in the original model. Each
+    batch is one step of Adam on the parameters of the point-wise layers only. No other weight moves
+    and no label is needed, so this is still calibration. Each step costs a forward pass of the
+    original and a forward and backward pass of the converted model.
 
     The error is measured before the steps and after them, on the same batches: the first 32 of a
-    list, or as many as the steps use if these are more; of any other iterable those that the steps
-    use, which are kept in memory. If the steps have made it larger, they are halved up to three
-    times, and if that does not help, the old constants are put back, and the report says so (more
-    steps or a lower ``lr`` may help then). So the error never grows. Each
-    measurement costs a forward pass of both models over these batches: two take about as long as
-    one step per batch.
+    list, or all that the steps use if these are more. Of any other iterable they are those that the
+    steps use, which are kept in memory. If the steps have made the error larger, they are halved up
+    to three times. If that does not help, the old constants are put back, and the report says so
+    (more steps or a lower ``lr`` may help then). So the error never grows. Each measurement costs a
+    forward pass of both models over these batches: two take about as long as one step per batch.
 
     Under torch.distributed with an initialized group, call it on every rank, each with its own
     share of the data. The loss of a step is then the mean over the ranks, so all get the same
@@ -116,9 +114,9 @@ def refine_(
         The number of steps and the mean relative error before and after, on the same batches.
 
     Raises:
-        ArgumentError: ``steps`` or ``accumulate`` is no positive integer, or ``lr`` not positive.
+        ArgumentError: ``steps`` or ``accumulate`` is not a positive integer, or ``lr`` not positive.
         ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
-            or one that is still the norm (annealed, at t = 0), whose constants have no part in the
+            or one that is still the norm (annealed, at t = 0), whose constants do not influence the
             outputs; or another rank's layers differ.
         DataError: no batch, a wrong one or one without tokens, a one-shot iterator with fewer
             batches than steps, or a loss that is not finite; or another rank failed. The parameters
@@ -135,20 +133,21 @@ def refine_(
         >>> dynorm.refine_(model, data, steps=8).steps
         8
     """
-    steps, accumulate = check_count("steps", steps), check_count("accumulate", accumulate)
+    steps = check_count("steps", steps)
+    accumulate = check_count("accumulate", accumulate)
     check_positive("lr", lr)
     ranks = Ranks()
-    with ranks.together():
+    with ranks.sharing_errors():
         require_plain_model(model)
-        found = require_layers(model, with_norms=True)
+        layers = list(require_layers(model, with_norms=True).values())
         require_trainable(model)
-        layers = list(found.values())
-        if any(isinstance(layer, AnnealedNorm) and layer.position == 0 for layer in layers):
-            raise ModelError(
-                "a layer must be point-wise for its constants to be refined, but some are annealed "
-                "ones at t = 0, "
-                "which is the norm: convert_ to the layer they end as, or call set_anneal_ first"
-            )
+        for layer in layers:
+            if isinstance(layer, AnnealedNorm) and layer.position == 0:
+                raise ModelError(
+                    "a layer must be point-wise for its constants to be refined, but some are "
+                    "annealed ones at t = 0, which is the norm: convert_ to the layer they end as, "
+                    "or call set_anneal_ first"
+                )
         ranks.require_alike(dynorm_layers(model).items())
         warn_of_defaults(model)
         with (
@@ -159,8 +158,8 @@ def refine_(
             ExitStack() as after,
         ):
             # Only the layers' parameters require gradients meanwhile.
-            for p in model.parameters():
-                after.callback(p.requires_grad_, p.requires_grad)
+            for parameter in model.parameters():
+                after.callback(parameter.requires_grad_, parameter.requires_grad)
             model.requires_grad_(False)
             for layer in layers:
                 layer.requires_grad_(True)
@@ -172,7 +171,7 @@ def refine_(
     return replace(report, left=layers_without_norms(model))
 
 
-def _feeds(batches: Iterable[Any], count: int) -> tuple[Iterable[Any], Iterator[Any]]:
+def _feeds(batches: Iterable[Batch], count: int) -> tuple[Iterable[Batch], Iterator[Batch]]:
     """Return the batches to measure on, which can be gone through again, and ``count`` to take steps on."""
     if isinstance(batches, Sequence):
         return _First(batches, max(count, _MEASURED)), cycled(batches, count)
@@ -186,20 +185,20 @@ def _feeds(batches: Iterable[Any], count: int) -> tuple[Iterable[Any], Iterator[
 
 @dataclass(frozen=True)
 class _First:
-    """The first batches of a list, each taken from it when it is its turn: it may make them then."""
+    """The first batches of a list, each taken only when it is needed, because the list may make it then."""
 
-    batches: Iterable[Any]
+    batches: Iterable[Batch]
     count: int
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return islice(iterate(self.batches), self.count)
 
 
 def _refine(
     model: nn.Module,
     layers: list[PointwiseNorm],
-    measured: Iterable[Any],
-    groups: Iterable[Sequence[Any]],
+    measured: Iterable[Batch],
+    groups: Iterable[Sequence[Batch]],
     steps: int,
     lr: float,
     ranks: Ranks,
@@ -213,12 +212,12 @@ def _refine(
             f"the mean site error must be finite, but is {first}: call calibrate_ first, or look "
             "for an overflow"
         )
-    found = _descend(model, layers, parameters, groups, steps, lr, ranks)
+    after = _descend(model, layers, parameters, groups, steps, lr, ranks)
     for part in _PARTS:
-        for parameter, old, new in zip(parameters, before, found, strict=True):
+        for parameter, old, new in zip(parameters, before, after, strict=True):
             parameter.copy_(torch.lerp(upcast(old), new, part))
         last = _mean_error(model, measured, ranks, finite=False)
-        # So NaN is worse.
+        # NaN is not below, so it counts as worse.
         if last < first:
             return RefinementReport(steps, first, last, part)
     for parameter, old in zip(parameters, before, strict=True):
@@ -227,9 +226,9 @@ def _refine(
 
 
 def _mean_error(
-    model: nn.Module, batches: Iterable[Any], ranks: Ranks, *, finite: bool = True
+    model: nn.Module, batches: Iterable[Batch], ranks: Ranks, *, finite: bool = True
 ) -> float:
-    """Return the root of the mean loss of the batches of all ranks; DataError where ``finite`` does not hold."""
+    """Return the root of the mean loss of the batches of all ranks; DataError if ``finite`` and a loss is not."""
     losses: list[Tensor] = []
     with undisturbed(model):
         # A model that draws numbers draws the same ones each time.
@@ -239,49 +238,61 @@ def _mean_error(
             if finite:
                 _require_finite("loss", loss, f"batch {number}")
             losses.append(loss.double())
-    ranks.all_say(BATCH)
+    ranks.exchange(BATCH)
     total = torch.stack(losses).sum()
-    total, count = ranks.summed(torch.stack([total, total.new_tensor(len(losses))]))
-    return math.sqrt(total / count)
+    sums = ranks.summed(torch.stack([total, total.new_tensor(len(losses))]))
+    return math.sqrt(sums[0] / sums[1])
 
 
-def _loss(model: nn.Module, batch: Any, wanted: Outputs) -> Tensor:
-    """Return the mean of the squared errors of the sites that a batch reaches, by the norms' outputs."""
-    with recorded({layer: layer for layer in wanted}) as given:
+def _loss(model: nn.Module, batch: Batch, targets: Outputs) -> Tensor:
+    """Return the mean of the squared errors of the sites that a batch reaches; ``targets`` are the norms' outputs."""
+    with recorded({layer: layer for layer in targets}) as outputs:
         call(model, batch)
-    return site_errors(wanted, given, token_masks(batch)).mean()
+    return site_errors(targets, outputs, token_masks(batch)).mean()
 
 
 def _descend(
     model: nn.Module,
     layers: list[PointwiseNorm],
     parameters: list[nn.Parameter],
-    feed: Iterable[Sequence[Any]],
+    groups: Iterable[Sequence[Batch]],
     steps: int,
     lr: float,
     ranks: Ranks,
 ) -> list[Tensor]:
     """Take the steps of Adam, and return the parameters after them, in at least float32."""
-    rates = {p: rate for layer in layers for p, rate in layer.constant_rates().items()}
+    rates: dict[nn.Parameter, float] = {}
+    for layer in layers:
+        rates |= layer.constant_rates()
     # In half precision small steps would be lost, and Adam's eps would be 0.
     masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
-    groups = [
-        {"params": [m], "lr": lr * rates.get(p, 1.0)}
-        for p, m in zip(parameters, masters, strict=True)
-    ]
-    optimizer = torch.optim.Adam(groups, lr=lr)
+    options = []
+    for parameter, master in zip(parameters, masters, strict=True):
+        options.append({"params": [master], "lr": lr * rates.get(parameter, 1.0)})
+    optimizer = torch.optim.Adam(options, lr=lr)
     warm_up = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda k: min(1.0, (k + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * k / steps))
-    )
-    sizes = [m.numel() for m in masters]
-    for step, some in enumerate(feed):
-        found = torch.stack([_gradients(model, parameters, batch, step) for batch in some])
-        ranks.all_say(BATCH)
-        mean = ranks.summed(found.sum(0)) / (len(some) * ranks.size)
-        reached, *values = torch.split(mean, [len(masters), *sizes])
-        for master, there, value in zip(masters, reached, values, strict=True):
-            master.grad = value.view_as(master).to(master.dtype) if there else None
+
+    def rate(step: int) -> float:
+        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+        return min(1.0, (step + 1) / warm_up) * cosine
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    sizes = [master.numel() for master in masters]
+    for step, group in enumerate(groups):
+        reached: set[int] = set()
+        rows = []
+        for batch in group:
+            reached_by_batch, gradients = _gradients(model, parameters, batch, step)
+            reached |= reached_by_batch
+            rows.append(gradients)
+        # One that no rank's loss depends on gets no gradient, so that Adam leaves it as it is.
+        reached = set().union(*ranks.exchange(reached))
+        mean = ranks.summed(torch.stack(rows).sum(0)) / (len(rows) * ranks.size)
+        for k, values in enumerate(torch.split(mean, sizes)):
+            master = masters[k]
+            master.grad = None
+            if k in reached:
+                master.grad = values.view_as(master).to(master.dtype)
         _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), f"step {step}")
         optimizer.step()
         schedule.step()
@@ -291,19 +302,24 @@ def _descend(
     return [master.detach() for master in masters]
 
 
-def _gradients(model: nn.Module, parameters: list[nn.Parameter], batch: Any, step: int) -> Tensor:
-    """Return of each parameter whether it has a part in the loss of a batch, and then their gradients, one by one."""
-    wanted = norm_outputs(model, batch)
+def _gradients(
+    model: nn.Module, parameters: list[nn.Parameter], batch: Batch, step: int
+) -> tuple[set[int], Tensor]:
+    """Return the positions of the parameters that a batch's loss depends on, and all gradients in one row."""
+    targets = norm_outputs(model, batch)
     with torch.enable_grad(), recomputing(model):
-        loss = _loss(model, batch, wanted)
+        loss = _loss(model, batch, targets)
     _require_finite("loss", loss, f"step {step}")
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    reached = torch.tensor([each is not None for each in found], device=loss.device)
-    values = [
-        torch.zeros_like(p) if each is None else each
-        for p, each in zip(parameters, found, strict=True)
-    ]
-    return torch.cat([each.detach().flatten().to(loss.dtype) for each in (reached, *values)])
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    reached = set()
+    row = []
+    for k, gradient in enumerate(gradients):
+        if gradient is None:
+            row.append(loss.new_zeros(parameters[k].numel()))
+        else:
+            reached.add(k)
+            row.append(gradient.detach().flatten().to(loss.dtype))
+    return reached, torch.cat(row).detach()
 
 
 def _require_finite(what: str, value: Tensor, place: str) -> None:
@@ -314,17 +330,17 @@ def _require_finite(what: str, value: Tensor, place: str) -> None:
         )
 
 
-def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
-    """Return the ``|f - y|^2 / |y - mean y|^2`` of each site, y wanted and f given, padding left out.
+def site_errors(targets: Outputs, outputs: Outputs, masks: list[Tensor]) -> Tensor:
+    """Return the ``|f - y|^2 / |y - mean y|^2`` of each site, with targets y and outputs f, padding left out.
 
     A call without tokens has no error: an expert to which nothing is routed does not count.
     """
     errors = []
-    for layer, wanted_of_layer in wanted.items():
-        for whole, output in zip(wanted_of_layer, given[layer], strict=False):
-            if whole.shape != output.shape:
+    for layer, layer_targets in targets.items():
+        for target, output in zip(layer_targets, outputs[layer], strict=False):
+            if target.shape != output.shape:
                 continue
-            y = site_tokens(layer, whole, masks)
+            y = site_tokens(layer, target, masks)
             f = site_tokens(layer, output, masks)
             if len(y):
                 errors.append(relative_error(f, y))
@@ -338,8 +354,10 @@ def site_errors(wanted: Outputs, given: Outputs, masks: list[Tensor]) -> Tensor:
 
 def relative_error(f: Tensor, y: Tensor) -> Tensor:
     """Return ``|f - y|^2 / |y - mean y|^2`` of values f and the right ones y, both (tokens, C)."""
-    # A single token has no spread: a hundredth of the size stands for it. Where all is 0 no error
-    # counts.
     size = y.square().sum()
-    floor = torch.where(size > 0, (0.01 * size).clamp_min(torch.finfo(y.dtype).tiny), torch.inf)
-    return (f - y).square().sum() / torch.maximum((y - y.mean(0)).square().sum(), floor)
+    spread = (y - y.mean(0)).square().sum()
+    # A single token has no spread: a hundredth of its size takes the place of it.
+    least = (0.01 * size).clamp_min(torch.finfo(y.dtype).tiny)
+    # If all is 0 no error counts.
+    least = torch.where(size > 0, least, torch.inf)
+    return (f - y).square().sum() / torch.maximum(spread, least)

@@ -6,6 +6,7 @@ The fit is streamed: its memory is O(C), however many tokens there are.
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,28 +24,69 @@ from dynorm.theory import own_betas
 # values saturate, to a thousand, where the function is a straight line.
 _DECADES = (-1.0, 3.0)
 _PER_DECADE = 4
-# With witnesses beta is measured beside them, and less remains to be found.
+# With witnesses beta is only the rest of the sum, and is known better.
 _WITNESSED_DECADES = (-1.0, 1.0)
-# Of a layer's typical sum: the least constant beside witnesses. A token whose witnesses are all
-# small would come out of the layer too large, and in a pre-norm decoder larger from layer to layer;
-# a careful fit leaves it a constant.
-LEAST, _CAREFUL = 1e-4, 0.3
+# The least constant that is added to witnesses, as a part of the layer's typical sum. A token whose
+# witnesses are all small would come out of the layer too large, and in a pre-norm decoder larger
+# from layer to layer; a careful fit leaves it a larger constant.
+LEAST = 1e-4
+_CAREFUL = 0.3
 # Least squares shrinks outputs that it cannot predict, and site after site the shrinkage
 # multiplies. Half of it is given back, except to layers that do not repair those before them: they
 # had better add less of what is not known.
 _GIVE_BACK = 0.5
-# So many values at a time stay in the cache of a CPU core.
+# This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18
 _TINY = torch.finfo(torch.float64).tiny
-# From the simplest on. A linear layer folds away; with witnesses it leaves one number per token.
+# Name, class and whether it has witnesses. A linear layer folds away; with witnesses it leaves one
+# number per token.
 _SIMPLEST_FIRST = [
-    (f"{NAMES[kind]}{words}", kind, bool(words))
-    for kind in (LinearControl, DyISRU)
-    for words in ("", " with witnesses")
+    ("linear", LinearControl, False),
+    ("linear with witnesses", LinearControl, True),
+    ("dyisru", DyISRU, False),
+    ("dyisru with witnesses", DyISRU, True),
 ]
 # Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after 200
 # steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
 TOLERANCE = 0.05
+
+
+class Sums:
+    """Sums over tokens for each channel, of targets y and of a layer's function f with each candidate beta.
+
+    All are views of one tensor, so that one exchange adds them over the ranks.
+    """
+
+    def __init__(self, candidates: int, like: Tensor) -> None:
+        channels = like.shape[1]
+        self.all = torch.zeros(
+            2 + 3 * candidates, channels, dtype=torch.float64, device=like.device
+        )
+        self.y = self.all[0]
+        self.yy = self.all[1]
+        by_candidate = self.all[2:].view(3, candidates, channels)
+        self.f = by_candidate[0]
+        self.ff = by_candidate[1]
+        self.fy = by_candidate[2]
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """The best line from the function to the target, of each candidate beta and channel, all (candidates, C)."""
+
+    slope: Tensor
+    offset: Tensor
+    residual: Tensor  # the mean squared error that is left
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best constants of one layer, one value per channel in float64."""
+
+    beta: Tensor  # DyISRU's; the same for all channels of a layer that has one for all
+    weight: Tensor  # the factor of the function
+    bias: Tensor
+    residual: Tensor  # the mean squared error that is left
 
 
 class SiteFit:
@@ -57,8 +99,8 @@ class SiteFit:
     with the leave-one-out variance, ``exp(mean log(C v_i))``.
 
     A layer that may have witnesses gets them first, from :class:`dynorm.fit.witnesses.TokenScales`.
-    They are chosen anew after 1, 2, 4, 8, ... batches, from all tokens so far; where that changes
-    the function, the sums start anew.
+    They are chosen again after 1, 2, 4, 8, ... batches, from all tokens so far; if that changes the
+    function, the sums start again from 0.
 
     Of an annealed layer only the constants are fitted, to the core of its norm. All ``ranks`` add
     their own tokens, at the same time. A ``careful`` fit rather has outputs too small than too
@@ -69,31 +111,37 @@ class SiteFit:
         self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, *, careful: bool = False
     ) -> None:
         self.layer = layer
-        self.kind, self.eps = norm.site.kind, norm.site.eps
+        self.kind = norm.site.kind
+        self.eps = norm.site.eps
         self.tokens = 0
-        self._residual = math.nan
+        self.witnesses: Witnesses | None = None
         self._ranks = ranks
-        self._function = layer.target if isinstance(layer, AnnealedNorm) else type(layer)
-        weight = None if isinstance(layer, AnnealedNorm) else layer.factor()
-        self._weight = (
-            None if weight is None else weight.detach().to(torch.float64, copy=True).flatten()
-        )
-        self._has_bias = weight is not None and layer.bias is not None
-        self._weight_sum = 0.0
+        self._careful = careful
+        self._most_witnesses = norm.witnesses
+        self._function: type[PointwiseNorm] = type(layer)
+        self._weight: Tensor | None = None
+        self._has_bias = False
+        if isinstance(layer, AnnealedNorm):
+            self._function = layer.target
+        else:
+            weight = layer.factor()
+            if weight is not None:
+                self._weight = weight.detach().to(torch.float64, copy=True).flatten()
+                self._has_bias = layer.bias is not None
         self._betas: Tensor | None = None
         self._updates = 0
-        self._most = norm.witnesses
-        self._careful = careful
-        self.witnesses: Witnesses | None = None
-        # Channels that an earlier calibration chose are chosen anew.
-        fixed = None if norm.witnesses else layer.witness_channels or None
-        wanted = norm.witnesses or fixed
-        self._scales = None
-        if wanted:
-            count = norm.witnesses if fixed is None else len(fixed)
-            self._scales = TokenScales(
-                self.kind, self.eps, fixed, self._ranks, robust_for=count if careful else 0
-            )
+        self._weight_sum = 0.0
+        self._solution: Solution | None = None
+        self._scales: TokenScales | None = None
+        if norm.witnesses:
+            # Those that an earlier calibration chose are chosen again.
+            self._scales = self._new_scales(None, norm.witnesses)
+        elif layer.witness_channels:
+            self._scales = self._new_scales(layer.witness_channels, len(layer.witness_channels))
+
+    def _new_scales(self, fixed: tuple[int, ...] | None, count: int) -> TokenScales:
+        robust_for = count if self._careful else 0
+        return TokenScales(self.kind, self.eps, fixed, self._ranks, robust_for=robust_for)
 
     @torch.no_grad()
     def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
@@ -102,74 +150,90 @@ class SiteFit:
         Until one has a spread over its channels, nothing can be fitted and nothing is added.
         """
         if isinstance(self.layer, AnnealedNorm):
-            y = (functional.layer_norm if self.kind == "layernorm" else functional.rms_norm)(
-                x, eps=self.eps
-            )
+            core = functional.layer_norm if self.kind == "layernorm" else functional.rms_norm
+            y = core(x, eps=self.eps)
         if self._betas is None:
             self._start(x)
         if self._betas is None:
             return
         self._updates += 1
-        counts = self._ranks.all_say(len(x))
+        counts = self._ranks.exchange(len(x))
         if self._scales is not None:
             # The tokens of one process in the order of the ranks.
-            self._scales.update(x - self._center, self.tokens + sum(counts[: self._ranks.rank]))
+            first = self.tokens + sum(counts[: self._ranks.rank])
+            self._scales.update(x - self._center, first)
         # The first tokens, and powers of two: at least half of all tokens are in the last sums.
         if self._updates & (self._updates - 1) == 0:
             self._choose_(x, y)
         self.tokens += sum(counts)
         self._weight_sum += weight * sum(counts)
-        sums = torch.zeros_like(self._sums)
-        for some, wanted in zip(self._chunks(x), self._chunks(y), strict=True):
-            wanted = wanted - self._y0
-            sums[0, :2] += torch.stack([wanted.sum(0), wanted.square().sum(0)])
-            for row, f, f0 in zip(sums[1:], self._functions(some), self._f0, strict=True):
-                f = f - f0
-                row += torch.stack([f.sum(0), f.square().sum(0), (f * wanted).sum(0)])
-        self._sums += weight * self._ranks.summed(sums)
+        sums = Sums(len(self._betas), x)
+        for inputs, targets in zip(self._chunks(x), self._chunks(y), strict=True):
+            shifted = targets - self._y0
+            sums.y += shifted.sum(0)
+            sums.yy += shifted.square().sum(0)
+            for k, values in enumerate(self._functions(inputs)):
+                f = values - self._f0[k]
+                sums.f[k] += f.sum(0)
+                sums.ff[k] += f.square().sum(0)
+                sums.fy[k] += (f * shifted).sum(0)
+        self._sums.all += weight * self._ranks.summed(sums.all)
 
     @torch.no_grad()
     def solve_(self) -> None:
-        """Set the layer's constants, weight and bias to the best for all tokens so far, where there are any."""
-        if self._betas is None:
+        """Set the layer's constants, weight and bias to the best for all tokens so far, if there are any."""
+        solution = self._solve()
+        if solution is None:
             return
-        slope, offset, residual = self._least_squares()
-        score = (
-            residual
-            if self.layer.per_channel
-            else residual.sum(1, keepdim=True).expand_as(residual)
-        )
+        self._solution = solution
+        layer = self.layer
+        shape = layer.normalized_shape
+        layer.fill_slope_(solution.beta.reshape(shape) if layer.per_channel else solution.beta[:1])
+        if self._weight is not None:
+            layer.set_factor_(solution.weight)
+            if layer.bias is not None:
+                layer.bias.copy_(solution.bias.reshape(shape))
+
+    def _solve(self) -> Solution | None:
+        if self._betas is None:
+            return None
+        lines = self._least_squares()
+        residual = lines.residual
+        score = residual
+        if not self.layer.per_channel:
+            score = residual.sum(1, keepdim=True).expand_as(residual)
         lowest, best = score.min(0)
-        # The closed form's beta, where another is better by rounding alone.
+        # The closed form's beta, if another is better only by rounding.
         best = best.masked_fill(score[self._closed_form] <= lowest * (1 + 1e-6), self._closed_form)
         channel = torch.arange(residual.shape[1], device=residual.device)
-        beta, (weight, bias, left) = (
-            self._betas[best],
-            (each[best, channel] for each in (slope, offset, residual)),
+        return Solution(
+            beta=self._betas[best],
+            weight=lines.slope[best, channel],
+            bias=lines.offset[best, channel],
+            residual=residual[best, channel],
         )
-        self._residual = float(left.sum())
-        layer, shape = self.layer, self.layer.normalized_shape
-        layer.fill_slope_(beta.reshape(shape) if layer.per_channel else beta[:1])
-        if self._weight is not None:
-            layer.set_factor_(weight)
-            if layer.bias is not None:
-                layer.bias.copy_(bias.reshape(shape))
 
     @property
     def error(self) -> float:
         """Return the root of residual over spread of the target, at the last solution; NaN before there is one."""
-        return math.sqrt(self._residual / self.spread) if self.tokens else math.nan
+        if self._solution is None:
+            return math.nan
+        return math.sqrt(float(self._solution.residual.sum()) / self.spread)
 
     @property
     def spread(self) -> float:
         """Return the target's mean square over tokens, summed over channels; about its mean for a layer with a bias."""
-        y, yy = self._sums[0, :2] / self._weight_sum
-        return max(float(((yy - y * y) if self._has_bias else yy).sum()), _TINY)
+        mean_square = self._sums.yy / self._weight_sum
+        if self._has_bias:
+            mean = self._sums.y / self._weight_sum
+            mean_square = mean_square - mean * mean
+        return max(float(mean_square.sum()), _TINY)
 
     def _start(self, x: Tensor) -> None:
         """Choose centre and candidates by the first tokens that have a spread over their channels."""
         layer = self.layer
-        log_betas = x.new_zeros(2, x.shape[1], dtype=torch.float64)
+        logarithms = x.new_zeros(x.shape[1], dtype=torch.float64)
+        count = 0
         for chunk in self._chunks(x):
             spread = own_betas(chunk, self.kind, 0.0).amax(1)
             alive = chunk[spread > DEAD * chunk.square().sum(1)]
@@ -177,47 +241,35 @@ class SiteFit:
             # Without eps, the only channel of a token that is not 0 has a beta of 0.
             if len(alive):
                 beta = beta.clamp_min(DEAD * beta.amax(1, keepdim=True))
-            log_betas[0] += beta.log().sum(0, dtype=torch.float64)
-            log_betas[1] += len(alive)
-        log_betas = self._ranks.summed(log_betas)
-        if not log_betas[1].any():
+            logarithms += beta.log().sum(0, dtype=torch.float64)
+            count += len(alive)
+        sums = self._ranks.summed(torch.stack([logarithms, torch.full_like(logarithms, count)]))
+        if not sums[1].any():
             return
-        self._typical = (log_betas[0] / log_betas[1]).mean().exp()
+        self._typical = (sums[0] / sums[1]).mean().exp()
         if self._scales is not None:
             self._scales.least = SMALL * float(self._typical)
         self._betas = self._grid(*_DECADES, x) * self._typical
+        center = x.new_zeros(())
         # With witnesses 0 is the better start (measured: 0.004 of cosine): the bias takes the
         # centre over.
-        centred = layer.center is not None and self.kind == "layernorm" and self._scales is None
-        center = self._mean([x]).mean() if centred else x.new_zeros(())
+        if layer.center is not None and self.kind == "layernorm" and self._scales is None:
+            center = self._mean([x]).mean()
         layer.fill_constants_(self._betas[self._closed_form], center)
         # As the layer's dtype holds it: the function that is fitted is the one that will be
         # computed.
         self._center = center if layer.center is None else layer.center.flatten()[0].to(x.dtype)
 
     def _choose_(self, x: Tensor, y: Tensor) -> None:
-        """Give the layer its witnesses, and start the sums of least squares; they go on where nothing changes."""
-        layer = self.layer
-        if self._scales is not None:
-            found = self._scales.choose(self._most)
-            before, self.witnesses = self.witnesses, found
-            if before is not None and (before.channels, before.gains) == (
-                found.channels,
-                found.gains,
-            ):
-                return
-            layer.set_witnesses_(found.channels, found.gains)
-            # Where the witnesses tell all, the constant beside them is 0: a small one stays, for
-            # its logarithm.
-            least = (_CAREFUL if self._careful else LEAST) * float(self._typical)
-            beta = max(found.beta, least) if found.channels else float(self._typical)
-            low, high = _WITNESSED_DECADES if found.channels else _DECADES
-            self._betas = (
-                self._grid(0.0 if self._careful and found.channels else low, high, x) * beta
-            )
-            layer.fill_slope_(self._betas[self._closed_form])
-        elif self._updates > 1:
+        """Give the layer its witnesses, and start the sums of least squares; they go on if nothing changes."""
+        if self._scales is None:
+            changed = self._updates == 1
+        else:
+            changed = self._choose_witnesses_(self._scales, x)
+        if not changed:
             return
+        assert self._betas is not None
+        layer = self.layer
         constant = getattr(layer, layer.constants[0])
         self._probe = self._function(
             x.shape[1],
@@ -228,18 +280,43 @@ class SiteFit:
         )
         if self.witnesses is not None:
             self._probe.set_witnesses_(self.witnesses.channels, self.witnesses.gains)
-        # Sums of differences from the first means keep the digits that sums of squares would lose.
-        self._y0 = self._mean([y])[0].to(y.dtype) * self._has_bias
-        self._f0 = self._mean(self._functions(x)).to(x.dtype) * self._has_bias
-        # In the first row y and y^2, then for each candidate f, f^2 and f y: one tensor, summed
-        # over ranks at once.
-        self._sums = torch.zeros(
-            1 + len(self._f0), 3, x.shape[1], dtype=torch.float64, device=x.device
-        )
+        self._y0 = y.new_zeros(y.shape[1])
+        self._f0 = x.new_zeros(len(self._betas), x.shape[1])
+        if self._has_bias:
+            # Sums of differences from the first means keep the digits that sums of squares would
+            # lose.
+            self._y0 = self._mean([y])[0].to(y.dtype)
+            self._f0 = self._mean(self._functions(x)).to(x.dtype)
+        self._sums = Sums(len(self._betas), x)
         self._weight_sum = 0.0
 
+    def _choose_witnesses_(self, scales: TokenScales, x: Tensor) -> bool:
+        """Give the layer the witnesses for all tokens so far; return whether they are others than before."""
+        before = self.witnesses
+        chosen = scales.choose(self._most_witnesses)
+        self.witnesses = chosen
+        if (
+            before is not None
+            and before.channels == chosen.channels
+            and before.gains == chosen.gains
+        ):
+            return False
+        self.layer.set_witnesses_(chosen.channels, chosen.gains)
+        beta = float(self._typical)
+        low, high = _DECADES
+        if chosen.channels:
+            # If the witnesses explain all, the constant is 0: a small one stays, for its logarithm.
+            least = (_CAREFUL if self._careful else LEAST) * beta
+            beta = max(chosen.beta, least)
+            low, high = _WITNESSED_DECADES
+            if self._careful:
+                low = 0.0
+        self._betas = self._grid(low, high, x) * beta
+        self.layer.fill_slope_(self._betas[self._closed_form])
+        return True
+
     def _grid(self, low: float, high: float, like: Tensor) -> Tensor:
-        """Return candidates for beta in units of a first estimate, whose place is kept."""
+        """Return candidates for beta in units of a first estimate; ``_closed_form`` is the position of that one."""
         count = round(_PER_DECADE * (high - low)) + 1
         grid = torch.logspace(low, high, count, dtype=torch.float64, device=like.device)
         if isinstance(self.layer, LinearControl) and self._weight is not None:
@@ -263,50 +340,55 @@ class SiteFit:
 
     def _mean(self, values: Iterable[Tensor]) -> Tensor:
         """Return the mean of each (tokens, C) over the tokens of all ranks: one exchange for all of them."""
-        rows = [
-            torch.cat(
-                [
-                    each.sum(0, dtype=torch.float64),
-                    each.new_tensor([len(each)], dtype=torch.float64),
-                ]
-            )
-            for each in values
-        ]
+        rows = []
+        for tokens in values:
+            count = tokens.new_tensor([len(tokens)], dtype=torch.float64)
+            rows.append(torch.cat([tokens.sum(0, dtype=torch.float64), count]))
         sums = self._ranks.summed(torch.stack(rows))
         return sums[:, :-1] / sums[:, -1:]
 
-    def _least_squares(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return slope, offset and mean squared residual of every candidate and channel, (candidates, C)."""
-        f, ff, fy = (self._sums[1:] / self._weight_sum).unbind(1)
-        y, yy = self._sums[0, :2] / self._weight_sum
+    def _least_squares(self) -> LeastSquares:
+        """Return the lines of least squares by the sums."""
+        y = self._sums.y / self._weight_sum
+        yy = self._sums.yy / self._weight_sum
+        f = self._sums.f / self._weight_sum
+        ff = self._sums.ff / self._weight_sum
+        fy = self._sums.fy / self._weight_sum
         if self._weight is None:
-            return torch.ones_like(f), torch.zeros_like(f), yy - 2 * fy + ff
-        mean_f, mean_y = f + self._f0, y + self._y0
-        if not self._has_bias:
-            # Through the origin: moments about 0 take the place of those about the mean.
-            f = y = mean_f = mean_y = torch.zeros_like(f)
-        var_f, cov, var_y = ff - f * f, fy - f * y, yy - y * y
-        # A function that is constant says nothing of its slope: the norm's weight stays.
-        moves = var_f > DEAD * (var_f + mean_f * mean_f)
-        slope = torch.where(moves, cov / var_f.clamp_min(_TINY), 0.0)
+            return LeastSquares(torch.ones_like(f), torch.zeros_like(f), yy - 2 * fy + ff)
+        if self._has_bias:
+            mean_f = f + self._f0
+            mean_y = y + self._y0
+            var_f = ff - f * f
+            cov = fy - f * y
+            var_y = yy - y * y
+        else:
+            # A line through the origin: the moments are those about 0.
+            mean_f = torch.zeros_like(f)
+            mean_y = mean_f
+            var_f = ff
+            cov = fy
+            var_y = yy
+        # A function that is constant determines no slope: the norm's weight stays.
+        varies = var_f > DEAD * (var_f + mean_f * mean_f)
+        slope = torch.where(varies, cov / var_f.clamp_min(_TINY), 0.0)
         residual = (var_y - slope * cov).clamp_min(0)
-        # Least squares shrank the slope by |correlation|.
-        correlation = (slope.abs() * (var_f.clamp_min(0) / var_y.clamp_min(_TINY)).sqrt()).clamp(
-            1e-2, 1
-        )
-        slope = torch.where(
-            moves, slope * correlation ** -(0.0 if self._careful else _GIVE_BACK), self._weight
-        )
-        return slope, mean_y - slope * mean_f, residual
+        if not self._careful:
+            # Least squares shrank the slope by |correlation|.
+            ratio = var_f.clamp_min(0) / var_y.clamp_min(_TINY)
+            correlation = (slope.abs() * ratio.sqrt()).clamp(1e-2, 1)
+            slope = slope * correlation**-_GIVE_BACK
+        slope = torch.where(varies, slope, self._weight)
+        return LeastSquares(slope, mean_y - slope * mean_f, residual)
 
 
 class SiteChoice:
     """Fits of the layers that a site may get, and their errors on tokens that they were not yet fitted to.
 
-    There is only one, the layer that stands there, unless the norm was replaced by "auto". Each
-    batch measures the constants that the batches before gave, so all tokens but the first batch's
-    are held out once, and none is lost to the fit. ``tolerance`` is how far the chosen layer's
-    error may lie above the best one, over the target's spread.
+    There is only one, the layer at the site, unless the norm was replaced by "auto". Each batch
+    measures the constants that the batches before gave, so all tokens but the first batch's are
+    held out once, and none is lost to the fit. ``tolerance`` is how far the chosen layer's error
+    may lie above the best one, over the target's spread.
     """
 
     def __init__(
@@ -320,17 +402,22 @@ class SiteChoice:
         tolerance: float,
     ) -> None:
         self.path = path
-        self._place, self._norm, self._ranks, self._tolerance = layer, norm, ranks, tolerance
-        candidates = {NAMES.get(type(layer), ""): (layer, norm)}
+        self._layer = layer
+        self._norm = norm
+        self._ranks = ranks
+        self._tolerance = tolerance
+        self._fits: dict[str, SiteFit] = {}
         if norm.auto:
-            candidates = {
-                name: (_alike(layer, kind), norm._replace(witnesses=norm.witnesses * witnessed))
-                for name, kind, witnessed in _SIMPLEST_FIRST
-                if norm.witnesses or not witnessed
-            }
-        self._fits = {
-            name: SiteFit(*each, ranks, careful=careful) for name, each in candidates.items()
-        }
+            for name, kind, has_witnesses in _SIMPLEST_FIRST:
+                if has_witnesses and not norm.witnesses:
+                    continue
+                count = norm.witnesses if has_witnesses else 0
+                self._fits[name] = SiteFit(
+                    _of_kind(layer, kind), norm._replace(witnesses=count), ranks, careful=careful
+                )
+        else:
+            name = NAMES.get(type(layer), "")
+            self._fits[name] = SiteFit(layer, norm, ranks, careful=careful)
         # The simplest layer that holds so far. The errors are on held-out tokens, if there are any.
         self.name, self.fit = next(iter(self._fits.items()))
         self.errors: dict[str, float] = {}
@@ -347,10 +434,11 @@ class SiteChoice:
         self, x: Tensor, y: Tensor, weight: float, run: Callable[[PointwiseNorm], Tensor]
     ) -> None:
         """Measure all layers, as they are, on new tokens, whose outputs ``run`` returns; then fit them to these too."""
-        fits = self._fits.values()
-        if self.fit.tokens and len(fits) > 1:
-            found = [(run(fit.layer) - y).double().square().sum() for fit in fits]
-            sums = self._ranks.summed(torch.stack([*found, found[0].new_tensor(len(y))])).cpu()
+        fits = list(self._fits.values())
+        if self.fit.tokens and self.chooses:
+            squares = [(run(fit.layer) - y).double().square().sum() for fit in fits]
+            count = squares[0].new_tensor(len(y))
+            sums = self._ranks.summed(torch.stack([*squares, count])).cpu()
             self._squares += weight * sums[:-1]
             self._weight_sum += weight * float(sums[-1])
         for fit in fits:
@@ -358,27 +446,31 @@ class SiteChoice:
             fit.solve_()
         errors = [fit.error for fit in fits]
         if self._weight_sum:
-            # The sums of witnessed layers may have started anew; the first one's are of all tokens.
-            spread = next(iter(fits)).spread
-            errors = (self._squares / self._weight_sum / spread).sqrt().tolist()
+            # Sums of layers with witnesses may have started again; the first one's are of all
+            # tokens.
+            errors = (self._squares / self._weight_sum / fits[0].spread).sqrt().tolist()
         self.errors = dict(zip(self._fits, errors, strict=True))
         most = min(errors) + self._tolerance
-        # Before there is a fit all errors are NaN.
-        self.name = next((name for name, error in self.errors.items() if error <= most), self.name)
+        # Before there is a fit all errors are NaN, and the name stays.
+        for name, error in self.errors.items():
+            if error <= most:
+                self.name = name
+                break
         self.fit = self._fits[self.name]
 
     @torch.no_grad()
     def settled(self) -> PointwiseNorm:
-        """Return the chosen layer, to stand for the one before with its weight and bias, hooks and mode."""
-        before, chosen = self._place, self.fit.layer
+        """Return the chosen layer, to replace the one before with its weight and bias, hooks and mode."""
+        before = self._layer
+        chosen = self.fit.layer
         if chosen is before or not self.fit.tokens:
             return before
         for name in ("weight", "bias"):
-            own, fitted = getattr(before, name), getattr(chosen, name)
-            if own is not None:
-                # The same parameter, for another module may share it.
-                own.copy_(fitted)
-                setattr(chosen, name, own)
+            parameter = getattr(before, name)
+            if parameter is not None:
+                # The same parameter, because another module may share it.
+                parameter.copy_(getattr(chosen, name))
+                setattr(chosen, name, parameter)
         tried = ", ".join(f"{name} {error:.3f}" for name, error in self.errors.items())
         take_over_(chosen, before, self._norm._replace(why=f"{self.name}: errors of {tried}"))
         return chosen
@@ -386,11 +478,11 @@ class SiteChoice:
 
 # Parameters that are made in inference mode can never be trained.
 @torch.inference_mode(False)
-def _alike(layer: PointwiseNorm, kind: type[PointwiseNorm]) -> PointwiseNorm:
+def _of_kind(layer: PointwiseNorm, kind: type[PointwiseNorm]) -> PointwiseNorm:
     """Return a layer of another kind, without witnesses, with the same arguments, weight and bias."""
-    like = getattr(layer, layer.constants[0])
-    new = kind(**layer.config() | {"witnesses": ()}, device=like.device, dtype=like.dtype)
-    new.requires_grad_(like.requires_grad)
+    constant = getattr(layer, layer.constants[0])
+    new = kind(**layer.config() | {"witnesses": ()}, device=constant.device, dtype=constant.dtype)
+    new.requires_grad_(constant.requires_grad)
     for name in ("weight", "bias"):
         setattr(new, name, copy.deepcopy(getattr(layer, name)))
     return new

@@ -1,17 +1,19 @@
-"""Choose the witnesses of a site: the few channels whose squares tell a token's scale."""
+"""Choose the witnesses of a site: the few channels from whose squares a token's size can be estimated."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from dynorm.fit.nonnegative import nonnegative_least_squares
 from dynorm.ranks import Ranks
 from dynorm.theory import token_moment
 
-# So many channels are looked at: those whose share of the token's sum varies most.
+# The number of channels to choose from: those whose share of the token's sum varies most.
 _CANDIDATES = 64
 # A further channel must lessen the error on held-out tokens by this part.
 _WORTH = 0.02
@@ -21,35 +23,121 @@ _WORTH = 0.02
 _LARGE = 0.2
 # A variance or a squared error below this part of the mean square is rounding, about 1e-6 of the
 # size; a sum below this part of a typical one counts as that part.
-DEAD, SMALL = 1e-12, 0.25
-# So many channels are tried for the report, however many are wanted.
+DEAD = 1e-12
+SMALL = 0.25
+# The report shows the errors with up to this number of channels, even if the layer gets fewer.
 _REPORTED = 4
-# Rounds for each channel in which gains that are not negative are searched, and what counts as
-# nothing there.
-_TURNS, _TINY_PART = 5, 1e-12
 _TINY = 1e-300
 # Rounds of new weights for the tokens, and the least ratio of estimate to sum that they look at.
-_ROUNDS, _LEAST_RATIO = 2, 1e-6
-# So many values are held in float64 at a time.
+_ROUNDS = 2
+_LEAST_RATIO = 1e-6
+# The number of values that are copied to float64 at a time.
 _CHUNK = 1 << 20
-# The gain of a fixed witness that tells nothing.
+# The gain of a fixed witness that adds nothing to the others.
 _LEAST_GAIN = 1e-6
-# The golden ratio's multiples fall evenly between 0 and 1, whatever the length of a text: no period
-# of theirs meets one of the tokens', so the first tokens of texts, the largest of all, stand on
-# both sides.
-_GOLDEN, _HELD_OUT = 0.6180339887498949, 0.25
+# The multiples of the golden ratio fall evenly between 0 and 1, however long the texts are, and
+# share no period with them. So the first tokens of texts, the largest of all, are on both sides.
+_GOLDEN = 0.6180339887498949
+_HELD_OUT = 0.25
 
 
 @dataclass(frozen=True)
 class Witnesses:
-    """The witnesses of one site, and how well they tell a token's scale."""
+    """The witnesses of one site, and how well a token's size follows from them."""
 
-    channels: tuple[int, ...]  # their positions, the most telling one first
+    channels: tuple[int, ...]  # their positions, the most useful one first
     gains: tuple[float, ...]  # the weight of each one's square
-    beta: float  # the constant beside them, for the rest of the sum
-    # How much of the scale's variation over held-out tokens 0, 1, 2, ... channels explain, at most
-    # 1; of fixed channels none and all. Below 0, they tell less than a constant.
+    beta: float  # the constant that is added, for the rest of the sum
+    # How much of the variation of the size over held-out tokens 0, 1, 2, ... channels explain, at
+    # most 1; of fixed channels none and all. Below 0, they explain less than a constant.
     explained: tuple[float, ...]
+
+    @property
+    def explained_by_all(self) -> float:
+        """How much of the variation all the chosen channels explain."""
+        return self.explained[min(len(self.channels), len(self.explained) - 1)]
+
+
+@dataclass(frozen=True)
+class Gram:
+    r"""Sums over tokens from which gains and errors of every set of candidates follow.
+
+    The error of a token is :math:`\sum_k g_k a_k + \beta b - 1`, with :math:`a_k = u_k^2 / S` of
+    each of K candidates and :math:`b = 1 / S`. These K + 1 are the columns; 1 is the target.
+    """
+
+    products: Tensor  # (K + 1, K + 1): each column times each, the one of the constant last
+    targets: Tensor  # (K + 1): each column times the target
+    weight: Tensor  # (): the target's square, which is the weight of all tokens
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Self:
+        """Name the parts of the sums of all products, (K + 2, K + 2), with the target last."""
+        return cls(sums[:-1, :-1], sums[:-1, -1], sums[-1, -1])
+
+    @property
+    def candidates(self) -> int:
+        """How many channels there are to choose from."""
+        return len(self.targets) - 1
+
+    def columns(self, channels: Tensor) -> Tensor:
+        """Append the constant's column to channels, (..., m): (..., m + 1)."""
+        constant = channels.new_full((*channels.shape[:-1], 1), self.candidates)
+        return torch.cat([channels, constant], -1)
+
+    def solve(self, channels: Tensor) -> Tensor:
+        """Return the gains and the constant of each row of channels, (rows, m), none negative: (rows, m + 1)."""
+        columns = self.columns(channels)
+        products = self.products[columns[:, :, None], columns[:, None, :]]
+        return nonnegative_least_squares(products, self.targets[columns])
+
+    def error(self, channels: Tensor, solution: Tensor) -> float:
+        """Return the mean squared relative error of a solution for channels (m), at least the rounding error."""
+        columns = self.columns(channels)
+        quadratic = solution @ self.products[columns[:, None], columns] @ solution
+        error = quadratic - 2 * solution @ self.targets[columns] + self.weight
+        # With tokens of one size only rounding remains, and one processor would find a witness in
+        # it where another does not.
+        return float((error / self.weight.clamp_min(_TINY)).clamp_min(DEAD))
+
+    def growing_sets(self, limit: int) -> "Iterator[ChannelSet]":
+        """Yield sets of 1, 2, ... channels: each time the one is added that lessens the error most."""
+        channels = torch.arange(0, device="cpu")
+        while len(channels) < limit:
+            rest = [k for k in range(self.candidates) if k not in channels]
+            added = torch.tensor(rest, device="cpu")[:, None]
+            tried = torch.cat([channels.expand(len(rest), -1), added], 1)
+            solutions = self.solve(tried)
+            errors = []
+            for row, solution in zip(tried, solutions, strict=True):
+                errors.append(self.error(row, solution))
+            best = errors.index(min(errors))
+            channels = tried[best]
+            yield ChannelSet(channels, solutions[best])
+
+
+@dataclass(frozen=True)
+class ChannelSet:
+    """Some of the candidates, with the gains and the constant that fit best."""
+
+    channels: Tensor  # (m)
+    solution: Tensor  # (m + 1)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The columns of some tokens."""
+
+    columns: Tensor  # (tokens, K + 2): the candidates' parts of S, 1 / S, and 1
+    weights: Tensor  # (tokens, 1)
+    is_held_out: Tensor  # (tokens)
+
+    def sums(self, factor: Tensor | float = 1.0) -> Tensor:
+        """Return the products of the columns, of the tokens to fit to and of those held out, (2, K + 2, K + 2)."""
+        columns = self.columns * (self.weights * factor).sqrt()
+        fitted = columns[~self.is_held_out]
+        held_out = columns[self.is_held_out]
+        return torch.stack([fitted.T @ fitted, held_out.T @ held_out])
 
 
 class TokenScales:
@@ -58,19 +146,19 @@ class TokenScales:
     .. math:: \min_{\beta, g \ge 0} \sum_t S_t^{1/5} \left( \frac{\beta + \sum_k g_k u_{tk}^2}{S_t} - 1 \right)^2
 
     with S the norm's own sum: :math:`C (\sigma^2 + \varepsilon)` of a LayerNorm,
-    :math:`C (MS + \varepsilon)` of an RMSNorm. The error is relative, for the output's is. The
+    :math:`C (MS + \varepsilon)` of an RMSNorm. The error is relative because the output's is. The
     factor lets a large token count by its size: one that is missed comes out too large, not too
-    small, and the relative error alone hardly sees it.
+    small, and the relative error hardly shows it.
 
     The sums are a matrix of 66 x 66 for the 64 channels whose part :math:`u_k^2 / S` varies most in
     the first tokens, and a second one for the held-out quarter of the tokens.
 
-    With ``robust_for`` the error is that of :math:`\log S`, for a choice of so many channels: tokens
-    of one update get weights that depend on how far the estimate is off. ``explained`` stays that of
-    the relative error.
+    With ``robust_for``, the number of channels to choose, the error is that of :math:`\log S`: the
+    tokens of each update get weights that depend on how far the estimate is off. ``explained``
+    stays that of the relative error.
 
-    Of fixed ``channels`` only the gains are wanted. All ``ranks`` add their own tokens, at the same
-    time. A sum below ``least`` counts as that; None takes a quarter of the typical sum of this
+    With fixed ``channels`` only the gains are fitted. All ``ranks`` add their own tokens, at the
+    same time. A sum below ``least`` counts as that; None takes a quarter of the typical sum of this
     rank's first tokens.
     """
 
@@ -84,14 +172,18 @@ class TokenScales:
         least: float | None = None,
         robust_for: int = 0,
     ) -> None:
-        self._kind, self._eps = kind, eps
+        self._kind = kind
+        self._eps = eps
         self._ranks = ranks
-        self._channels = None if channels is None else torch.tensor(channels, device="cpu")
+        self._channels: Tensor | None = None
         self._fixed = channels is not None
         self._seen = 0
         self.least = least
         self._robust_for = robust_for
-        size = 1 if channels is None else len(channels) + 2
+        size = 1  # The first sums make it that of the candidates.
+        if channels is not None:
+            self._channels = torch.tensor(channels, device="cpu")
+            size = len(channels) + 2
         self._sums = torch.zeros(2, size, size, dtype=torch.float64, device="cpu")
         self._robust_sums = self._sums.clone()
 
@@ -110,19 +202,13 @@ class TokenScales:
         if u.device != self._sums.device:
             self._sums = self._sums.to(u.device)
             self._robust_sums = self._robust_sums.to(u.device)
-        columns: list[Tensor] = []
-        weights: list[Tensor] = []
-        for _, chunk in self._chunks(u):
-            chunk_columns, total = self._columns(chunk)
-            columns.append(chunk_columns)
-            weights.append(total**_LARGE)
-        part = _Tokens(torch.cat(columns), torch.cat(weights), self._held_out(u, start))
-        new = part.sums()
+        tokens = self._tokens(u, self._channels.to(u.device), start)
+        sums = tokens.sums()
         if self._robust_for:
-            self._robust_sums = self._robust_sums + self._reweighted(part, new)
-        self._sums = self._sums + new
+            self._robust_sums = self._robust_sums + self._reweighted(tokens, sums)
+        self._sums = self._sums + sums
 
-    def _reweighted(self, part: "_Tokens", sums: Tensor) -> Tensor:
+    def _reweighted(self, tokens: _Tokens, sums: Tensor) -> Tensor:
         r"""Return the sums of tokens with the weights that make the squared error that of the logarithm.
 
         An estimate :math:`r = \hat S / S` that is far too small costs at most 1 in
@@ -131,39 +217,43 @@ class TokenScales:
         round before, it costs :math:`\log^2 r`.
         """
         for _ in range(_ROUNDS):
-            fit, judge = self._ranks.summed((self._robust_sums + sums).clone()).cpu()
-            both = fit + judge
-            chosen = torch.arange(len(both) - 2, device="cpu")
+            total = self._ranks.summed(self._robust_sums + sums).cpu()
+            gram = Gram.of(total[0] + total[1])
+            channels = torch.arange(gram.candidates, device="cpu")
             if not self._fixed:
-                limit = min(self._robust_for, len(both) - 2)
-                *_, (_, chosen, _) = _grown(both, limit)
-            estimate = _solve(both, chosen[None])[0]
-            places = torch.cat([chosen, chosen.new_tensor([len(both) - 2])])
-            ratio = part.columns[:, places.to(part.columns.device)] @ estimate.to(part.columns)
+                limit = min(self._robust_for, gram.candidates)
+                channels = list(gram.growing_sets(limit))[-1].channels
+            solution = gram.solve(channels[None])[0]
+            columns = gram.columns(channels).to(tokens.columns.device)
+            ratio = tokens.columns[:, columns] @ solution.to(tokens.columns)
             ratio = ratio.clamp_min(_LEAST_RATIO)
             factor = (ratio.log() / (ratio - 1)).square()
+            # The limit at r = 1, where the formula is 0 / 0.
             factor = torch.where((ratio - 1).abs() < 1e-6, 1.0, factor)
-            sums = part.sums(factor[:, None])
+            sums = tokens.sums(factor[:, None])
         return sums
 
-    def _columns(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the parts of the candidates, 1 / S and 1 of each token with a spread, and its S."""
-        assert self._channels is not None
-        alive, total = self._sums_of_tokens(u)
-        parts = u[alive][:, self._channels.to(u.device)].double().square() / total
-        return torch.cat([parts, 1 / total, torch.ones_like(total)], 1), total
-
-    def _held_out(self, u: Tensor, start: int) -> Tensor:
-        """Return which of the tokens with a spread are held out; ``start`` is the first one's number."""
-        alive = torch.cat([self._sums_of_tokens(chunk)[0] for _, chunk in self._chunks(u)])
+    def _tokens(self, u: Tensor, channels: Tensor, start: int) -> _Tokens:
+        """Return the columns of the tokens with a spread; ``start`` is the first token's number."""
+        columns = []
+        weights = []
+        has_spread = []
+        for chunk in self._chunks(u):
+            alive, total = self._sums_of_tokens(chunk)
+            parts = chunk[alive][:, channels].double().square() / total
+            columns.append(torch.cat([parts, 1 / total, torch.ones_like(total)], 1))
+            weights.append(total**_LARGE)
+            has_spread.append(alive)
         number = start + torch.arange(len(u), device=u.device, dtype=torch.float64)
-        return (number[alive] * _GOLDEN) % 1 < _HELD_OUT
+        number = number[torch.cat(has_spread)]
+        is_held_out = (number * _GOLDEN) % 1 < _HELD_OUT
+        return _Tokens(torch.cat(columns), torch.cat(weights), is_held_out)
 
     def _set_least(self, u: Tensor) -> None:
         """Set ``least`` to a quarter of the typical sum, if there is a token with a spread."""
         logarithms = u.new_zeros((), dtype=torch.float64)
         count = 0
-        for _, chunk in self._chunks(u):
+        for chunk in self._chunks(u):
             _, total = self._sums_of_tokens(chunk)
             logarithms += total.log().sum()
             count += len(total)
@@ -172,17 +262,18 @@ class TokenScales:
 
     def _choose_candidates(self, u: Tensor) -> None:
         """Choose the channels whose part of the token's sum varies most, if a rank has a token with a spread."""
+        # Of each channel's part: the sum, the sum of squares and the count.
         sums = u.new_zeros(3, u.shape[1], dtype=torch.float64)
-        for _, chunk in self._chunks(u):
+        for chunk in self._chunks(u):
             alive, total = self._sums_of_tokens(chunk)
             parts = chunk[alive].double().square() / total
-            sums += torch.stack(
-                [parts.sum(0), parts.square().sum(0), parts.new_full(parts.shape[1:], len(parts))]
-            )
+            sums[0] += parts.sum(0)
+            sums[1] += parts.square().sum(0)
+            sums[2] += len(parts)
         sums = self._ranks.summed(sums)
         if sums[2].any():
-            mean, mean_square = sums[:2] / sums[2]
-            variance = mean_square - mean * mean
+            mean = sums[0] / sums[2]
+            variance = sums[1] / sums[2] - mean * mean
             self._channels = variance.topk(min(_CANDIDATES, u.shape[1])).indices
 
     def _sums_of_tokens(self, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,133 +282,68 @@ class TokenScales:
         moment = token_moment(u, self._kind)
         alive = moment > DEAD * u.square().mean(1)
         total = u.shape[1] * (moment[alive, None] + self._eps)
-        # Of padding or blank tokens no relative error would leave anything to the others.
+        # Otherwise the relative errors of padding or blank tokens would outweigh all others.
         return alive, total.clamp_min(self.least or 0.0)
 
-    def _chunks(self, u: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the tokens in pieces, whose copies in float64 need little memory, with the place of each piece."""
-        size = max(1, _CHUNK // u.shape[1])
-        for offset in range(0, max(1, len(u)), size):
-            yield offset, u[offset : offset + size]
+    def _chunks(self, u: Tensor) -> Sequence[Tensor]:
+        """Return the tokens in pieces, at least one, whose copies in float64 need little memory."""
+        return torch.split(u, max(1, _CHUNK // u.shape[1]))
 
     def choose(self, limit: int) -> Witnesses:
         """Return at most ``limit`` witnesses, added one by one while each lessens the held-out error by 2 %.
 
-        Fixed channels are all taken, whatever they tell. Call it on every rank.
+        Fixed channels are all taken, however little they explain. Call it on every rank.
         """
         if self._channels is None:
             # No token had a spread.
             return Witnesses((), (), 0.0, (0.0,))
         sums = self._ranks.summed(self._sums.clone()).cpu()
-        robust = sums
+        robust_sums = sums
         if self._robust_for:
-            robust = self._ranks.summed(self._robust_sums.clone()).cpu()
-        count = len(self._channels)
-        if (sums[:, -1, -1] <= 0).any():
-            # All of a few tokens are on one side: nothing judges them, and nothing is chosen.
+            robust_sums = self._ranks.summed(self._robust_sums.clone()).cpu()
+        weights = sums[:, -1, -1]
+        if (weights <= 0).any():
+            # The few tokens are all on one side: nothing can be judged, and nothing is chosen.
             limit = 0
-            sums, robust = (both.sum(0).expand(2, -1, -1) / 2 for both in (sums, robust))
-        fit, judge = sums
-        robust_fit, robust_judge = robust
-        robust_all = robust_fit + robust_judge
+            sums = sums.sum(0).expand(2, -1, -1) / 2
+            robust_sums = robust_sums.sum(0).expand(2, -1, -1) / 2
+        fitted = Gram.of(sums[0])
+        held_out = Gram.of(sums[1])
         nothing = torch.arange(0, device="cpu")
-        everything = torch.arange(count, device="cpu")
-        errors = [_error(judge, nothing, _solve(fit, nothing[None])[0])]
-        kept = nothing
+        errors = [held_out.error(nothing, fitted.solve(nothing[None])[0])]
         if self._fixed:
-            kept = everything
-            errors.append(_error(judge, everything, _solve(fit, everything[None])[0]))
+            chosen = torch.arange(fitted.candidates, device="cpu")
+            errors.append(held_out.error(chosen, fitted.solve(chosen[None])[0]))
         else:
-            last = _error(robust_judge, nothing, _solve(robust_fit, nothing[None])[0])
-            worth_it = True
-            for error_gains, chosen, _ in _grown(robust_fit, min(max(limit, _REPORTED), count)):
-                errors.append(_error(judge, chosen, _solve(fit, chosen[None])[0]))
-                error = _error(robust_judge, chosen, error_gains)
-                worth_it = worth_it and len(chosen) <= limit and error < (1 - _WORTH) * last
+            chosen = nothing
+            robust_fitted = Gram.of(robust_sums[0])
+            robust_held_out = Gram.of(robust_sums[1])
+            last = robust_held_out.error(nothing, robust_fitted.solve(nothing[None])[0])
+            is_worth_it = True
+            most = min(max(limit, _REPORTED), fitted.candidates)
+            for tried in robust_fitted.growing_sets(most):
+                solution = fitted.solve(tried.channels[None])[0]
+                errors.append(held_out.error(tried.channels, solution))
+                error = robust_held_out.error(tried.channels, tried.solution)
+                is_better = error < (1 - _WORTH) * last
                 last = error
-                if worth_it:
-                    kept = chosen
-        # The channels are chosen; their gains may know all tokens.
-        solved: list[float] = _solve(robust_all, kept[None])[0].tolist()
-        *gains, beta = solved
-        # A gain of 0 is a channel that adds nothing to the others: fixed ones keep a gain for its
-        # logarithm.
-        if self._fixed:
-            gains = [max(gain, _LEAST_GAIN) for gain in gains]
-        pairs = [(k, g) for k, g in zip(self._channels[kept].tolist(), gains, strict=True) if g > 0]
+                if len(tried.channels) > limit or not is_better:
+                    is_worth_it = False
+                if is_worth_it:
+                    chosen = tried.channels
+        # The channels are chosen; their gains may be fitted to all tokens.
+        everything = Gram.of(robust_sums[0] + robust_sums[1])
+        solved: list[float] = everything.solve(chosen[None])[0].tolist()
+        beta = solved.pop()
+        channels = []
+        gains = []
+        for channel, gain in zip(self._channels[chosen].tolist(), solved, strict=True):
+            if self._fixed:
+                # One that adds nothing to the others keeps a gain for its logarithm.
+                gain = max(gain, _LEAST_GAIN)
+            if gain > 0:
+                channels.append(channel)
+                gains.append(gain)
         # A larger set may ignore channels, so the error never increases with the count.
-        explained = tuple(1 - least / errors[0] for least in accumulate(errors, min))
-        return Witnesses(tuple(k for k, _ in pairs), tuple(g for _, g in pairs), beta, explained)
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """What the sums need of some tokens."""
-
-    columns: Tensor  # (tokens, candidates + 2): the candidates' parts of S, 1 / S, and 1
-    weights: Tensor  # (tokens, 1)
-    held_out: Tensor  # (tokens)
-
-    def sums(self, factor: Tensor | float = 1.0) -> Tensor:
-        """Return the Gram matrices of the tokens to fit to and of those held out, (2, n, n)."""
-        columns = self.columns * (self.weights * factor).sqrt()
-        fit = columns[~self.held_out]
-        judge = columns[self.held_out]
-        return torch.stack([fit.T @ fit, judge.T @ judge])
-
-
-def _grown(sums: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield growing sets of channels, each with the one that lessens the error most: gains, channels, error."""
-    chosen = torch.arange(0, device="cpu")
-    while len(chosen) < limit:
-        rest = torch.tensor([k for k in range(len(sums) - 2) if k not in chosen], device="cpu")
-        tried = torch.cat([chosen.expand(len(rest), -1), rest[:, None]], 1)
-        solved = _solve(sums, tried)
-        errors = [_error(sums, row, gains) for row, gains in zip(tried, solved, strict=True)]
-        best = min(range(len(errors)), key=errors.__getitem__)
-        chosen = tried[best]
-        yield solved[best], chosen, errors[best]
-
-
-def _solve(sums: Tensor, chosen: Tensor) -> Tensor:
-    """Return the gains and the constant of each row of channels (rows, m), none negative: (rows, m + 1)."""
-    columns = torch.cat([chosen, torch.full((len(chosen), 1), len(sums) - 2, device="cpu")], 1)
-    matrix, wanted = sums[columns[:, :, None], columns[:, None, :]], sums[columns, -1]
-    scale = matrix.diagonal(dim1=1, dim2=2).clamp_min(_TINY).rsqrt()
-    matrix, wanted = matrix * scale[:, :, None] * scale[:, None, :], wanted * scale
-    # Without this part of it a matrix with two like channels has no solution.
-    unit = torch.eye(columns.shape[1], dtype=matrix.dtype, device="cpu")
-    matrix, least = matrix + _TINY_PART * unit, _TINY_PART * wanted.abs().amax(1)
-    found, free = torch.zeros_like(wanted), torch.ones_like(wanted, dtype=torch.bool)
-    # Lawson and Hanson's active sets, of all rows at once. Go from what is found towards the best
-    # over those that are free, up to where the first would be negative, and hold that at 0; from
-    # the best set free what lessens the error most. The error never grows.
-    for _ in range(_TURNS * columns.shape[1]):
-        inner = torch.where(free[:, :, None] & free[:, None, :], matrix, unit)
-        aim = torch.linalg.solve_ex(inner, wanted * free)[0]
-        falls = free & (aim <= 0)
-        short = falls.any(1)
-        reach = (
-            (found / (found - aim))
-            .where(falls & (found > 0), falls.logical_not().to(found))
-            .amin(1, keepdim=True)
-        )
-        found = (found + reach * (aim - found)).clamp_min(0)
-        free &= ~falls | (found > least[:, None])
-        slope = (wanted - (matrix @ found[:, :, None])[:, :, 0]).where(~free, -torch.inf)
-        more = ~short & (slope.amax(1) > least)
-        if not (more | short).any():
-            break
-        rows = more.nonzero()[:, 0]
-        free[rows, slope[rows].argmax(1)] = True
-    return found * scale
-
-
-def _error(sums: Tensor, chosen: Tensor, weights: Tensor) -> float:
-    """Return the mean squared relative error over the tokens of ``sums``, at least what rounding leaves."""
-    columns = torch.cat([chosen, torch.tensor([len(sums) - 2], device="cpu")])
-    quadratic = weights @ sums[columns[:, None], columns] @ weights
-    error = quadratic - 2 * weights @ sums[columns, -1] + sums[-1, -1]
-    # Of tokens of one size rounding alone is left, and one processor would find a witness in it
-    # where another does not.
-    return float((error / sums[-1, -1].clamp_min(_TINY)).clamp_min(DEAD))
+        explained = [1 - least / errors[0] for least in accumulate(errors, min)]
+        return Witnesses(tuple(channels), tuple(gains), beta, tuple(explained))

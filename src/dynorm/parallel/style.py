@@ -105,7 +105,7 @@ class PointwiseParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ranks = Ranks(device_mesh.get_group() if device_mesh.ndim == 1 else None, ModelError)
-        with ranks.together():
+        with ranks.sharing_errors():
             axis = self._check(module, device_mesh)
             assert isinstance(module, PointwiseNorm)
             ranks.require_alike([("", module)])
@@ -226,7 +226,7 @@ def require_equal_ranks(model: nn.Module, group: ProcessGroup | None = None) -> 
         >>> require_equal_ranks(nn.Sequential(dynorm.DyISRU(8)))  # one process, nothing to compare
     """
     ranks = Ranks(group, ModelError)
-    with ranks.together():
+    with ranks.sharing_errors():
         require_gathered(model)
         ranks.require_alike(dynorm_layers(model).items())
 

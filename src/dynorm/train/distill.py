@@ -189,7 +189,7 @@ def distill_(
     started = time.perf_counter()
     ranks = Ranks()
     # In inference mode nothing has a gradient.
-    with torch.inference_mode(False), ranks.together():
+    with torch.inference_mode(False), ranks.sharing_errors():
         job = Distillation(model, teacher, loss or output_loss, bf16, ranks)
         if checkpoints is not None:
             job.recipe = _recipe(job, lr)
@@ -206,7 +206,7 @@ def distill_(
             # The batches that were measured are trained on too.
             batches = chain(first, batches)
         # A sharded model runs only where all ranks run it.
-        first = first[: min(ranks.all_say(len(first)))]
+        first = first[: min(ranks.exchange(len(first)))]
         # An annealed model is still its teacher: it has no error that a step could make smaller.
         annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
         loss_before = None if annealed else job.measure(first)
@@ -215,7 +215,7 @@ def distill_(
         lr = distillation_rate(model)
         if not annealed:
             try:
-                with torch.inference_mode(False), ranks.together():
+                with torch.inference_mode(False), ranks.sharing_errors():
                     lr = job.rate(lr, first, weights)
             finally:
                 model.load_state_dict(weights)
@@ -244,7 +244,7 @@ def distill_(
     loss_after = None
     kept = True
     if loss_before is not None:
-        with ranks.together():
+        with ranks.sharing_errors():
             loss_after = job.measure(first)
         # A loss of NaN is worse, too.
         kept = loss_after <= loss_before
@@ -256,7 +256,7 @@ def distill_(
             "rate"
         )
     seconds = time.perf_counter() - started
-    samples = sum(ranks.all_say(trainer.samples))
+    samples = sum(ranks.exchange(trainer.samples))
     last_loss = losses[-1] if losses else None
     return DistillationReport(
         steps_taken, lr, seconds, samples, last_loss, loss_before, loss_after, kept
@@ -381,13 +381,13 @@ def _steps_in(seconds: float, job: Distillation, batches: Iterable[Batch], accum
         count += 1
         is_over = now - begun > _TIMING_SHARE * seconds
         # All ranks stop together: a sharded model runs only where all ranks run it.
-        if any(job.ranks.all_say(is_over)):
+        if any(job.ranks.exchange(is_over)):
             break
     job.model.zero_grad(set_to_none=True)
     step = accumulate * (now - warm) / count
     seconds_left = seconds - (now - begun)
     steps = max(1, int(seconds_left / (_OVERHEAD * step)))
-    return min(job.ranks.all_say(steps))
+    return min(job.ranks.exchange(steps))
 
 
 def _clock(end: float) -> Callable[[], float]:
@@ -400,6 +400,6 @@ def _clock(end: float) -> Callable[[], float]:
 def _recipe(job: Distillation, lr: float | None) -> dict[str, Any]:
     """Return the layers, the rate that was asked for, and the sum of the teacher's |weights|."""
     # Notice a failed rank before the sums.
-    job.ranks.all_say(BATCH)
+    job.ranks.exchange(BATCH)
     sizes = [float(gathered(p.abs().sum(dtype=torch.float64))) for p in job.teacher.parameters()]
     return {"layers": str(require_layers(job.model)), "rate": lr, "teacher": f"{sum(sizes):.6g}"}

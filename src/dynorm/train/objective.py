@@ -81,14 +81,14 @@ class Distillation(nn.Module):
         Inside a sharded model a failing rank cannot notify the others, because they are waiting for
         its shards. It exits, and their collective fails.
         """
-        return nullcontext() if self.sharded else self.ranks.together()
+        return nullcontext() if self.sharded else self.ranks.sharing_errors()
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss of the batches of all ranks in eval mode."""
         self.model.eval()
         loss = fmean(float(self(batch)) for batch in batches)
-        return fmean(self.ranks.all_say(loss))
+        return fmean(self.ranks.exchange(loss))
 
     def rate(self, usual: float, batches: Sequence[Batch], weights: dict[str, Tensor]) -> float:
         """Return the learning rate found on the first batch where a trial step lowers the loss.
@@ -109,7 +109,7 @@ class Distillation(nn.Module):
         self.model.zero_grad()
         self(batch).backward()
         # Notice a failed rank before the sums.
-        self.ranks.all_say(BATCH)
+        self.ranks.exchange(BATCH)
         signs = {}
         for p in self.model.parameters():
             if p.requires_grad:

@@ -125,7 +125,7 @@ class AnnealStart:
                 failed or has other layers; then no constant is changed.
             ModelError: it was finished or cancelled before.
         """
-        with self._ranks.together():
+        with self._ranks.sharing_errors():
             if not self._watching:
                 raise ModelError(
                     "an AnnealStart can be finished once, but this one is over: make another"
@@ -138,7 +138,7 @@ class AnnealStart:
         for layer, sums in self._sums.items():
             path = self._paths[layer]
             # Notice a rank that failed, or has other layers, before the sums.
-            self._ranks.meet(path)
+            self._ranks.require_same_place(path)
             totals = self._ranks.summed(torch.stack([sums.counts, sums.log_betas, sums.inputs]))
             counts = totals[0]
             problem = ""
@@ -213,7 +213,7 @@ def require_same_anneal(model: nn.Module) -> None:
         ModelError: a rank differs; it is raised on every rank.
     """
     ranks = Ranks(error=ModelError)
-    with ranks.together():
+    with ranks.sharing_errors():
         layers = annealed_layers(model)
         require_gathered(model)
         forms = []

@@ -63,7 +63,7 @@ class Course(TrainerCallback):  # type: ignore[misc]
         description = f"distilling, loss {float(self._trainer.last_loss):.3f}"
         self._progress.update(self._task, completed=state.global_step, description=description)
         if self._clock is not None:
-            self.time_used = fmean(self._trainer.job.ranks.all_say(self._clock()))
+            self.time_used = fmean(self._trainer.job.ranks.exchange(self._clock()))
             if self.time_used > 1:
                 control.should_training_stop = True
 
@@ -143,7 +143,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         model.eval()
         with self.job.together():
             loss: Tensor = model(inputs["batch"])
-        self.job.ranks.all_say(BATCH)
+        self.job.ranks.exchange(BATCH)
         self.samples += largest_tensor(inputs["batch"]).shape[0]
         self.last_loss = loss.detach()
         return loss
