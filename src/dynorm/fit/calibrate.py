@@ -447,21 +447,31 @@ class _Group:
             layer = list(self._fits)[place]
             ranks.require_same_place(self._fits[layer].path)
             here = [run for run in waiting if run.call and run.call.layer is layer]
-            self._fit_layer(self._fits[layer], here, weight)
+            self._fit_layer(self._fits[layer], here, weight, ranks)
             for run in here:
                 run.resume()
 
-    def _fit_layer(self, choice: SiteChoice, runs: list[_Run], weight: float) -> None:
-        parts = [runs]
-        if choice.chooses and len(runs) > 1:
+    def _fit_layer(self, choice: SiteChoice, runs: list[_Run], weight: float, ranks: Ranks) -> None:
+        inputs = []
+        targets = []
+        for run in runs:
+            x, y = run.tokens(choice.path)
+            inputs.append(x)
+            targets.append(y)
+        # For each rank, the number of tokens in each of its batches.
+        counts = ranks.exchange([len(x) for x in inputs])
+        numbers = choice.fit.tokens + _numbers(counts, ranks.rank)
+        numbers = numbers.to(inputs[0].device)
+        x = torch.cat(inputs)
+        y = torch.cat(targets)
+        parts = [slice(None)]
+        turns = max(len(of_rank) for of_rank in counts)
+        if choice.chooses and turns > 1:
             # The second half measures the candidates that were fitted to the first.
-            half = (len(runs) + 1) // 2
-            parts = [runs[:half], runs[half:]]
+            half = sum(counts[ranks.rank][: (turns + 1) // 2])
+            parts = [slice(0, half), slice(half, None)]
         for part in parts:
-            tokens = [run.tokens(choice.path) for run in part]
-            x = torch.cat([inputs for inputs, _ in tokens])
-            y = torch.cat([targets for _, targets in tokens])
-            choice.fit_(x, y, weight, partial(_outputs, part))
+            choice.fit_(x[part], y[part], weight, partial(_outputs, runs, part), numbers[part])
 
     def close(self) -> None:
         """End all runs."""
@@ -486,5 +496,25 @@ def _hash_of_tokens(layer: PointwiseNorm, x: Tensor, place: int) -> Tensor:
     return torch.movedim(uniform, tuple(range(-len(dims), 0)), dims)
 
 
-def _outputs(runs: list[_Run], layer: PointwiseNorm) -> Tensor:
-    return torch.cat([run.outputs(layer) for run in runs])
+def _outputs(runs: list[_Run], part: slice, layer: PointwiseNorm) -> Tensor:
+    return torch.cat([run.outputs(layer) for run in runs])[part]
+
+
+def _numbers(counts: list[list[int]], rank: int) -> Tensor:
+    """Return the numbers of this rank's tokens if the ranks' batches followed each other in turn.
+
+    So the tokens that are held out do not depend on the number of processes. ``counts`` has for
+    each rank the number of tokens in each of its batches.
+    """
+    numbers = [torch.zeros(0, dtype=torch.float64, device="cpu")]
+    first = 0
+    for turn in range(max(len(of_rank) for of_rank in counts)):
+        for other, of_rank in enumerate(counts):
+            if turn < len(of_rank):
+                count = of_rank[turn]
+                if other == rank:
+                    numbers.append(
+                        torch.arange(first, first + count, dtype=torch.float64, device="cpu")
+                    )
+                first += count
+    return torch.cat(numbers)

@@ -144,10 +144,13 @@ class SiteFit:
         return TokenScales(self.kind, self.eps, fixed, self._ranks, robust_for=robust_for)
 
     @torch.no_grad()
-    def update(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
+    def update(
+        self, x: Tensor, y: Tensor, weight: float = 1.0, numbers: Tensor | None = None
+    ) -> None:
         """Add tokens x (tokens, C), finite, with the outputs y that the layer should return, and how much they count.
 
         Until one has a spread over its channels, nothing can be fitted and nothing is added.
+        ``numbers`` are those of the tokens among all of all ranks; by default rank after rank.
         """
         if isinstance(self.layer, AnnealedNorm):
             core = functional.layer_norm if self.kind == "layernorm" else functional.rms_norm
@@ -159,9 +162,10 @@ class SiteFit:
         self._updates += 1
         counts = self._ranks.exchange(len(x))
         if self._scales is not None:
-            # The tokens of one process in the order of the ranks.
-            first = self.tokens + sum(counts[: self._ranks.rank])
-            self._scales.update(x - self._center, first)
+            if numbers is None:
+                first = self.tokens + sum(counts[: self._ranks.rank])
+                numbers = first + torch.arange(len(x), device=x.device, dtype=torch.float64)
+            self._scales.update(x - self._center, numbers)
         # The first tokens, and powers of two: at least half of all tokens are in the last sums.
         if self._updates & (self._updates - 1) == 0:
             self._choose_(x, y)
@@ -431,7 +435,12 @@ class SiteChoice:
 
     @torch.no_grad()
     def fit_(
-        self, x: Tensor, y: Tensor, weight: float, run: Callable[[PointwiseNorm], Tensor]
+        self,
+        x: Tensor,
+        y: Tensor,
+        weight: float,
+        run: Callable[[PointwiseNorm], Tensor],
+        numbers: Tensor | None = None,
     ) -> None:
         """Measure all layers, as they are, on new tokens, whose outputs ``run`` returns; then fit them to these too."""
         fits = list(self._fits.values())
@@ -442,7 +451,7 @@ class SiteChoice:
             self._squares += weight * sums[:-1]
             self._weight_sum += weight * float(sums[-1])
         for fit in fits:
-            fit.update(x, y, weight)
+            fit.update(x, y, weight, numbers)
             fit.solve_()
         errors = [fit.error for fit in fits]
         if self._weight_sum:

@@ -188,9 +188,10 @@ class TokenScales:
         self._robust_sums = self._sums.clone()
 
     @torch.no_grad()
-    def update(self, u: Tensor, first: int | None = None) -> None:
-        """Add tokens (tokens, C) about their centre, the first of them number ``first`` among those of all ranks."""
-        start = self._seen if first is None else first
+    def update(self, u: Tensor, numbers: Tensor | None = None) -> None:
+        """Add tokens (tokens, C) about their centre, with their numbers among those of all ranks."""
+        if numbers is None:
+            numbers = self._seen + torch.arange(len(u), device=u.device, dtype=torch.float64)
         self._seen += len(u)
         if self.least is None:
             # Each rank by itself: AnnealStart adds tokens while a model trains.
@@ -202,7 +203,7 @@ class TokenScales:
         if u.device != self._sums.device:
             self._sums = self._sums.to(u.device)
             self._robust_sums = self._robust_sums.to(u.device)
-        tokens = self._tokens(u, self._channels.to(u.device), start)
+        tokens = self._tokens(u, self._channels.to(u.device), numbers)
         sums = tokens.sums()
         if self._robust_for:
             self._robust_sums = self._robust_sums + self._reweighted(tokens, sums)
@@ -233,8 +234,8 @@ class TokenScales:
             sums = tokens.sums(factor[:, None])
         return sums
 
-    def _tokens(self, u: Tensor, channels: Tensor, start: int) -> _Tokens:
-        """Return the columns of the tokens with a spread; ``start`` is the first token's number."""
+    def _tokens(self, u: Tensor, channels: Tensor, numbers: Tensor) -> _Tokens:
+        """Return the columns of the tokens with a spread; ``numbers`` decide which are held out."""
         columns = []
         weights = []
         has_spread = []
@@ -244,9 +245,8 @@ class TokenScales:
             columns.append(torch.cat([parts, 1 / total, torch.ones_like(total)], 1))
             weights.append(total**_LARGE)
             has_spread.append(alive)
-        number = start + torch.arange(len(u), device=u.device, dtype=torch.float64)
-        number = number[torch.cat(has_spread)]
-        is_held_out = (number * _GOLDEN) % 1 < _HELD_OUT
+        numbers = numbers[torch.cat(has_spread)]
+        is_held_out = (numbers * _GOLDEN) % 1 < _HELD_OUT
         return _Tokens(torch.cat(columns), torch.cat(weights), is_held_out)
 
     def _set_least(self, u: Tensor) -> None:
