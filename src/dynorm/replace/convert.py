@@ -224,7 +224,8 @@ def restore_(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model).
+        ModelError: the model has no point-wise layer, none whose norm is known (a loaded model), or
+            one that is sharded.
 
     Warns:
         CalibrationWarning: some layers stay; it names them.
@@ -244,6 +245,13 @@ def restore_(model: nn.Module) -> nn.Module:
         )
     ours = {path: m for path, m in model.named_modules() if path in layers or is_ours(m)}
     lost = [path for path, module in ours.items() if replaced_by(module) is None]
+    for path in lost:
+        # Only a DTensor has this method.
+        if any(hasattr(p, "full_tensor") for p in ours[path].parameters()):
+            raise ModelError(
+                f"the original norms must be known, but {path!r} dropped its norm when it was "
+                "sharded: restore the model before parallelize_module"
+            )
     if len(lost) == len(ours):
         raise ModelError(
             f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the "
