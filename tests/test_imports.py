@@ -15,7 +15,7 @@ import dynorm
 SOURCES = Path(dynorm.__file__).parent
 # Numbers and layers, no model.
 GROUND = (
-    ("_version",),
+    ("version",),
     ("errors",),
     ("dtypes",),
     ("files",),
@@ -165,7 +165,7 @@ def foreign_underscores(
         f"{'.'.join(module)} imports {'.'.join(name)}"
         for name in sorted(names)
         # The version is the whole package's own.
-        if name[0] == "dynorm" and name[1] not in (module[1], "_version")
+        if name[0] == "dynorm" and name[1] not in (module[1], "version")
         if any(part.startswith("_") and not part.endswith("__") for part in name)
     ]
 
@@ -207,7 +207,7 @@ def test_no_name_with_an_underscore_is_taken_from_another_package() -> None:
         ("from dynorm.kernels import _cpu, pointwise", 1),
         ("from dynorm.layers._base import PointwiseNorm", 0),
         ("from ._base import _check_dim", 0),
-        ("from dynorm._version import __version__", 0),
+        ("from dynorm.version import __version__", 0),
     ],
 )
 def test_foreign_underscores_are_found(source: str, count: int) -> None:
@@ -239,7 +239,7 @@ def test_imports_down_the_order_are_found(source: str, module: str) -> None:
     [
         ("from dynorm.functional import dyt", "dynorm.theory"),
         (
-            "from dynorm import functional, errors\nfrom dynorm._version import __version__",
+            "from dynorm import functional, errors\nfrom dynorm.version import __version__",
             "dynorm.layers.dyt",
         ),
         ("from ._base import PointwiseNorm\nfrom ..functional import dyt", "dynorm.layers.dyt"),

@@ -8,7 +8,6 @@ begins as a row of ``family.py``.
 from typing import TYPE_CHECKING
 
 from dynorm import functional, theory
-from dynorm._version import __version__ as __version__
 from dynorm.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -47,6 +46,7 @@ from dynorm.site import NormSite
 from dynorm.train import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.train.distill import distill_
 from dynorm.train.monitor import Monitor
+from dynorm.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dynorm.train.callbacks import AnnealCallback as AnnealCallback

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from dynorm._version import __version__
 from dynorm.errors import ArgumentError, DynormError, require_library
+from dynorm.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> None:
     """Write a model into an empty directory; ModelError if safetensors cannot hold a tensor."""
-    from dynorm._version import __version__
+    from dynorm.version import __version__
 
     tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -263,7 +263,7 @@ def read_transformers(folder: Path) -> nn.Module:
 
 
 def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
-    from dynorm._version import __version__
+    from dynorm.version import __version__
 
     prefix = base_prefix(model)
 

@@ -507,7 +507,7 @@ def library_versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     import transformers
 
-    from dynorm._version import __version__
+    from dynorm.version import __version__
 
     return {
         "dynorm": __version__,

@@ -5,9 +5,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from dynorm._version import __version__
 from dynorm.files import require_writable, write_text
 from dynorm.report.colours import css_colors
+from dynorm.version import __version__
 
 # The page's scripts; each uses only those before it.
 SCRIPTS = (
