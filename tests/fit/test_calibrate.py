@@ -316,11 +316,27 @@ class Remembering(nn.Module):
         return self.second(y + 5 * self.mean)
 
 
-def test_a_model_that_keeps_something_of_a_batch_runs_batch_after_batch() -> None:
+class RememberingInAList(Remembering):
+    """The same, in a list that stays the same object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means.append(x.mean(0))
+        y = self.first(x)
+        return self.second(y + 5 * self.means[-1])
+
+
+@pytest.mark.parametrize("kind", [Remembering, RememberingInAList])
+def test_a_model_that_keeps_something_of_a_batch_runs_batch_after_batch(
+    kind: type[nn.Module],
+) -> None:
     """Side by side the second norm would get the mean of another batch."""
     torch.manual_seed(0)
     batches = [torch.randn(50, C) + shift for shift in range(4)]
-    model = Remembering()
+    model = kind()
     dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
     seen = []
     model.second.register_forward_pre_hook(lambda _, args: seen.append(args[0]))

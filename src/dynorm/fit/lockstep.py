@@ -141,7 +141,6 @@ def keeps_state(model: nn.Module, layers: Iterable[PointwiseNorm], batch: Any) -
 
     Such a model cannot run on several batches side by side: one would read what another has left.
     """
-    before = _held_by_modules(model)
     changed = False
 
     def look(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -150,18 +149,21 @@ def keeps_state(model: nn.Module, layers: Iterable[PointwiseNorm], batch: Any) -
         return original_forward(layer, *args)
 
     with undisturbed(model, batch, attributes=True), hooked(layers, look):
+        before = _held_by_modules(model)
         call(model, batch)
         return changed or _held_by_modules(model) != before
 
 
 class _Held:
-    """A value by its identity; a tensor also by how often it was written into."""
+    """A value by its identity; a tensor also by its writes, a container by its length."""
 
     def __init__(self, value: object) -> None:
         self._value = value  # kept, so that no other object takes its address
-        self._writes = (
-            value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-        )
+        self._writes = 0
+        if isinstance(value, Tensor) and not value.is_inference():
+            self._writes = value._version
+        elif isinstance(value, (list, dict, set)):
+            self._writes = len(value)
 
     def __eq__(self, other: object) -> bool:
         return (
