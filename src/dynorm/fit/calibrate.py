@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from dynorm.arguments import check_not_negative, check_share
 from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
-from dynorm.fit.lockstep import LayerCall, PausedRun, keeps_state, stopping_at
+from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
 from dynorm.fit.site_fit import TOLERANCE, SiteChoice
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
@@ -290,17 +290,17 @@ def _fit_groups(
 ) -> int:
     """Fit the layers to group after group of batches; return how many batches all ranks had."""
     remaining = iterate(batches)
-    first = next(remaining, None)
-    side_by_side = first is not None and not keeps_state(model, fits, first)
-    remaining = chain([] if first is None else [first], remaining)
+    looked_at = list(islice(remaining, 2))
+    side_by_side = bool(looked_at) and can_share(model, fits, looked_at[0], looked_at[-1])
+    remaining = chain(looked_at, remaining)
     group_number = 0
     used = 0
     last_batch = None
     with stopping_at(fits):
         while True:
-            group = _Group(model, fits, lean)
+            group = _Group(model, fits, lean, side_by_side)
             try:
-                group.fill(remaining, used, side_by_side)
+                group.fill(remaining, used)
                 anybody_goes_on = BATCH in ranks.exchange(BATCH if group.runs else OVER)
                 if not anybody_goes_on:
                     break
@@ -324,7 +324,15 @@ class _Run:
     """The run of a batch through the layers, and the same through the norms if the fit needs it."""
 
     def __init__(
-        self, model: nn.Module, fits: Fits, batch: Batch, number: int, lean: float, *, counts: bool
+        self,
+        model: nn.Module,
+        fits: Fits,
+        batch: Batch,
+        number: int,
+        lean: float,
+        *,
+        counts: bool,
+        side_by_side: bool,
     ) -> None:
         self.batch = batch
         self.counts = counts
@@ -342,6 +350,8 @@ class _Run:
         if lean > 0:
             self._original = PausedRun(model, batch)
         try:
+            while not side_by_side and self._goes_on(self._original):
+                pass
             self._converted = PausedRun(model, batch, self._answer)
         except BaseException:
             self.close()
@@ -399,40 +409,59 @@ class _Run:
         if self._original is None:
             return call.norm_output
         outputs = self._first_outputs[call.layer]
-        while not outputs and self._original.call is not None:
-            passed = self._original.call
-            self._first_outputs[passed.layer].append(passed.norm_output)
-            self._original.resume()
+        while not outputs and self._goes_on(self._original):
+            pass
         # An expert of a mixture may get other tokens here than in the original.
         original = outputs.pop(0) if outputs else None
         if original is None or original.shape != call.norm_output.shape:
             return call.norm_output
         return torch.lerp(call.norm_output, original, self._lean)
 
+    def _goes_on(self, original: PausedRun | None) -> bool:
+        """Keep the norm's output where the original model waits, and let it go on; False at its end."""
+        if original is None or original.call is None:
+            return False
+        self._first_outputs[original.call.layer].append(original.call.norm_output)
+        original.resume()
+        return True
+
 
 class _Group:
     """Batches that go through the model side by side: a layer is fitted to all of them at once."""
 
-    def __init__(self, model: nn.Module, fits: Fits, lean: float) -> None:
+    def __init__(self, model: nn.Module, fits: Fits, lean: float, side_by_side: bool) -> None:
         self.runs: list[_Run] = []
         self._model = model
         self._fits = fits
         self._lean = lean
+        self._side_by_side = side_by_side
         self._places = {layer: place for place, layer in enumerate(fits)}
 
-    def fill(self, batches: Iterator[Batch], number: int, side_by_side: bool) -> None:
+    def fill(self, batches: Iterator[Batch], number: int) -> None:
         """Start a run for each batch, until there are enough tokens; ``number`` is the first batch's."""
         tokens = 0
         for batch in batches:
             run = self.add(batch, number + len(self.runs), counts=True)
             if run.call is not None:
                 tokens += run.call.x.numel() // run.call.layer.channels
-            if not side_by_side or tokens >= _TOKENS_AT_ONCE or len(self.runs) == _RUNS_AT_ONCE:
+            if (
+                not self._side_by_side
+                or tokens >= _TOKENS_AT_ONCE
+                or len(self.runs) == _RUNS_AT_ONCE
+            ):
                 return
 
     def add(self, batch: Batch, number: int, *, counts: bool) -> _Run:
         """Start one run."""
-        run = _Run(self._model, self._fits, batch, number, self._lean, counts=counts)
+        run = _Run(
+            self._model,
+            self._fits,
+            batch,
+            number,
+            self._lean,
+            counts=counts,
+            side_by_side=self._side_by_side,
+        )
         self.runs.append(run)
         return run
 

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import upcast
 from dynorm.batches import call
+from dynorm.errors import DataError, ModelError
 from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.swap import original_forward
@@ -70,7 +72,12 @@ class PausedRun:
         work = contextvars.copy_context().run
         self._thread = threading.Thread(target=work, args=(self._work,), daemon=True)
         self._thread.start()
-        self.resume()
+        try:
+            self.resume()
+        except BaseException:
+            # Nobody else could end it, for instance after Ctrl-C.
+            self.close()
+            raise
 
     def resume(self) -> None:
         """Go on to the next layer, or to the end; raise the error of the model, if there is one."""
@@ -96,6 +103,9 @@ class PausedRun:
 
     def stop_at(self, layer: PointwiseNorm, x: Tensor, norm_output: Tensor) -> Tensor:
         """Wait at a layer for :meth:`resume`, and return the output to go on with."""
+        if self._closed:
+            # The model calls layers in a ``finally``, or caught _Closed: nobody would resume it.
+            raise _Closed
         # A copy where the model goes on with the same tensor, for it may write into it.
         kept = norm_output.clone() if self._answer is None else norm_output
         self.call = LayerCall(layer, x, kept)
@@ -125,33 +135,103 @@ class PausedRun:
 
 @contextmanager
 def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
-    """Have every :class:`PausedRun` stop at these layers, for as long as the context lasts."""
+    """Have every :class:`PausedRun` stop at these layers, for as long as the context lasts.
+
+    A call that belongs to no run is left as it is: the batches may be made with the model.
+    """
+    home = threading.get_ident()
 
     def stop(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        run: PausedRun | None = getattr(_running, "run", None)
+        if run is None and threading.get_ident() == home:
+            return output
+        if run is None:
+            raise ModelError(
+                "the model must call its layers in the thread that calls the model, but calls some "
+                "in a thread that it has started: let it call them one after another meanwhile"
+            )
         norm_output = original_forward(layer, *args)
-        run: PausedRun = _running.run
         return run.stop_at(layer, args[0], norm_output)
 
     with hooked(layers, stop):
         yield
 
 
-def keeps_state(model: nn.Module, layers: Iterable[PointwiseNorm], batch: Any) -> bool:
-    """Return whether a pass leaves something on the modules, by running one with the norms.
+# In a run beside another batch, the inputs of layers may differ by this from those in a run alone.
+_SAME = 1e-3
+# In the run beside it, norms have outputs of another size: the batches may be the same.
+_OTHER_SIZE = 1.1
 
-    Such a model cannot run on several batches side by side: one would read what another has left.
+
+def can_share(model: nn.Module, layers: Iterable[PointwiseNorm], first: Any, second: Any) -> bool:
+    """Return whether a model can run on several batches side by side, by trying it with the norms.
+
+    It cannot if one run would read what another has left: on a module, or elsewhere. ``second`` may
+    be the same batch as ``first``.
     """
-    changed = False
+    layers = list(layers)
+    keeps_something = False
+    inputs_alone: list[Tensor] = []
 
     def look(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        nonlocal changed
-        changed = changed or _held_by_modules(model) != before
+        nonlocal keeps_something
+        keeps_something = keeps_something or _held_by_modules(model) != before
+        inputs_alone.append(_summary(args[0]))
         return original_forward(layer, *args)
 
-    with undisturbed(model, batch, attributes=True), hooked(layers, look):
+    with undisturbed(model, first, attributes=True), hooked(layers, look):
         before = _held_by_modules(model)
-        call(model, batch)
-        return changed or _held_by_modules(model) != before
+        call(model, first)
+        keeps_something = keeps_something or _held_by_modules(model) != before
+    if keeps_something:
+        return False
+    try:
+        inputs = _inputs_beside(model, layers, first, second)
+    except DataError:
+        # What the other batch has left may be of another shape. If the error is another one, it
+        # comes again in the calibration.
+        return False
+    if len(inputs) != len(inputs_alone):
+        return False
+    return all(map(_are_close, inputs, inputs_alone))
+
+
+def _inputs_beside(
+    model: nn.Module, layers: list[PointwiseNorm], first: Any, second: Any
+) -> list[Tensor]:
+    """Return the summaries of the layers' inputs for a batch, with another one in turn."""
+
+    def answer(layer: PointwiseNorm, x: Tensor) -> Tensor:
+        return original_forward(layer, x) * _OTHER_SIZE
+
+    inputs: list[Tensor] = []
+    runs: list[PausedRun] = []
+    with undisturbed(model, (first, second), attributes=True), stopping_at(layers):
+        try:
+            run = PausedRun(model, first)
+            runs.append(run)
+            other = PausedRun(model, second, answer)
+            runs.append(other)
+            while run.call is not None:
+                inputs.append(_summary(run.call.x))
+                run.resume()
+                if other.call is not None:
+                    other.resume()
+        finally:
+            for started in runs:
+                started.close()
+    return inputs
+
+
+def _summary(x: Tensor) -> Tensor:
+    """Return the means over an input's last axis, one number per row: no copy of all of it."""
+    return upcast(x.detach()).mean(-1) if x.ndim else upcast(x.detach())
+
+
+def _are_close(x: Tensor, y: Tensor) -> bool:
+    if x.shape != y.shape:
+        return False
+    return bool((x - y).norm() <= _SAME * y.norm()) or torch.equal(x, y)
 
 
 class _Held:
