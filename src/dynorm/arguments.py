@@ -88,6 +88,17 @@ def require_gathered(model: nn.Module) -> None:
                 "deepspeed.zero.GatheredParameters(list(model.parameters())):`, or before "
                 "deepspeed.initialize"
             )
+    for path, module in model.named_modules():
+        if not getattr(module, "_dynorm_layer", False):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            # Without a mark: other tools empty parameters too. A layer has no empty one.
+            if not parameter.numel():
+                full_name = f"{path}.{name}".lstrip(".")
+                raise ModelError(
+                    f"the model's tensors must hold values, but {full_name!r} is empty: gather the "
+                    "parameters first, with the tool that keeps their values"
+                )
 
 
 def check_shape(normalized_shape: Shape) -> tuple[int, ...]:

@@ -111,6 +111,11 @@ def arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor) or parameter is None:
             return value
+        if value.is_meta and not parameter.is_meta:
+            raise DataError(
+                "the tensors of a batch must hold values, but one is on the meta device: make the "
+                "batch outside of `with torch.device('meta')`"
+            )
         value = value.to(parameter.device)
         # A gradient cannot be taken through a tensor that was made in inference mode.
         if value.is_inference() and torch.is_grad_enabled():

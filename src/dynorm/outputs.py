@@ -1,5 +1,6 @@
 """Choose the tensor of a model's output to compare, and make one vector of it per sample."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -86,7 +87,10 @@ def sample_vectors(tensor: Tensor, batch: Batch, *, pooled: bool) -> Tensor:
     if tensor.dtype != torch.float64:
         tensor = tensor.float()
     if tensor.ndim != 3:
-        return normalize(tensor, dim=-1) if pooled else tensor.reshape(len(tensor), -1)
+        if pooled:
+            return normalize(tensor, dim=-1)
+        # The size and not -1, which torch cannot infer for a batch without samples.
+        return tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))
     valid = unpadded(tensor, batch)
     has_tokens = valid.any(1)
     tensor = torch.where(valid[:, :, None], tensor, 0)[has_tokens]

@@ -157,3 +157,13 @@ def test_the_engine_of_deepspeed_is_named_as_the_wrapper() -> None:
     engine_class = type("DeepSpeedEngine", (nn.Sequential,), {"__module__": "deepspeed.runtime"})
     with pytest.raises(ModelError, match=r"but is wrapped in DeepSpeed: pass engine\.module"):
         dynorm.find_norms(engine_class(*build()), X)
+
+
+def test_an_empty_parameter_of_a_layer_is_refused_without_a_mark_too(tmp_path: Path) -> None:
+    """Other tools empty parameters as well: save wrote a tensor of shape (0,)."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+    dynorm.calibrate_(model, [torch.randn(64, 8)])
+    model[1].weight.data = torch.empty(0)
+    with pytest.raises(dynorm.ModelError, match=r"'1\.weight' is empty"):
+        dynorm.save(model, tmp_path / "saved")

@@ -786,3 +786,26 @@ def test_a_single_token_is_measured(tmp_path: Path) -> None:
     report = measure(model, [torch.randn(1, 8)])
     assert [site.tokens for site in report.sites] == [1, 1]
     report.to_html(tmp_path / "page.html")
+
+
+def test_a_batch_without_samples_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    x = torch.randn(64, 8)
+    dynorm.convert_(model, dynorm.find_norms(model, x))
+    dynorm.calibrate_(model, [x])
+    alone = dynorm.measure(model, [x])
+    report = dynorm.measure(model, [x[:0], x, x[:0]])
+    assert report.output == alone.output
+    assert report.sites[0] == alone.sites[0]
+    with pytest.raises(dynorm.DataError, match="reached none"):
+        dynorm.measure(model, [x[:0]])
+
+
+@pytest.mark.parametrize("verb", ["calibrate_", "measure"])
+def test_a_batch_on_the_meta_device_is_refused_by_the_reason(verb: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+    dynorm.calibrate_(model, [torch.randn(64, 8)])
+    with pytest.raises(dynorm.DataError, match="must hold values"):
+        getattr(dynorm, verb)(model, [torch.randn(4, 8, device="meta")])

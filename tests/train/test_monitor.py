@@ -177,3 +177,14 @@ class TestCallback:
         assert not trainer.model.norm._forward_hooks
         lines = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
         assert ["saturated" in line for line in lines] == [True, True]
+
+
+def test_a_monitor_that_is_attached_lets_a_restored_norm_run() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    x = torch.randn(4, 8)
+    before = model(x)
+    dynorm.convert_(model, dynorm.find_norms(model, x), to="annealed")
+    with dynorm.Monitor(model) as monitor:
+        dynorm.restore_(model)
+        assert torch.equal(model(x), before)
+        assert monitor.read() == {}

@@ -133,7 +133,10 @@ class Monitor:
         self._gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
 
     @torch.no_grad()
-    def _see(self, path: str, layer: PointwiseNorm, args: Any, kwargs: Any, output: Tensor) -> None:
+    def _see(self, path: str, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        # A restored norm keeps the hooks of its layer.
+        if not isinstance(layer, PointwiseNorm):
+            return
         if not layer.training or output.is_nested or output.numel() == 0:
             return
         # By position or by keyword.
