@@ -301,6 +301,26 @@ def test_more_text_than_goes_side_by_side(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.allclose(model[0].bias, other[0].bias, atol=0.1)
 
 
+@pytest.mark.parametrize("to", ["dyisru", "auto"])
+def test_batches_without_tokens_of_a_site_change_nothing(
+    to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at an expert to which nothing is routed; also where the witnesses would be chosen again."""
+    monkeypatch.setattr("dynorm.fit.calibrate._TOKENS_AT_ONCE", 1)
+    x = scaled_tokens(300)
+    model = nn.Sequential(nn.LayerNorm(C))
+    dynorm.convert_(model, dynorm.find_norms(model, x[:5]), to, witnesses=2)
+    other = copy.deepcopy(model)
+    nothing = x[:0]
+    dynorm.calibrate_(model, x.split(100), lean=0)
+    report = dynorm.calibrate_(other, [*x.split(100), nothing, nothing], lean=0)
+    assert report.sites[0].tokens == 300
+    assert math.isfinite(report.sites[0].error)
+    expected = parameters(model)
+    for name, value in parameters(other).items():
+        assert torch.equal(value, expected[name]), name
+
+
 class Remembering(nn.Module):
     """Keeps the batch's mean on itself from one norm to the next."""
 
