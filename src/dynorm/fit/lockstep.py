@@ -97,6 +97,9 @@ class PausedRun:
 
     def stop_at(self, layer: PointwiseNorm, x: Tensor, norm_output: Tensor) -> Tensor:
         """Wait at a layer for :meth:`resume`, and return the output to go on with."""
+        if self._closed:
+            # The model caught the exception that ends it, and calls a layer again.
+            raise _Closed
         # Without an answer the model gets this tensor and may write into it, so a copy is kept.
         kept = norm_output.clone() if self._answer is None else norm_output
         self.call = LayerCall(layer, x, kept)
