@@ -1,6 +1,6 @@
 """How much the calibration of a decoder depends on its text: SmolLM2-135M-Instruct, draw by draw.
 
-``python -m benchmarks.draws`` calibrates on draws of docstrings, each in two sizes, and writes
+``python -m benchmarks.draws`` calibrates on draws of docstrings, each in four sizes, and writes
 benchmarks/results/draws.json. It does not measure rows again that are there already. A row takes
 about a minute on 2 cores. ``--check`` measures one more draw and fails if its divergence is more
 than three standard deviations above the committed mean. The packages of requirements-models.txt are
@@ -32,7 +32,7 @@ from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "draws.json"
 DRAWS = 10
-SIZES = (12, 24)
+SIZES = (12, 24, 64, 128)
 LENGTH = 256
 HELD_OUT = 96
 MEASURED = 8
