@@ -171,8 +171,8 @@ images:
 	$(BIN)/python -m benchmarks.images build/dinov2-calibrated/report.json build/dinov2-distilled/report.json
 	$(BIN)/python -m benchmarks.tables
 
-# How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: half
-# an hour on 2 cores. What is measured already stays.
+# How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: an hour
+# and a quarter on 2 cores. What is measured already stays.
 draws: setup .venv/models.stamp
 	$(BIN)/python -m benchmarks.draws
 	$(BIN)/python -m benchmarks.tables
