@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm import CalibrationWarning
-from dynorm.errors import DataError, ModelError
+from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.fit import site_fit as fit
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import Ranks
@@ -844,7 +843,7 @@ def test_without_a_lean_each_layer_has_the_least_squares_of_its_own_norm() -> No
 def test_a_lean_is_a_share(lean: Any) -> None:
     model = site(nn.LayerNorm(C))
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
-    with pytest.raises(dynorm.ArgumentError, match="lean must be a number from 0 to 1"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="lean must be a number from 0 to 1"):
         dynorm.calibrate_(model, [torch.randn(64, C)], lean=lean)
 
 

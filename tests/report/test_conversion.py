@@ -423,7 +423,7 @@ class TestSites:
         model = Model()
         batches = [torch.randn(20, 8) for _ in range(2)]
         convert_(model, find_norms(model, batches[0], both=True))
-        with pytest.warns(dynorm.CalibrationWarning, match="default constants"):
+        with pytest.warns(dynorm.errors.CalibrationWarning, match="default constants"):
             report = measure(model, batches)
         assert (report.sites[0].tokens, report.unreached) == (80, ["other"])
         assert "other  not reached" in str(report)
