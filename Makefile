@@ -172,13 +172,13 @@ images:
 	$(BIN)/python -m benchmarks.tables
 
 # How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: an hour
-# on 2 cores. What is measured already stays.
+# and a quarter on 2 cores. What is measured already stays.
 draws: setup .venv/models.stamp
 	$(BIN)/python -m benchmarks.draws
 	$(BIN)/python -m benchmarks.tables
 
-# Measure the calibration of a decoder on another draw, and fail if it differs from the committed
-# figures by more than the noise next to them.
+# Calibrate a decoder on one more draw, and fail if it diverges from the original by more than the committed mean and three
+# standard deviations.
 check-figures: setup .venv/models.stamp
 	$(BIN)/python -m benchmarks.draws --check
 

@@ -43,7 +43,7 @@ DAYLIGHT = COLOURS | {
 }
 
 
-def save_picture(report: dynorm.InspectionReport, path: Path) -> None:
+def save_picture(report: dynorm.report.InspectionReport, path: Path) -> None:
     """Draw all norms of a model: its outliers, and the functions fitted to them."""
     # Three in a row are legible at the width of a page.
     rows = math.ceil(len(report.sites) / 3)

@@ -1,10 +1,10 @@
 """How much the calibration of a decoder depends on its text: SmolLM2-135M-Instruct, draw by draw.
 
-``python -m benchmarks.draws`` calibrates on draws of docstrings, of four sizes each, and writes
-benchmarks/results/draws.json; rows that are there already are not measured again. About a minute
-and a half per draw of 24 blocks on 2 cores. ``--check`` measures one draw again and fails if it is
-further from the committed mean than the noise next to it. It needs the packages of
-requirements-models.txt.
+``python -m benchmarks.draws`` calibrates on draws of docstrings, each in four sizes, and writes
+benchmarks/results/draws.json. It does not measure rows again that are there already. A row takes
+about a minute on 2 cores. ``--check`` measures one more draw and fails if its divergence is more
+than three standard deviations above the committed mean. The packages of requirements-models.txt are
+needed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ABOUT = {
     "blocks_measured": MEASURED,
     "length": LENGTH,
 }
-# So many standard deviations over the draws may a figure be away from their mean.
+# The number of standard deviations that a new draw's divergence may lie above the committed mean.
 NOISE = 3.0
 CHECKED = 24
 
@@ -71,7 +71,7 @@ class Decoder:
         return make_batches(self.pretrained, blocks, 4)
 
     def draw(self, number: int, blocks: int) -> Batches:
-        """Return calibration batches: the texts in an order of the draw's own, cut after so many blocks."""
+        """Return batches to calibrate on: the texts in the draw's order, cut into this number of blocks."""
         texts = random.Random(number).sample(self.fit, len(self.fit))
         # A block has 256 tokens, a docstring about 80.
         encoded = encode(self.pretrained, texts[: 40 * blocks], LENGTH)[:blocks]
@@ -120,7 +120,7 @@ def summary(rows: list[Row], blocks: int, kind: str) -> dict[str, float]:
 
 
 def check() -> None:
-    """Measure one draw that is not among the committed ones; exit with 1 if it is too far from them."""
+    """Measure one draw that is not among the committed ones; exit with 1 if it diverges far more."""
     rows = json.loads(RESULTS.read_text())["rows"]
     decoder = Decoder()
     row = decoder.row(DRAWS, CHECKED)
@@ -128,11 +128,11 @@ def check() -> None:
     for kind in decoder.tests:
         committed = summary(rows, CHECKED, kind)
         limit = committed["mean"] + NOISE * committed["noise"]
-        differs = row[kind]["kl"] > limit
-        failed = failed or differs
+        is_worse = row[kind]["kl"] > limit
+        failed = failed or is_worse
         print(
             f"{kind}: divergence {row[kind]['kl']:.3f}, committed {committed['mean']:.3f} with a "
-            f"noise of {committed['noise']:.3f}{': DIFFERS' if differs else ''}"
+            f"noise of {committed['noise']:.3f}{': WORSE' if is_worse else ''}"
         )
     if failed:
         sys.exit(1)

@@ -80,7 +80,7 @@ def train(constants_lr: float | None) -> dict[str, Any]:
             losses.append(loss.item())
             if step % EVERY == 0:
                 with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always", dynorm.CalibrationWarning)
+                    warnings.simplefilter("always", dynorm.errors.CalibrationWarning)
                     figures = monitor.read()
                 for name in ("saturated", "drift", "size"):
                     log[name].append(

@@ -3,6 +3,7 @@
 import logging
 import re
 from html import escape
+from types import ModuleType
 from typing import Any
 
 from docutils import nodes
@@ -42,20 +43,19 @@ html_extra_path = ["../build/pages"]
 
 
 def require_all_documented(app: Sphinx, error: Exception | None) -> None:
-    """Fail where a name of the package's face, of functional or of theory has no entry."""
+    """Fail if a public name of the package, or of its public modules, has no entry."""
     if error is not None or app.builder.name != "html":
         return
     documented = set(app.env.domaindata["py"]["objects"])
-    public = {
-        f"dynorm.{name}"
-        for name in dynorm.__all__
-        if not hasattr(getattr(dynorm, name), "__path__")
-    }
-    for module in (dynorm.functional, dynorm.theory):
-        public |= {f"{module.__name__}.{name}" for name in module.__all__}
-    missing = sorted(
-        name for name in public - documented if name not in {"dynorm.functional", "dynorm.theory"}
-    )
+    public = set()
+    for name in dynorm.__all__:
+        if not isinstance(getattr(dynorm, name), ModuleType):
+            public.add(f"dynorm.{name}")
+    for module in (dynorm.functional, dynorm.theory, dynorm.layers, dynorm.report):
+        for name in module.__all__:
+            if name not in dynorm.__all__:
+                public.add(f"{module.__name__}.{name}")
+    missing = sorted(public - documented)
     if missing:
         raise ExtensionError(f"public names without documentation: {', '.join(missing)}")
 

@@ -50,7 +50,7 @@ def main() -> None:
         losses.append(loss.item())
         if step % 40 == 0:
             t = next(
-                layer for layer in model.modules() if isinstance(layer, dynorm.AnnealedNorm)
+                layer for layer in model.modules() if isinstance(layer, dynorm.layers.AnnealedNorm)
             ).position
             print(f"step {step:3}: t = {t:.2f}, loss {loss.item():.4f}")
     dynorm.finalize_(model)

@@ -45,7 +45,7 @@ def main() -> None:
     dynorm.finalize_(model)
 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    layers = [layer for layer in model.modules() if isinstance(layer, dynorm.PointwiseNorm)]
+    layers = [layer for layer in model.modules() if isinstance(layer, dynorm.layers.PointwiseNorm)]
     print(f"{len(layers)} layers, all of them {type(layers[0]).__name__}")
     if {type(layer) for layer in layers} != {dynorm.DyISRU} or not losses[-1] < 0.7 * losses[0]:
         raise SystemExit(

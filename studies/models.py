@@ -135,7 +135,7 @@ def _start_(model: nn.Module, settings: Settings, batch: dict[str, Any]) -> None
         dynorm.init_from_batch_(model, batch, share=settings.share)
 
 
-def _replace_norms_(model: nn.Module, sites: list[dynorm.NormSite], norm: str) -> None:
+def _replace_norms_(model: nn.Module, sites: list[dynorm.site.NormSite], norm: str) -> None:
     """Change LayerNorm into RMSNorm or the other way round, where the model has not the one that is wanted."""
     kinds: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {
         "layernorm": nn.LayerNorm,

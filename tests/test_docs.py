@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     missing = [
         name
         for name in dynorm.__all__
-        if not re.search(rf":: {name}\b|automodule:: dynorm\.{name}\b", text)
+        if not isinstance(getattr(dynorm, name), ModuleType)
+        and not re.search(rf":: {name}\b", text)
     ]
     assert missing == []

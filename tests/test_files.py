@@ -31,7 +31,7 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["missing/a.txt", "a\0b", "folder", "a" * 300])
 def test_what_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(dynorm.StorageError, match="cannot be written"):
+    with pytest.raises(dynorm.errors.StorageError, match="cannot be written"):
         write_text(tmp_path / name, "text")
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
 
@@ -44,7 +44,7 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(dynorm.StorageError, match="No space left"):
+    with pytest.raises(dynorm.errors.StorageError, match="No space left"):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
@@ -54,7 +54,7 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_will_not_be_writable_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(dynorm.StorageError, match="can be written"):
+    with pytest.raises(dynorm.errors.StorageError, match="can be written"):
         require_writable(tmp_path / name)
 
 

@@ -1,7 +1,7 @@
 r"""The mathematics as pure functions: the norms, and the point-wise functions that replace them.
 
 Everything else in dynorm is tested against this file. All functions compute in at least float32.
-They raise :class:`dynorm.ArgumentError` when an argument is outside its domain. C is the number of
+They raise :class:`dynorm.errors.ArgumentError` when an argument is outside its domain. C is the number of
 normalised elements, the product of ``x.shape[d]`` over ``dim``. Shared arguments are explained
 once: those of the statistics at :func:`rms`, of the norms at :func:`layer_norm`, of the point-wise
 functions at :func:`dyisru_general`.

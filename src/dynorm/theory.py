@@ -3,7 +3,7 @@
 m_i and v_i are the mean and the biased variance of the C - 1 channels other than i, and s_i is the
 sum of their squares. With these as constants, a point-wise function is the norm itself, not an
 approximation of it. Equation numbers are those of arXiv 2503.21708. All functions raise
-:class:`dynorm.ArgumentError` when an argument is outside its domain.
+:class:`dynorm.errors.ArgumentError` when an argument is outside its domain.
 
 ``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and
 ``eps`` the number, not negative, that the norm adds to its variance or mean of squares. Results

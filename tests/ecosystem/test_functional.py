@@ -165,7 +165,9 @@ def test_an_average_follows_the_path(use_buffers: bool) -> None:
             average.update_parameters(model)
         torch.testing.assert_close(average(x), model(x), rtol=1e-4, atol=1e-5)
     # Copied exactly; averaged, it nears the end and does not reach it.
-    ends = [layer.position for layer in average.module if isinstance(layer, dynorm.AnnealedNorm)]
+    ends = [
+        layer.position for layer in average.module if isinstance(layer, dynorm.layers.AnnealedNorm)
+    ]
     assert ends == [1.0, 1.0] if not use_buffers else all(0.999 < end <= 1 for end in ends)
     point_wise = dynorm.finalize_(average.module, force=use_buffers)
     torch.testing.assert_close(point_wise(x), dynorm.finalize_(model)(x), rtol=1e-4, atol=1e-5)

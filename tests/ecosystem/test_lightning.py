@@ -51,7 +51,7 @@ class Net(lightning.LightningModule):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         layer = self.net.get_submodule("1")
-        assert isinstance(layer, dynorm.AnnealedNorm)
+        assert isinstance(layer, dynorm.layers.AnnealedNorm)
         self.seen.append((self.trainer.global_step, layer.position, float(layer.beta().detach())))
         self.entered.append(self.net[0](batch[0]).detach())
         return (self.net(batch[0]) - batch[1]).square().mean()

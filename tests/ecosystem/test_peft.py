@@ -180,7 +180,7 @@ def test_norms_inside_of_an_adapter_are_converted_with_a_warning(tmp_path: Path,
         "log_beta" in name for name in load_file(tmp_path / "adapter/adapter_model.safetensors")
     )
     # A fresh base would drop the constants: peft only says so to those who ask.
-    with pytest.raises(dynorm.StorageError, match="must be loaded on the converted model"):
+    with pytest.raises(dynorm.errors.StorageError, match="must be loaded on the converted model"):
         peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
     # Merged, it is an ordinary converted model.
     tuned = first(lora)
@@ -208,10 +208,10 @@ def test_an_adapter_of_a_converted_base_is_refused_on_the_original(tmp_path: Pat
     lora.save_pretrained(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(dynorm.load(tmp_path / "base"), tmp_path / "adapter")
     torch.testing.assert_close(first(loaded.eval()), first(lora))
-    with pytest.raises(dynorm.StorageError, match=r"has others: .*transformer\.h\.0\.ln_1"):
+    with pytest.raises(dynorm.errors.StorageError, match=r"has others: .*transformer\.h\.0\.ln_1"):
         peft.PeftModel.from_pretrained(unconverted(), tmp_path / "adapter")
     other = adapted(unconverted(), modules_to_save=NORMS)
-    with pytest.raises(dynorm.StorageError, match="must be loaded on the converted model"):
+    with pytest.raises(dynorm.errors.StorageError, match="must be loaded on the converted model"):
         other.load_adapter(str(tmp_path / "adapter"), "second")
 
 

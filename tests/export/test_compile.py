@@ -150,7 +150,7 @@ def test_training_step_is_one_graph() -> None:
 
 
 def test_symbolic_trace_records_a_call_of_the_layer() -> None:
-    for cls in [*LAYERS, dynorm.LinearControl, dynorm.AnnealedDyISRU]:
+    for cls in [*LAYERS, dynorm.LinearControl, dynorm.layers.AnnealedDyISRU]:
         model = nn.Sequential(nn.Linear(4, 6), cls(6), nn.Linear(6, 2))
         traced = torch.fx.symbolic_trace(model)
         calls = [(node.op, node.target) for node in traced.graph.nodes]
@@ -161,7 +161,7 @@ def test_symbolic_trace_records_a_call_of_the_layer() -> None:
 
 
 def test_symbolic_trace_of_the_layer_itself_is_refused() -> None:
-    with pytest.raises(dynorm.ArgumentError, match=r"the layer itself: trace its model"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"the layer itself: trace its model"):
         torch.fx.symbolic_trace(dynorm.DyISRU(4))
-    with pytest.raises(dynorm.ArgumentError, match="x must be a tensor, got str"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="x must be a tensor, got str"):
         dynorm.DyISRU(4)("x")

@@ -45,7 +45,7 @@ class Layers(nn.Module):
     """Layers of one input, so that one graph or package holds all of them."""
 
     def __init__(
-        self, classes: list[type[dynorm.PointwiseNorm]], dtype: torch.dtype = torch.float32
+        self, classes: list[type[dynorm.layers.PointwiseNorm]], dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(cls(6, center=True, dtype=dtype) for cls in classes)
@@ -169,5 +169,7 @@ def test_an_exported_model_is_refused_clearly(state: str) -> None:
         lambda it: dynorm.calibrate_(it, [example]),
     ]
     for call in surgery:
-        with pytest.raises(dynorm.ModelError, match="exported: pass the module that was exported"):
+        with pytest.raises(
+            dynorm.errors.ModelError, match="exported: pass the module that was exported"
+        ):
             call(given[state]())

@@ -83,8 +83,8 @@ def test_bounds_are_in_float32_at_least() -> None:
 
 
 def test_an_annealed_layer_has_its_bound_at_the_end_only() -> None:
-    layer = dynorm.AnnealedDyISRU(C)
-    with pytest.raises(dynorm.ArgumentError, match="at t = 1, but is at 0: call finalize_"):
+    layer = dynorm.layers.AnnealedDyISRU(C)
+    with pytest.raises(dynorm.errors.ArgumentError, match="at t = 1, but is at 0: call finalize_"):
         output_bounds(layer)
     layer.set_t_(1.0)
     assert_close(output_bounds(layer), torch.full((C,), math.sqrt(C - 1)))
@@ -104,7 +104,7 @@ def test_an_annealed_layer_has_its_bound_at_the_end_only() -> None:
     ],
 )
 def test_what_has_no_bound_is_refused(layer: Any, options: dict[str, float], message: str) -> None:
-    with pytest.raises(dynorm.ArgumentError, match=message):
+    with pytest.raises(dynorm.errors.ArgumentError, match=message):
         output_range(layer, **options)
 
 
@@ -121,7 +121,7 @@ def test_scales_cover_the_range(symmetric: bool) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (0.0, math.inf), (math.nan, 1.0)])
 def test_a_range_that_is_none_is_refused(low: float, high: float) -> None:
-    with pytest.raises(dynorm.ArgumentError, match="low must not exceed high"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="low must not exceed high"):
         static_scale(torch.tensor(low), torch.tensor(high))
 
 
@@ -216,7 +216,7 @@ def test_unclear_readers_are_refused_and_left_alone(model: nn.Module, reason: st
     (reader,) = find_readers(model.eval(), torch.randn(2, C))
     assert reader.refused == reason
     assert not reader.alone
-    with pytest.raises(dynorm.ModelError, match="there must be a linear layer to quantize"):
+    with pytest.raises(dynorm.errors.ModelError, match="there must be a linear layer to quantize"):
         quantize_(model, [reader])
 
 
@@ -253,7 +253,7 @@ def test_bad_models_are_refused() -> None:
         (nn.Sequential(dynorm.DyISRU(C), nn.Linear(C, C)), "must be in eval mode"),
         (nn.Sequential(dynorm.DyISRU(C), nn.ReLU(), nn.Linear(C, C)).eval(), "but none does"),
     ]:
-        with pytest.raises(dynorm.ModelError, match=message):
+        with pytest.raises(dynorm.errors.ModelError, match=message):
             find_readers(model, x)
 
 
@@ -328,7 +328,7 @@ def test_a_power_outside_of_0_to_1_is_refused(power: Any) -> None:
     model, x = net(), torch.randn(2, C)
     readers = find_readers(model, x)
     assert_refused_unchanged(
-        model, readers, dynorm.ArgumentError, "a power from 0 to 1", per_channel=power
+        model, readers, dynorm.errors.ArgumentError, "a power from 0 to 1", per_channel=power
     )
 
 
@@ -344,7 +344,9 @@ def test_readers_of_several_ranges_are_not_folded_into_their_layer() -> None:
 
 
 def test_inputs_of_nothing_are_refused() -> None:
-    with pytest.raises(dynorm.ModelError, match="inputs_of must name modules of the model, but"):
+    with pytest.raises(
+        dynorm.errors.ModelError, match="inputs_of must name modules of the model, but"
+    ):
         observed_ranges(net(), [torch.randn(2, C)], inputs_of=["nowhere"])
 
 
@@ -476,15 +478,15 @@ def test_ranges_of_padding_channels_first_and_half_precision() -> None:
 
 def test_ranges_of_nothing_are_refused() -> None:
     x = torch.randn(2, 5, C)
-    with pytest.raises(dynorm.ModelError, match="point-wise layers"):
+    with pytest.raises(dynorm.errors.ModelError, match="point-wise layers"):
         observed_ranges(nn.Linear(C, C), [x])
-    with pytest.raises(dynorm.DataError, match="at least one batch"):
+    with pytest.raises(dynorm.errors.DataError, match="at least one batch"):
         observed_ranges(net(), [])
-    with pytest.raises(dynorm.DataError, match="must be finite"):
+    with pytest.raises(dynorm.errors.DataError, match="must be finite"):
         observed_ranges(net(), [x * math.nan])
-    with pytest.raises(dynorm.ModelError, match="plain"):
+    with pytest.raises(dynorm.errors.ModelError, match="plain"):
         observed_ranges(nn.DataParallel(net()), [x])
-    with pytest.raises(dynorm.DataError, match="reached none"):
+    with pytest.raises(dynorm.errors.DataError, match="reached none"):
         observed_ranges(Idle(dynorm.DyISRU(C), dynorm.DyT(C)), [x])
 
 
@@ -511,19 +513,21 @@ def test_a_refused_call_leaves_the_model_alone() -> None:
         ),
         ({"sigmas": -1.0}, "sigmas must be a positive"),
     ]:
-        assert_refused_unchanged(model, readers, dynorm.ArgumentError, message, **options)
+        assert_refused_unchanged(model, readers, dynorm.errors.ArgumentError, message, **options)
     wrong = [*readers, Reader("nowhere", "one", 2, False)]
-    assert_refused_unchanged(model, wrong, dynorm.ModelError, "readers must be of this model")
+    assert_refused_unchanged(
+        model, wrong, dynorm.errors.ModelError, "readers must be of this model"
+    )
     wrong = [*readers, Reader("a", "b", 2, False)]
-    assert_refused_unchanged(model, wrong, dynorm.ModelError, "find_readers again")
+    assert_refused_unchanged(model, wrong, dynorm.errors.ModelError, "find_readers again")
     linear = Net(layer_of(dynorm.DyISRU), layer_of(dynorm.LinearControl)).eval()
     assert_refused_unchanged(
-        linear, find_readers(linear, x), dynorm.ArgumentError, "LinearControl has no bound"
+        linear, find_readers(linear, x), dynorm.errors.ArgumentError, "LinearControl has no bound"
     )
     double = net().double()
     readers = find_readers(double, x.double())
     assert_refused_unchanged(
-        double, readers, dynorm.ArgumentError, "for torchao, got torch.float64: cast it"
+        double, readers, dynorm.errors.ArgumentError, "for torchao, got torch.float64: cast it"
     )
 
 
@@ -533,7 +537,7 @@ def test_quantizing_twice_is_refused() -> None:
     readers = find_readers(model, x)
     quantize_(model, readers)
     with pytest.raises(
-        dynorm.ModelError, match="must hold a plain weight, got Int8Tensor: quantize once"
+        dynorm.errors.ModelError, match="must hold a plain weight, got Int8Tensor: quantize once"
     ):
         quantize_(model, readers)
 

@@ -123,7 +123,7 @@ def test_it_is_saved_and_moved_with_its_model() -> None:
             r"no witnesses, got \(0, 1\): .* keep the layer",
         ),
         (nn.LayerNorm(C), (WHOLE, WHOLE), "a point-wise layer of dynorm, got LayerNorm"),
-        (dynorm.AnnealedDyISRU(C), (WHOLE, WHOLE), "must be at t = 1"),
+        (dynorm.layers.AnnealedDyISRU(C), (WHOLE, WHOLE), "must be at t = 1"),
         (dynorm.LinearControl(C), (WHOLE,), "LinearControl has no bound"),
         (
             dynorm.DyISRU(C),
@@ -134,7 +134,7 @@ def test_it_is_saved_and_moved_with_its_model() -> None:
     ],
 )
 def test_what_no_table_holds_is_refused(layer: Any, ranges: Any, message: str) -> None:
-    with pytest.raises(dynorm.ArgumentError, match=message):
+    with pytest.raises(dynorm.errors.ArgumentError, match=message):
         Int8Table(layer, *ranges)
 
 
@@ -149,7 +149,7 @@ def test_what_no_table_holds_is_refused(layer: Any, ranges: Any, message: str) -
     ],
 )
 def test_what_a_table_cannot_read_is_refused(x: Tensor, message: str) -> None:
-    with pytest.raises(dynorm.ArgumentError, match=message):
+    with pytest.raises(dynorm.errors.ArgumentError, match=message):
         Int8Table(layer_of(dynorm.DyISRU), WHOLE, WHOLE)(x)
 
 

@@ -1278,6 +1278,6 @@ def test_sites_as_plain_values() -> None:
 
 
 def test_a_site_gives_its_axes_as_a_tuple() -> None:
-    assert dynorm.NormSite("norm", dim=1).dims == (1,)
-    assert dynorm.NormSite("norm", dim=(-2, -1)).dims == (-2, -1)
-    assert "dims" not in dynorm.NormSite("norm").to_dict()
+    assert dynorm.site.NormSite("norm", dim=1).dims == (1,)
+    assert dynorm.site.NormSite("norm", dim=(-2, -1)).dims == (-2, -1)
+    assert "dims" not in dynorm.site.NormSite("norm").to_dict()

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm import CalibrationWarning
-from dynorm.errors import DataError, ModelError
+from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.fit import site_fit as fit
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import Ranks
@@ -299,6 +298,26 @@ def test_more_text_than_goes_side_by_side(monkeypatch: pytest.MonkeyPatch) -> No
     assert (model[0].beta() / other[0].beta()).item() == pytest.approx(1, rel=0.1)
     assert torch.allclose(model[0].weight, other[0].weight, rtol=0.1)
     assert torch.allclose(model[0].bias, other[0].bias, atol=0.1)
+
+
+@pytest.mark.parametrize("to", ["dyisru", "auto"])
+def test_batches_without_tokens_of_a_site_change_nothing(
+    to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at an expert to which nothing is routed; also where the witnesses would be chosen again."""
+    monkeypatch.setattr("dynorm.fit.calibrate._TOKENS_AT_ONCE", 1)
+    x = scaled_tokens(300)
+    model = nn.Sequential(nn.LayerNorm(C))
+    dynorm.convert_(model, dynorm.find_norms(model, x[:5]), to, witnesses=2)
+    other = copy.deepcopy(model)
+    nothing = x[:0]
+    dynorm.calibrate_(model, x.split(100), lean=0)
+    report = dynorm.calibrate_(other, [*x.split(100), nothing, nothing], lean=0)
+    assert report.sites[0].tokens == 300
+    assert math.isfinite(report.sites[0].error)
+    expected = parameters(model)
+    for name, value in parameters(other).items():
+        assert torch.equal(value, expected[name]), name
 
 
 class Remembering(nn.Module):
@@ -824,7 +843,7 @@ def test_without_a_lean_each_layer_has_the_least_squares_of_its_own_norm() -> No
 def test_a_lean_is_a_share(lean: Any) -> None:
     model = site(nn.LayerNorm(C))
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
-    with pytest.raises(dynorm.ArgumentError, match="lean must be a number from 0 to 1"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="lean must be a number from 0 to 1"):
         dynorm.calibrate_(model, [torch.randn(64, C)], lean=lean)
 
 

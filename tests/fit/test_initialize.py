@@ -27,7 +27,7 @@ def test_the_slope_at_0_is_one_over_sigma(cls: Any) -> None:
     report = dynorm.init_from_batch_(model, x)
     h = x
     for layer in model:
-        if isinstance(layer, dynorm.PointwiseNorm):
+        if isinstance(layer, dynorm.layers.PointwiseNorm):
             sigma = h.square().mean().sqrt()
             zero = torch.zeros(1, layer.channels, requires_grad=True)
             (slope,) = torch.autograd.grad(layer(zero).sum(), zero)
@@ -81,14 +81,16 @@ def test_errors_leave_the_constants_as_they_were() -> None:
     bad = torch.randn(4, 8)
     bad[1, 2] = math.nan
     for batch in (bad, torch.randn(4, 9), "text", torch.empty(0, 8)):
-        with pytest.raises(dynorm.DataError):
+        with pytest.raises(dynorm.errors.DataError):
             dynorm.init_from_batch_(model, batch)
         assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
-    with pytest.raises(dynorm.DataError, match=r"^the batch must be a tensor, .*got str: make"):
+    with pytest.raises(
+        dynorm.errors.DataError, match=r"^the batch must be a tensor, .*got str: make"
+    ):
         dynorm.init_from_batch_(model, "text")
-    with pytest.raises(dynorm.DataError, match="not all the same"):
+    with pytest.raises(dynorm.errors.DataError, match="not all the same"):
         dynorm.init_from_batch_(nn.Sequential(DyISRU(8)), torch.zeros(4, 8))
-    with pytest.raises(dynorm.ModelError, match="must have point-wise layers"):
+    with pytest.raises(dynorm.errors.ModelError, match="must have point-wise layers"):
         dynorm.init_from_batch_(nn.Linear(8, 8), torch.randn(4, 8))
 
 

@@ -299,7 +299,7 @@ def test_default_constants_are_told_once_and_fitted_ones_never(to: str, tmp_path
         )
     ):
         with pytest.warns(
-            dynorm.CalibrationWarning, match="2 point-wise layers have default constants"
+            dynorm.errors.CalibrationWarning, match="2 point-wise layers have default constants"
         ) as caught:
             act()
         assert len(caught) == 1, k

@@ -338,10 +338,10 @@ def test_a_folded_model_is_saved_in_its_own_class_whose_norm_computes_the_identi
         given = inputs(name, model)
         dynorm.convert_(model, dynorm.find_norms(model, **given), to="linear", center=False)
         with pytest.raises(ModelError, match=r"identities .* but not the layers"):
-            dynorm.as_stock(model, **given)
+            dynorm.hub.as_stock(model, **given)
         coarse = 0.1 if dtype is torch.bfloat16 else None
         fold_(model, untie=True, tolerance=coarse, **given)
-        stock = dynorm.as_stock(model, tolerance=coarse or 0.0, **given)
+        stock = dynorm.hub.as_stock(model, tolerance=coarse or 0.0, **given)
         # A float64 model's own norms round to float32; the check of as_stock widens them.
         assert dtype is torch.float64 or torch.equal(stock(**given).logits, model(**given).logits)
         assert not any(map(is_ours, stock.modules()))
@@ -356,7 +356,7 @@ def test_a_class_of_layernorms_cannot_hold_a_model_without_them() -> None:
     linear_(model, **inputs("bert", model))
     fold_(model, **inputs("bert", model))
     with pytest.raises(ModelError, match="a LayerNorm takes the mean out"):
-        dynorm.as_stock(model, **inputs("bert", model))
+        dynorm.hub.as_stock(model, **inputs("bert", model))
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
@@ -432,13 +432,13 @@ def test_a_folded_model_in_its_own_class_generates_as_before_and_normalizes_nowh
     partly = copy.deepcopy(model)
     fold_(model, untie=True, **given)
     model.generation_config.eos_token_id = [2, 5]  # type: ignore[union-attr]
-    assert dynorm.as_stock(model, **given).generation_config.eos_token_id == [2, 5]  # type: ignore[union-attr]
+    assert dynorm.hub.as_stock(model, **given).generation_config.eos_token_id == [2, 5]  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="float16"):
-        dynorm.as_stock(model.half(), **given)
+        dynorm.hub.as_stock(model.half(), **given)
     dynorm.restore_(partly.model.layers[1])  # type: ignore[arg-type,union-attr,index]
     fold_(partly, untie=True, **given)
     with pytest.raises(ModelError, match=r"'model.layers.1.input_layernorm' is still there"):
-        dynorm.as_stock(partly, **given)
+        dynorm.hub.as_stock(partly, **given)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -25,16 +25,16 @@ def test_an_encoder_and_a_language_model(encoder: Path, language_model: Path, te
 
 
 def test_bad_arguments(encoder: Path, texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(dynorm.ArgumentError, match="samples"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="samples"):
         inspect_pretrained(encoder, texts=[texts], samples=0)
-    with pytest.raises(dynorm.ArgumentError, match="glob"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="glob"):
         inspect_pretrained(encoder, Recipe(only=["nothing*"]), texts=[texts], samples=16)
     for device in ("cuda:99", "nothing"):
         with pytest.raises(
-            dynorm.ArgumentError, match="device must be one that torch can use here"
+            dynorm.errors.ArgumentError, match="device must be one that torch can use here"
         ):
             inspect_pretrained(encoder, texts=[texts], samples=16, device=device)
-    with pytest.raises(dynorm.StorageError, match=r"config\.json"):
+    with pytest.raises(dynorm.errors.StorageError, match=r"config\.json"):
         inspect_pretrained(tmp_path, texts=[texts], samples=16)
 
 
@@ -56,5 +56,5 @@ def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, words)
     assert "On outliers DyISRU" in done.stdout
     done = CliRunner().invoke(app, [*words, "--html", str(texts / "page.html")])
-    assert isinstance(done.exception, dynorm.StorageError)
+    assert isinstance(done.exception, dynorm.errors.StorageError)
     assert "Example: dynorm inspect" in CliRunner().invoke(app, ["inspect", "--help"]).output

@@ -245,7 +245,7 @@ def test_few_steps_are_said_to_hardly_help(encoder: Path, texts: Path, tmp_path:
     assert course["loss_after"] != course["loss_before"]
 
 
-@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_the_card_says_distilled_only_where_the_weights_are_kept(
     encoder: Path, texts: Path, tmp_path: Path
 ) -> None:

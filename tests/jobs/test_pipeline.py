@@ -91,7 +91,7 @@ def test_distillation_lessens_the_loss(
 
 
 # Of two steps one may well find that they made it worse.
-@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_language_models_are_measured_by_their_loss(
     language_model: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -123,12 +123,12 @@ def test_a_checkpoint_of_half_a_model_is_refused(
     half = {name: value for name, value in weights.items() if "h.1" not in name}
     save_file(half, tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        dynorm.StorageError,
+        dynorm.errors.StorageError,
         match=r"must hold all weights of GPT2LMHeadModel, but lacks transformer\.h\.1",
     ):
         convert_pretrained(tmp_path / "half", tmp_path / "out", QUICK, texts=[texts])
     with pytest.raises(
-        dynorm.ArgumentError, match="dtype must be auto or a floating point dtype of torch"
+        dynorm.errors.ArgumentError, match="dtype must be auto or a floating point dtype of torch"
     ):
         load_pretrained(language_model, dtype="float17")
     assert load_pretrained(language_model, dtype="bfloat16").model.dtype == torch.bfloat16
@@ -148,7 +148,7 @@ def test_the_likeliest_tokens_are_those_whatever_the_model_would_generate(
     assert pretrained.model.generation_config is own
 
 
-@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_a_stopped_distillation_goes_on_from_its_checkpoint(
     encoder: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -181,9 +181,9 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
         {"steps": 1.5},
         {"steps": None, "minutes": 0.0},
     ):
-        with pytest.raises(dynorm.ArgumentError, match=f"{list(bad)[-1]} must be"):
+        with pytest.raises(dynorm.errors.ArgumentError, match=f"{list(bad)[-1]} must be"):
             distill_(student.model, batches, teacher=teacher, **{"steps": 10, **bad})
-    with pytest.raises(dynorm.DataError, match="at least one batch"):
+    with pytest.raises(dynorm.errors.DataError, match="at least one batch"):
         distill_(student.model, [], teacher=teacher, steps=1, quiet=True)
     callback = AnnealCallback(start=1, length=0.6)
     found = distill_(
@@ -256,42 +256,50 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"to": "softmax"}, dynorm.ArgumentError, "dyisru"),
-        ({"to": "annealed_dyt"}, dynorm.ArgumentError, "must be point-wise"),
-        ({"steps": -1}, dynorm.ArgumentError, "steps must be an integer, at least 0, got -1"),
+        ({"to": "softmax"}, dynorm.errors.ArgumentError, "dyisru"),
+        ({"to": "annealed_dyt"}, dynorm.errors.ArgumentError, "must be point-wise"),
+        (
+            {"steps": -1},
+            dynorm.errors.ArgumentError,
+            "steps must be an integer, at least 0, got -1",
+        ),
         (
             {"minutes": float("nan")},
-            dynorm.ArgumentError,
+            dynorm.errors.ArgumentError,
             "minutes must be finite and not negative, got nan",
         ),
         (
             {"minutes": "5"},
-            dynorm.ArgumentError,
+            dynorm.errors.ArgumentError,
             "minutes must be finite and not negative, got '5'",
         ),
         (
             {"seed": 2**32},
-            dynorm.ArgumentError,
+            dynorm.errors.ArgumentError,
             r"seed must be from 0 to 2\*\*32 - 1, got 4294967296",
         ),
-        ({"steps": 1, "minutes": 1.0}, dynorm.ArgumentError, "not both"),
-        ({"lr": 0.0}, dynorm.ArgumentError, "lr must be a positive finite number"),
-        ({"lr": float("nan")}, dynorm.ArgumentError, "lr must be a positive finite number"),
+        ({"steps": 1, "minutes": 1.0}, dynorm.errors.ArgumentError, "not both"),
+        ({"lr": 0.0}, dynorm.errors.ArgumentError, "lr must be a positive finite number"),
+        ({"lr": float("nan")}, dynorm.errors.ArgumentError, "lr must be a positive finite number"),
         (
             {"witnesses": -1},
-            dynorm.ArgumentError,
+            dynorm.errors.ArgumentError,
             "witnesses must be an integer, at least 0, got -1",
         ),
-        ({"witnesses": True}, dynorm.ArgumentError, "at least 0, got True"),
-        ({"witnesses": "3"}, dynorm.ArgumentError, "at least 0, got '3'"),
-        ({"batch": 0}, dynorm.ArgumentError, "batch must be an integer, at least 1"),
+        ({"witnesses": True}, dynorm.errors.ArgumentError, "at least 0, got True"),
+        ({"witnesses": "3"}, dynorm.errors.ArgumentError, "at least 0, got '3'"),
+        ({"batch": 0}, dynorm.errors.ArgumentError, "batch must be an integer, at least 1"),
         (
             {"tolerance": -0.1},
-            dynorm.ArgumentError,
+            dynorm.errors.ArgumentError,
             "tolerance must be finite and not negative, got -0.1",
         ),
-        ({"held_out": 1}, dynorm.ArgumentError, "held_out must be an integer, at least 2, got 1"),
-        ({"only": ("nowhere.*",)}, dynorm.ArgumentError, "nowhere"),
+        (
+            {"held_out": 1},
+            dynorm.errors.ArgumentError,
+            "held_out must be an integer, at least 2, got 1",
+        ),
+        ({"only": ("nowhere.*",)}, dynorm.errors.ArgumentError, "nowhere"),
     ],
 )
 def test_bad_recipes_write_nothing(
@@ -314,23 +322,23 @@ def test_bad_folders_are_refused_before_the_work(
 ) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(dynorm.StorageError, match="can"):
+        with pytest.raises(dynorm.errors.StorageError, match="can"):
             convert_pretrained(encoder, out, QUICK, texts=[texts])
     (tmp_path / "old" / "model").mkdir(parents=True)
-    with pytest.raises(dynorm.StorageError, match="--overwrite"):
+    with pytest.raises(dynorm.errors.StorageError, match="--overwrite"):
         convert_pretrained(encoder, tmp_path / "old", QUICK, texts=[texts])
     # Somebody's folder, not a model's: known before the work, not after it.
     (tmp_path / "old" / "model" / "mine.txt").write_text("")
-    with pytest.raises(dynorm.StorageError, match="must be a saved model or empty"):
+    with pytest.raises(dynorm.errors.StorageError, match="must be a saved model or empty"):
         convert_pretrained(
             tmp_path / "nowhere", tmp_path / "old", QUICK, texts=[texts], overwrite=True
         )
     (tmp_path / "empty").mkdir()
     for model in (tmp_path / "nowhere", tmp_path / "empty"):
-        with pytest.raises(dynorm.StorageError, match=r"config\.json"):
+        with pytest.raises(dynorm.errors.StorageError, match=r"config\.json"):
             convert_pretrained(model, tmp_path / "out", QUICK, texts=[texts])
     (tmp_path / "empty" / "config.json").write_text("{}")
-    with pytest.raises(dynorm.StorageError, match="transformers"):
+    with pytest.raises(dynorm.errors.StorageError, match="transformers"):
         convert_pretrained(tmp_path / "empty", tmp_path / "out", QUICK, texts=[texts])
 
 
@@ -374,7 +382,7 @@ def test_without_transformers_a_command_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
     error = CliRunner().invoke(app, command).exception
-    assert isinstance(error, dynorm.ArgumentError)
+    assert isinstance(error, dynorm.errors.ArgumentError)
     assert "pip install 'dynorm[transformers]'" in str(error)
 
 
@@ -383,7 +391,7 @@ def test_without_matplotlib_nothing_is_begun(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said: list[str] = []
-    with pytest.raises(dynorm.ArgumentError, match=r"pip install 'dynorm\[plots\]'"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"pip install 'dynorm\[plots\]'"):
         convert_pretrained(encoder, tmp_path / "out", QUICK, texts=[texts], say=said.append)
     assert said == []
     assert not (tmp_path / "out").exists()

@@ -114,7 +114,7 @@ def test_a_rank_that_is_gone_stops_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_torchrun_converts_with_two_processes_and_one_of_them_writes(
     encoder: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -174,10 +174,10 @@ def test_an_accumulated_step_is_the_mean_of_its_batches() -> None:
     same(twice["values"], once["values"], **TIGHT)
     assert (once["samples"], twice["samples"]) == (6, 12)
     with pytest.raises(
-        dynorm.ArgumentError, match="accumulate must be an integer, at least 1, got 0"
+        dynorm.errors.ArgumentError, match="accumulate must be an integer, at least 1, got 0"
     ):
         cases.distilled(model, data, accumulate=0)
     with pytest.raises(
-        dynorm.ArgumentError, match="accumulate must be an integer, at least 1, got 0"
+        dynorm.errors.ArgumentError, match="accumulate must be an integer, at least 1, got 0"
     ):
         dynorm.refine_(model, data, steps=1, accumulate=0)

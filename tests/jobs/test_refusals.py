@@ -256,9 +256,9 @@ def test_a_model_is_not_replaced_by_what_is_made_from_it(
 ) -> None:
     source = shutil.copytree(encoder, tmp_path / "model")
     before = {file: file.read_bytes() for file in source.iterdir()}
-    with pytest.raises(dynorm.ArgumentError, match="must not replace its own source"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="must not replace its own source"):
         convert_pretrained(source, tmp_path, QUICK, texts=[texts], overwrite=True)
-    with pytest.raises(dynorm.ArgumentError, match="must not replace its own source"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="must not replace its own source"):
         fold_pretrained(source, tmp_path, {}, overwrite=True)
     assert {file: file.read_bytes() for file in source.iterdir()} == before
 

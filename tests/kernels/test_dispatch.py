@@ -19,9 +19,11 @@ from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 import dynorm
-from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
+from dynorm import Derf, DyISRU, DyT, LinearControl
+from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu, _dispatch, backend
 from dynorm.kernels._form import Form, FunctionCode, Parameters
+from dynorm.layers import PointwiseNorm
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
 FORM = Form(FunctionCode.DYT, False, 1.0, 4, 1)
@@ -578,6 +580,6 @@ def test_devices_that_differ_are_refused(kind: type[PointwiseNorm]) -> None:
 
 
 def test_annealed_layers_end_on_the_kernels(calls: list[str]) -> None:
-    layer = dynorm.AnnealedDyISRU(8, t=1.0)
+    layer = dynorm.layers.AnnealedDyISRU(8, t=1.0)
     layer(torch.randn(2, 8))
     assert calls == ["forward"] * (_cpu.name() != "torch")

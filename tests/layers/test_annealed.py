@@ -238,19 +238,21 @@ def test_t_is_saved_loaded_copied_and_kept_in_every_dtype() -> None:
 
 def test_bad_arguments() -> None:
     for t in (-0.1, 1.1, float("nan"), "0.5", None, True):
-        with pytest.raises(dynorm.ArgumentError, match="t must be a number from 0"):
+        with pytest.raises(dynorm.errors.ArgumentError, match="t must be a number from 0"):
             AnnealedDyISRU(4).set_t_(t)  # type: ignore[arg-type]
-        with pytest.raises(dynorm.ArgumentError):
+        with pytest.raises(dynorm.errors.ArgumentError):
             AnnealedDyISRU(4, t=t)
-    with pytest.raises(dynorm.ArgumentError, match="kind"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="kind"):
         AnnealedDyISRU(4, kind="batchnorm")  # type: ignore[arg-type]
     for place in ("a", 1.5, None):
-        with pytest.raises(dynorm.ArgumentError, match="place must be an integer, at least 0, got"):
+        with pytest.raises(
+            dynorm.errors.ArgumentError, match="place must be an integer, at least 0, got"
+        ):
             AnnealedDyISRU(4, place=place)  # type: ignore[arg-type]
     for eps in (-1.0, float("inf")):
-        with pytest.raises(dynorm.ArgumentError, match="norm_eps"):
+        with pytest.raises(dynorm.errors.ArgumentError, match="norm_eps"):
             AnnealedDyISRU(4, norm_eps=eps)
-    with pytest.raises(dynorm.ArgumentError, match="normalized_shape"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="normalized_shape"):
         AnnealedDyISRU(4)(torch.randn(2, 5))
 
 
@@ -307,5 +309,5 @@ def test_a_place_outside_the_path_is_not_loaded() -> None:
 
 def test_a_bad_eps_is_named() -> None:
     for bad in (None, "1e-5", -1.0, float("inf")):
-        with pytest.raises(dynorm.ArgumentError, match="norm_eps must be"):
+        with pytest.raises(dynorm.errors.ArgumentError, match="norm_eps must be"):
             AnnealedDyISRU(8, norm_eps=bad)

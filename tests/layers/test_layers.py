@@ -14,7 +14,9 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import dynorm
-from dynorm import ArgumentError, Derf, DyISRU, DyT, LinearControl, PointwiseNorm
+from dynorm import Derf, DyISRU, DyT, LinearControl
+from dynorm.errors import ArgumentError
+from dynorm.layers import PointwiseNorm
 
 INF, NAN = math.inf, math.nan
 Params = dict[str, Tensor]
@@ -177,7 +179,7 @@ def test_gradcheck(kind: type[PointwiseNorm]) -> None:
 
 
 def test_defaults() -> None:
-    assert dynorm.ELN is DyISRU
+    assert dynorm.layers.ELN is DyISRU
     for kind in (DyISRU, LinearControl):
         for layer in (kind(48), kind((6, 8)), kind(48, per_channel=True)):
             assert_close(layer.beta(), torch.full_like(layer.log_beta, 48.0))

@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.testing import assert_close
 
-from dynorm import (
-    AnnealedDyISRU,
-    ArgumentError,
-    Derf,
-    DyISRU,
-    DyT,
-    LinearControl,
-    PointwiseNorm,
-    param_groups,
-)
+from dynorm import Derf, DyISRU, DyT, LinearControl, param_groups
+from dynorm.errors import ArgumentError
+from dynorm.layers import AnnealedDyISRU, PointwiseNorm
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
 CONSTANTS = {

@@ -279,7 +279,7 @@ def test_bad_witnesses_of_a_conversion_leave_the_model_as_it_was(
 
 
 def refine(model: nn.Module, batches: Any) -> None:
-    with pytest.warns(dynorm.CalibrationWarning, match="default constants"):
+    with pytest.warns(dynorm.errors.CalibrationWarning, match="default constants"):
         dynorm.refine_(model, batches, steps=3)
 
 

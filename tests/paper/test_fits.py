@@ -154,16 +154,16 @@ def test_the_function_takes_any_shape_and_layout() -> None:
 def test_what_cannot_be_fitted(
     name: str, x: list[float], y: list[float], channels: int, match: str
 ) -> None:
-    with pytest.raises(dynorm.ArgumentError, match=match):
+    with pytest.raises(dynorm.errors.ArgumentError, match=match):
         fit(name, x, y, channels)
 
 
 def test_unknown_functions_are_named() -> None:
-    with pytest.raises(dynorm.ArgumentError, match="DyT, Derf, DyISRU, linear, got 'tanh'"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="DyT, Derf, DyISRU, linear, got 'tanh'"):
         fit_many("tanh", [[1.0]], [[0.5]], 10)
 
 
 def test_without_scipy_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize.elementwise", None)
-    with pytest.raises(dynorm.ArgumentError, match=r"scipy.*pip install 'dynorm\[paper\]'"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"scipy.*pip install 'dynorm\[paper\]'"):
         fit("DyT", [1.0], [0.5], 10)

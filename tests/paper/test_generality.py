@@ -127,7 +127,7 @@ def test_samples_without_a_positive_outlier_are_counted_not_fitted() -> None:
     ],
 )
 def test_what_it_refuses(arguments: dict[str, float], match: str) -> None:
-    with pytest.raises(dynorm.ArgumentError, match=match):
+    with pytest.raises(dynorm.errors.ArgumentError, match=match):
         study(**{"samples": 5, **arguments})  # type: ignore[arg-type]
 
 

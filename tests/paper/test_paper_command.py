@@ -124,7 +124,7 @@ def test_bad_arguments_are_refused_before_anything_is_made(
     tmp_path: Path, arguments: list[str], match: str
 ) -> None:
     result = run("--out", str(tmp_path / "out"), *arguments)
-    assert isinstance(result.exception, dynorm.ArgumentError)
+    assert isinstance(result.exception, dynorm.errors.ArgumentError)
     assert match in str(result.exception)
     assert list(tmp_path.iterdir()) == []
 
@@ -160,7 +160,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr("dynorm.paper.generality.study_all", too_early)
     (tmp_path / blocked).mkdir()
     result = run("--out", str(tmp_path))
-    assert isinstance(result.exception, dynorm.StorageError)
+    assert isinstance(result.exception, dynorm.errors.StorageError)
     assert blocked in str(result.exception)
     assert [path.name for path in tmp_path.iterdir()] == [blocked]
 
@@ -168,7 +168,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run("--out", str(tmp_path / "file" / "sub"))
-    assert isinstance(result.exception, dynorm.StorageError)
+    assert isinstance(result.exception, dynorm.errors.StorageError)
     assert "cannot be written" in str(result.exception)
 
 

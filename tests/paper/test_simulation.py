@@ -101,5 +101,5 @@ def test_two_channels_are_plus_and_minus_one() -> None:
     ],
 )
 def test_what_it_refuses(arguments: dict[str, float], match: str) -> None:
-    with pytest.raises(dynorm.ArgumentError, match=match):
+    with pytest.raises(dynorm.errors.ArgumentError, match=match):
         simulate(**arguments)  # type: ignore[arg-type]

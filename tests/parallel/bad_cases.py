@@ -84,12 +84,12 @@ def named_twice(folder: Path) -> Any:
 
 
 def annealed_over_channels(folder: Path) -> Any:
-    shard(dynorm.AnnealedDyISRU(C, t=0.5))
+    shard(dynorm.layers.AnnealedDyISRU(C, t=0.5))
 
 
 def annealed_over_the_sequence(folder: Path) -> Any:
     """Is no error: the norm of a token is this rank's own."""
-    layer, norm = dynorm.AnnealedDyISRU(C), nn.LayerNorm(C)
+    layer, norm = dynorm.layers.AnnealedDyISRU(C), nn.LayerNorm(C)
     parallelize_module(layer, mesh(), PointwiseParallel(input_layouts=Shard(1)))
     x = torch.randn(2, 6, C)
     y = layer(distribute_tensor(x, mesh(), [Shard(1)])).full_tensor()
@@ -99,7 +99,8 @@ def annealed_over_the_sequence(folder: Path) -> Any:
 def annealed_with_a_centre_elsewhere(folder: Path) -> Any:
     """Have as many constants in the same order on both ranks, all zero, but of different layers."""
     layers = [
-        dynorm.AnnealedDyISRU(C, per_channel=True, center=place == rank()) for place in range(2)
+        dynorm.layers.AnnealedDyISRU(C, per_channel=True, center=place == rank())
+        for place in range(2)
     ]
     model = nn.Sequential(*layers)
     with torch.no_grad():
@@ -110,7 +111,7 @@ def annealed_with_a_centre_elsewhere(folder: Path) -> Any:
 
 
 def annealed_gets_channels(folder: Path) -> Any:
-    layer = distribute_module(dynorm.AnnealedDyISRU(C), mesh())
+    layer = distribute_module(dynorm.layers.AnnealedDyISRU(C), mesh())
     on_shards(layer, distribute_tensor(torch.randn(2, C), mesh(), [Shard(1)]))
 
 
@@ -238,7 +239,7 @@ def in_step(folder: Path) -> Any:
 def annealed_of_rank(place: int) -> dynorm.AnnealStart:
     """A start that has seen a step of a model with one annealed layer, which is at another place on each rank."""
     layers = [nn.Identity(), nn.Identity()]
-    layers[place] = dynorm.AnnealedDyISRU(C)
+    layers[place] = dynorm.layers.AnnealedDyISRU(C)
     model = nn.Sequential(*layers)
     start = dynorm.AnnealStart(model)
     model(torch.randn(5, C))

@@ -92,7 +92,7 @@ def fitted(model: nn.Module) -> dict[str, list[float]]:
     return {
         f"{path}.{name}": p.detach().flatten().tolist()
         for path, layer in model.named_modules()
-        if isinstance(layer, dynorm.PointwiseNorm)
+        if isinstance(layer, dynorm.layers.PointwiseNorm)
         for name, p in layer.named_parameters()
     }
 

@@ -242,7 +242,7 @@ def block(folder: Path) -> Any:
 def _norm_alone(norm: Any, mesh: DeviceMesh) -> list[dict[str, int]]:
     """Collectives of one norm on sharded channels, forward and backward."""
     layer = norm(C).double()
-    style = PointwiseParallel() if isinstance(layer, dynorm.PointwiseNorm) else Statistics()
+    style = PointwiseParallel() if isinstance(layer, dynorm.layers.PointwiseNorm) else Statistics()
     parallelize_module(layer, mesh, style)
     x = distribute_tensor(torch.randn(2, 6, C).double(), mesh, [Shard(-1)]).requires_grad_()
     with CommDebugMode() as forward:
@@ -336,7 +336,7 @@ def kernel(folder: Path) -> Any:
     again = copy.deepcopy(layer)(x)
     return {
         "seen": seen,
-        "backend": dynorm.backend("cpu"),
+        "backend": dynorm.kernels.backend("cpu"),
         "type": type(y).__name__,
         "copy": gap(again, y),
     }

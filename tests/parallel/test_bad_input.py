@@ -97,7 +97,7 @@ def test_an_exported_model_is_refused() -> None:
             lambda exported=exported: dynorm.find_norms(exported, x),
         ):
             with pytest.raises(
-                dynorm.ModelError, match="exported: pass the module that was exported"
+                dynorm.errors.ModelError, match="exported: pass the module that was exported"
             ):
                 call()
     assert isinstance(model.norm, nn.LayerNorm)

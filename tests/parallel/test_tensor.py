@@ -89,7 +89,7 @@ def test_four_processes_compute_what_one_does_and_the_norms_say_nothing(tmp_path
     for rank in values(found, "kernel"):
         assert rank["type"] == "Tensor"
         assert rank["copy"] == 0
-        if dynorm.backend("cpu") != "torch":
+        if dynorm.kernels.backend("cpu") != "torch":
             assert rank["seen"] == [[8, pytest.approx(32**0.5), [3, 8]]]
 
     for rank in values(found, "two_dimensions"):

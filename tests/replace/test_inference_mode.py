@@ -168,7 +168,9 @@ def test_a_fold() -> None:
 
 def test_layers_that_were_made_in_inference_mode_or_copied_there() -> None:
     with torch.inference_mode():
-        model = nn.Sequential(dynorm.DyISRU(8, witnesses=[1]), RMSNorm(8), dynorm.AnnealedDyT(8))
+        model = nn.Sequential(
+            dynorm.DyISRU(8, witnesses=[1]), RMSNorm(8), dynorm.layers.AnnealedDyT(8)
+        )
         model[2].set_t_(0.5)
         copied = copy.deepcopy(converted())
     require_trains(model)
@@ -177,5 +179,5 @@ def test_layers_that_were_made_in_inference_mode_or_copied_there() -> None:
         lambda: dynorm.refine_(copied, batches(), steps=2),
         lambda: dynorm.init_from_batch_(copied, batches()[0]),
     ):
-        with pytest.raises(dynorm.ModelError, match=r"was made in torch\.inference_mode"):
+        with pytest.raises(dynorm.errors.ModelError, match=r"was made in torch\.inference_mode"):
             verb()

@@ -165,5 +165,5 @@ def test_an_empty_parameter_of_a_layer_is_refused_without_a_mark_too(tmp_path: P
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
     dynorm.calibrate_(model, [torch.randn(64, 8)])
     model[1].weight.data = torch.empty(0)
-    with pytest.raises(dynorm.ModelError, match=r"'1\.weight' is empty"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"'1\.weight' is empty"):
         dynorm.save(model, tmp_path / "saved")

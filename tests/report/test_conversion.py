@@ -423,7 +423,7 @@ class TestSites:
         model = Model()
         batches = [torch.randn(20, 8) for _ in range(2)]
         convert_(model, find_norms(model, batches[0], both=True))
-        with pytest.warns(dynorm.CalibrationWarning, match="default constants"):
+        with pytest.warns(dynorm.errors.CalibrationWarning, match="default constants"):
             report = measure(model, batches)
         assert (report.sites[0].tokens, report.unreached) == (80, ["other"])
         assert "other  not reached" in str(report)
@@ -798,7 +798,7 @@ def test_a_batch_without_samples_changes_nothing() -> None:
     report = dynorm.measure(model, [x[:0], x, x[:0]])
     assert report.output == alone.output
     assert report.sites[0] == alone.sites[0]
-    with pytest.raises(dynorm.DataError, match="reached none"):
+    with pytest.raises(dynorm.errors.DataError, match="reached none"):
         dynorm.measure(model, [x[:0]])
 
 
@@ -807,5 +807,5 @@ def test_a_batch_on_the_meta_device_is_refused_by_the_reason(verb: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
     dynorm.calibrate_(model, [torch.randn(64, 8)])
-    with pytest.raises(dynorm.DataError, match="must hold values"):
+    with pytest.raises(dynorm.errors.DataError, match="must hold values"):
         getattr(dynorm, verb)(model, [torch.randn(4, 8, device="meta")])

@@ -211,17 +211,17 @@ def test_small_inputs_give_finite_figures(channels: int, count: int, seed: int) 
 
 class TestErrors:
     def test_no_norm(self) -> None:
-        with pytest.raises(dynorm.ModelError, match="must have a LayerNorm or RMSNorm"):
+        with pytest.raises(dynorm.errors.ModelError, match="must have a LayerNorm or RMSNorm"):
             dynorm.inspect_norms(nn.Linear(8, 8), [torch.randn(2, 8)])
 
     def test_a_converted_model(self) -> None:
         model, batches = toy(), toy_batches()
         dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
-        with pytest.raises(dynorm.ModelError, match="inspect the original"):
+        with pytest.raises(dynorm.errors.ModelError, match="inspect the original"):
             dynorm.inspect_norms(model, batches)
 
     def test_sites_of_another_model(self) -> None:
-        with pytest.raises(dynorm.ModelError, match="no 'norm'"):
+        with pytest.raises(dynorm.errors.ModelError, match="no 'norm'"):
             dynorm.inspect_norms(toy(), toy_batches(), sites=[LN])
 
     def test_no_batch_and_bad_ones(self) -> None:
@@ -230,14 +230,14 @@ class TestErrors:
                 dynorm.inspect_norms(toy(), batches)
 
     def test_points(self) -> None:
-        with pytest.raises(dynorm.ArgumentError, match="points"):
+        with pytest.raises(dynorm.errors.ArgumentError, match="points"):
             dynorm.inspect_norms(toy(), toy_batches(), points=0)
 
     def test_what_is_not_finite(self) -> None:
         model, batches = toy(), toy_batches()
         sites = dynorm.find_norms(model, batches[0])
         batches[1][3, 2] = math.nan
-        with pytest.raises(dynorm.DataError, match="must be finite, but the norm at '1'"):
+        with pytest.raises(dynorm.errors.DataError, match="must be finite, but the norm at '1'"):
             dynorm.inspect_norms(model, batches, sites=sites)
         assert not any(module._forward_hooks for module in model.modules())
 
@@ -250,17 +250,19 @@ class TestErrors:
             def forward(self, x: Tensor) -> Tensor:
                 return self.linear(x)
 
-        with pytest.raises(dynorm.DataError, match="reach at least one norm"):
+        with pytest.raises(dynorm.errors.DataError, match="reach at least one norm"):
             dynorm.inspect_norms(Never(), [torch.randn(4, 24)], sites=[LN])
 
 
 class TestReport:
     @pytest.fixture(scope="class")
     @staticmethod
-    def report() -> dynorm.InspectionReport:
+    def report() -> dynorm.report.InspectionReport:
         return dynorm.inspect_norms(toy(), toy_batches(), meta={"model": "<b>toy</b>"})
 
-    def test_the_summary_counts_what_the_rows_say(self, report: dynorm.InspectionReport) -> None:
+    def test_the_summary_counts_what_the_rows_say(
+        self, report: dynorm.report.InspectionReport
+    ) -> None:
         found = report.summary()
         assert (
             found["sites"]
@@ -273,7 +275,7 @@ class TestReport:
         )
         assert found["ratio_min"] <= found["ratio_median"] <= found["ratio_max"]
 
-    def test_json(self, report: dynorm.InspectionReport) -> None:
+    def test_json(self, report: dynorm.report.InspectionReport) -> None:
         values = json.loads(json.dumps(report.to_dict()))
         assert (
             values["sites"][0]["outliers"]["residuals"]["dyt"]
@@ -282,19 +284,19 @@ class TestReport:
         assert values["sites"][0]["beta"] == report.sites[0].beta
         assert "points" not in values["sites"][0]["outliers"]
 
-    def test_the_table_fits_a_terminal(self, report: dynorm.InspectionReport) -> None:
+    def test_the_table_fits_a_terminal(self, report: dynorm.report.InspectionReport) -> None:
         lines = str(report).splitlines()
         assert max(map(len, lines)) <= 80
         assert sum(line.startswith(("1 ", "4 ")) for line in lines) == 2
 
     def test_the_table_compares_the_curves_on_outliers_and_on_all_channels(
-        self, report: dynorm.InspectionReport
+        self, report: dynorm.report.InspectionReport
     ) -> None:
         table = str(report)
         assert re.search(r"\boutliers +all channels\n", table)
         assert re.search(r"outlier( +)linear +DyT +DyISRU +ratio +linear +DyT +DyISRU\n", table)
 
-    def test_the_page(self, report: dynorm.InspectionReport, tmp_path: Path) -> None:
+    def test_the_page(self, report: dynorm.report.InspectionReport, tmp_path: Path) -> None:
         report.to_html(tmp_path / "page.html")
         text = (tmp_path / "page.html").read_text("utf-8")
         page = Page(text)

@@ -57,7 +57,7 @@ def batches(count: int = 4, left: bool = False) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_silence_may_come_first_or_alone() -> None:
     net = nn.Sequential(nn.LayerNorm(8, bias=False), nn.Linear(8, 3))
     loud = [torch.randn(64, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]

@@ -112,7 +112,7 @@ def test_at_the_end_plain_layers_stand_there_with_the_same_parameters(to: str) -
     dynorm.set_anneal_(model, 1.0)
     before, parameters, x = copy.deepcopy(model), dict(model.named_parameters()), batches()[1]
     assert dynorm.finalize_(model) is model
-    assert {type(m) for m in model.modules() if isinstance(m, dynorm.PointwiseNorm)} == {
+    assert {type(m) for m in model.modules() if isinstance(m, dynorm.layers.PointwiseNorm)} == {
         TARGETS[to]
     }
     assert all(p is parameters[name] for name, p in model.named_parameters())
@@ -138,7 +138,7 @@ def test_finalize_before_the_end_is_refused_unless_forced() -> None:
     model = annealed(net())
     dynorm.set_anneal_(model, 1.0)
     dynorm.set_anneal_(model, 0.5, only="rms")
-    with pytest.raises(dynorm.ModelError, match=r"'rms' is at 0\.5.*force=True"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"'rms' is at 0\.5.*force=True"):
         dynorm.finalize_(model)
     assert len(annealed_layers(model)) == 4
     dynorm.finalize_(model, force=True)
@@ -152,13 +152,13 @@ def test_set_path_moves_all_or_some() -> None:
     assert positions(model) == {"first": 0.25, "plain": 1.0, "rms": 1.0, "channels": 0.25}
     dynorm.set_anneal_(model, np.float32(0.25), only="first")
     for bad in (-0.1, 1.5, float("nan")):
-        with pytest.raises(dynorm.ArgumentError, match="t must be"):
+        with pytest.raises(dynorm.errors.ArgumentError, match="t must be"):
             dynorm.set_anneal_(model, bad)
-    with pytest.raises(dynorm.ArgumentError, match="glob 'nothing'"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="glob 'nothing'"):
         dynorm.set_anneal_(model, 0.5, only=["rms", "nothing"])
     wrong: list[tuple[Any, str]] = [(5, "5"), (["rms", None], "None"), (b"rms", "b'rms'")]
     for bad_glob, got in wrong:
-        with pytest.raises(dynorm.ArgumentError, match=f"globs must be strings.*got {got}"):
+        with pytest.raises(dynorm.errors.ArgumentError, match=f"globs must be strings.*got {got}"):
             dynorm.set_anneal_(model, 0.5, only=bad_glob)
     assert positions(model) == {"first": 0.25, "plain": 1.0, "rms": 1.0, "channels": 0.25}
     for call in (
@@ -166,7 +166,7 @@ def test_set_path_moves_all_or_some() -> None:
         lambda: dynorm.finalize_(net()),
         lambda: positions(net()),
     ):
-        with pytest.raises(dynorm.ModelError, match="must have annealed layers"):
+        with pytest.raises(dynorm.errors.ModelError, match="must have annealed layers"):
             call()
 
 
@@ -175,7 +175,9 @@ def test_set_path_moves_all_or_some() -> None:
     lambda m: dynorm.finalize_("a"), lambda m: dynorm.AnnealStart(None),
 ])  # fmt: skip
 def test_what_is_no_module_is_refused(call: Any) -> None:
-    with pytest.raises(dynorm.ArgumentError, match=r"the model must be a torch\.nn\.Module, not"):
+    with pytest.raises(
+        dynorm.errors.ArgumentError, match=r"the model must be a torch\.nn\.Module, not"
+    ):
         call(annealed(net()))
 
 
@@ -232,8 +234,8 @@ def test_the_order_of_calls_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_layer_alone_cannot_be_replaced_in_itself() -> None:
-    with pytest.raises(dynorm.ModelError, match="must have a parent"):
-        dynorm.finalize_(dynorm.AnnealedDyISRU(8, t=1.0))
+    with pytest.raises(dynorm.errors.ModelError, match="must have a parent"):
+        dynorm.finalize_(dynorm.layers.AnnealedDyISRU(8, t=1.0))
 
 
 class TestSchedule:
@@ -285,27 +287,27 @@ class TestSchedule:
             {"length": 0.0},
             *({"start": value} for value in values),
         ]:
-            with pytest.raises(dynorm.ArgumentError):
+            with pytest.raises(dynorm.errors.ArgumentError):
                 AnnealSchedule(**bad)
         for schedule in (
             AnnealSchedule(60, 40),
             AnnealSchedule(0.8, 0.3),
             AnnealSchedule(0.5, 0.5),
         ):
-            with pytest.raises(dynorm.ArgumentError, match="must end before the run does"):
+            with pytest.raises(dynorm.errors.ArgumentError, match="must end before the run does"):
                 schedule.steps(100)
         totals: list[Any] = [float("nan"), None, "a", True, 0.5, -1]
         for total in totals:
-            with pytest.raises(dynorm.ArgumentError, match="must"):
+            with pytest.raises(dynorm.errors.ArgumentError, match="must"):
                 AnnealSchedule().steps(total)
         steps: list[Any] = ["a", None, 1.5, -5, float("nan")]
         for step in steps:
             with pytest.raises(
-                dynorm.ArgumentError, match="step must be an integer, at least 0, got"
+                dynorm.errors.ArgumentError, match="step must be an integer, at least 0, got"
             ):
                 AnnealSchedule().at(step, 1000)
             with pytest.raises(
-                dynorm.ArgumentError, match="step must be an integer, at least 0, got"
+                dynorm.errors.ArgumentError, match="step must be an integer, at least 0, got"
             ):
                 AnnealSchedule(order="last_first").apply_(annealed(net()), step, 1000)
         # A number is a share or a count by its kind, of whatever library it is.
@@ -450,21 +452,21 @@ class TestStart:
             model(torch.randn(3, 5, dtype=torch.float64))
         model(batches()[0])
         start.finish_()
-        with pytest.raises(dynorm.ModelError, match="finished once"):
+        with pytest.raises(dynorm.errors.ModelError, match="finished once"):
             start.finish_()
         start.cancel_()
 
     def test_what_was_not_reached_or_is_not_finite(self) -> None:
         model = annealed(net())
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(dynorm.DataError, match="saw none: run a training step"):
+        with pytest.raises(dynorm.errors.DataError, match="saw none: run a training step"):
             dynorm.AnnealStart(model).finish_()
         start = dynorm.AnnealStart(model)
         bad = batches()[0]
         bad[0, 0, 0] = torch.nan
         model(bad)
-        with pytest.raises(dynorm.DataError, match="NaN or inf"):
+        with pytest.raises(dynorm.errors.DataError, match="NaN or inf"):
             start.finish_()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        with pytest.raises(dynorm.ModelError):
+        with pytest.raises(dynorm.errors.ModelError):
             dynorm.AnnealStart(net())

@@ -25,6 +25,7 @@ from transformers import (
 
 import dynorm
 from dynorm.replace.converted import dynorm_layers
+from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import distill_, distillation_rate, output_loss
 from dynorm.train.trainer import rate_factor
 
@@ -103,7 +104,7 @@ def test_the_rate_is_one_whose_first_step_helps() -> None:
     assert report.kept
     assert report.loss_after < report.loss_before
     assert apart(net, teacher, batches) < 0.9 * before
-    with pytest.warns(dynorm.CalibrationWarning, match="put back"):
+    with pytest.warns(dynorm.errors.CalibrationWarning, match="put back"):
         dynorm.distill_(net, batches, steps=40, lr=usual, quiet=True)
 
 
@@ -123,7 +124,7 @@ def test_the_rate_is_that_of_the_best_first_step_of_the_first_batch_on_which_one
         return 2 * away.detach() - away if batch_of[id(batch[0])] < blown_up else away
 
     # The whole step is four times too far.
-    with pytest.warns(dynorm.CalibrationWarning, match="put back"):
+    with pytest.warns(dynorm.errors.CalibrationWarning, match="put back"):
         report = dynorm.distill_(net, batches, loss=loss, steps=1, quiet=True)
     assert report.lr == usual / (256 if blown_up == 4 else 8)
 
@@ -156,7 +157,7 @@ def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:
 def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
     net = classifier()
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(dynorm.ArgumentError, match="loss must return a scalar tensor, got"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="loss must return a scalar tensor, got"):
         distill_(net, images(), loss=lambda *_: wrong, steps=1, lr=1e-3, quiet=True)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
@@ -170,7 +171,7 @@ def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
     ({"callbacks": 5}, "callbacks must be a list of transformers' TrainerCallback, got 5"),
     ({"callbacks": "a"}, "got 'a'"),
     ({"callbacks": [5]}, r"got \[5\]"),
-    ({"callbacks": dynorm.AnnealCallback()}, "must be a list"),
+    ({"callbacks": AnnealCallback()}, "must be a list"),
     ({"loss": "a"}, "loss must be a function of both outputs and the batch, or None, got 'a'"),
     ({"loss": 5}, "got 5"),
     ({"checkpoints": 5}, "checkpoints must be the path of a folder, or None, got 5"),
@@ -179,14 +180,16 @@ def test_wrong_arguments_are_refused_before_anything_is_changed(
     options: dict[str, Any], match: str
 ) -> None:
     net = classifier().train()
-    with pytest.raises(dynorm.ArgumentError, match=match):
+    with pytest.raises(dynorm.errors.ArgumentError, match=match):
         distill_(net, images(), **{"steps": 1, "quiet": True, **options})
     assert net.training
     assert all(p.requires_grad for p in net.parameters())
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(dynorm.ModelError, match="must have weights to train, but all are frozen"):
+    with pytest.raises(
+        dynorm.errors.ModelError, match="must have weights to train, but all are frozen"
+    ):
         distill_(classifier().requires_grad_(False), images(), steps=1, quiet=True)
 
 
@@ -199,21 +202,23 @@ def test_a_teacher_must_be_the_model_before() -> None:
         (nn.Linear(2, 2), "has no"),
         (wrapped, "not share weights"),
     ):
-        with pytest.raises(dynorm.ModelError, match=match):
+        with pytest.raises(dynorm.errors.ModelError, match=match):
             distill_(net, images(), teacher=teacher, steps=1, quiet=True)
     wider = nn.Sequential(
         nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Linear(4, 24), nn.LayerNorm(24), nn.Linear(24, 5)
     )
-    with pytest.raises(dynorm.DataError, match="of the original's shape, but reached none"):
+    with pytest.raises(dynorm.errors.DataError, match="of the original's shape, but reached none"):
         distill_(net, images(), teacher=wider, steps=1, quiet=True)
     name: Any = "bert"
-    with pytest.raises(dynorm.ArgumentError, match=r"teacher must be a .*Module, not str"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"teacher must be a .*Module, not str"):
         distill_(net, images(), teacher=name, steps=1, quiet=True)
     teacher = dynorm.restore_(copy.deepcopy(net))
     dynorm.calibrate_(net, images())
     folded = copy.deepcopy(net).eval()
     assert dynorm.fold_(folded, *images()[0]).count("affine")
-    with pytest.raises(dynorm.ModelError, match=r"must have its norm's weight .* fold afterwards"):
+    with pytest.raises(
+        dynorm.errors.ModelError, match=r"must have its norm's weight .* fold afterwards"
+    ):
         distill_(folded, images(), teacher=teacher, steps=1, quiet=True)
     # Nothing was frozen.
     assert all(p.requires_grad for p in net.parameters())
@@ -225,7 +230,7 @@ def test_a_loaded_model_goes_on_with_its_teacher(tmp_path: Path) -> None:
     teacher = dynorm.restore_(copy.deepcopy(net))
     dynorm.save(net, tmp_path / "saved")
     loaded = dynorm.load(tmp_path / "saved", copy.deepcopy(teacher))
-    with pytest.raises(dynorm.ModelError, match="must have replaced a norm"):
+    with pytest.raises(dynorm.errors.ModelError, match="must have replaced a norm"):
         distill_(loaded, images(), steps=1, quiet=True)
     for each in (net, loaded):
         distill_(each, images(), teacher=copy.deepcopy(teacher), steps=20, lr=1e-2, quiet=True)
@@ -390,7 +395,7 @@ def test_the_loss_of_each_type_of_output() -> None:
     # A regression has one logit, of which every distribution is the same.
     one = {"logits": torch.ones(3, 1)}
     assert output_loss(one, {"logits": torch.tensor([[1.0], [2.0], [3.0]])}, (f,)) > 0
-    with pytest.raises(dynorm.DataError, match="floating point tensor"):
+    with pytest.raises(dynorm.errors.DataError, match="floating point tensor"):
         output_loss({"text": "x"}, {"text": "x"}, batch)
 
 
@@ -424,11 +429,11 @@ def test_many_logits_are_compared_in_parts_of_which_none_is_kept() -> None:
 
 
 def test_what_cannot_be_gone_through_again() -> None:
-    with pytest.raises(dynorm.ArgumentError, match="able to begin again"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="able to begin again"):
         distill_(classifier(), iter(images()), minutes=1.0, quiet=True)
-    with pytest.raises(dynorm.DataError, match="got 4 for 5 steps"):
+    with pytest.raises(dynorm.errors.DataError, match="got 4 for 5 steps"):
         distill_(classifier(), iter(images()), steps=5, quiet=True)
-    with pytest.raises(dynorm.DataError, match="at least one batch"):
+    with pytest.raises(dynorm.errors.DataError, match="at least one batch"):
         distill_(classifier(), [], minutes=0.01, quiet=True)
 
 
@@ -455,7 +460,7 @@ def test_an_environment_of_other_processes_than_the_group_is_refused(
 
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(
-        dynorm.ModelError,
+        dynorm.errors.ModelError,
         match="the 1 processes of the group, but names 2: start them with torchrun",
     ):
         distill_(classifier(), images(), steps=2, quiet=True)
@@ -464,7 +469,7 @@ def test_an_environment_of_other_processes_than_the_group_is_refused(
 def test_weights_are_as_they_were_where_the_training_fails() -> None:
     net = classifier()
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(dynorm.DataError, match="got 5 for 6 steps"):
+    with pytest.raises(dynorm.errors.DataError, match="got 5 for 6 steps"):
         distill_(net, iter([*images(), *images()[:1]]), steps=6, lr=1e-2, quiet=True)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
@@ -480,13 +485,14 @@ def test_a_checkpoint_of_another_model_is_refused(other: str, tmp_path: Path) ->
     dynorm.convert_(net, dynorm.find_norms(net, *images()[0]))
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(
-        dynorm.StorageError, match=r"must be of this model and recipe, but .*checkpoint-3 is not"
+        dynorm.errors.StorageError,
+        match=r"must be of this model and recipe, but .*checkpoint-3 is not",
     ):
         distill_(net, images(), steps=3, lr=1e-4, quiet=True, checkpoints=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 @pytest.mark.parametrize("differs", ["rate", "layers", "teacher"])
 def test_a_checkpoint_of_another_recipe_is_refused(differs: str, tmp_path: Path) -> None:
     net, options = classifier(), {"steps": 3, "lr": 1e-4, "checkpoints": tmp_path, "quiet": True}
@@ -501,7 +507,8 @@ def test_a_checkpoint_of_another_recipe_is_refused(differs: str, tmp_path: Path)
     if differs == "teacher":
         options["teacher"] = doubled(net)
     with pytest.raises(
-        dynorm.StorageError, match=rf"checkpoint-3 is not: it differs in {differs}: remove it"
+        dynorm.errors.StorageError,
+        match=rf"checkpoint-3 is not: it differs in {differs}: remove it",
     ):
         distill_(net, images(), **options)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -514,7 +521,7 @@ def doubled(net: nn.Module) -> nn.Module:
     return teacher
 
 
-@pytest.mark.filterwarnings("ignore::dynorm.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_a_finished_run_is_not_trained_on_and_a_cut_checkpoint_is_passed_over(
     tmp_path: Path,
 ) -> None:
@@ -603,7 +610,9 @@ def test_what_training_made_worse_is_put_back() -> None:
     net = classifier()
     dynorm.calibrate_(net, images())
     weights = copy.deepcopy(net.state_dict())
-    with pytest.warns(dynorm.CalibrationWarning, match="the weights from before are put back"):
+    with pytest.warns(
+        dynorm.errors.CalibrationWarning, match="the weights from before are put back"
+    ):
         report = dynorm.distill_(net, images(), steps=12, lr=30.0, quiet=True)
     assert not report.kept
     assert report.loss_before is not None
@@ -628,7 +637,7 @@ def test_few_minutes_warn_time_little_and_warm_up(monkeypatch: pytest.MonkeyPatc
             rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
 
     with pytest.warns(
-        dynorm.CalibrationWarning, match=r"0\.25 minutes allow \d+ steps of distillation"
+        dynorm.errors.CalibrationWarning, match=r"0\.25 minutes allow \d+ steps of distillation"
     ):
         report = dynorm.distill_(
             net, images(), minutes=0.25, lr=1e-3, quiet=True, callbacks=[Watch()]
@@ -648,7 +657,7 @@ def test_of_batches_of_one_size_few_are_read_to_be_timed(sizes: list[int], most:
                 read.append(size)
                 yield torch.randn(size, 3, 8, 8)
 
-    with pytest.warns(dynorm.CalibrationWarning, match="allow 1 steps"):
+    with pytest.warns(dynorm.errors.CalibrationWarning, match="allow 1 steps"):
         dynorm.distill_(classifier(), Reading(), minutes=1e-5, quiet=True)
     # The first pass is the one that times.
     assert read[:most] == sizes[:most]

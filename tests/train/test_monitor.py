@@ -84,7 +84,7 @@ class TestMonitor:
         with dynorm.Monitor(nn.Sequential(layer)) as monitor:
             layer(torch.full((2, 4), 100.0))
             with pytest.warns(
-                dynorm.CalibrationWarning,
+                dynorm.errors.CalibrationWarning,
                 match=r"'0' saturates: 100% .* to 100 .* is 2\. .*param_groups",
             ):
                 monitor.read()
@@ -94,14 +94,18 @@ class TestMonitor:
                 monitor.read()
 
     def test_a_model_without_layers(self) -> None:
-        with pytest.raises(dynorm.ModelError, match="must have point-wise layers"):
+        with pytest.raises(dynorm.errors.ModelError, match="must have point-wise layers"):
             dynorm.Monitor(nn.LayerNorm(4))
-        with pytest.raises(dynorm.ArgumentError, match=r"must be a torch\.nn\.Module, not str"):
+        with pytest.raises(
+            dynorm.errors.ArgumentError, match=r"must be a torch\.nn\.Module, not str"
+        ):
             dynorm.Monitor("a")  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("warn_at", ["a", None, -1, 5, math.nan])
     def test_warn_at_is_a_share(self, warn_at: Any) -> None:
-        with pytest.raises(dynorm.ArgumentError, match="warn_at must be a number from 0 to 1, got"):
+        with pytest.raises(
+            dynorm.errors.ArgumentError, match="warn_at must be a number from 0 to 1, got"
+        ):
             dynorm.Monitor(dynorm.DyISRU(4), warn_at)
 
     def test_channels_first_and_frozen_constants(self) -> None:
@@ -123,22 +127,24 @@ class TestMonitor:
 class TestCallback:
     def test_wrong_arguments_are_refused_before_the_training(self, tmp_path: Path) -> None:
         transformers = pytest.importorskip("transformers")
+        callbacks = pytest.importorskip("dynorm.train.callbacks")
         arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
         trainer = transformers.Trainer(nn.Sequential(dynorm.DyISRU(4)), arguments)
         for wrong in (trainer.model, "a", None):
             with pytest.raises(
-                dynorm.ArgumentError, match="trainer must be a Trainer of transformers, got"
+                dynorm.errors.ArgumentError, match="trainer must be a Trainer of transformers, got"
             ):
-                dynorm.MonitorCallback(wrong)
+                callbacks.MonitorCallback(wrong)
         with pytest.raises(
-            dynorm.ArgumentError, match="warn_at must be a number from 0 to 1, got 'a'"
+            dynorm.errors.ArgumentError, match="warn_at must be a number from 0 to 1, got 'a'"
         ):
-            dynorm.MonitorCallback(trainer, "a")
+            callbacks.MonitorCallback(trainer, "a")
 
     def test_the_figures_reach_the_reports_the_history_and_the_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         transformers = pytest.importorskip("transformers")
+        callbacks = pytest.importorskip("dynorm.train.callbacks")
         from transformers.integrations import integration_utils
 
         sent: list[dict[str, float]] = []
@@ -165,8 +171,8 @@ class TestCallback:
             save_strategy="no", dataloader_pin_memory=False, per_device_train_batch_size=2,
         )  # fmt: skip
         trainer = transformers.Trainer(Net(), arguments, train_dataset=[{"x": torch.ones(4)}] * 8)
-        trainer.add_callback(dynorm.MonitorCallback(trainer))
-        with pytest.warns(dynorm.CalibrationWarning, match="'norm' saturates"):
+        trainer.add_callback(callbacks.MonitorCallback(trainer))
+        with pytest.warns(dynorm.errors.CalibrationWarning, match="'norm' saturates"):
             trainer.train()
         names = {f"{name}/norm" for name in ("saturated", "size", "beta", "drift", "gradient")}
         reported = [logs for logs in sent if "size/norm" in logs]

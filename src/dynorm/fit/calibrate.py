@@ -1,4 +1,4 @@
-"""Set the constants of a converted model from real activations: one pass, streamed, site after site."""
+"""Set the constants of a converted model from real activations, layer after layer, in one pass over the batches."""
 
 import math
 import warnings
@@ -34,20 +34,20 @@ from dynorm.replace.swap import swap_
 from dynorm.table import Column, Plain, Table
 
 Fits = dict[PointwiseNorm, SiteChoice]
-# Best on all-MiniLM-L6-v2 (post-norm), with two witnesses too. On SmolLM2-135M (pre-norm) 0 is best
-# by far.
+# The best value for all-MiniLM-L6-v2 (post-norm), without witnesses and with two. For SmolLM2-135M
+# (pre-norm) 0 is by far the best.
 _LEAN = 0.7
-# Batches go through the model side by side up to this number of tokens, and of batches: the inputs
-# of a layer for all of them are in memory at a time.
+# At most this many batches go through the model side by side, and no further one is started once
+# they have this many tokens. The inputs of a layer for all of them are in memory at a time.
 _TOKENS_AT_ONCE = 1 << 15
 _RUNS_AT_ONCE = 64
-# While a pre-norm model is fitted, this part of the tokens leaves each layer in a wrong size, by a
-# factor of exp(sigma n) with this sigma.
+# While a pre-norm model is fitted, each layer multiplies its output for this part of the tokens by
+# exp(sigma n), with n normal and this sigma.
 _WRONG_SIZES = 0.25
 _SIZE_ERROR = 0.2
 _GOLDEN = (math.sqrt(5) - 1) / 2
-# With fewer tokens the reported error is too small: on other tokens it is larger by some tenths.
-# Measured with a LayerNorm and an RMSNorm of 64 channels.
+# With fewer tokens the reported error is too small: the error on other tokens is some tenths larger
+# (measured with a LayerNorm and an RMSNorm of 64 channels).
 FEW_TOKENS = 64
 FEW_WITH_WITNESSES = 256
 
@@ -57,20 +57,22 @@ class SiteCalibration:
     """How one layer was fitted."""
 
     path: str
-    tokens: int  # that it saw, padding not counted
-    beta: float  # its constant, the median of the channels' where there are many
+    tokens: int  # the number of tokens that it was fitted to, without padding
+    beta: float  # its constant; of one per channel the median
     error: float  # root of the residual over the spread of the target, in the calibration data
-    # How well a token's size follows from them; None for a layer that may not have any.
+    # How well a token's size follows from its witnesses; None for a layer that may not have any.
     witnesses: Witnesses | None = None
     layer: str = ""  # its name, such as "dyisru"
-    # With ``to="auto"``: the errors on held-out tokens of all layers that it was chosen from, the
+    # With ``to="auto"``: the errors on held-out tokens of all layers that could be chosen, the
     # simplest one first.
     errors: dict[str, float] = field(default_factory=dict)
 
     @property
     def chosen(self) -> str:
         """Return the layer with the number of its witnesses, such as "linear +4"."""
-        return f"{self.layer} +{len(self.witnesses.channels)}" if self.witnesses else self.layer
+        if self.witnesses is None:
+            return self.layer
+        return f"{self.layer} +{len(self.witnesses.channels)}"
 
     @property
     def is_few(self) -> bool:
@@ -86,8 +88,8 @@ class CalibrationReport(Plain):
     Args:
         sites: the fitted layers, in call order.
         batches: how many batches were used, by all ranks.
-        unreached: paths of the layers that kept their constants: no batch reached them, or only
-            with inputs that are the same in every channel, to which nothing can be fitted.
+        unreached: paths of the layers that kept their constants. No batch reached them, or all
+            their inputs were the same in every channel, and nothing can be fitted to those.
         tolerance: by how much the error of a layer that ``to="auto"`` chose may exceed the best
             one.
         left: paths of the layers that were left as they are, because their norms are not known: the
@@ -102,7 +104,7 @@ class CalibrationReport(Plain):
 
     @property
     def few(self) -> list[str]:
-        """Return the paths of the sites that saw only few tokens: below 64, with witnesses below 256.
+        """Return the paths of the sites that saw fewer than 64 tokens, or 256 with witnesses.
 
         Their errors on other tokens will be larger than those reported.
         """
@@ -166,30 +168,32 @@ def calibrate_(
 ) -> CalibrationReport:
     """Set the constants, witnesses, weight and bias of every point-wise layer from batches of real inputs, in place.
 
-    Up to 32,768 tokens go through the model side by side. At each layer they stop until all have
-    arrived. The layer is then fitted to all of them at once, by least squares, and they go on with
-    its new output. So every layer is fitted on the inputs that the converted part before it feeds
-    it, and the order of the batches does not matter. Of more text, the next tokens go the same way
-    and are added to the sums; later ones, fed by better constants, count more.
+    Up to 32,768 tokens go through the model side by side. They wait at each layer until all of them
+    have arrived. The layer is then fitted to all of them by least squares, and they go on with its
+    new output. So every layer is fitted to the inputs that the converted layers before it produce,
+    and the order of the batches does not matter. If there is more text, the next tokens go through
+    the model in the same way and are added to the sums. They count more, because better constants
+    produced their inputs.
 
-    The cost is two forward passes over the data, one if ``lean`` is 0, one more pass over the first
-    batch, and about 17 point-wise functions per site. In memory are the activations at one site, of
-    32,768 tokens, plus O(C) per site. A model that keeps something of a batch on its modules runs
-    batch after batch: there each batch is fitted to by itself, and added to the sums.
+    The cost is two forward passes over the data (one if ``lean`` is 0), one more pass over the
+    first batch, and about 17 point-wise functions per site. The activations of 32,768 tokens at one
+    site are in memory, plus O(C) per site. A model that keeps something of a batch on its modules
+    runs batch after batch; each layer is then fitted to one batch more at a time.
 
-    A layer that :func:`convert_` allowed N witnesses gets at most N, chosen again at each call, with
-    their gains and the centre 0 (:class:`dynorm.fit.witnesses.TokenScales`; a matrix of 66 x 66
-    more per site). ``log_gain`` is then a new parameter: make the optimizer afterwards. Witnesses
-    that were named keep their places and get their gains.
+    A layer that :func:`convert_` allowed N witnesses gets at most N, with their gains, and the
+    centre 0. Each call chooses them again (see :class:`dynorm.fit.witnesses.TokenScales`, which
+    keeps two matrices of 66 x 66 per site). ``log_gain`` is then a new parameter: make the
+    optimizer afterwards. Witnesses that were named stay, and get their gains.
 
-    With ``to="auto"`` each site gets the first of linear, linear with witnesses, DyISRU, and DyISRU
-    with witnesses whose error on held-out tokens is at most ``tolerance`` above the best one's: a
-    linear layer :func:`fold_` removes. All are fitted side by side, in about twice the time, and
-    each batch measures them before they see it. The layers are new modules then: make the optimizer
-    afterwards.
+    With ``to="auto"`` there are four candidates, from the simplest: linear, linear with witnesses,
+    DyISRU, and DyISRU with witnesses. Each site gets the first whose error on held-out tokens is at
+    most ``tolerance`` above the best one's. (:func:`fold_` removes linear layers without
+    witnesses.) All candidates are fitted side by side, in about twice the time. Each half of the
+    batches that run together measures them before it is fitted to. The chosen layers are new
+    modules: make the optimizer afterwards.
 
-    Of an annealed layer only the constants are set: its weight and bias are the norm's, and are
-    needed as they are until the annealing has begun.
+    Of an annealed layer only the constants are set. Its weight and bias are the norm's, and must
+    stay so until the annealing begins.
 
     A layer whose norm is not known, because the model was loaded with it, is left as it is.
 
@@ -263,8 +267,7 @@ def calibrate_(
     if unreached:
         warnings.warn(
             f"kept the constants of {', '.join(unreached)}: no batch reached them, or only with "
-            "inputs that are the "
-            "same in every channel; give batches that use them",
+            "inputs that are the same in every channel; give batches that use them",
             CalibrationWarning,
             stacklevel=2,
         )
@@ -341,10 +344,10 @@ class _Run:
         self._lean = lean
         self._fits = fits
         self._first_outputs: Outputs = defaultdict(list)
-        # By the shape of the tokens: which ones leave the layers too large or too small. On text
-        # that was not fitted to, a layer gets the size of some tokens wrong. The layers after it
-        # must have seen such tokens, to choose witnesses that notice: otherwise the error grows
-        # from layer to layer.
+        # Which tokens leave the layers too large or too small, by the shape of the mask. On new
+        # text, a layer gets the size of some tokens wrong. The layers after it must have seen such
+        # tokens, so that they choose witnesses that show it. Otherwise the error grows from layer
+        # to layer.
         self._in_wrong_size: dict[torch.Size, Tensor] = {}
         self._original: PausedRun | None = None
         if lean > 0:
@@ -384,21 +387,22 @@ class _Run:
         return x, y
 
     def outputs(self, layer: PointwiseNorm) -> Tensor:
-        """Return what a candidate for the layer makes of its inputs, (tokens, C)."""
+        """Return the outputs of a candidate for the layer on the layer's inputs, (tokens, C)."""
         assert self.call is not None
         y = site_tokens(self.call.layer, layer.forward(self.call.x), self._masks)
         return y if self.counts else y[:0]
 
     def _answer(self, layer: PointwiseNorm, x: Tensor) -> Tensor:
-        """Return the output of the layer as it is fitted, of a wrong size for some tokens."""
+        """Return the output of the fitted layer; for some tokens in a wrong size, if errors add up."""
         choice = self._fits[layer]
         y = choice.fit.layer.forward(x)
         if self._lean > 0 or choice.fit.witnesses is None:
             return y
         uniform = _hash_of_tokens(choice.fit.layer, x, list(self._fits).index(layer))
         if uniform.shape not in self._in_wrong_size:
-            # The same tokens at all layers, so that the others are seen as they are.
+            # The same tokens at all layers: the other tokens stay as they are everywhere.
             self._in_wrong_size[uniform.shape] = uniform < _WRONG_SIZES
+            # Those of the tokens in question lie between 0 and 1 again.
             uniform = uniform / _WRONG_SIZES
         normal = math.sqrt(2) * torch.erfinv((2 * uniform - 1).clamp(-1 + 1e-9, 1 - 1e-9))
         factor = (_SIZE_ERROR * normal).exp()
@@ -438,7 +442,7 @@ class _Group:
         self._places = {layer: place for place, layer in enumerate(fits)}
 
     def fill(self, batches: Iterator[Batch], number: int) -> None:
-        """Start a run for each batch, until there are enough tokens; ``number`` is the first batch's."""
+        """Start a run for each batch until there are enough tokens; ``number`` counts the batches before."""
         tokens = 0
         for batch in batches:
             run = self.add(batch, number + len(self.runs), counts=True)
@@ -466,7 +470,7 @@ class _Group:
         return run
 
     def fit(self, ranks: Ranks, weight: float) -> None:
-        """Fit layer after layer, the first in call order that a run has come to, up to the end."""
+        """Fit one layer after another until all runs are over: each time the first that a run waits at."""
         while True:
             waiting = [run for run in self.runs if run.call is not None]
             if not waiting:
@@ -487,7 +491,7 @@ class _Group:
             x, y = run.tokens(choice.path)
             inputs.append(x)
             targets.append(y)
-        # For each rank, the number of tokens in each of its batches.
+        # The number of tokens in each batch, for each rank.
         counts = ranks.exchange([len(x) for x in inputs])
         numbers = choice.fit.tokens + _numbers(counts, ranks.rank)
         numbers = numbers.to(inputs[0].device)
@@ -496,7 +500,7 @@ class _Group:
         parts = [slice(None)]
         turns = max(len(of_rank) for of_rank in counts)
         if choice.chooses and turns > 1:
-            # The second half measures the candidates that were fitted to the first.
+            # The second half of the batches measures the candidates that are fitted to the first.
             half = sum(counts[ranks.rank][: (turns + 1) // 2])
             parts = [slice(0, half), slice(half, None)]
         for part in parts:
@@ -511,10 +515,10 @@ class _Group:
 def _hash_of_tokens(layer: PointwiseNorm, x: Tensor, place: int) -> Tensor:
     """Return a number from 0 to 1 for each token, of the shape of ``x`` with one channel.
 
-    It takes the place of a random number that would depend on the split into batches and on the
-    number of processes: it depends only on the signs of the token's channels, and on ``place``.
+    It depends only on the signs of the token's channels, and on ``place``. A random number would
+    also depend on the split into batches and on the number of processes.
     """
-    dims = (layer.dim,) if isinstance(layer.dim, int) else tuple(layer.dim)
+    dims = tuple(layer.dims)
     steps = torch.arange(1, layer.channels + 1, dtype=torch.float64, device=x.device)
     steps = (steps * (_GOLDEN + place * math.sqrt(2))) % 1
     channels_last = torch.movedim(x, dims, tuple(range(-len(dims), 0)))
@@ -530,10 +534,10 @@ def _outputs(runs: list[_Run], part: slice, layer: PointwiseNorm) -> Tensor:
 
 
 def _numbers(counts: list[list[int]], rank: int) -> Tensor:
-    """Return the numbers of this rank's tokens if the ranks' batches followed each other in turn.
+    """Number the tokens of all ranks, their batches taken in turn; return the numbers of this rank's.
 
-    So the tokens that are held out do not depend on the number of processes. ``counts`` has for
-    each rank the number of tokens in each of its batches.
+    One process with all batches in this order would give the same numbers, so it holds out the same
+    tokens. ``counts`` has the number of tokens in each batch, for each rank.
     """
     numbers = [torch.zeros(0, dtype=torch.float64, device="cpu")]
     first = 0

@@ -1,8 +1,9 @@
 """Run a model on many batches side by side: all of them stop at each layer until it is fitted.
 
-A layer should be fitted to what the finished layers before it feed it, over all tokens. So no batch
-may go on before every batch has arrived. A forward pass cannot be stopped from outside, but its
-hooks can wait: each batch runs in its own thread, and only one thread runs at a time.
+A layer should be fitted to the outputs of the finished layers before it, on all tokens. So every
+batch must have arrived at a layer before any of them goes on. A forward pass cannot be stopped from
+outside, but a hook in it can wait. So each batch runs in its own thread, and only one thread runs
+at a time.
 """
 
 import contextvars
@@ -24,12 +25,12 @@ from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.swap import original_forward
 
-# The run whose model calls the hooks of this thread.
+# ``run`` is the PausedRun that this thread belongs to.
 _running = threading.local()
 
 
 class _Closed(BaseException):
-    """Raised inside a model to end a run that nobody continues; no ``except Exception`` stops it."""
+    """Raised inside a model to end its run early; no ``except Exception`` in the model catches it."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,17 @@ class LayerCall:
 
     layer: PointwiseNorm
     x: Tensor
-    norm_output: Tensor  # of the norm that the layer replaced, on the same input
+    norm_output: Tensor  # the output of the norm that the layer replaced, on the same input
 
 
 class PausedRun:
-    """One forward pass over one batch, stopped at the first layer, and then at each layer in turn.
+    """One forward pass over one batch, which stops at every call of a layer until it is resumed.
 
-    ``answer(layer, x)`` gives the output with which the pass goes on, computed when it does. None
-    lets it go on with the output of the norm, as in the original model.
+    When the pass goes on, ``answer(layer, x)`` computes the output of the layer. Without it the
+    output is that of the norm, as in the original model.
 
-    Random numbers are the run's own: each starts from the state at its creation, however the runs
-    are interleaved.
+    Each run has its own random states, which begin as they are when it is made. So its random
+    numbers do not depend on other runs.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class PausedRun:
         batch: Any,
         answer: Callable[[PointwiseNorm, Tensor], Tensor] | None = None,
     ) -> None:
-        self.call: LayerCall | None = None  # where it waits; None when the pass is over
+        self.call: LayerCall | None = None  # the call at which it waits; None when it is over
         self._model = model
         self._batch = batch
         self._answer = answer
@@ -68,19 +69,19 @@ class PausedRun:
         self._has_stopped = threading.Semaphore(0)
         self._random_states = _random_states(model)
         self._torch_state = _TorchState(model)
-        # The thread sees the context variables of its maker.
+        # The thread has the context variables of the thread that makes it.
         work = contextvars.copy_context().run
         self._thread = threading.Thread(target=work, args=(self._work,), daemon=True)
         self._thread.start()
         try:
             self.resume()
         except BaseException:
-            # Nobody else could end it, for instance after Ctrl-C.
+            # After Ctrl-C, for instance: the caller has no run to close.
             self.close()
             raise
 
     def resume(self) -> None:
-        """Go on to the next layer, or to the end; raise the error of the model, if there is one."""
+        """Run to the next call of a layer, or to the end; raise the error of the model, if there is one."""
         self.call = None
         outside = _random_states(self._model)
         _set_random_states(self._random_states)
@@ -94,7 +95,7 @@ class PausedRun:
             raise self._error
 
     def close(self) -> None:
-        """End the run wherever it is, and free what it holds."""
+        """End the run wherever it is, and free its tensors."""
         if not self._over:
             self._closed = True
             self._go_on.release()
@@ -104,9 +105,9 @@ class PausedRun:
     def stop_at(self, layer: PointwiseNorm, x: Tensor, norm_output: Tensor) -> Tensor:
         """Wait at a layer for :meth:`resume`, and return the output to go on with."""
         if self._closed:
-            # The model calls layers in a ``finally``, or caught _Closed: nobody would resume it.
+            # The model caught the exception that ends it, or calls a layer in a ``finally``.
             raise _Closed
-        # A copy where the model goes on with the same tensor, for it may write into it.
+        # Without an answer the model gets this tensor and may write into it, so a copy is kept.
         kept = norm_output.clone() if self._answer is None else norm_output
         self.call = LayerCall(layer, x, kept)
         self._has_stopped.release()
@@ -126,7 +127,7 @@ class PausedRun:
                     call(self._model, self._batch)
         except _Closed:
             pass
-        except BaseException as error:  # resume() raises it where it is waited for
+        except BaseException as error:  # resume() raises it in its own thread
             self._error = error
         finally:
             self._over = True
@@ -135,9 +136,9 @@ class PausedRun:
 
 @contextmanager
 def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
-    """Have every :class:`PausedRun` stop at these layers, for as long as the context lasts.
+    """Make every :class:`PausedRun` stop at these layers while the context lasts.
 
-    A call that belongs to no run is left as it is: the batches may be made with the model.
+    A call outside of any run is left as it is, because the batches may be made with the model.
     """
     home = threading.get_ident()
 
@@ -157,17 +158,18 @@ def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
         yield
 
 
-# In a run beside another batch, the inputs of layers may differ by this from those in a run alone.
+# The inputs of the layers in a run beside another batch may differ this much, relatively, from
+# those in a run alone.
 _SAME = 1e-3
-# In the run beside it, norms have outputs of another size: the batches may be the same.
+# The other run continues with outputs of another size. So it differs even if the batches are equal.
 _OTHER_SIZE = 1.1
 
 
 def can_share(model: nn.Module, layers: Iterable[PointwiseNorm], first: Any, second: Any) -> bool:
-    """Return whether a model can run on several batches side by side, by trying it with the norms.
+    """Return whether several batches can run through a model side by side, by trying it.
 
-    It cannot if one run would read what another has left: on a module, or elsewhere. ``second`` may
-    be the same batch as ``first``.
+    They cannot if a run stores a value, on a module or elsewhere, that another run would read. The
+    trial uses the norms, and ``second`` may be the same batch as ``first``.
     """
     layers = list(layers)
     keeps_something = False
@@ -188,8 +190,8 @@ def can_share(model: nn.Module, layers: Iterable[PointwiseNorm], first: Any, sec
     try:
         inputs = _inputs_beside(model, layers, first, second)
     except DataError:
-        # What the other batch has left may be of another shape. If the error is another one, it
-        # comes again in the calibration.
+        # A value stored by the other run may have had the wrong shape. Any other error comes again
+        # in the calibration.
         return False
     if len(inputs) != len(inputs_alone):
         return False
@@ -199,7 +201,7 @@ def can_share(model: nn.Module, layers: Iterable[PointwiseNorm], first: Any, sec
 def _inputs_beside(
     model: nn.Module, layers: list[PointwiseNorm], first: Any, second: Any
 ) -> list[Tensor]:
-    """Return the summaries of the layers' inputs for a batch, with another one in turn."""
+    """Return the summaries of the layers' inputs for a batch while another one runs in turn with it."""
 
     def answer(layer: PointwiseNorm, x: Tensor) -> Tensor:
         return original_forward(layer, x) * _OTHER_SIZE
@@ -235,10 +237,14 @@ def _are_close(x: Tensor, y: Tensor) -> bool:
 
 
 class _Held:
-    """A value by its identity; a tensor also by its writes, a container by its length."""
+    """A value of an attribute, to be compared with a later one.
+
+    Two are equal if they are the same object, and it has not changed between: a tensor by its count
+    of writes, a container by its length.
+    """
 
     def __init__(self, value: object) -> None:
-        self._value = value  # kept, so that no other object takes its address
+        self._value = value  # While it is kept, no other object can get its address.
         self._writes = 0
         if isinstance(value, Tensor) and not value.is_inference():
             self._writes = value._version
@@ -256,6 +262,7 @@ class _Held:
 
 
 def _held_by_modules(model: nn.Module) -> list[dict[str, _Held]]:
+    """Return the attributes, parameters and buffers of all modules."""
     tables = []
     for module in model.modules():
         for table in (vars(module), module._parameters, module._buffers):
@@ -264,14 +271,15 @@ def _held_by_modules(model: nn.Module) -> list[dict[str, _Held]]:
 
 
 class _TorchState:
-    """The settings that torch keeps for each thread, as they are where this is made."""
+    """The settings that torch keeps for each thread, as they were in the thread that made this."""
 
     def __init__(self, model: nn.Module) -> None:
         first = next(model.parameters(), None)
         self._kind = "cpu" if first is None else first.device.type
         self._autocast = torch.is_autocast_enabled(self._kind)
         self._autocast_dtype = torch.get_autocast_dtype(self._kind)
-        # Under a default device torch has a mode, under which layers use their plain definition.
+        # A default device is a mode of torch, and under a mode layers use their plain definition. So
+        # it is set again only where there was one.
         self._has_mode = torch._C._len_torch_function_stack() > 0
         self._default_device = torch.get_default_device()
         self._inference = torch.is_inference_mode_enabled()
@@ -279,7 +287,7 @@ class _TorchState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Set them in the thread that this is called in; without gradients."""
+        """Apply the settings in the calling thread, without gradients, while the context lasts."""
         with ExitStack() as settings:
             if self._gpu is not None:
                 settings.enter_context(torch.cuda.device(self._gpu))

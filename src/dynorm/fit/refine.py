@@ -165,8 +165,7 @@ def refine_(
                 layer.requires_grad_(True)
             after.enter_context(autocast(model, bf16))
             measured, feed = _feeds(batches, steps * accumulate)
-            # Consecutive batches make a step.
-            groups = zip(*[feed] * accumulate, strict=True)
+            groups = _groups(feed, accumulate)
             report = _refine(model, layers, measured, groups, steps, lr, ranks)
     return replace(report, left=layers_without_norms(model))
 
@@ -181,6 +180,12 @@ def _feeds(batches: Iterable[Batch], count: int) -> tuple[Iterable[Batch], Itera
     # The next pass may have another order.
     used = list(islice(iterate(batches), count))
     return used, chain(used, cycled(batches, count - len(used)))
+
+
+def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
+    """Yield the batches of each step, which follow each other."""
+    while group := list(islice(batches, size)):
+        yield group
 
 
 @dataclass(frozen=True)
@@ -356,7 +361,7 @@ def relative_error(f: Tensor, y: Tensor) -> Tensor:
     """Return ``|f - y|^2 / |y - mean y|^2`` of values f and the right ones y, both (tokens, C)."""
     size = y.square().sum()
     spread = (y - y.mean(0)).square().sum()
-    # A single token has no spread: a hundredth of its size takes the place of it.
+    # A single token has no spread: a hundredth of its size is used instead.
     least = (0.01 * size).clamp_min(torch.finfo(y.dtype).tiny)
     # If all is 0 no error counts.
     least = torch.where(size > 0, least, torch.inf)

@@ -1,4 +1,4 @@
-"""The least-squares fit of one point-wise layer to the norm it replaces, and the choice of the simplest that holds.
+"""The least-squares fit of one point-wise layer to its norm, and the choice of the simplest layer.
 
 The fit is streamed: its memory is O(C), however many tokens there are.
 """
@@ -99,12 +99,12 @@ class SiteFit:
     with the leave-one-out variance, ``exp(mean log(C v_i))``.
 
     A layer that may have witnesses gets them first, from :class:`dynorm.fit.witnesses.TokenScales`.
-    They are chosen again after 1, 2, 4, 8, ... batches, from all tokens so far; if that changes the
+    They are chosen again at updates 1, 2, 4, 8, ..., from all tokens so far. If that changes the
     function, the sums start again from 0.
 
     Of an annealed layer only the constants are fitted, to the core of its norm. All ``ranks`` add
-    their own tokens, at the same time. A ``careful`` fit rather has outputs too small than too
-    large, for layers whose errors add up.
+    their own tokens, at the same time. A ``careful`` fit makes outputs too small rather than too
+    large: it is meant for layers whose errors add up.
     """
 
     def __init__(
@@ -147,10 +147,11 @@ class SiteFit:
     def update(
         self, x: Tensor, y: Tensor, weight: float = 1.0, numbers: Tensor | None = None
     ) -> None:
-        """Add tokens x (tokens, C), finite, with the outputs y that the layer should return, and how much they count.
+        """Add tokens x, finite, with the outputs y that the layer should return, both (tokens, C).
 
-        Until one has a spread over its channels, nothing can be fitted and nothing is added.
-        ``numbers`` are those of the tokens among all of all ranks; by default rank after rank.
+        Each counts ``weight`` times. Until a token has a spread over its channels, nothing can be
+        fitted and nothing is added. ``numbers`` are the tokens' numbers among those of all ranks;
+        by default the tokens of an update are numbered rank after rank.
         """
         if isinstance(self.layer, AnnealedNorm):
             core = functional.layer_norm if self.kind == "layernorm" else functional.rms_norm
@@ -159,8 +160,11 @@ class SiteFit:
             self._start(x)
         if self._betas is None:
             return
-        self._updates += 1
         counts = self._ranks.exchange(len(x))
+        if not any(counts):
+            # The mean of no tokens, from which new sums would start, is NaN.
+            return
+        self._updates += 1
         if self._scales is not None:
             if numbers is None:
                 first = self.tokens + sum(counts[: self._ranks.rank])
@@ -389,10 +393,10 @@ class SiteFit:
 class SiteChoice:
     """Fits of the layers that a site may get, and their errors on tokens that they were not yet fitted to.
 
-    There is only one, the layer at the site, unless the norm was replaced by "auto". Each batch
-    measures the constants that the batches before gave, so all tokens but the first batch's are
-    held out once, and none is lost to the fit. ``tolerance`` is how far the chosen layer's error
-    may lie above the best one, over the target's spread.
+    There is only one, the layer at the site, unless the norm was replaced by "auto". The tokens of
+    each :meth:`fit_` first measure the layers as they are, and are then fitted to. So all tokens
+    but those of the first call are held out once, and none is lost to the fit. ``tolerance`` is how
+    far the chosen layer's error may lie above the best one, over the target's spread.
     """
 
     def __init__(
@@ -422,7 +426,7 @@ class SiteChoice:
         else:
             name = NAMES.get(type(layer), "")
             self._fits[name] = SiteFit(layer, norm, ranks, careful=careful)
-        # The simplest layer that holds so far. The errors are on held-out tokens, if there are any.
+        # The simplest layer that is accurate enough so far. The errors are on held-out tokens, if there are any.
         self.name, self.fit = next(iter(self._fits.items()))
         self.errors: dict[str, float] = {}
         self._squares = torch.zeros(len(self._fits), dtype=torch.float64, device="cpu")
@@ -442,7 +446,10 @@ class SiteChoice:
         run: Callable[[PointwiseNorm], Tensor],
         numbers: Tensor | None = None,
     ) -> None:
-        """Measure all layers, as they are, on new tokens, whose outputs ``run`` returns; then fit them to these too."""
+        """Measure all layers, as they are, on new tokens; then fit them to these too.
+
+        ``run`` returns a layer's outputs for the tokens.
+        """
         fits = list(self._fits.values())
         if self.fit.tokens and self.chooses:
             squares = [(run(fit.layer) - y).double().square().sum() for fit in fits]

@@ -141,7 +141,8 @@ def _strip_(layer: PointwiseNorm, fold: SiteFold) -> None:
 def _release_dtype_(layer: PointwiseNorm) -> None:
     """Let the output's dtype no longer follow a weight that goes.
 
-    From now on the dtype of the constant decides for the weight's, if the two were equal.
+    If the constant has the weight's dtype, the rule stays: the constant then takes the place of the
+    weight in it.
     """
     constant = getattr(layer, layer.constants[0])
     if layer.weight is None or layer.weight.dtype == constant.dtype:

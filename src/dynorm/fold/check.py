@@ -262,7 +262,7 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _are_equal(inputs: Inputs, example: Inputs) -> bool:
-    """Tell whether the tensors are equal; those of other layouts are never drawn at random."""
+    """Return whether the tensors are equal; those of other layouts are never drawn at random."""
     for a, b in zip(held_tensors(inputs), held_tensors(example), strict=True):
         if _is_plain(a) and not a.nan_to_num().equal(b.nan_to_num()):
             return False

@@ -37,12 +37,12 @@ class Plan:
 
     @property
     def changes_anything(self) -> bool:
-        """Tell whether there is anything to fold."""
+        """Return whether there is anything to fold."""
         return any(fold.is_changed for fold in self.folds)
 
     @property
     def is_inexact(self) -> bool:
-        """Tell whether outputs change by more than rounding."""
+        """Return whether outputs change by more than rounding."""
         return any(fold.change for fold in self.folds)
 
 
@@ -115,7 +115,7 @@ def _as_lines(sites: Sequence[SiteFold], stays: Mapping[int, str]) -> list[SiteF
 
 
 def _shared(fold: SiteFold, graph: Graph) -> str | None:
-    """Return why a norm's weight and bias cannot change, or None: they are saved, and only its."""
+    """Return why a norm's weight and bias cannot change; None if they are saved, and only the norm uses them."""
     for _, tensor, _ in fold.tensors:
         slots = [slot for slot in graph.slots if slot.tensor is tensor]
         slot = slots[0]

@@ -140,7 +140,7 @@ def _norm_over_tokens(folds: Sequence[SiteFold], op: Node, token_of: Tensor) -> 
 
 
 def _one_token_per_row(token_of: Tensor, axis: int) -> bool:
-    """Tell whether all elements along an axis belong to one token."""
+    """Return whether all elements along an axis belong to one token."""
     return torch.equal(token_of, token_of.roll(1, axis))
 
 

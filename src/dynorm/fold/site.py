@@ -101,28 +101,28 @@ class SiteFold:
 
     @property
     def is_pointwise(self) -> bool:
-        """Tell whether it is a layer of dynorm and not a norm."""
+        """Return whether it is a layer of dynorm and not a norm."""
         return isinstance(self.module, PointwiseNorm)
 
     @property
     def is_absorbed(self) -> bool:
-        """Tell whether its factor or shift goes into the readers."""
+        """Return whether its factor or shift goes into the readers."""
         return self.kept is None and (self.factor is not None or self.shift is not None)
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether nothing of it stays."""
+        """Return whether nothing of it stays."""
         is_gone_line = self.goes and self.left is None and (self.through or self.is_absorbed)
         return is_gone_line or self.redundant.state == FOLDED
 
     @property
     def becomes_rms(self) -> bool:
-        """Tell whether it is a LayerNorm that becomes an RMSNorm."""
+        """Return whether it is a LayerNorm that becomes an RMSNorm."""
         return bool(self.chosen and self.streams and self.mean_kept is None)
 
     @property
     def is_changed(self) -> bool:
-        """Tell whether the fold changes anything here."""
+        """Return whether the fold changes anything here."""
         is_moved = self.is_absorbed or self.through or self.center_into is not None
         return is_moved or self.becomes_rms or self.is_gone
 
@@ -189,7 +189,7 @@ def keeps_dtype(fold: SiteFold) -> bool:
 
 
 def is_exact(fold: SiteFold, *, as_rms: bool = False) -> bool:
-    """Tell whether a norm is a neutral norm times weight plus bias, to the last digits.
+    """Return whether a norm is a neutral norm times weight plus bias, to the last digits.
 
     The neutral norm is a copy with weight 1 and bias 0. With ``as_rms`` it is the formula of the
     RMSNorm that takes the place of a LayerNorm, after its mean.

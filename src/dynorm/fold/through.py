@@ -48,7 +48,7 @@ class ScaleGroup:
 
     @property
     def is_pinned(self) -> bool:
-        """Tell whether the factors must stay."""
+        """Return whether the factors must stay."""
         return self.refused is not None
 
     def scale(self, ratio: Tensor) -> None:

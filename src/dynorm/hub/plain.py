@@ -16,6 +16,7 @@ from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
 from dynorm.replace.edits import give_bias_, untie_
 from dynorm.replace.specs import apply_specs_
+from dynorm.version import __version__
 from dynorm.wrappers import plain_modules, plain_name, plain_state, unwrapped, without_wrappers
 
 CONFIG = "dynorm.json"
@@ -24,8 +25,6 @@ WEIGHTS = "model.safetensors"
 
 def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> None:
     """Write a model into an empty directory; ModelError if safetensors cannot hold a tensor."""
-    from dynorm.version import __version__
-
     tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = {

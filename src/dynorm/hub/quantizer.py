@@ -122,8 +122,8 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
 class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
     """Put the layers into a model that ``from_pretrained`` has built on the meta device."""
 
-    # Otherwise transformers would try to quantize an unconverted model on the fly; so it raises an
-    # error.
+    # So transformers raises an error for an unconverted model. Otherwise it would try to quantize it
+    # on the fly.
     requires_calibration = True
     # The layers are ordinary parameters of plain torch, which train without adapters.
     is_trainable = is_qat_trainable = is_compileable = True

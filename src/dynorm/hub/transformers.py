@@ -37,6 +37,7 @@ from dynorm.hub.quantizer import (
 )
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.edits import is_changed
+from dynorm.version import __version__
 from dynorm.wrappers import has_wrappers, plain_modules, plain_state
 
 CONFIG = "config.json"
@@ -263,8 +264,6 @@ def read_transformers(folder: Path) -> nn.Module:
 
 
 def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
-    from dynorm.version import __version__
-
     prefix = base_prefix(model)
 
     def split(paths: Iterable[str]) -> tuple[list[str], list[str]]:

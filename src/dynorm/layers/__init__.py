@@ -1,6 +1,12 @@
 """Point-wise layers: DyISRU (ELN), DyT, Derf, the linear control; and their annealed layers."""
 
-from dynorm.layers.annealed import AnnealedNorm
+from dynorm.layers.annealed import (
+    AnnealedDerf,
+    AnnealedDyISRU,
+    AnnealedDyT,
+    AnnealedLinear,
+    AnnealedNorm,
+)
 from dynorm.layers.base import PointwiseNorm
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
@@ -12,6 +18,10 @@ ELN = DyISRU  # the name in the first version of the paper
 
 __all__ = [
     "ELN",
+    "AnnealedDerf",
+    "AnnealedDyISRU",
+    "AnnealedDyT",
+    "AnnealedLinear",
     "AnnealedNorm",
     "Derf",
     "DyISRU",

@@ -48,7 +48,7 @@ class AnnealedNorm(PointwiseNorm):
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0, 6.0]])
-        >>> layer = dynorm.AnnealedDyISRU(3)
+        >>> layer = dynorm.layers.AnnealedDyISRU(3)
         >>> torch.equal(layer(x), nn.LayerNorm(3)(x))
         True
         >>> layer.set_t_(1.0)

@@ -65,7 +65,7 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     """
     x = _reduced(x)
     mesh = x.device_mesh
-    dims = (layer.dim,) if isinstance(layer.dim, int) else layer.dim
+    dims = layer.dims
     axes = tuple(d % x.ndim for d in dims)
     # The numbers of this rank's channels, cut once for each dimension of the mesh that shards them.
     channels = torch.arange(layer.channels, device="cpu").reshape(layer.normalized_shape)
@@ -144,7 +144,7 @@ def _with_witnesses(
     The witnesses are appended to the channels, and cut from the result. A witness among this rank's
     channels is read there, so that the sum of DyISRU for that channel omits it.
     """
-    dims = (twin.dim,) if isinstance(twin.dim, int) else twin.dim
+    dims = twin.dims
     last = tuple(range(-len(dims), 0))
     u = upcast(x).movedim(dims, last).flatten(-len(dims))
     if twin.center is not None:

@@ -145,7 +145,7 @@ class PointwiseParallel(ParallelStyle):
             raise ModelError(
                 "the layer must not be sharded yet, but its parameters are DTensors: name it once"
             )
-        dims = (module.dim,) if isinstance(module.dim, int) else module.dim
+        dims = module.dims
         if not isinstance(self.input_layouts, Shard) or self.input_layouts.dim not in dims:
             return None
         require_pointwise(module)

@@ -69,7 +69,7 @@ class Int8Table(nn.Module):
                 "function of one number; keep the layer, or convert with witnesses=0"
             )
         self.shape = shape = layer.normalized_shape
-        self.dims = (layer.dim,) if isinstance(layer.dim, int) else layer.dim
+        self.dims = layer.dims
         self.last = tuple(range(-len(shape), 0))
         if outputs is None:
             low, high = output_range(layer)

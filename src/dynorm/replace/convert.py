@@ -50,8 +50,8 @@ class ConversionReport(Plain):
         refused: the selected sites that keep their norm; ``site.refused`` is the reason.
 
     Example:
-        >>> site = dynorm.NormSite("norm", kind="rmsnorm", normalized_shape=(8,))
-        >>> print(dynorm.ConversionReport("dyisru", [site], []))
+        >>> site = dynorm.site.NormSite("norm", kind="rmsnorm", normalized_shape=(8,))
+        >>> print(dynorm.report.ConversionReport("dyisru", [site], []))
         1 norm replaced by dyisru, 0 left alone
         <BLANKLINE>
         site  norm        layer

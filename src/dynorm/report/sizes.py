@@ -157,7 +157,7 @@ def token_places(site: NormSite, x: Tensor, batch: Batch) -> Tensor | None:
         texts = masks[0]
     else:
         return None
-    dims = (site.dim,) if isinstance(site.dim, int) else tuple(site.dim)
+    dims = site.dims
     channel_axes = {dim % x.ndim for dim in dims}
     token_shape = tuple(size for axis, size in enumerate(x.shape) if axis not in channel_axes)
     if texts.ndim != 2 or token_shape not in (texts.shape, (texts.numel(),)):

@@ -117,7 +117,7 @@ def _exported(flat: "_Flat") -> Any:
 
 
 def _is_functional(node: Node) -> bool:
-    """Tell whether a node writes into no other value, and contains no graph."""
+    """Return whether a node writes into no other value, and contains no graph."""
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op != "get_attr"
     # A constant in the model's code is detached in place.

@@ -142,7 +142,7 @@ def held_at(node: Any, axis: int) -> tuple[Slot, int] | None:
 
 
 def factor_of(node: Node, value: Node, axis: int) -> bool:
-    """Tell whether ``node`` multiplies or divides all channels of a token by the same number."""
+    """Return whether ``node`` multiplies or divides all channels of a token by the same number."""
     if packet(node) not in ("aten.mul", "aten.div") or len(node.args) != 2 or node.kwargs:
         return False
     if shape(node) != shape(value):
@@ -161,7 +161,7 @@ def factor_of(node: Node, value: Node, axis: int) -> bool:
 
 
 def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
-    """Tell whether a view would mix tokens and channels if an axis of length 1 were longer.
+    """Return whether a view would mix tokens and channels if an axis of length 1 were longer.
 
     It would if such an axis changes sides with the channels, or if a permutation moved it to the
     other side and the view then merges it with another axis.

@@ -93,7 +93,7 @@ class Slot:
 
     @property
     def is_saved(self) -> bool:
-        """Tell whether the state dict has it, as floating-point numbers."""
+        """Return whether the state dict has it, as floating-point numbers."""
         for owner in self.owners:
             if owner.name in owner.module._non_persistent_buffers_set:
                 return False
@@ -163,7 +163,7 @@ def rank_of(node: Node) -> int:
 
 
 def is_tensor(node: Any) -> TypeGuard[Node]:
-    """Tell whether something is a node whose value is one tensor."""
+    """Return whether something is a node whose value is one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
 
 
@@ -209,7 +209,7 @@ def producer(node: Node) -> tuple[Node, int | None]:
 
 
 def is_same(op: Node) -> bool:
-    """Tell whether an operator returns each floating-point element unchanged."""
+    """Return whether an operator returns each floating-point element unchanged."""
     if not is_tensor(op) or not op.meta["val"].is_floating_point():
         return False
     if packet(op) in _DROPOUT:
@@ -218,7 +218,7 @@ def is_same(op: Node) -> bool:
 
 
 def is_move(node: Node, source: Node) -> bool:
-    """Tell whether a value consists of elements of another one only."""
+    """Return whether a value consists of elements of another one only."""
     op, _ = producer(node)
     return bool(op.args) and op.args[0] is source and (is_same(op) or packet(op) in _MOVES)
 

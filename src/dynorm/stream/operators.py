@@ -78,7 +78,7 @@ class Write:
 
     @property
     def is_value(self) -> bool:
-        """Tell whether the parameter itself is added to the stream, as learned positions are."""
+        """Return whether the parameter itself is added to the stream, as learned positions are."""
         return self.leaf.node is self.leaf.argument
 
 
@@ -256,7 +256,7 @@ def _bias(
 
 
 def _is_stacked(slot: Slot, *axes: int | None) -> bool:
-    """Tell whether a parameter has further axes, with more than one index."""
+    """Return whether a parameter has further axes, with more than one index."""
     return any(size != 1 for axis, size in enumerate(slot.tensor.shape) if axis not in axes)
 
 
@@ -327,7 +327,7 @@ def require_new_bias(slot: Slot, node: Node) -> None:
 
 
 def _takes_bias(module: nn.Module) -> bool:
-    """Tell whether a linear layer or convolution has no bias, and would add one."""
+    """Return whether a linear layer or convolution has no bias, and would add one."""
     if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
         return False
     forward = type(module).forward

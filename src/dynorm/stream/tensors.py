@@ -113,7 +113,7 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def _is_filled(cell: types.CellType) -> bool:
-    """Tell whether a variable of a closure has a value by now."""
+    """Return whether a variable of a closure has a value by now."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -122,7 +122,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _is_open(kind: type) -> bool:
-    """Tell whether all that objects of a class hold is in their attributes."""
+    """Return whether all that objects of a class hold is in their attributes."""
     for base in kind.__mro__:
         # A class in C, whose fields are hidden, has a __new__ in C or no __module__ among its
         # attributes; a class statement of Python sets __module__.

@@ -135,14 +135,15 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         >>> model = nn.Sequential(nn.Linear(4, 8), dynorm.DyISRU(8))
         >>> arguments = TrainingArguments(getfixture("tmp_path"), report_to=[], use_cpu=True)
         >>> trainer = Trainer(model, arguments)
-        >>> trainer.add_callback(dynorm.MonitorCallback(trainer))
+        >>> from dynorm.train.callbacks import MonitorCallback
+        >>> trainer.add_callback(MonitorCallback(trainer))
     """
 
     def __init__(self, trainer: Trainer, warn_at: float = 0.8) -> None:
         if not isinstance(trainer, Trainer):
             raise ArgumentError(
                 f"trainer must be a Trainer of transformers, got {type(trainer).__name__}: make it "
-                "first, and call trainer.add_callback(dynorm.MonitorCallback(trainer))"
+                "first, and call trainer.add_callback(MonitorCallback(trainer))"
             )
         self._trainer = trainer
         self._warn_at = check_share("warn_at", warn_at)

@@ -55,7 +55,7 @@ class AnnealStart:
         ModelError: it has none, or only the placeholders of DeepSpeed's ZeRO-3.
 
     Example:
-        >>> model = nn.Sequential(dynorm.AnnealedDyISRU(64, center=True))
+        >>> model = nn.Sequential(dynorm.layers.AnnealedDyISRU(64, center=True))
         >>> with AnnealStart(model):
         ...     _ = model(3 + 2 * torch.randn(100, 64))
         >>> 3 * 64 < model[0].beta().item() < 5 * 64
