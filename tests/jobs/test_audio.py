@@ -144,7 +144,7 @@ def test_speech_is_compared_word_by_word_and_token_by_token(
         wrong, words = wrong + errors, words + count
     assert len({found.original for found in report.continuations}) > 1
     assert report.same == pytest.approx(1 - wrong / words)
-    assert f"greedy transcripts, words as the original's: {report.same:.1%}" in str(report)
+    assert f"greedy transcripts, words equal to the original: {report.same:.1%}" in str(report)
     page = (out / "report.html").read_text()
     assert "Likeliest transcripts" in page
     assert report.continuations[0].now in page

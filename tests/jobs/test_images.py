@@ -129,7 +129,7 @@ def test_a_classifier_is_compared_by_its_classes(
     held_out = {file.name for file in images.iterdir()}
     assert report.meta["worst_sample"] in held_out
     assert report.output.agreement is not None
-    assert f"likeliest class as the original's {report.output.agreement:.1%}" in str(report)
+    assert f"same likeliest class {report.output.agreement:.1%}" in str(report)
     assert "same likeliest class" in (tmp_path / "out" / "report.html").read_text()
 
 

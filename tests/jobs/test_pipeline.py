@@ -226,7 +226,7 @@ def test_each_site_may_get_its_own_layer(encoder: Path, texts: Path, tmp_path: P
     assert fitted["tolerance"] == 10.0
     assert [len(site["errors"]) for site in fitted["sites"]] == [4] * len(report.sites)
     assert any("within 10 of the least" in line for line in said)
-    assert f"{len(report.sites)} of them by lines that fold_ can remove" in (
+    assert f"{len(report.sites)} of them by linear layers that fold_ can remove" in (
         tmp_path / "report.html"
     ).read_text("utf-8")
 

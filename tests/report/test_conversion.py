@@ -693,8 +693,8 @@ OUTPUTS = {
         "loss_original": 2.0,
         "loss_now": 2.04,
     },
-    "Some was lost: the loss is 2.010 nats per token in place of 2.000, its divergence from the "
-    "original 0.100": {
+    "Some was lost: the loss is 2.010 nats per token instead of 2.000, the divergence from the "
+    "original is 0.100": {
         "kind": "language",
         "loss_original": 2.0,
         "loss_now": 2.01,
@@ -710,7 +710,7 @@ OUTPUTS = {
     "Little was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.991},
     "Some was lost: the mean cosine of an embedding": {"kind": "encoder", "cosine_mean": 0.96},
     "Much was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.9},
-    # What all samples share hides what tells them apart.
+    # A large common part of all samples hides their differences.
     "Some was lost: the mean cosine of the output": {
         "kind": "tensor",
         "cosine_mean": 1.0,
@@ -736,7 +736,7 @@ def test_the_verdict_says_what_was_lost_and_what_to_do_next(words: str) -> None:
     nexts = {
         "": "dynorm.distill_",
         "calibrate": "so far only the constants",
-        "distill": "longer, or leave the norm at",
+        "distill": "longer, or keep the norm at",
     }
     for stage, todo in nexts.items():
         stages = {"stages": {stage: {"kept": True}}} if stage else {}

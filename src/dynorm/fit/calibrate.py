@@ -138,7 +138,7 @@ class CalibrationReport(Plain):
         for site in self.sites:
             rows.append([site.path, site.tokens, site.beta, site.error])
         if any(site.witnesses for site in self.sites):
-            columns += ["witnesses", Column("told", ".0%")]
+            columns += ["witnesses", Column("explained", ".0%")]
             for row, site in zip(rows, self.sites, strict=True):
                 channels = ""
                 explained = 0.0

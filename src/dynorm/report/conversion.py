@@ -306,7 +306,7 @@ class _LayerStats(SiteStats):
             saturated=saturated,
             witnesses=layer.witness_channels,
             gains=gains,
-            told=self._explained(),
+            explained=self._explained(),
             why=self.why,
             sums=self._drawn_sums.points(),
             fit=fit,

@@ -171,7 +171,7 @@ class SiteReport(MeasuredSite):
             control has no bound, so the norm's is used.
         witnesses: the layer's witness channels; empty for a function of one channel.
         gains: the weight of the square of each witness.
-        told: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
+        explained: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
             explains, up to a factor: 0 is no more than a constant explains, 1 is all.
         why: why ``to="auto"`` chose the layer; empty if the caller chose it.
         sums: ``beta + sum g u^2`` and the norm's own sum, for some of the tokens.
@@ -188,7 +188,7 @@ class SiteReport(MeasuredSite):
     saturated: float | None
     witnesses: tuple[int, ...]
     gains: tuple[float, ...]
-    told: float
+    explained: float
     why: str
     sums: tuple[list[float], list[float]] = field(repr=False)
     fit: CoreFit = field(repr=False)
