@@ -10,7 +10,7 @@ from statistics import mean
 from textwrap import wrap
 from typing import Any
 
-from benchmarks import draws, memory
+from benchmarks import draws, memory, models
 from benchmarks.speed import table as speed
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +89,47 @@ def retrieval_table() -> str:
         cells = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f} | {f'{lost:.4f}' if row is not first else ''}"
         lines.append(f"| {RETRIEVED[row['model']]} | {cells} |")
     return "\n".join(lines)
+
+
+def headline_table() -> str:
+    """One row per stage: the task with witnesses, and the cosine with witnesses and without."""
+    retrieved = {row["model"]: row for row in load("retrieval")["rows"]}
+    lines = [
+        "| all-MiniLM-L6-v2, all 13 norms | right package first | mean reciprocal rank | "
+        "cosine, 4 witnesses | cosine, pure function |",
+        "|---|---|---|---|---|",
+    ]
+    original, calibrated, demo = (retrieved[name] for name in RETRIEVED)
+    cosines = [_cosines("refined", count) for count in (4, 0)]
+    trained = [_distilled(name) for name in ("DyISRU, four witnesses", "DyISRU")]
+    for title, row, cells in (
+        ("the original", original, ["", ""]),
+        ("calibrated and refined", calibrated, cosines),
+        ("and distilled", demo, trained),
+    ):
+        task = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f}"
+        lines.append(f"| {title} | {task} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cosines(stage: str, witnesses: int) -> str:
+    """Return the mean cosine of DyISRU with one constant per channel, with the spread of seeds."""
+    cosines = []
+    for row in load("quality")["rows"]:
+        key = (row["layer"], row["per_channel"], row.get("witnesses", 0), row["stage"])
+        if key == ("dyisru", True, witnesses, stage):
+            cosines.append(row["cosine"])
+    return f"{cosines[0]:.4f}" if len(cosines) == 1 else _mean(cosines)
+
+
+def _distilled(recipe: str) -> str:
+    """Return the mean cosine of the encoder after the longest distillation of a recipe."""
+    [row] = [
+        row
+        for row in load("distillation")["rows"]
+        if (row["model"], row["steps"], row["recipe"]) == ("encoder", DISTILLATION_STEPS, recipe)
+    ]
+    return f"{row['docstrings']['cosine']:.4f}"
 
 
 def witness_table() -> str:
@@ -445,7 +486,7 @@ def _three(values: dict[str, float]) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"headline": retrieval_table},
+    "README.md": {"headline": headline_table},
     "docs/quality.md": {
         "retrieval": retrieval_table,
         "speech": speech_table,
@@ -463,6 +504,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "decoder": decoder_table,
         "draws": draws_table,
     },
+    "docs/models.md": models.TABLES,
     "docs/anneal.md": {"steps": steps_table},
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
     "docs/howto/vision.md": {"images": images_table},
