@@ -331,8 +331,22 @@ def inspection_table() -> str:
 
 
 def speed_machine() -> str:
-    """What the figures of speed hold for."""
+    """The machine that the figures of speed were measured on."""
     return "\n".join(f"{line}  " for line in speed.headline(load("speed")).splitlines()).rstrip()
+
+
+def speed_headline() -> str:
+    """Return one row per pass and dtype: the ratio of DyISRU and LayerNorm at each size."""
+    lines: list[str] = []
+    for table in _operation_tables():
+        [row] = [row for row in table.rows if row[0] == "DyISRU"]
+        if not lines:
+            columns = ["DyISRU", *table.columns[1:]]
+            lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        # A cell has the time, and in brackets the ratio.
+        ratios = [cell.partition("(")[2].rstrip(")") for cell in row[1:]]
+        lines.append(f"| {table.title} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
 
 
 def speed_ratios() -> str:
@@ -347,14 +361,15 @@ def speed_models() -> str:
 
 def speed_operations() -> str:
     """One table per dtype and pass, for the most threads."""
+    return "\n\n".join(f"**{table.title}**\n\n{_markdown(table)}" for table in _operation_tables())
+
+
+def _operation_tables() -> list[speed.Rows]:
+    """Return the tables of the passes, for the most threads."""
     document = load("speed")
     first = document["settings"]["threads"][0]
-    shown = document | {
-        "operations": [group for group in document["operations"] if group["threads"] == first]
-    }
-    return "\n\n".join(
-        f"**{table.title}**\n\n{_markdown(table)}" for table in speed.operation_tables(shown)
-    )
+    groups = [group for group in document["operations"] if group["threads"] == first]
+    return speed.operation_tables(document | {"operations": groups})
 
 
 def steps_table() -> str:
@@ -494,6 +509,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "distillation": distillation_tables,
     },
     "docs/speed.md": {
+        "speed-headline": speed_headline,
         "speed-machine": speed_machine,
         "speed-ratios": speed_ratios,
         "speed-models": speed_models,
