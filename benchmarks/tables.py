@@ -80,7 +80,7 @@ def retrieval_table() -> str:
     """One row per model: means over the draws of packages, and the most that a draw has lost to the original."""
     first, *others = load("retrieval")["rows"]
     lines = [
-        "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | of it lost, worst draw "
+        "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | largest loss of a draw "
         "|",
         "|---|---|---|---|",
     ]
@@ -196,7 +196,7 @@ def speech_table() -> str:
     """One row per stage of Whisper: its words and likeliest tokens beside the original's, and the right words."""
     found = load("speech")
     lines = [
-        "| stage | files heard | words as the original's | likeliest token | KL | right words |",
+        "| stage | files heard | same words | same likeliest token | KL | correct words |",
         "|---|---|---|---|---|---|",
         f"| the original | | | | | {found['rows'][0]['words_right_original']:.1%} |",
     ]
@@ -212,11 +212,11 @@ def images_table() -> str:
     lines = [
         "| refined, steps | distilled, steps | cosine: mean | median | worst | rank correlation of "
         "all pairs "
-        "| nearest neighbour kept |",
+        "| same nearest neighbour |",
         "|---|---|---|---|---|---|---|",
     ]
     document = load("images")
-    original = {"refined": "the original, photographs moved by one pixel", "steps": ""} | document[
+    original = {"refined": "the original, on photographs moved by one pixel", "steps": ""} | document[
         "moved"
     ]
     for row in (*document["rows"], original):
@@ -270,7 +270,7 @@ def paper_table() -> str:
     document = load("paper")
     printed = document["paper"]
     lines = [
-        "| function | constant | the paper's | mean absolute residual | the paper's |",
+        "| function | constant | in the paper | mean absolute residual | in the paper |",
         "|---|---|---|---|---|",
     ]
     for name, constant in (
@@ -404,7 +404,7 @@ def auto_table() -> str:
     """What ``to="auto"`` leaves of the norms of a real encoder, and of the quality."""
     document = load("auto")
     lines = [
-        "| layers | lines | lines with witnesses | DyISRU | norms left | Spearman, calibrated | "
+        "| layers | linear | linear with witnesses | DyISRU | norms left | Spearman, calibrated | "
         "Spearman, distilled |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -433,7 +433,7 @@ def encrypted_table() -> str:
     """Time, levels and error of what may stand at a norm under encryption."""
     document = load("encrypted")
     lines = [
-        "| site | function | levels | milliseconds, in the least ring | in one ring for all | "
+        "| site | function | levels | milliseconds, smallest ring | one ring for all | "
         "error |",
         "|---|---|---|---|---|---|",
     ]
@@ -457,7 +457,7 @@ def memory_table() -> str:
     found, large = load("memory"), memory.terms(memory.LARGE)
     lines = [
         "| bytes | per parameter | per token, layer and channel | per token and word "
-        "| the fourth: formula / measured, GiB | 8 B, scaled: one process | each of eight, sharded "
+        "| check: formula / measured, GiB | 8 B, scaled: one process | each of eight, sharded "
         "|",
         "|---|---|---|---|---|---|---|",
     ]
