@@ -62,7 +62,7 @@ def ways(
 ) -> list[tuple[str, Callable[[nn.Module], Any]]]:
     """Return each way to quantize by its name; ``ranges`` are those of each channel."""
     found: list[tuple[str, Callable[[nn.Module], Any]]] = [
-        ("weights alone", lambda model: by_torchao(model, readers, dynamic=False)),
+        ("weights only", lambda model: by_torchao(model, readers, dynamic=False)),
         ("dynamic, one scale per token", lambda model: by_torchao(model, readers, dynamic=True)),
     ]
 

@@ -145,7 +145,7 @@ def ways(
             yield what, f"static, power {POWER}; {kept} dynamic", both
         yield what, "static, one scale per channel", static(chosen, 1.0)
         yield what, "static, one scale", static(chosen, 0.0)
-        yield what, "weights alone", dynamic(chosen, weights_alone=True)
+        yield what, "weights only", dynamic(chosen, weights_alone=True)
 
 
 @torch.no_grad()

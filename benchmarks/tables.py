@@ -216,9 +216,10 @@ def images_table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     document = load("images")
-    original = {"refined": "the original, on photographs moved by one pixel", "steps": ""} | document[
-        "moved"
-    ]
+    original = {
+        "refined": "the original, on photographs moved by one pixel",
+        "steps": "",
+    } | document["moved"]
     for row in (*document["rows"], original):
         figures = (
             f"{row[name]:.3f}"
@@ -433,8 +434,7 @@ def encrypted_table() -> str:
     """Time, levels and error of what may stand at a norm under encryption."""
     document = load("encrypted")
     lines = [
-        "| site | function | levels | milliseconds, smallest ring | one ring for all | "
-        "error |",
+        "| site | function | levels | milliseconds, smallest ring | one ring for all | error |",
         "|---|---|---|---|---|---|",
     ]
     words = {"norm": f"the norm, its root a polynomial of degree {document['degree']}"}

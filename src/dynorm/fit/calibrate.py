@@ -491,7 +491,7 @@ class _Group:
             x, y = run.tokens(choice.path)
             inputs.append(x)
             targets.append(y)
-        # The number of tokens in each batch, for each rank.
+        # The number of tokens of each batch, by rank.
         counts = ranks.exchange([len(x) for x in inputs])
         numbers = choice.fit.tokens + _numbers(counts, ranks.rank)
         numbers = numbers.to(inputs[0].device)

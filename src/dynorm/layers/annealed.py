@@ -37,7 +37,7 @@ class AnnealedNorm(PointwiseNorm):
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: the number that this norm adds to the variance, or to the mean square.
         t: how far it is annealed, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
-        place: where it comes in the order of calls, for a schedule that anneals one layer after
+        place: its place in the order of calls. A schedule uses it that anneals one layer after
             another.
         **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C
             - 1), or sqrt(C) for "rmsnorm".

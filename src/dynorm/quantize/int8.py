@@ -169,7 +169,7 @@ class _Inputs:
 
 
 class _Watch(TorchFunctionMode):
-    """Record which linear layers, and what else, read the tensors that point-wise layers return."""
+    """Record which linear layers and other operators read the tensors that point-wise layers return."""
 
     def __init__(self, layers: Mapping[nn.Module, str], linears: Mapping[nn.Module, str]) -> None:
         super().__init__()

@@ -174,7 +174,7 @@ class SiteReport(MeasuredSite):
         explained: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
             explains, up to a factor: 0 is no more than a constant explains, 1 is all.
         why: why ``to="auto"`` chose the layer; empty if the caller chose it.
-        sums: ``beta + sum g u^2`` and the norm's own sum, for some of the tokens.
+        sums: ``beta + sum g u^2`` and the norm's own sum of some tokens.
         fit: the curves that the three errors of the core belong to.
     """
 
