@@ -1,4 +1,4 @@
-"""README and docs say what the committed results say, and name only what exists."""
+"""README and docs show the committed results, and name only existing things."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_tables_are_those_of_the_committed_results(page: str) -> None:
 @pytest.mark.parametrize("page", ALL)
 def test_pages_name_only_what_exists(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
-    # In code, and where the reference names what it documents; not such as `dynorm.json`, a file.
+    # In code, and in the directives of the reference; not names of files, such as `dynorm.json`.
     for names in re.findall(r"(?:`|:: |\s)dynorm\.([A-Za-z_.]+)(?=[`(\n,])", text):
         assert exists(f"dynorm.{names}"), names
 

@@ -18,7 +18,7 @@ from dynorm.layers import PointwiseNorm
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 64
-FIRST_TOKEN = 8  # What is below may be special: padding, an image, the end.
+FIRST_TOKEN = 8  # Lower numbers may be special: padding, an image, the end.
 
 
 def by_name(value: Any, names: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ SIZES: dict[str, Any] = {
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
-# What a type needs beside these sizes.
+# Further settings of some types.
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},

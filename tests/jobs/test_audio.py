@@ -1,4 +1,4 @@
-"""Models of audio: what they hear and write down, what they are fitted to and measured on, and what is refused."""
+"""Models of audio: inputs and transcripts, the data for fitting and measuring, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of images: what they are fitted to and measured on, and what is refused."""
+"""Models of images: the data for fitting and measuring, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job on tiny models: what it writes, what it says, and that bad input writes nothing."""
+"""The main job on tiny models: its files, its messages, and that bad input writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: its numbers are those of the runs, its page says what is missing, its pictures show what there is."""
+"""The report: numbers from the runs, missing runs on the page, and pictures of the existing runs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_answers_say_what_diverged_and_what_was_not_run() -> None:
         in said
     )
     assert "| DyISRU against scaled DyT, 600 steps | diverged at every rate |" in found["functions"]
-    # What was not run is not listed.
+    # Runs that are missing are not listed.
     assert "scaled DyT" not in said
     assert "not run yet" not in said + found["functions"]
 

@@ -1,4 +1,4 @@
-"""``distill_`` on any module: losses by the output's type or one's own, batches of any form, and what is refused."""
+"""``distill_`` on any module: losses by the type of the output or given, batches of any form, and refusals."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ def test_many_logits_are_compared_in_parts_of_which_none_is_kept() -> None:
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, 30:] = 0
     ours, theirs = (torch.randn(2, 40, 1 << 14) for _ in range(2))
-    # What stands at padding has no part in the gradient, whatever it is.
+    # Values at padding have no effect on the gradient.
     ours[1, 35], theirs[1, 36] = math.nan, math.inf
     ours.requires_grad_()
     kept: dict[int, int] = {}
@@ -536,7 +536,7 @@ def test_a_finished_run_is_not_trained_on_and_a_cut_checkpoint_is_passed_over(
     (tmp_path / "checkpoint-9").mkdir()
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{")
     assert distill_(copy.deepcopy(net), images(), **options).samples == 0
-    # The number counts, not the time: what is being deleted is touched last.
+    # The number counts, not the time: the folder that is being deleted is touched last.
     shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "checkpoint-2")
     next((tmp_path / "checkpoint-2").glob("*.distcp")).unlink()
     assert distill_(copy.deepcopy(net), images(), **options).samples == 0
