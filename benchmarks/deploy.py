@@ -107,7 +107,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def load() -> dict[str, Any]:
-    """Return what has been measured."""
+    """Return the measurements so far."""
     return dict(json.loads(RESULTS.read_text("utf-8"))) if RESULTS.exists() else {}
 
 
@@ -250,7 +250,7 @@ def bound_table() -> str:
 
 
 def decoder_table() -> str:
-    """One row per way: what is lost to the converted model on two kinds of text."""
+    """One row per way: the loss compared with the converted model on two kinds of text."""
     found = load()["decoder"]
     lines = [
         "| linear layers in int8 | activations | docstrings: loss | KL | reference: loss | KL |",

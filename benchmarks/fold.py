@@ -1,4 +1,4 @@
-"""What folds in which model, and what it buys: ``python -m benchmarks.fold [--timings]``, for docs/fold.md."""
+"""The folds of each model, and their effect: ``python -m benchmarks.fold [--timings]``, for docs/fold.md."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def row_of(name: str) -> dict[str, Any]:
 
 
 def linear_row(name: str) -> dict[str, Any]:
-    """What is left of a model's norms when all of them are linear layers, and everything is allowed."""
+    """The norms that are left if all of them are linear layers, and everything is allowed."""
     model = _double(name)
     given = inputs(name, model)
     linear_(model, **given)
@@ -320,7 +320,7 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.machine(),
         }
-        # Of what else ran: a busy machine's times say little.
+        # The load of the machine: times on a busy machine are not reliable.
         machine["load"] = os.getloadavg()[0]
         document["timings"] = machine | {"rows": timings(options.rounds)}
     elif not options.tables:

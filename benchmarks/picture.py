@@ -33,7 +33,7 @@ IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
 def activations() -> dict[str, Tensor]:
-    """Return what each norm sees, as (tokens, C)."""
+    """Return the inputs of each norm, as (tokens, C)."""
     pretrained = load_pretrained(folder())
     batches = make_batches(pretrained, encode(pretrained, standard_library_docstrings()[::60]))
     norms = {name: m for name, m in pretrained.model.named_modules() if isinstance(m, nn.LayerNorm)}
@@ -96,7 +96,7 @@ def draw(inputs: dict[str, Tensor]) -> None:
 
 
 def draw_witness(x: Tensor) -> None:
-    """Two panels: what one channel tells of each token's sum, and what a constant and four channels make of it."""
+    """Two panels: the sum of each token against one channel, and against a constant and four channels."""
     import matplotlib.pyplot as plt
 
     scales = TokenScales("layernorm", 1e-12, None, Ranks())

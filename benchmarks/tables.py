@@ -295,7 +295,7 @@ def paper_table() -> str:
 
 
 def generality() -> str:
-    """What a thousand samples say, in the words of ``dynorm paper``."""
+    """The result of a thousand samples, in the words of ``dynorm paper``."""
     sentences = re.split(r"(?<=[.:]) (?=[A-Z])", load("paper")["generality"]["verdict"])
     return "\n".join(
         "\n".join(wrap(f"- {each}", 118, break_on_hyphens=False, subsequent_indent="  "))
@@ -453,7 +453,7 @@ def encrypted_table() -> str:
 
 
 def memory_table() -> str:
-    """One row per stage: what its bytes are counted for, the check on a small model, and a large one from it."""
+    """One row per stage: the bytes per unit, the check on a small model, and a large model scaled from it."""
     found, large = load("memory"), memory.terms(memory.LARGE)
     lines = [
         "| bytes | per parameter | per token, layer and channel | per token and word "
@@ -486,7 +486,7 @@ def _markdown(table: speed.Rows) -> str:
 
 
 def _nats(rows: list[dict[str, float]]) -> str:
-    """What the next token's loss has grown by / the divergence from the original, means over the seeds."""
+    """Growth of the next token's loss / divergence from the original, means over the seeds."""
     more = [row["nats"] - row["original_nats"] for row in rows]
     apart = f"{mean(row['divergence'] for row in rows):.4f}"
     spread = f" ± {_half_range(more):.4f}" if len(rows) > 1 else ""
@@ -531,7 +531,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "inspection": inspection_table,
     },
 }
-"""What each page shows between its marks."""
+"""The tables of each page, by their marks."""
 
 
 def renewed(page: str) -> str:

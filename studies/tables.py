@@ -88,7 +88,7 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
 
 
 def _open(group: Mapping[str, Any], sweep: list[Settings]) -> str:
-    """What a reader has to know of a best rate: that others are not run yet, or that it stands at the sweep's edge."""
+    """Return a remark on a best rate: that others are not run yet, or that it is at the edge of the sweep."""
     so_far, rates = _so_far(group, sweep), [float(lr) for lr in group["rates"]]
     if so_far or group["best_lr"] not in (min(rates), max(rates)):
         return so_far
@@ -196,7 +196,7 @@ def headline(study: Mapping[str, Any]) -> str:
 
 
 def answers(study: Mapping[str, Any]) -> str:
-    """Return what each arm loses to its norm, in a table."""
+    """Return the difference of each arm and its norm, in a table."""
     both = "dyisru_witnesses_annealed"
     return _found(
         study,
@@ -399,7 +399,7 @@ def rates(study: Mapping[str, Any]) -> str:
 
 
 def functions(study: Mapping[str, Any]) -> str:
-    """Return what the functions lose to one another, in a table."""
+    """Return the differences between the functions, in a table."""
     rows = [*_HEAD]
     for part in (SMALL, LONG, LLAMA):
         arms = {sweep[0].arm for sweep in part.sweeps()}
@@ -438,7 +438,7 @@ def _found(
 
 
 def _edges(both: Iterable[tuple[Mapping[str, Any] | None, list[Settings]]]) -> list[str]:
-    """Return what a reader has to know of the best rates of two arms that are compared."""
+    """Return remarks on the best rates of two arms that are compared."""
     known = [
         (sweep[0].arm_spec.words, _open(group, sweep)) for group, sweep in both if group is not None
     ]
@@ -504,7 +504,7 @@ def on_the_way(study: Mapping[str, Any]) -> str:
 
 
 def left(study: Mapping[str, Any]) -> str:
-    """Return a sentence that says what is missing."""
+    """Return a sentence with the missing runs."""
     waiting = [f"{title}: {count}" for title, count in study["left"].items() if count]
     return (
         f"Runs of the plan that are not done yet: {'; '.join(waiting)}."

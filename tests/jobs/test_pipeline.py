@@ -416,7 +416,7 @@ def test_the_command_line(
         layer.channels for layer in layers
     }
 
-    # The others in this process, for each new one would load torch and transformers first.
+    # The others run in this process, because a new one would load torch and transformers first.
     def status(*words: object) -> tuple[int | str | None, str, str]:
         monkeypatch.setattr(sys, "argv", ["dynorm", *map(str, words)])
         capsys.readouterr()

@@ -248,7 +248,7 @@ def shown(numbers: dict[str, Any], name: str) -> torch.Tensor:
 def assert_same(
     numbers: dict[str, Any], name: str, expected: torch.Tensor, size: float = 1.0
 ) -> None:
-    """Compare to a relative 1e-9; values that are small only by cancellation are compared relative to the cancelled ones."""
+    """Compare to a relative 1e-9; values that are small by cancellation, relative to the cancelled ones."""
     assert_close(
         shown(numbers, name),
         expected,

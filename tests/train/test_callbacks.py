@@ -191,7 +191,7 @@ def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path)
         AnnealCallback(start=-1)
 
 
-# The cases of two processes, in one launch, for each import of torch and transformers takes
+# The cases of two processes, in one launch, because each import of torch and transformers takes
 # seconds.
 
 
