@@ -1,4 +1,4 @@
-"""The figures of contenders timed together, the ratios that matter most, and the goals that goals.json sets for them."""
+"""The figures of contenders timed together, the ratios that matter most, and their goals (goals.json)."""
 
 from __future__ import annotations
 
