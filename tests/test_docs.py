@@ -83,3 +83,20 @@ def test_every_public_name_is_in_the_reference() -> None:
         and not re.search(rf":: {name}\b", text)
     ]
     assert missing == []
+
+
+def test_the_readme_has_at_most_a_thousand_words() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 1000
+
+
+@pytest.mark.parametrize("page", ["speed", "fold", "deploy", "study"])
+def test_a_page_of_results_begins_with_the_answer_and_a_short_table(page: str) -> None:
+    lines = (ROOT / "docs" / f"{page}.md").read_text("utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    # Only the title is above the table: no other heading, formula or program.
+    above = [line for line in lines[1:start] if line.startswith(("#", "$$", "```"))]
+    assert above == []
+    rows = 0
+    while lines[start + rows].startswith("|"):
+        rows += 1
+    assert rows <= 2 + 10
