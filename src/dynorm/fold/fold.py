@@ -21,6 +21,7 @@ from dynorm.guard import undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.replace.edits import added_biases, is_changed, untied
+from dynorm.replace.weights import changed_weights, renew_weights_
 from dynorm.site import NormSite, select_sites
 from dynorm.stream.capture import capture
 from dynorm.stream.tensors import Inputs, copied
@@ -133,6 +134,7 @@ def fold_(
     plan = planned(graph, sites, options, squares)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
+        was_changed = bool(changed_weights(model))
         try:
             before = Check(model, example, tolerance) if check else None
             if before is not None and tolerance is None and plan.is_inexact:
@@ -142,6 +144,8 @@ def fold_(
                     run(model, example)
                 else:
                     checked = before.require_same(model)
+            if not was_changed:
+                renew_weights_(model)
         except DynormError:
             raise
         # The model's code may raise anything with other modules in it.

@@ -16,6 +16,7 @@ from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.quantize.bounds import Range, output_range, static_scale
 from dynorm.replace.converted import require_layers
+from dynorm.replace.weights import hand_over_record_
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Functions that return a property of a tensor and never its values.
@@ -352,6 +353,7 @@ def _replace_conv1d_(model: nn.Module, path: str) -> None:
     linear.in_features, linear.out_features = module.weight.shape
     linear.weight = nn.Parameter(module.weight.T.contiguous())
     linear.bias = module.bias
+    hand_over_record_(linear, module)
     for name, other in list(model.named_modules(remove_duplicate=False)):
         if other is module:
             model.set_submodule(name, linear)

@@ -20,6 +20,7 @@ from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
+from dynorm.replace.weights import forget_weights_, remember_weights_
 from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
 from dynorm.table import Plain, Table
 
@@ -208,7 +209,9 @@ def convert_(
         else:
             changed.add(source)
     _require_unshared(model, new, changed)
+    forget_weights_(model)
     swap_(model, {**new, **same})
+    remember_weights_(model)
     return ConversionReport(AUTO if is_auto else NAMES[kind], replaceable, refused)
 
 
@@ -276,6 +279,7 @@ def restore_(model: nn.Module) -> nn.Module:
             if tensor is not None:
                 shared[getattr(layer, name)] = tensor
     swap_(model, {**originals, **shared})
+    forget_weights_(model)
     return model
 
 

@@ -224,14 +224,14 @@ class ModelReport(Report):
 
     Args:
         model: the class of the model.
-        sites: the replaced norms, in call order.
+        sites: the replaced norms, in call order; empty if no norm is known, as in a loaded model.
         output: the model's output, compared with the original's.
         batches: how many batches were measured.
         continuations: held-out texts, continued by a language model and its original, or audio
             files, transcribed by both; only ``dynorm convert`` has them.
         unreached: paths of the layers that no batch reached.
-        left: paths of the layers whose norm is not known, because the model was loaded with them:
-            both models have them.
+        left: paths of the layers whose norm is not known, because the model was loaded or folded
+            with them: they have no row.
         meta: facts to show with the figures: recipe, texts, seeds, versions.
     """
 
@@ -267,7 +267,7 @@ class ModelReport(Report):
         return sorted(titles)
 
     def _notes(self) -> list[str]:
-        left = [f"{path}  left as it is, its norm is not known" for path in self.left]
+        left = [f"{path}  not compared, its norm is not known" for path in self.left]
         return super()._notes() + left
 
 
