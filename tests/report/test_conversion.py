@@ -751,7 +751,9 @@ def test_the_verdict_says_what_was_lost_and_what_to_do_next(words: str) -> None:
     for stage, todo in nexts.items():
         stages = {"stages": {stage: {"kept": True}}} if stage else {}
         said = replace(report, output=OutputReport(**figures), meta=stages).verdict()
-        assert ("Next: try it on your own task." if said.startswith(("Little", "It differs")) else todo) in said
+        assert (
+            "Next: try it on your own task." if said.startswith(("Little", "It differs")) else todo
+        ) in said
     assert max(report.sites, key=lambda site: site.error_now or 0).path == getattr(
         report.stray(), "path", None
     )
