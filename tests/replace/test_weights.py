@@ -51,7 +51,7 @@ def train_(model: nn.Module) -> None:
 def test_after_training_measure_asks_for_the_original() -> None:
     model = converted()
     train_(model)
-    with pytest.raises(ModelError, match="5 parameters .*'0.weight'.*: pass original=, a copy"):
+    with pytest.raises(ModelError, match=r"5 parameters .*'0.weight'.*: pass original=, a copy"):
         dynorm.measure(model, batches())
     report = dynorm.measure(model, batches(), original=build())
     assert len(report.sites) == 2

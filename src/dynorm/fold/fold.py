@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from dynorm.arguments import check_not_negative
+from dynorm.batches import example_arguments
 from dynorm.errors import DynormError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fold.apply import applied
@@ -73,7 +74,7 @@ def fold_(
 
     Args:
         model: in eval mode; not compiled, wrapped, quantized or sharded.
-        *args: the example, the arguments of one call.
+        *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         affine: fold weights and biases.
         center: fold means.
         constants: fold the scales and centres of point-wise layers.
@@ -120,6 +121,7 @@ def fold_(
     check_not_negative("redundant", redundant)
     require_model(model)
     in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
+    args, kwargs = example_arguments(model, args, kwargs)
     options = Options(affine, center, constants, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))

@@ -21,7 +21,6 @@ from dynorm.arguments import (
 from dynorm.dtypes import DtypeRule, is_floating_dtype
 from dynorm.errors import ArgumentError
 
-
 Arguments = ParamSpec("Arguments")
 
 

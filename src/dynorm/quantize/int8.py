@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from dynorm.batches import copied_tensors
+from dynorm.batches import copied_tensors, example_arguments
 from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
@@ -65,7 +65,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
 
     Args:
         model: a converted model in eval mode.
-        *args: its example inputs.
+        *args: its example inputs; or one batch, a tuple or dict of them.
         **kwargs: more of them.
 
     Returns:
@@ -81,6 +81,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
         [Reader(linear='1', layer='0', ndim=2, alone=True, refused=None, peers=('1',))]
     """
     require_plain_model(model)
+    args, kwargs = example_arguments(model, args, kwargs)
     layers: dict[nn.Module, str] = {layer: path for path, layer in require_layers(model).items()}
     if model.training:
         raise ModelError("the model must be in eval mode, as it will run: call model.eval()")
