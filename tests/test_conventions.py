@@ -105,7 +105,7 @@ def test_as_stock_says_what_is_left_and_what_to_do() -> None:
     model, plain = converted(), build()
     model.config = plain.config = config
     with pytest.raises(
-        dynorm.DynormError, match=r"but 1 layer of dynorm did not go \(norm\): fold_"
+        dynorm.DynormError, match=r"but it still has 1 layer of dynorm \(norm\): the"
     ):
         as_stock(model, inputs())
     with pytest.raises(dynorm.DynormError, match=r"but none is: call dynorm.convert_\(.*'linear'"):

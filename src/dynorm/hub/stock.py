@@ -100,13 +100,13 @@ def _identities(model: nn.Module) -> list[str]:
     if layers:
         count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
         raise ModelError(
-            f"{must} {count} of dynorm did not go ({listed(layers)}): fold_ reports why; or save "
-            "the model as it is with dynorm.save, and import dynorm where it is loaded"
+            f"{must} it still has {count} of dynorm ({listed(layers)}): the report of fold_ has "
+            "the reason; or save the model with dynorm.save, and import dynorm to load it"
         )
     biases = added_biases(model)
     if biases:
         raise ModelError(
-            "the model must have no parameters that its class does not make, but fold_ added "
+            "the model must not have parameters that its class does not make, but fold_ added "
             f"biases to {listed(biases)}: fold the converted model with add_bias=False, or save "
             "this one with dynorm.save"
         )

@@ -91,10 +91,11 @@ def require_same_weights(model: nn.Module, remedy: str) -> None:
     """Refuse a model whose old norms no longer make it the original."""
     changed = changed_weights(model)
     if changed:
+        verb = "parameter was" if len(changed) == 1 else "parameters were"
         raise ModelError(
             "the model with its old norms must still be the original, but "
-            f"{len(changed)} parameters outside its layers have changed since convert_, as by "
-            f"training (the first is {changed[0]!r}): {remedy}"
+            f"{len(changed)} {verb} changed or added outside its layers since convert_, for "
+            f"example by training (the first is {changed[0]!r}): {remedy}"
         )
 
 
