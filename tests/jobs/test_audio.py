@@ -149,7 +149,8 @@ def test_speech_is_compared_word_by_word_and_token_by_token(
     assert "Likeliest transcripts" in page
     assert report.continuations[0].now in page
     card = (out / "model" / "README.md").read_text()
-    assert f"on 16 audio files: {audio}." in card
+    assert "fitted on 8 audio files, refined together on 8, from" in card
+    assert f", from {audio}." in card
     assert "Measured on other audio" in card
     assert "WhisperForConditionalGeneration.from_pretrained" in card
 

@@ -112,7 +112,8 @@ def test_an_encoder_is_compared_by_its_class_token(
     page = (out / "report.html").read_text()
     assert "same nearest neighbour" in page
     card = (out / "model" / "README.md").read_text()
-    assert f"on 16 images: {images}." in card
+    assert "crops of 16 images, refined together on" in card
+    assert f", from {images}." in card
     assert "Measured on other images" in card
     assert (out / "model" / "preprocessor_config.json").is_file()
 

@@ -98,14 +98,14 @@ def test_the_rate_is_one_whose_first_step_helps() -> None:
     dynorm.calibrate_(net, batches)
     usual, teacher = distillation_rate(net), dynorm.restore_(copy.deepcopy(net))
     before = apart(net, teacher, batches)
-    report = dynorm.distill_(net, batches, steps=40, quiet=True)
+    report = dynorm.distill_(net, batches, teacher=teacher, steps=40, quiet=True)
     assert report.lr < usual / 8
     assert math.log2(usual / report.lr).is_integer()
     assert report.kept
     assert report.loss_after < report.loss_before
     assert apart(net, teacher, batches) < 0.9 * before
     with pytest.warns(dynorm.errors.CalibrationWarning, match="put back"):
-        dynorm.distill_(net, batches, steps=40, lr=usual, quiet=True)
+        dynorm.distill_(net, batches, teacher=teacher, steps=40, lr=usual, quiet=True)
 
 
 @pytest.mark.parametrize("blown_up", [0, 2, 4])

@@ -74,6 +74,12 @@ def _explained(count: int, only_with: str = "") -> SiteColumn:
 _SITE = SiteColumn("site", value=lambda site: site.path)
 _NORM = SiteColumn("norm", _norm, value=lambda site: site.kind)
 _CHANNELS = SiteColumn("C", ",", "channels", page_only=True, value=lambda site: site.channels)
+_OUTLIER = SiteColumn(
+    "outlier",
+    ",.1f",
+    "largest |x − mean|, in the σ of its token; √(C−1) at most",
+    value=lambda site: site.outlier,
+)
 _SPREAD = SiteColumn(
     "σ spread",
     ".2f",
@@ -99,12 +105,7 @@ CONVERSION = [
         "share of values beyond 95 % of the layer's bound",
         value=lambda site: site.saturated,
     ),
-    SiteColumn(
-        "outlier",
-        ",.1f",
-        "largest |x − mean|, in the site's typical σ",
-        value=lambda site: site.outlier_site,
-    ),
+    _OUTLIER,
     SiteColumn(
         "β", constant, "the layer's constant, or their median", value=lambda site: site.beta
     ),
@@ -131,11 +132,11 @@ CONVERSION = [
     ),
     _CHANNELS,
     SiteColumn(
-        "own σ",
+        "largest value",
         ",.1f",
-        "the largest |x − mean| in the σ of its own token; √(C−1) at most",
+        "the largest |x − mean| in the site's typical σ, which is without a bound",
         page_only=True,
-        value=lambda site: site.outlier,
+        value=lambda site: site.outlier_site,
     ),
     _SPREAD,
     SiteColumn(
@@ -174,12 +175,7 @@ INSPECTION = [
     _SITE,
     _NORM,
     _CHANNELS,
-    SiteColumn(
-        "outlier",
-        ",.1f",
-        "largest |x − mean|, in the σ of its token; √(C−1) at most",
-        value=lambda site: site.outlier,
-    ),
+    _OUTLIER,
     _SPREAD,
     *_curves(
         "outliers",
