@@ -31,8 +31,8 @@ from dynorm.jobs.checkpoint import (
     make_batches,
 )
 from dynorm.jobs.job import CALIBRATION_BLOCKS
-from dynorm.jobs.recipe import LANGUAGE, Recipe
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from dynorm.recipe import LANGUAGE, Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 

@@ -35,7 +35,8 @@ def watched() -> bool:
 
 def check_positive(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError when it is not a positive finite number."""
-    if not (hasattr(value, "__float__") and math.isfinite(value) and value > 0):
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and value > 0):
         raise ArgumentError(f"{name} must be a positive finite number, got {value!r}")
     return float(value)
 

@@ -20,8 +20,8 @@ import dynorm
 from dynorm.cli import app, main
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.convert import convert_pretrained
-from dynorm.jobs.recipe import Recipe
 from dynorm.layers import AnnealedNorm
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
 from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import distill_, distillation_rate

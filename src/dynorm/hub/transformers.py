@@ -21,6 +21,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
+from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError, listed, readable
 from dynorm.family import LAYERS
@@ -37,7 +38,6 @@ from dynorm.hub.quantizer import (
 )
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.edits import is_changed
-from dynorm.version import __version__
 from dynorm.wrappers import has_wrappers, plain_modules, plain_state
 
 CONFIG = "config.json"
@@ -294,7 +294,7 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
         layers=entries,
         model_dtype=str(model.dtype).removeprefix("torch."),
         format_version=contents.FORMAT_VERSION,
-        dynorm_version=__version__,
+        dynorm_version=version.__version__,
         biases=biases,
         biases_outside=biases_outside,
         dtypes={path: dtypes[prefix + path] for path in inside},

@@ -14,15 +14,9 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, StorageError, listed, readable, require_library
 from dynorm.jobs.write import WEIGHTS
+from dynorm.recipe import KINDS
 from dynorm.site import any_match
 
-KINDS = {
-    "input_ids": "texts",
-    "pixel_values": "images",
-    "input_features": "audio",
-    "input_values": "audio",
-}
-"""The kind of samples for each name of a model's main input."""
 _TOKENIZER = re.compile(
     r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$"
 )
@@ -507,10 +501,10 @@ def library_versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     import transformers
 
-    from dynorm.version import __version__
+    from dynorm import version
 
     return {
-        "dynorm": __version__,
+        "dynorm": version.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -15,7 +15,6 @@ import torch
 
 from dynorm.batches import arguments
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
-from dynorm.family import AUTO
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.jobs.audio import find_audio
@@ -28,15 +27,16 @@ from dynorm.jobs.checkpoint import (
 )
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs, text_inputs
-from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.ranks import Ranks
+from dynorm.recipe import REST, Recipe
 from dynorm.replace import convert_
 from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.records import Continuation
+from dynorm.site import as_globs
 from dynorm.train.distill import FEW, distill_
 
 Paths = Sequence[str | Path]
@@ -79,7 +79,8 @@ def load_job(
 ) -> Job:
     """Load a model with its samples, and fill the recipe; cheap checks come first."""
     checkpoint = Checkpoint(source, device, dtype)
-    checkpoint.require_modules((*recipe.only, *recipe.skip))
+    globs = (*as_globs(recipe.only), *as_globs(recipe.skip), *(recipe.sites or {}))
+    checkpoint.require_modules([glob for glob in globs if glob != REST])
     noun = checkpoint.require_kind(samples)
     language_model = checkpoint.language_model
     paths = samples.get(noun, ())
@@ -215,10 +216,11 @@ class Job:
             converted = convert_(
                 model,
                 sites,
-                recipe.to,
-                only=recipe.only or None,
-                skip=recipe.skip or None,
+                recipe.target,
+                only=recipe.only,
+                skip=recipe.skip,
                 per_channel=recipe.per_channel,
+                center=recipe.center,
                 witnesses=recipe.witnesses,
             )
         self.say(str(converted))
@@ -229,7 +231,7 @@ class Job:
             )
             fitted = calibrate_(model, tracked, lean=recipe.lean, tolerance=recipe.tolerance)
             self.details["calibrate"] = fitted.to_dict()
-        if recipe.to == AUTO:
+        if any(site.errors for site in fitted.sites):
             self.say(str(fitted))
 
     def refine_(self) -> None:
@@ -247,7 +249,11 @@ class Job:
             taken = range(steps + 2 * len(batches))
             bar = iter(self.track(taken, f"refining all constants together, {steps} steps"))
             refined = refine_(
-                self.pretrained.model, _Tracked(batches, bar), steps=steps, bf16=self.recipe.bf16
+                self.pretrained.model,
+                _Tracked(batches, bar),
+                steps=steps,
+                lr=self.recipe.refine_lr,
+                bf16=self.recipe.bf16,
             )
             self.details["refine"] = refined.to_dict()
 
@@ -285,7 +291,7 @@ class Job:
         model = self.pretrained.model
         held_out = self.inputs.held_out
         meta = self.meta | {
-            "recipe": asdict(self.recipe),
+            "recipe": self.recipe.to_dict(),
             **self.inputs.counts,
             "device": str(next(model.parameters()).device),
             "threads": torch.get_num_threads(),
