@@ -23,7 +23,9 @@ def build() -> nn.Sequential:
 def convert(model: nn.Module, batch: Any, to: str = "dyisru", **options: Any) -> nn.Module:
     model.eval()
     example = batch if isinstance(batch, dict) else {"input": batch}
-    dynorm.convert_(model, dynorm.find_norms(model, **example), to=to, **options)
+    dynorm.convert_(
+        model, dynorm.find_norms(model, **example), to=to, **options, per_channel=False, witnesses=0
+    )
     dynorm.calibrate_(model, [batch])
     return model
 

@@ -83,7 +83,9 @@ def mlp(*norms: nn.Module) -> nn.Sequential:
 
 
 def converted(model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-    dynorm.convert_(model, dynorm.find_norms(model, *args), **options)
+    dynorm.convert_(
+        model, dynorm.find_norms(model, *args), **{"per_channel": False, "witnesses": 0, **options}
+    )
     return model
 
 
@@ -403,12 +405,12 @@ def test_an_unknown_layer_a_glob_without_match_and_a_filter_that_leaves_nothing(
     )
     for wrong in (None, 5, "a"):
         fails(model, wrong, ArgumentError, "sites must be a list of NormSite, got")
-    for words in (4.0, None):
+    for words in (4.0, "a"):
         fails(
             model,
             sites,
             ArgumentError,
-            "must be a number of channels, or their positions, .*got",
+            "must be a number of channels, 0 or more, or their positions, .*got",
             witnesses=words,
         )
 
