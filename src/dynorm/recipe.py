@@ -420,13 +420,11 @@ class LayerOptions:
             return
         is_count = isinstance(self.witnesses, Integral) and not isinstance(self.witnesses, bool)
         is_list = isinstance(self.witnesses, Iterable) and not isinstance(self.witnesses, str)
-        got = f"got {self.witnesses!r}"
-        if self.is_auto and not is_count:
-            raise ArgumentError(f"witnesses must be a number of channels, 0 or more, {got}")
-        if not (is_count or is_list) or self.most_witnesses < 0:
+        positions = "" if self.is_auto else ", or their positions"
+        if self.most_witnesses < 0 or not (is_count or (is_list and not self.is_auto)):
             raise ArgumentError(
-                "witnesses must be a number of channels, 0 or more, or their positions, integers, "
-                f"{got}"
+                f"witnesses must be a number of channels, 0 or more{positions}, got "
+                f"{self.witnesses!r}"
             )
 
     def filled(self, defaults: Defaults) -> LayerOptions:

@@ -224,7 +224,7 @@ ERRORS: list[tuple[Any, str]] = [
     ((True,), r"or their positions, integers, got \(True,\)"),
     (True, "integers, got True"),
     (1.5, "integers, got 1.5"),
-    ("3", "integers, got '3'"),
+    ("3", "or their positions, got '3'"),
     ((math.nan,), "integers, got"),
 ]
 
@@ -258,8 +258,8 @@ def test_bad_gains(gain: Any) -> None:
 CONVERSIONS: list[tuple[Any, str]] = [
     (-1, "0 or more, or their positions, got -1"),
     (True, "0 or more, or their positions, got True"),
-    ("3", "integers, got '3'"),
-    (2.0, "integers, got 2.0"),
+    ("3", "or their positions, got '3'"),
+    (2.0, "or their positions, got 2.0"),
     ((C,), "out of range"),
     ((0, 0), "named twice"),
 ]
