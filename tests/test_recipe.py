@@ -271,3 +271,25 @@ def test_a_recipe_prints_its_options() -> None:
     lines = str(Recipe(only="a.*").filled(True)).splitlines()
     assert any(line.split() == ["witnesses", "8"] for line in lines)
     assert not any("minutes" in line for line in lines)
+
+
+def test_the_sites_of_a_recipe() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.LayerNorm(16))
+    recipe = Recipe(
+        to="derf",
+        witnesses=0,
+        refine=0,
+        sites={"0": None, "2": {"per_channel": False}, "_default": {"to": "dyt"}},
+    )
+    report = dynorm.convert_model(model, rows(), recipe=recipe)
+    assert [type(module).__name__ for module in model] == ["LayerNorm", "Linear", "DyT", "DyT"]
+    assert [model[place].per_channel for place in (2, 3)] == [False, True]
+    assert report.meta["recipe"]["sites"] == recipe.to_dict()["sites"]
+
+
+def test_the_layer_of_a_recipe_is_that_of_its_sites_without_one() -> None:
+    for sites in ({"0": {"witnesses": 0}}, {"0": {"witnesses": 0}, "_default": None}):
+        model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16))
+        dynorm.convert_model(model, rows(), to="derf", refine=0, sites=sites)  # type: ignore[arg-type]
+        assert type(model[0]) is dynorm.Derf
+        assert type(model[2]) is (nn.LayerNorm if "_default" in sites else dynorm.Derf)

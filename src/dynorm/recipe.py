@@ -262,6 +262,8 @@ class Recipe(Plain):
 
     def check(self) -> None:
         """Check every value, or raise ArgumentError."""
+        if self.witnesses is not None:
+            check_count("witnesses", self.witnesses, 0)
         self.base.check()
         if not isinstance(self.sites, Mapping | None):
             raise ArgumentError(
@@ -271,8 +273,6 @@ class Recipe(Plain):
         for options in (self.sites or {}).values():
             if options is not None:
                 self.base.changed(options).check()
-        if self.witnesses is not None:
-            check_count("witnesses", self.witnesses, 0)
         self._check_counts()
         self._check_numbers()
         if not isinstance(self.bf16, bool):

@@ -224,7 +224,7 @@ ERRORS: list[tuple[Any, str]] = [
     ((True,), r"or their positions, integers, got \(True,\)"),
     (True, "integers, got True"),
     (1.5, "integers, got 1.5"),
-    ("3", "or their positions, got '3'"),
+    ("3", "integers, got '3'"),
     ((math.nan,), "integers, got"),
 ]
 
