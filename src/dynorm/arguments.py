@@ -119,7 +119,9 @@ def check_dim(dim: Shape, shape: tuple[int, ...]) -> Axes:
         raise ArgumentError(
             f"dim must name {len(shape)} different axes for normalized_shape {shape}, got {dim!r}"
         )
-    return dims[0] if len(dims) == 1 else dims
+    if len(dims) == 1:
+        return dims[0]
+    return dims
 
 
 def _integers(name: str, value: Shape) -> tuple[int, ...]:
@@ -132,7 +134,9 @@ def _integers(name: str, value: Shape) -> tuple[int, ...]:
 
 def upcast(value: Tensor) -> Tensor:
     """Return ``value`` in at least float32, so that exp and division keep their digits."""
-    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+    if value.dtype in (torch.float32, torch.float64):
+        return value
+    return value.float()
 
 
 def resolve(x: Tensor, dim: Axes) -> tuple[Tensor, tuple[int, ...]]:

@@ -194,7 +194,9 @@ def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) 
     last = torch.movedim(x, site.dims, tuple(range(-count, 0)))
     tokens = upcast(last.reshape(-1, math.prod(last.shape[-count:])))
     valid = valid_tokens(x.shape, site.dims, masks)
-    return tokens if valid is None else tokens[valid.to(tokens.device)]
+    if valid is None:
+        return tokens
+    return tokens[valid.to(tokens.device)]
 
 
 def require_finite(path: str, *tokens: Tensor, where: str = "") -> None:

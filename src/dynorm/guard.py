@@ -26,7 +26,9 @@ HOOK_TABLES = tuple(
 
 def writes_of(tensor: Tensor) -> int | None:
     """Return how often torch has noted a write into a tensor, or None if it keeps no count."""
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return None
+    return tensor._version
 
 
 @contextmanager

@@ -387,7 +387,9 @@ class LayerOptions:
     @property
     def most_witnesses(self) -> int:
         """The number of witnesses that ``calibrate_`` may choose."""
-        return int(self.witnesses) if isinstance(self.witnesses, Integral) else 0
+        if isinstance(self.witnesses, Integral):
+            return int(self.witnesses)
+        return 0
 
     @property
     def positions(self) -> Sequence[int]:
@@ -457,7 +459,9 @@ def require_known(values: Iterable[str], known: Sequence[str], owner: str) -> No
 
 def _named(to: Target) -> Target | str:
     """Return the name of a layer that is given by its class."""
-    return NAMES.get(to, to) if isinstance(to, type) else to
+    if isinstance(to, type):
+        return NAMES.get(to, to)
+    return to
 
 
 def _plain_options(options: LayerFields | None) -> object:

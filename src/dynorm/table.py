@@ -42,7 +42,9 @@ class Column:
         """Return the text of a value; None is a dash."""
         if value is None:
             return "–"
-        return self.form(value) if callable(self.form) else format(value, self.form)
+        if callable(self.form):
+            return self.form(value)
+        return format(value, self.form)
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ def shortened(text: str, width: int) -> str:
         if len("".join(words)) > width and place < len(words) - 1:
             words[place] = word[:1] + re.sub(r"\D", "", word[1:])
     short = "".join(words)
-    return short if len(short) <= width else f"{short[: width - 8]}..{short[-6:]}"
+    if len(short) <= width:
+        return short
+    return f"{short[: width - 8]}..{short[-6:]}"
 
 
 class Plain:
@@ -167,5 +171,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+        if math.isfinite(value):
+            return value
+        return None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return str(value)

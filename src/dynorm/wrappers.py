@@ -33,7 +33,9 @@ def name_inside(module: nn.Module) -> str | None:
     for class_name in torch_classes(module):
         if class_name in _INSIDE:
             name = _INSIDE[class_name]
-            return name if name in module._modules else None
+            if name in module._modules:
+                return name
+            return None
     return None
 
 

@@ -195,7 +195,9 @@ class _CallStack:
 
     def current(self) -> Observation | None:
         """Return the observation of the innermost running module."""
-        return self._calls[-1][0] if self._calls else None
+        if self._calls:
+            return self._calls[-1][0]
+        return None
 
     def current_input(self) -> _Input | None:
         """Return the input of the innermost call, as it was when the call began."""

@@ -228,7 +228,9 @@ def _cast_(module: nn.Module, dtypes: Mapping[str, str]) -> None:
 
 def base_prefix(model: Any) -> str:
     """Return the prefix of the base model's paths: ``""``, or such as ``"bert."`` below a head."""
-    return "" if model.base_model is model else f"{model.base_model_prefix}."
+    if model.base_model is model:
+        return ""
+    return f"{model.base_model_prefix}."
 
 
 def aliases_of(model: nn.Module, specs: list[LayerSpec]) -> dict[str, str]:
@@ -295,7 +297,9 @@ def _architectures(config: Any, checkpoint_files: Iterable[str] | None) -> list[
     for folder in {Path(file).parent for file in checkpoint_files or ()}:
         if (folder / "config.json").is_file():
             names = contents.read_json(folder / "config.json").get("architectures")
-            return names if contents.is_list_of_str(names) else []
+            if contents.is_list_of_str(names):
+                return names
+            return []
     return []
 
 
@@ -349,4 +353,6 @@ def _are_dtypes(dtypes: object) -> bool:
 def _dtype(name: object) -> torch.dtype | None:
     """Return the dtype of torch with this name, or None."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    return dtype if isinstance(dtype, torch.dtype) else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return None

@@ -96,7 +96,9 @@ def register() -> None:
         finally:
             DTYPE_GIVEN.reset(token)
         _require_no_leftovers(model, info["unexpected_keys"])
-        return (model, info) if output_loading_info else model
+        if output_loading_info:
+            return (model, info)
+        return model
 
     checked_from_pretrained._without_dynorm = from_pretrained  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(checked_from_pretrained)  # type: ignore[arg-type]
