@@ -95,7 +95,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
         ) from error
 
 
-def call_hint(args: tuple[Any, ...]) -> str:
+def call_hint(args: tuple[object, ...]) -> str:
     """Return a hint for the error of a model that does not take these arguments."""
     if args and isinstance(args[0], list):
         return " (it takes one batch, not a list of them)"
@@ -136,7 +136,7 @@ def copied_tensors(value: Any) -> Any:
     """
     copies: dict[int, Tensor] = {}
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf: object) -> Any:
         if isinstance(leaf, UserDict):
             other = copy.copy(leaf)
             other.data = copied_tensors(leaf.data)

@@ -232,7 +232,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
         if is_enabled and "GradientCheckpointingLayer" in class_names:
             layers.append(module)
 
-    def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
+    def checkpointed(layer: nn.Module, forward: Any, *args: object) -> Any:
         layer.training = False
         # Without a cache of keys, which would grow once more.
         args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)

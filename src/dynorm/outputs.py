@@ -63,7 +63,7 @@ def require_floating(tensor: object) -> Tensor:
     return tensor
 
 
-def predicted_ids(batch: Mapping[str, Any]) -> str:
+def predicted_ids(batch: Mapping[str, object]) -> str:
     """Return the key of the token ids that a model's logits predict."""
     if "decoder_input_ids" in batch:
         return "decoder_input_ids"

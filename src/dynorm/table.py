@@ -164,7 +164,7 @@ class Plain:
         return values
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value for JSON: numbers that are not finite become None, other types their text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

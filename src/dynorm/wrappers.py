@@ -77,7 +77,7 @@ def plain_modules(model: nn.Module, *, remove_duplicate: bool = True) -> dict[st
     return modules
 
 
-def plain_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def plain_state(model: nn.Module, state: Mapping[str, object]) -> dict[str, Any]:
     """Return a state dict under the names without wrappers."""
     return {plain_name(model, name): value for name, value in state.items()}
 

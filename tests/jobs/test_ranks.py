@@ -147,6 +147,7 @@ def test_torchrun_converts_with_two_processes_and_one_of_them_writes(
     assert two == json.loads((tmp_path / "two" / "report.json").read_text())
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
         "model",
+        "recipe.json",
         "report.html",
         "report.json",
     ]

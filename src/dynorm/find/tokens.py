@@ -48,7 +48,7 @@ def plain_copy(
     """
     known: dict[int, Any] = {}
 
-    def copied(value: Any) -> Any:
+    def copied(value: object) -> Any:
         if value is None:
             return None
         if id(value) in known:

@@ -133,7 +133,7 @@ def _require_class(
     return model, inside
 
 
-def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
+def _read_weights(folder: Path, values: Mapping[str, object]) -> dict[str, Tensor]:
     """Return the tensors by all their names; the names of one tensor have the same object."""
     path = folder / WEIGHTS
     aliases = values.get("aliases")

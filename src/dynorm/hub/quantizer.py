@@ -53,15 +53,15 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         model_dtype: str | None = None,
         format_version: int | None = None,  # of this dict
         dynorm_version: str | None = None,  # of the version that wrote it
-        biases: Any = (),  # paths of linear layers that were given a bias
-        biases_outside: Any = (),
-        weights: Any = None,  # size and checksum of each file of weights, to know them by
+        biases: object = (),  # paths of linear layers that were given a bias
+        biases_outside: object = (),
+        weights: object = None,  # size and checksum of each file of weights, to know them by
         layers_sha256: str | None = None,  # of the lists above; computed if None
         # By path of any other module: the dtypes of its tensors that differ from the model's.
-        dtypes: Any = None,
-        dtypes_outside: Any = None,
+        dtypes: object = None,
+        dtypes_outside: object = None,
         # Ignored, such as the keys that transformers adds.
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         self.quant_method = METHOD
         self.format_version = format_version
@@ -132,7 +132,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return True: the weights are ordinary tensors."""
         return True
 
-    def update_attn_implementation(self, config: Any) -> Any:
+    def update_attn_implementation(self, config: object) -> Any:
         """Remove the key that keeps transformers without dynorm from loading the config.
 
         This is the first hook that gets the config.
@@ -144,7 +144,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
     update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Iterable[str] | None = None, **kwargs: Any
+        self, model: Any, checkpoint_files: Iterable[str] | None = None, **kwargs: object
     ) -> Any:
         config = self.quantization_config
         for file in map(Path, checkpoint_files or ()):
@@ -183,7 +183,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         }
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         for layer in dynorm_layers(model).values():
             for name in _AFFINE:
                 vars(layer).pop(name, None)

@@ -212,7 +212,7 @@ class Checkpoint:
             model.to(self.device), tokenizer, self.language_model, self.source, remarks
         )
 
-    def require_kind(self, samples: Mapping[str, Sequence[Any]]) -> str:
+    def require_kind(self, samples: Mapping[str, Sequence[object]]) -> str:
         """Check that the user's samples are of the model's kind, and return that kind."""
         name = (self.config.architectures or [type(self.config).__name__])[0]
         kind = self.kind
@@ -302,7 +302,7 @@ class Checkpoint:
             cls = transformers.AutoProcessor
         return self._read(cls, f"the {title} in {self.source}")
 
-    def _read(self, cls: Any, title: str | None = None, **options: Any) -> Any:
+    def _read(self, cls: Any, title: str | None = None, **options: object) -> Any:
         folder = self.source
         if self.gguf:
             folder = self.source.parent

@@ -170,7 +170,7 @@ class Job:
         return self.inputs.fit[: self.recipe.calibration]
 
     def batches(
-        self, samples: Sequence[Any], seed: int | None = None, size: int | None = None
+        self, samples: Sequence[object], seed: int | None = None, size: int | None = None
     ) -> Batches:
         """Return batches of samples, by default of the recipe's size."""
         return self.inputs.batches(samples, size or self.recipe.batch, seed)

@@ -90,7 +90,7 @@ def read_samples(
     noun: str,
     reader: str,
     suffixes: tuple[str, ...],
-    look: Callable[[Path], Any],
+    look: Callable[[Path], object],
     damage: type[Exception],
 ) -> tuple[list[Any], list[str]]:
     """Call ``look`` on each file; return its results, and the names of the files it cannot read.

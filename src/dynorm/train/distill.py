@@ -281,7 +281,7 @@ def distillation_rate(model: nn.Module) -> float:
     return _RATE * _WIDTH / median(layer.channels for layer in require_layers(model).values())
 
 
-def output_loss(ours: Any, theirs: Any, batch: Batch) -> Tensor:
+def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
     """Return the error of a model's output, the default loss of :func:`distill_`.
 
     Logits (B, classes) or (B, T, classes): the Kullback-Leibler divergence of the distributions, in
