@@ -160,7 +160,7 @@ class Plain:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values for JSON."""
-        values: dict[str, Any] = plain(asdict(cast("Any", self)))
+        values: dict[str, object] = plain(asdict(cast("Any", self)))
         return values
 
 

@@ -46,7 +46,7 @@ def plain_copy(
     identified by its effect. Single numbers, such as a learned gain or an eps in a buffer, keep
     their values.
     """
-    known: dict[int, Any] = {}
+    known: dict[int, object] = {}
 
     def copied(value: object) -> Any:
         if value is None:

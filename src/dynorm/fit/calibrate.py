@@ -124,7 +124,7 @@ class CalibrationReport(Plain):
             columns, rows = self._choices()
         return str(Table(columns, rows, notes, title))
 
-    def _fits(self) -> tuple[list[str | Column], list[list[Any]]]:
+    def _fits(self) -> tuple[list[str | Column], list[list[object]]]:
         """Return columns and rows of how each layer was fitted."""
         columns: list[str | Column] = [
             "site",
@@ -132,7 +132,7 @@ class CalibrationReport(Plain):
             Column("beta", ".4g"),
             Column("error", ".3f"),
         ]
-        rows: list[list[Any]] = []
+        rows: list[list[object]] = []
         for site in self.sites:
             rows.append([site.path, site.tokens, site.beta, site.error])
         if any(site.witnesses for site in self.sites):

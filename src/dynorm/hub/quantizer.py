@@ -89,7 +89,7 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         contents.require_version(vars(self), "the quantization_config")
         self.specs()
         self.weights = weights
-        described: list[Any] = [list(layers), self.biases, self.biases_outside]
+        described: list[object] = [list(layers), self.biases, self.biases_outside]
         if self.dtypes or self.dtypes_outside:
             described += [self.dtypes, self.dtypes_outside]
         self.layers_sha256 = contents.checksum(described)
@@ -145,7 +145,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Iterable[str] | None = None, **kwargs: object
-    ) -> Any:
+    ) -> object:
         config = self.quantization_config
         for file in map(Path, checkpoint_files or ()):
             if isinstance(config.weights, Mapping) and file.name in config.weights:
@@ -183,7 +183,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         }
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> object:
         for layer in dynorm_layers(model).values():
             for name in _AFFINE:
                 vars(layer).pop(name, None)

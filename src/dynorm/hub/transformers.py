@@ -104,7 +104,7 @@ def register() -> None:
     PreTrainedModel.from_pretrained = classmethod(checked_from_pretrained)  # type: ignore[arg-type]
 
 
-def _config_of_part(cls: object, folder: object) -> Any:
+def _config_of_part(cls: object, folder: object) -> object:
     """Return the config for a class that takes a part of a larger one, such as its text_config.
 
     It gets the layers' names, which are in the larger one. None if the class takes all of the

@@ -79,7 +79,7 @@ class Pretrained:
         return continued[:, ids.shape[1] :].cpu()
 
 
-def _text_config(model: Any) -> Any:
+def _text_config(model: Any) -> object:
     """Return the part of a model's config about its text model, or all of it."""
     return getattr(model.config, "text_config", model.config)
 
@@ -410,7 +410,7 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
         raise DataError("there must be at least one text, got none")
     max_length = pretrained.within_positions(max_length)
     tokenizer = pretrained.tokenizer
-    options: dict[str, Any] = {"truncation": True, "max_length": max_length}
+    options: dict[str, object] = {"truncation": True, "max_length": max_length}
     if pretrained.language_model:
         options = {"add_special_tokens": False}
     encoded: list[list[int]] = tokenizer(list(texts), **options)["input_ids"]

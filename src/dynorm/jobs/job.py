@@ -84,7 +84,7 @@ def load_job(
     noun = checkpoint.require_kind(samples)
     language_model = checkpoint.language_model
     paths = samples.get(noun, ())
-    readable: Sequence[Any]
+    readable: Sequence[object]
     damaged: list[str] = []
     if noun != "texts" and recipe.max_length is not None:
         raise ArgumentError(
@@ -100,7 +100,7 @@ def load_job(
         readable = read_texts(paths, whole=language_model)
     else:
         readable = standard_library_docstrings(whole=language_model)
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         noun: [str(path) for path in paths] or "docstrings of the standard library"
     }
     if damaged:
@@ -178,7 +178,7 @@ class Job:
     @property
     def meta(self) -> dict[str, Any]:
         """The part of a report about the job: the model, its samples, versions of libraries."""
-        meta: dict[str, Any] = {"model": self.name, **self.inputs.facts}
+        meta: dict[str, object] = {"model": self.name, **self.inputs.facts}
         meta[f"{self.inputs.noun}_held_out"] = len(self.inputs.held_out)
         meta["versions"] = library_versions()
         if self.pretrained.remarks:
@@ -327,7 +327,7 @@ class Job:
         before = self.pretrained.greedy(self.original, prompts, new_tokens)
         after = self.pretrained.greedy(self.pretrained.model, prompts, new_tokens)
         same = (before == after).float().mean(1).tolist()
-        decode: Callable[[Any], str] = self.pretrained.tokenizer.decode
+        decode: Callable[[object], str] = self.pretrained.tokenizer.decode
         return [
             Continuation(decode(prompt), decode(before[i]), decode(after[i]), same[i])
             for i, prompt in enumerate(prompts)

@@ -357,7 +357,7 @@ def _replace_conv1d_(model: nn.Module, path: str) -> None:
             model.set_submodule(name, linear)
 
 
-def _config(plan: _Plan) -> Any:
+def _config(plan: _Plan) -> object:
     from torchao.quantization import (
         Int8StaticActivationInt8WeightConfig,
         MappingType,

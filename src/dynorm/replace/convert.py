@@ -388,7 +388,7 @@ def _arguments(site: NormSite, options: LayerOptions) -> dict[str, Any]:
     bound = math.prod(site.normalized_shape)
     if site.kind != "rmsnorm":
         bound = max(bound - 1, 1)
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "normalized_shape": site.normalized_shape,
         "elementwise_affine": site.has_weight or site.has_bias,
         "bias": site.has_bias,

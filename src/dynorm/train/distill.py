@@ -399,7 +399,7 @@ def _clock(end: float) -> Callable[[], float]:
     return lambda: (time.perf_counter() - begun) / seconds
 
 
-def _recipe(job: Distillation, lr: float | None) -> dict[str, Any]:
+def _recipe(job: Distillation, lr: float | None) -> dict[str, object]:
     """Return the layers, the rate that was asked for, and the sum of the teacher's |weights|."""
     # Notice a failed rank before the sums.
     job.ranks.exchange(BATCH)

@@ -233,9 +233,11 @@ def require_same_anneal(model: nn.Module) -> None:
         ranks.require_same(positions, values, "t and the same constants")
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> dict[str, Any]:
+def _named(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
+) -> dict[str, object]:
     """Return the arguments of a module by name, with the entries of those that are dicts."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for value in (*args, *kwargs.values()):
         if isinstance(value, Mapping):
             named.update(value)
