@@ -434,11 +434,11 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
 
 
 @dataclass(frozen=True)
-class Batches(Sequence[Any]):
+class Batches(Sequence[dict[str, Tensor]]):
     """Groups of samples, each made a batch when it is taken, so that memory holds only one."""
 
     make: Callable[[Any], dict[str, Tensor]]
-    parts: Sequence[Sequence[Any]]
+    parts: Sequence[Sequence[object]]
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -486,7 +486,7 @@ class ShuffledBatches:
     """Batches that are shuffled for each pass; ``make`` takes the samples, a size and a seed."""
 
     make: Callable[[Sequence[Any], int, int], Sequence[dict[str, Tensor]]]
-    samples: Sequence[Any]
+    samples: Sequence[object]
     batch_size: int
     seed: int
 

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from dynorm.batches import arguments
+from dynorm.batches import Batch, arguments
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
@@ -132,11 +132,11 @@ def load_job(
 
 
 @dataclass(frozen=True)
-class _Tracked(Sequence[Any]):
+class _Tracked(Sequence[Batch]):
     """Batches that advance a progress bar whenever one of them is taken."""
 
-    batches: Sequence[Any]
-    bar: Iterator[Any]
+    batches: Sequence[Batch]
+    bar: Iterator[object]
 
     def __len__(self) -> int:
         return len(self.batches)
