@@ -68,14 +68,14 @@ Overwrite = Annotated[
 ]
 
 
-def _given_fields(context: typer.Context) -> dict[str, object]:
+def _fields_of_options(context: typer.Context) -> dict[str, object]:
     """Return the fields of a recipe that are on the command line."""
-    given = {}
+    values = {}
     for field in fields(Recipe):
         source = context.get_parameter_source(field.name)
         if source is not None and source.name == "COMMANDLINE":
-            given[field.name] = context.params[field.name]
-    return given
+            values[field.name] = context.params[field.name]
+    return values
 
 
 @app.command()
@@ -204,7 +204,7 @@ def convert(
     start = Recipe()
     if recipe is not None:
         start = Recipe.load(recipe)
-    chosen = start.changed(**_given_fields(context))
+    chosen = start.changed(**_fields_of_options(context))
     with joined(device) as ranks:
         say, track = speaker(quiet=as_json or ranks.rank > 0)
         if ranks.rank:
